@@ -1,0 +1,90 @@
+"""The one error type of soli: what is wrong, what was got, what is allowed, how to mend it.
+
+Problems are collected and reported together, before a process starts where that is possible. The exit
+code tells a mistake of the user (2) from a failure at run time (1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MISTAKE = 2
+FAILURE = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, in words a user can act on."""
+
+    what: str
+    got: str = ""
+    allowed: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        rows = [self.what]
+        rows += [
+            f"  {label:<8}{text}"
+            for label, text in (("got", self.got), ("allowed", self.allowed), ("fix", self.fix))
+            if text
+        ]
+        return "\n".join(rows)
+
+
+class SoliError(Exception):
+    """Raised for everything that soli refuses or notices.
+
+    `everywhere` is True when every rank raises the same error, so that it is printed once.
+    """
+
+    def __init__(
+        self,
+        what: str | Problem | Iterable[Problem],
+        *,
+        got: object = "",
+        allowed: object = "",
+        fix: str = "",
+        exit_code: int = MISTAKE,
+        everywhere: bool = False,
+    ) -> None:
+        if isinstance(what, str):
+            self.problems: tuple[Problem, ...] = (Problem(what, str(got), str(allowed), fix),)
+        elif isinstance(what, Problem):
+            self.problems = (what,)
+        else:
+            self.problems = tuple(what)
+        self.exit_code = exit_code
+        self.everywhere = everywhere
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "problems": [asdict(problem) for problem in self.problems],
+            "exit_code": self.exit_code,
+            "everywhere": self.everywhere,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SoliError:
+        return cls(
+            [Problem(**problem) for problem in data["problems"]],
+            exit_code=int(data["exit_code"]),
+            everywhere=bool(data["everywhere"]),
+        )
+
+
+def failure(what: str, *, got: object = "", fix: str = "", everywhere: bool = False) -> SoliError:
+    """An error at run time that is nobody's typing mistake (exit code 1)."""
+    return SoliError(what, got=got, fix=fix, exit_code=FAILURE, everywhere=everywhere)
+
+
+def raise_all(problems: Iterable[Problem], *, everywhere: bool = False) -> None:
+    """Raise one error that lists every problem, or return if there is none."""
+    found = tuple(problems)
+    if found:
+        raise SoliError(found, everywhere=everywhere)
