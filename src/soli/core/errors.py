@@ -57,6 +57,7 @@ class SoliError(Exception):
             self.problems = tuple(what)
         self.exit_code = exit_code
         self.everywhere = everywhere
+        self.consequence = False  # True: another rank's failure is the likely cause of this one
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -67,15 +68,18 @@ class SoliError(Exception):
             "problems": [asdict(problem) for problem in self.problems],
             "exit_code": self.exit_code,
             "everywhere": self.everywhere,
+            "consequence": self.consequence,
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SoliError:
-        return cls(
+        error = cls(
             [Problem(**problem) for problem in data["problems"]],
             exit_code=int(data["exit_code"]),
             everywhere=bool(data["everywhere"]),
         )
+        error.consequence = bool(data["consequence"])
+        return error
 
 
 def failure(what: str, *, got: object = "", fix: str = "", everywhere: bool = False) -> SoliError:

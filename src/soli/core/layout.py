@@ -64,8 +64,8 @@ def _inside(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Box
 class Sharded:
     """One global tensor, of which this rank holds the given boxes (maybe none).
 
-    Each piece is (box, tensor): the tensor has the box's sizes and may be a view of live memory.
-    `replicated` says that other ranks may hold the same boxes; one of them is enough.
+    Each piece is (box, tensor): the tensor has the box's sizes and may be a view of live memory. Other
+    ranks may hold the same boxes; one of them is enough.
     """
 
     shape: tuple[int, ...]

@@ -1,0 +1,116 @@
+"""soli's Sharded, dressed as what DCP's planners take: a tensor that knows its chunks.
+
+Legend: a *piece* is (Box, Tensor); a *chunk* is DCP's word for a box.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from soli.checkpoint.tensorfile import DTYPES, dtype_name
+from soli.core.errors import Problem, raise_all
+from soli.core.layout import Box, Sharded
+
+
+class Pieces(Tensor):
+    """A tensor of the global shape that owns no memory; DCP asks it for chunks and pieces.
+
+    It must be a Tensor: `find_state_dict_object` refuses to look up a chunk of anything else.
+    """
+
+    pieces: list[tuple[Box, Tensor]]
+    shape_: torch.Size
+
+    @staticmethod
+    def __new__(cls, sharded: Sharded) -> Pieces:
+        made = Tensor._make_wrapper_subclass(cls, torch.Size(sharded.shape), dtype=sharded.dtype)
+        made.shape_ = torch.Size(sharded.shape)
+        made.pieces = [(box, piece.detach()) for box, piece in sharded.pieces if box.numel]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} on a Pieces, which only carries chunks to DCP")
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, box.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk_of(box), properties=properties, size=self.shape_),
+            )
+            for box, _ in self.pieces
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk_of(box) for box, _ in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        # The index hint counts this rank's pieces when loading, and all ranks' chunks when saving.
+        at, offsets = index.index, tuple(index.offset or ())
+        if at is not None and at < len(self.pieces) and self.pieces[at][0].offsets == offsets:
+            return self.pieces[at][1]
+        return next(piece for box, piece in self.pieces if box.offsets == offsets)
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def adapt(tensors: dict[str, Sharded]) -> dict[str, Any]:
+    """What DCP's planners take as state dict. SoliError lists every piece that is not what its box says."""
+    raise_all(problem for name, sharded in tensors.items() for problem in _problems(name, sharded))
+    return {name: Pieces(sharded) for name, sharded in tensors.items()}
+
+
+def _problems(name: str, sharded: Sharded) -> list[Problem]:
+    if not isinstance(name, str) or not isinstance(sharded, Sharded):
+        return [Problem("tensors must map names to Sharded", f"{name!r}: {type(sharded).__name__}")]
+    found = []
+    if sharded.dtype not in DTYPES:
+        allowed = ", ".join(dtype_name(dtype) for dtype in DTYPES)
+        found.append(Problem(f"{name}: this dtype cannot be stored", dtype_name(sharded.dtype), allowed))
+    seen: set[Box] = set()
+    for box, piece in sharded.pieces:
+        if box in seen and box.numel:
+            found.append(Problem(f"{name}: the same box is given twice by one rank", str(box)))
+        seen.add(box)
+        if not _inside(box, sharded.shape):
+            found.append(Problem(f"{name}: a box leaves the tensor", str(box), f"shape {sharded.shape}"))
+        if tuple(piece.shape) != box.sizes or piece.dtype != sharded.dtype or piece.device.type == "meta":
+            got = f"{tuple(piece.shape)} {dtype_name(piece.dtype)} on {piece.device}"
+            allowed = f"{box.sizes} {dtype_name(sharded.dtype)} in memory"
+            found.append(Problem(f"{name}: a piece is not what its box says", got, allowed))
+    return found
+
+
+def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+        return False
+    return all(
+        min(o, n) >= 0 and o + n <= size for o, n, size in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+
+
+def merge(offers: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
+    """name -> (shape, dtype) over all ranks, in rank order. SoliError where ranks disagree."""
+    merged: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    problems = []
+    for rank, offer in enumerate(offers):
+        for name, (shape, dtype) in offer.items():
+            known = merged.setdefault(name, (shape, dtype))
+            if known != (shape, dtype):
+                got = f"{known[0]} {dtype_name(known[1])}, but rank {rank}: {shape} {dtype_name(dtype)}"
+                problems.append(Problem(f"{name}: the ranks disagree on the global tensor", got))
+    raise_all(problems, everywhere=True)
+    return merged
+
+
+def offer_of(tensors: dict[str, Sharded]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(sharded.shape), sharded.dtype) for name, sharded in tensors.items()}

@@ -1,0 +1,162 @@
+"""Load: DCP's planner intersects what was saved with what this rank holds; soli checks and copies."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from soli.checkpoint.adapter import adapt, chunk_of, merge, offer_of
+from soli.checkpoint.folder import locate
+from soli.checkpoint.manifest import FileEntry, Manifest, key_of, read_manifest
+from soli.checkpoint.team import team_of
+from soli.checkpoint.tensorfile import checksum, dtype_name, reading
+from soli.core.errors import FAILURE, Problem, SoliError, failure, raise_all
+from soli.core.layout import Box, Sharded
+
+
+def load(
+    path: str | Path,
+    tensors: dict[str, Sharded],
+    *,
+    group: dist.ProcessGroup | None = None,
+    ignore: Callable[[str], bool] | None = None,
+) -> dict[str, Any]:
+    """Fill the pieces of `tensors` in place from the checkpoint at `path`; returns its state.
+
+    Called on every rank of `group`, all of which see the folder; the world and the layout may differ from
+    those that saved. The names that all ranks ask for must be the names saved, but for saved names of which
+    `ignore(name)` is true. Every name that is missing, unexpected, or has another shape or dtype is reported
+    in one SoliError on every rank, and no piece is touched. So is a file that is truncated or damaged.
+    """
+    team = team_of(group)
+    where = Path(path).absolute()
+    place, manifest = team.first("reading the manifest", lambda: (str(locate(where)), read_manifest(where)))
+    offers = team.each("looking at what to load", lambda: (bool(adapt(tensors)), offer_of(tensors))[1])
+    wanted = merge(offers)
+    raise_all(differences(manifest, wanted, ignore), everywhere=True)
+    files = sorted({chunk.file for name in wanted for chunk in manifest.tensors[name].chunks})
+    shares = _shares({name: manifest.files[name] for name in files}, team.size)
+    team.each("checking the files", lambda: check_files(Path(place), manifest, shares[team.rank]))
+    team.each("reading the tensors", lambda: _fill(Path(place), manifest, tensors))
+    return copy.deepcopy(manifest.state)
+
+
+def differences(
+    manifest: Manifest,
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    ignore: Callable[[str], bool] | None,
+) -> list[Problem]:
+    """Everything that keeps the saved tensors from being the wanted ones."""
+    found = []
+    for name, (shape, dtype) in wanted.items():
+        saved = manifest.tensors.get(name)
+        if saved is None:
+            found.append(Problem(f"{name} is missing in the checkpoint"))
+        elif (saved.shape, saved.dtype) != (shape, dtype):
+            got = f"saved {saved.shape} {dtype_name(saved.dtype)}"
+            allowed = f"asked for {shape} {dtype_name(dtype)}"
+            found.append(Problem(f"{name} has another shape or dtype in the checkpoint", got, allowed))
+    for name in manifest.tensors:
+        if name not in wanted and not (ignore is not None and ignore(name)):
+            fix = "ask for it, or say with ignore= that it is not wanted"
+            found.append(Problem(f"{name} is in the checkpoint, and nobody asks for it", fix=fix))
+    return found
+
+
+def _shares(files: dict[str, FileEntry], parts: int) -> list[list[str]]:
+    """The files in `parts` shares of about equal bytes, the same on every rank."""
+    shares: list[list[str]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        least = loads.index(min(loads))
+        shares[least].append(name)
+        loads[least] += files[name].size
+    return shares
+
+
+def check_files(place: Path, manifest: Manifest, names: list[str]) -> None:
+    """Read these files once; a SoliError names every one that is not what was written."""
+    found = [problem for name in names for problem in damage(place / name, manifest.files[name])]
+    if found:
+        raise SoliError(found, exit_code=FAILURE)
+
+
+def damage(file: Path, entry: FileEntry) -> list[Problem]:
+    """What is wrong with a file of a checkpoint: missing, another size, another content."""
+    fix = "take another copy of this checkpoint, or an earlier one"
+    if not file.is_file():
+        return [Problem(f"{file} is missing", fix=fix)]
+    size = file.stat().st_size
+    if size != entry.size:
+        what = "is truncated" if size < entry.size else "is longer than it was written"
+        return [Problem(f"{file} {what}", f"{size} bytes", f"{entry.size} bytes", fix)]
+    got = checksum(file)
+    if got != entry.checksum:
+        return [Problem(f"{file} is damaged: its content is not what was written", got, entry.checksum, fix)]
+    return []
+
+
+def _fill(place: Path, manifest: Manifest, tensors: dict[str, Sharded]) -> None:
+    """Copy into this rank's pieces what intersects them."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(adapt(tensors), _metadata(manifest), is_coordinator=False)
+    plan = planner.create_local_plan()
+    _check_read(plan.items, tensors)
+    reads: dict[str, dict[str, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+    for item in plan.items:
+        at = item.storage_index.index
+        if at is None:
+            raise failure(f"DCP planned a read of {item.storage_index.fqn} from no chunk")
+        chunk = manifest.tensors[item.storage_index.fqn].chunks[at]
+        reads[chunk.file][key_of(item.storage_index.fqn, chunk.box)].append(item)
+    for file, keys in reads.items():
+        with reading(place / file) as handle, torch.no_grad():
+            for key, items in keys.items():
+                source = handle.get_tensor(key)  # mapped, not read: only what is copied is read
+                for item in items:
+                    target = planner.resolve_tensor(item)
+                    target.copy_(narrow(source, Box(tuple(item.storage_offsets), tuple(item.lengths))))
+
+
+def narrow(tensor: Tensor, box: Box) -> Tensor:
+    """The part of a tensor that a box describes, as a view."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def _metadata(manifest: Manifest) -> Metadata:
+    """DCP's metadata, which it would have unpickled, rebuilt from the manifest."""
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=saved.dtype),
+                torch.Size(saved.shape),
+                [chunk_of(chunk.box) for chunk in saved.chunks],
+            )
+            for name, saved in manifest.tensors.items()
+        }
+    )
+
+
+def _check_read(items: list[ReadItem], tensors: dict[str, Sharded]) -> None:
+    """The reads fill every piece: no element keeps what happened to be in memory."""
+    planned: dict[str, int] = defaultdict(int)
+    for item in items:
+        planned[item.dest_index.fqn] += math.prod(item.lengths)
+    for name, sharded in tensors.items():
+        held = sum(box.numel for box, _ in sharded.pieces)
+        if planned[name] != held:
+            got = f"{planned[name]} of {held} elements"
+            raise failure(f"{name}: the saved chunks do not cover it", got=got)

@@ -1,0 +1,274 @@
+"""Save: DCP's planner decides which rank writes which box once; soli writes, agrees and commits."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from soli.checkpoint.adapter import adapt, merge, offer_of
+from soli.checkpoint.folder import commit, open_partial, refuse_existing
+from soli.checkpoint.manifest import VERSION, Chunk, FileEntry, Manifest, Saved, dump_state, key_of, to_text
+from soli.checkpoint.team import Team, as_soli_error, team_of
+from soli.checkpoint.tensorfile import Entry, write_file
+from soli.checkpoint.tiling import tiling_problems
+from soli.core.errors import SoliError, raise_all
+from soli.core.layout import Box, Sharded
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What one rank brings: DCP's local plan, every tensor it knows of, and the state as JSON."""
+
+    plan: SavePlan
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    state: str
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """The manifest as far as it is known before the files are written (on the first rank)."""
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    chunks: dict[str, list[tuple[Box, int]]]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A planned save: what this rank writes, and on the first rank the draft of the manifest."""
+
+    path: Path
+    overwrite: bool
+    team: Team
+    entries: list[Entry]
+    draft: _Draft | None
+
+
+def save(
+    path: str | Path,
+    tensors: dict[str, Sharded],
+    state: dict[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint to the folder `path`; called on every rank of `group`, returns when it is complete.
+
+    `tensors`: global tensors by name, each with the boxes this rank holds. A box that several ranks hold is
+    written once. `state`: JSON-able values; the first rank's are written. Every rank raises the same
+    SoliError if any rank fails, and nothing half-written stays.
+    """
+    save_with(team_of(group), path, tensors, state, overwrite)
+
+
+def save_with(
+    team: Team, path: str | Path, tensors: dict[str, Sharded], state: dict[str, Any], overwrite: bool = False
+) -> None:
+    """`save` for a team; ALONE saves in this process, whatever process group there is."""
+    _write(_plan(team, path, tensors, state, overwrite))
+
+
+class PendingSave:
+    """A save that goes on in a background thread."""
+
+    def __init__(self, job: _Job) -> None:
+        self._error: Exception | None = None
+        self._seen = False
+        self._path = job.path
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"soli-save-{job.path.name}")
+        self._thread.start()
+
+    def _run(self, job: _Job) -> None:
+        try:
+            _write(job)
+        except Exception as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """True once the save has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete; raise its error if it failed."""
+        self._thread.join()
+        if self._error is not None:
+            self._seen = True
+            raise self._error
+
+    def report_unseen(self) -> None:
+        """Raise the error of a save that nobody waited for; return once it has ended otherwise."""
+        self._thread.join()
+        if not self._seen:
+            self.wait()
+
+
+_last: dict[str, PendingSave] = {}  # by group: the collectives of two saves must not mix
+
+
+def save_async(
+    path: str | Path,
+    tensors: dict[str, Sharded],
+    state: dict[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
+) -> PendingSave:
+    """As `save`, but returns once the tensors are copied; the rest happens in a background thread.
+
+    `group` must be a gloo process group used for nothing else. Planning happens here, in a few small
+    collectives on `group`, so that only what this rank will write is copied; what is wrong with the arguments
+    is raised here, what goes wrong while writing by `wait()`. A save that is still under way on the same
+    group is waited for first, and its error raised here if nobody waited for it.
+    """
+    team = team_of(group)
+    if team.size > 1 and (group is None or group is dist.group.WORLD or dist.get_backend(group) != "gloo"):
+        got = "the default group" if group in (None, dist.group.WORLD) else dist.get_backend(group)
+        raise SoliError(
+            "asynchronous saving needs a gloo process group of its own",
+            got=got,
+            fix='pass group=torch.distributed.new_group(backend="gloo"), made once',
+            everywhere=True,
+        )
+    key = group.group_name if group is not None and team.size > 1 else ""
+    before = _last.pop(key, None)
+    if before is not None:
+        before.report_unseen()
+    job = _plan(team, path, tensors, state, overwrite)
+    team.each("copying the tensors to save", lambda: _stage(job))
+    _last[key] = PendingSave(job)
+    return _last[key]
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    for pending in _last.values():
+        try:
+            pending.report_unseen()
+        except Exception as error:
+            print(f"soli: a checkpoint that nobody waited for failed: {error}", file=sys.stderr)
+
+
+def _stage(job: _Job) -> None:
+    """Replace the live tensors of a job by copies on the host."""
+    for place, entry in enumerate(job.entries):
+        copy = _copy(entry.get())
+        job.entries[place] = Entry(entry.key, entry.dtype, entry.shape, lambda copy=copy: copy)  # type: ignore[misc]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _plan(
+    team: Team, path: str | Path, tensors: dict[str, Sharded], state: dict[str, Any], overwrite: bool
+) -> _Job:
+    """Agree on which rank writes what. The live tensors are looked up when they are written."""
+    target = Path(path).absolute()
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    drafts: list[_Draft] = []
+
+    def local() -> _Offer:
+        planner.set_up_planner(adapt(tensors), is_coordinator=team.rank == 0)
+        return _Offer(planner.create_local_plan(), offer_of(tensors), dump_state(state))
+
+    def decide(offers: list[_Offer]) -> list[SavePlan]:
+        refuse_existing(target, overwrite)
+        merged = merge([offer.tensors for offer in offers])
+        _check_cover(merged, [offer.plan for offer in offers])
+        plans, _ = planner.create_global_plan([offer.plan for offer in offers])
+        chunks: dict[str, list[tuple[Box, int]]] = {name: [] for name in merged}
+        for rank, plan in enumerate(plans):
+            for item in plan.items:
+                chunks[item.index.fqn].append((_box(item), rank))
+        drafts.append(_Draft(merged, chunks, json.loads(offers[0].state)))
+        return plans
+
+    mine = planner.finish_plan(team.plan("planning the checkpoint", local, decide))
+    entries = []
+    for item in mine.items:
+        box, dtype = _box(item), tensors[item.index.fqn].dtype
+        get = lambda item=item: planner.lookup_object(item.index)
+        entries.append(Entry(key_of(item.index.fqn, box), dtype, box.sizes, get))
+    return _Job(target, overwrite, team, entries, drafts[0] if drafts else None)
+
+
+def _box(item: Any) -> Box:
+    chunk = item.tensor_data.chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _check_cover(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], plans: list[SavePlan]) -> None:
+    """Before DCP drops copies: it takes boxes with equal offsets for the same box, whatever their sizes."""
+    boxes: dict[str, set[Box]] = {name: set() for name in tensors}
+    for plan in plans:
+        for item in plan.items:
+            boxes[item.index.fqn].add(_box(item))
+    ordered = {name: sorted(held, key=lambda box: (box.offsets, box.sizes)) for name, held in boxes.items()}
+    raise_all(
+        problem
+        for name, (shape, _) in tensors.items()
+        for problem in tiling_problems(name, shape, ordered[name])
+    )
+
+
+def _write(job: _Job) -> None:
+    """Write this rank's file, agree, and let the first rank commit."""
+    team = job.team
+    partial = Path(
+        team.first("making the checkpoint's folder", lambda: str(open_partial(job.path, job.overwrite)))
+    )
+    try:
+        written = team.each("writing the checkpoint", lambda: _write_mine(partial, job))
+        team.first(
+            "completing the checkpoint",
+            lambda: commit(partial, job.path, to_text(_manifest(job, written)), job.overwrite),
+        )
+    except BaseException:
+        # After an agreed error no rank writes any more. If this fails too, the next save clears it.
+        if team.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _write_mine(partial: Path, job: _Job) -> FileEntry | None:
+    if not job.entries:
+        return None
+    try:
+        return FileEntry(*write_file(partial / _file_name(job.team.rank), job.entries))
+    except OSError as error:
+        need = sum(entry.size for entry in job.entries)
+        shown = as_soli_error(f"writing {need:,} bytes for {job.path}", error)
+        raise shown from error
+
+
+def _manifest(job: _Job, written: list[FileEntry | None]) -> Manifest:
+    assert job.draft is not None  # only the first rank asks
+    files = {_file_name(rank): entry for rank, entry in enumerate(written) if entry is not None}
+    tensors = {}
+    for name, (shape, dtype) in job.draft.tensors.items():
+        chunks = [
+            Chunk(box, _file_name(rank), files[_file_name(rank)].checksum)
+            for box, rank in job.draft.chunks[name]
+        ]
+        tensors[name] = Saved(shape, dtype, tuple(chunks))
+    return Manifest(
+        tensors, files, job.draft.state, VERSION, version("soli"), str(torch.__version__), time.time()
+    )

@@ -1,0 +1,136 @@
+"""One safetensors file, written tensor by tensor with its checksum, and checked again.
+
+The library's own `save_file` wants every tensor in memory at once, does not flush to disk, and would need a
+second pass for the checksum; the format is an 8-byte length, a JSON header and the bytes. Reading is the
+library's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from soli.core.errors import SoliError, failure
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+STEP = 16 << 20  # bytes hashed and written at a time
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: its key, dtype and shape, and how to get it when its turn comes."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    get: Callable[[], Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def write_file(path: Path, entries: list[Entry], metadata: dict[str, str] | None = None) -> tuple[int, str]:
+    """Write a safetensors file and flush it to the disk. Returns its size in bytes and its checksum.
+
+    One tensor at a time is held beside the caller's own memory. The file must not exist yet.
+    """
+    if sys.byteorder != "little":
+        raise SoliError("safetensors are little-endian; this machine is not", got=sys.byteorder)
+    # Wide dtypes first: every tensor then starts at a multiple of its item size, as readers expect.
+    entries = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for entry in entries:
+        span = [at, at + entry.size]
+        header[entry.key] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
+        at += entry.size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with open(path, "xb") as file:
+        _put(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
+        for entry in entries:
+            _put(file, digest, _bytes(entry))
+        file.flush()
+        os.fsync(file.fileno())
+    return 8 + len(text) + at, f"sha256:{digest.hexdigest()}"
+
+
+def _bytes(entry: Entry) -> memoryview:
+    tensor = entry.get().detach()
+    if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+        raise failure(f"{entry.key} changed while it was saved", got=f"{tuple(tensor.shape)} {tensor.dtype}")
+    flat: Any = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _put(file: IO[bytes], digest: Any, data: memoryview) -> None:
+    for start in range(0, len(data), STEP):
+        part = data[start : start + STEP]
+        digest.update(part)
+        file.write(part)
+
+
+def checksum(path: Path) -> str:
+    """The checksum of a file, streamed."""
+    with open(path, "rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[Any]:
+    """An open safetensors file (`get_tensor`, `keys`); what is no such file is a SoliError that names it."""
+    try:
+        with safe_open(path, framework="pt") as handle:
+            yield handle
+    except SafetensorError as error:
+        raise failure(f"{path} is not a readable safetensors file", got=str(error)) from error
+
+
+def headers(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """key -> (shape, dtype) of a safetensors file, tensors not read. SoliError for an unknown dtype."""
+    by_code = {code: dtype for dtype, code in DTYPES.items()}
+    found = {}
+    with reading(path) as handle:
+        for key in handle.keys():  # noqa: SIM118 (a handle, not a dict)
+            part = handle.get_slice(key)
+            if part.get_dtype() not in by_code:
+                raise SoliError(f"{path}: {key} has a dtype soli does not store", got=part.get_dtype())
+            found[key] = (tuple(part.get_shape()), by_code[part.get_dtype()])
+    return found

@@ -1,0 +1,100 @@
+"""What `soli checkpoint` does: show, check, export, import. Plain functions on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from soli.checkpoint.folder import MANIFEST, locate
+from soli.checkpoint.load import damage
+from soli.checkpoint.manifest import Manifest, key_of, read_manifest
+from soli.checkpoint.tensorfile import dtype_name, headers
+from soli.checkpoint.tiling import tiling_problems
+from soli.checkpoint.transfer import export, import_
+from soli.core.errors import Problem, SoliError
+
+__all__ = ["check", "export", "import_", "show"]
+
+UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def show(path: str | Path) -> str:
+    """What a checkpoint holds, as text: where it comes from, totals, and a table of its tensors."""
+    manifest = read_manifest(path)
+    when = datetime.fromtimestamp(manifest.created, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    facts = [("checkpoint", str(path)), ("written", f"{when}, soli {manifest.soli}, torch {manifest.torch}")]
+    facts += [
+        (key, str(manifest.state[key])) for key in ("step", "plan", "imported_from") if key in manifest.state
+    ]
+    size = sum(entry.size for entry in manifest.files.values())
+    facts.append(("files", f"{len(manifest.files)}, {human(size)}"))
+    for prefix in dict.fromkeys(name.split(".", 1)[0] for name in manifest.tensors):
+        held = [saved for name, saved in manifest.tensors.items() if name.split(".", 1)[0] == prefix]
+        facts.append((prefix, f"{len(held)} tensors, {human(sum(saved.size for saved in held))}"))
+    rows = [("tensor", "shape", "dtype", "size", "chunks")]
+    for name, saved in manifest.tensors.items():
+        shape = " x ".join(str(n) for n in saved.shape) or "scalar"
+        rows.append((name, shape, dtype_name(saved.dtype), human(saved.size), str(len(saved.chunks))))
+    return "\n".join([*_table(facts), "", *_table(rows)])
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def human(size: int) -> str:
+    """Bytes for people: powers of 1000."""
+    shown, unit = float(size), 0
+    while shown >= 1000 and unit < len(UNITS) - 1:
+        shown, unit = shown / 1000, unit + 1
+    return f"{shown:.0f} {UNITS[0]}" if unit == 0 else f"{shown:.1f} {UNITS[unit]}"
+
+
+def check(path: str | Path) -> list[Problem]:
+    """Everything that is wrong with a checkpoint; an empty list if nothing is.
+
+    Every file's size and checksum, what each file says it holds against the manifest, whether the chunks of
+    each tensor tile it exactly, and files that do not belong there.
+    """
+    try:
+        manifest, place = read_manifest(path), locate(Path(path))
+    except SoliError as error:
+        return list(error.problems)
+    found = []
+    for name, saved in manifest.tensors.items():
+        found += tiling_problems(name, saved.shape, [chunk.box for chunk in saved.chunks])
+    for name, entry in manifest.files.items():
+        bad = damage(place / name, entry)
+        found += bad or _content_problems(place / name, manifest)
+    known = {*manifest.files, MANIFEST}
+    for entry_path in sorted(place.iterdir()):
+        if entry_path.name not in known:
+            fix = "remove it, or find out who put it there"
+            found.append(Problem(f"{entry_path} does not belong to the checkpoint", fix=fix))
+    return found
+
+
+def _content_problems(file: Path, manifest: Manifest) -> list[Problem]:
+    """A sound file that does not hold what the manifest says it holds."""
+    expected = {
+        key_of(name, chunk.box): (chunk.box.sizes, saved.dtype)
+        for name, saved in manifest.tensors.items()
+        for chunk in saved.chunks
+        if chunk.file == file.name
+    }
+    try:
+        held = headers(file)
+    except SoliError as error:
+        return list(error.problems)
+    found = []
+    for key in sorted(expected.keys() | held.keys()):
+        if held.get(key) != expected.get(key):
+            got = f"{held[key][0]} {dtype_name(held[key][1])}" if key in held else "nothing"
+            should = expected.get(key)
+            allowed = f"{should[0]} {dtype_name(should[1])}" if should else "nothing"
+            found.append(Problem(f"{file}: {key} is not what the manifest says", got, allowed))
+    return found

@@ -1,0 +1,246 @@
+"""Model weights out of and into soli's checkpoints: a safetensors file, or a Hugging Face folder.
+
+Only names that start with `model.` travel, under the names without it. `state["tied"]` maps an alias to the
+parameter it shares its values with ({alias: canonical}, both as the model names them): such a pair is
+stored once, under the canonical name.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soli.checkpoint.folder import PICKLES, flush, locate
+from soli.checkpoint.load import check_files, narrow
+from soli.checkpoint.manifest import Manifest, Saved, key_of, read_manifest
+from soli.checkpoint.save import save_with
+from soli.checkpoint.team import ALONE, as_soli_error
+from soli.checkpoint.tensorfile import Entry, headers, reading, write_file
+from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.layout import Sharded, whole
+
+PREFIX = "model."
+PICKLE_FIX = (
+    "load it where you trust it and save it as safetensors: "
+    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+)
+
+
+def export(
+    path: str | Path,
+    out: str | Path,
+    *,
+    format: str = "safetensors",
+    max_shard_bytes: int = 5_000_000_000,
+    config: str | Path | None = None,
+) -> list[Path]:
+    """Write the model of a checkpoint as whole tensors; returns the files written.
+
+    `format` "safetensors": `out` is one file. "hf": `out` is a folder with `model.safetensors`, or, above
+    `max_shard_bytes`, shards and their index, and a copy of `config` as `config.json`. The checkpoint is
+    verified first; one tensor at a time is held in memory; `out` must not exist, and appears complete.
+    """
+    out = Path(out).absolute()
+    manifest, place = read_manifest(path), locate(Path(path))
+    _refuse_export(out, format, max_shard_bytes, config)
+    names = _model_names(manifest)
+    files = sorted({chunk.file for name in names.values() for chunk in manifest.tensors[name].chunks})
+    check_files(place, manifest, files)
+    partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:12]}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            handles = {file: stack.enter_context(reading(place / file)) for file in files}
+            tied = manifest.state.get("tied") or {}
+            gets = {own: _assemble(handles, name, manifest.tensors[name]) for own, name in names.items()}
+            _check_tied(tied, gets)
+            entries = [
+                Entry(own, manifest.tensors[name].dtype, manifest.tensors[name].shape, gets[own])
+                for own, name in names.items()
+                if own not in tied
+            ]
+            if format == "hf":
+                partial.mkdir()
+                written = _write_hf(partial, entries, max_shard_bytes, config)
+            else:
+                write_file(partial, entries, {"format": "pt"})
+                written = [""]
+        os.rename(partial, out)
+        flush(out.parent)
+    except OSError as error:
+        raise as_soli_error(f"writing {out}", error) from error
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        elif partial.exists():
+            partial.unlink()
+    return [out / name if name else out for name in written]
+
+
+def _refuse_export(out: Path, format: str, max_shard_bytes: int, config: str | Path | None) -> None:
+    problems = []
+    if format not in ("safetensors", "hf"):
+        problems.append(Problem("unknown export format", format, "safetensors, hf"))
+    if out.exists():
+        problems.append(Problem(f"{out} exists", fix="choose another path; nothing is overwritten"))
+    if max_shard_bytes <= 0:
+        problems.append(Problem("a shard must hold something", f"max_shard_bytes={max_shard_bytes}"))
+    if config is not None and format != "hf":
+        problems.append(Problem("config.json goes with a folder", f"format {format}", fix="use format hf"))
+    if config is not None and not Path(config).is_file():
+        problems.append(Problem("there is no such config file", str(config)))
+    raise_all(problems)
+
+
+def _model_names(manifest: Manifest) -> dict[str, str]:
+    """The model's own name -> the name in the checkpoint."""
+    names = {name.removeprefix(PREFIX): name for name in manifest.tensors if name.startswith(PREFIX)}
+    if not names:
+        raise SoliError("the checkpoint holds no model tensors", got=", ".join(list(manifest.tensors)[:5]))
+    return names
+
+
+def _assemble(handles: dict[str, Any], name: str, saved: Saved) -> Callable[[], Tensor]:
+    """How to get the whole tensor, when its turn comes."""
+
+    def get() -> Tensor:
+        result = torch.empty(saved.shape, dtype=saved.dtype)
+        for chunk in saved.chunks:
+            narrow(result, chunk.box).copy_(handles[chunk.file].get_tensor(key_of(name, chunk.box)))
+        return result
+
+    return get
+
+
+def _write_hf(folder: Path, entries: list[Entry], limit: int, config: str | Path | None) -> list[str]:
+    """`model.safetensors`, or shards of at most `limit` bytes (or one tensor) each, and their index."""
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + entry.size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.size
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    written = names if len(shards) > 1 else ["model.safetensors"]
+    for name, shard in zip(written, shards, strict=True):
+        write_file(folder / name, shard, {"format": "pt"})
+    if len(shards) > 1:
+        where = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        index = {"metadata": {"total_size": sum(e.size for e in entries)}, "weight_map": where}
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
+        written = [*written, "model.safetensors.index.json"]
+    if config is not None:
+        shutil.copyfile(config, folder / "config.json")
+        written = [*written, "config.json"]
+    flush(folder)
+    return written
+
+
+def import_(source: str | Path, out: str | Path, tied: dict[str, str] | None = None) -> None:
+    """Make a checkpoint of a .safetensors file or a Hugging Face folder: its tensors, as `model.<name>`.
+
+    `tied` ({alias: canonical}) is kept in the state; an alias that is in the source must equal its canonical
+    tensor bit for bit, and is not stored again. Pickles are refused.
+    """
+    source = Path(source)
+    files = _sources(source)
+    with ExitStack() as stack:
+        handles = {file: stack.enter_context(reading(file)) for file in dict.fromkeys(files.values())}
+        gets = {name: functools.partial(handles[file].get_tensor, name) for name, file in files.items()}
+        _check_tied(tied or {}, gets)
+        tensors = {}
+        for name in files:
+            if name not in (tied or {}):
+                tensor = gets[name]()  # mapped: read when it is written
+                shape = tuple(tensor.shape)
+                tensors[PREFIX + name] = Sharded(shape, tensor.dtype, [(whole(shape), tensor)])
+        state: dict[str, Any] = {"step": 0, "imported_from": source.resolve().name}
+        save_with(ALONE, out, tensors, state | ({"tied": tied} if tied else {}))
+
+
+def _sources(source: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it."""
+    if source.is_file() and source.suffix == ".safetensors":
+        return dict.fromkeys(headers(source), source)
+    if source.is_file():
+        raise _refused(source, [source.name] if source.suffix in PICKLES else [])
+    if not source.is_dir():
+        raise SoliError(f"there is nothing at {source}", fix="check the path")
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed(index)
+    found = sorted(source.glob("*.safetensors"))
+    if (source / "model.safetensors") in found:
+        found = [source / "model.safetensors"]
+    if len(found) > 1:
+        got = ", ".join(file.name for file in found[:5])
+        raise SoliError(
+            f"{source} has several safetensors files and no index", got=got, fix="name one of them"
+        )
+    if not found:
+        raise _refused(source, sorted(p.name for p in source.iterdir() if p.suffix in PICKLES))
+    return dict.fromkeys(headers(found[0]), found[0])
+
+
+def _refused(source: Path, pickles: list[str]) -> SoliError:
+    allowed = "a .safetensors file, or a folder with model.safetensors or its index"
+    if pickles:
+        what = f"{source} is a pickle, which runs code when it is opened: soli does not open it"
+        return SoliError(what, got=", ".join(pickles[:5]), allowed=allowed, fix=PICKLE_FIX)
+    return SoliError(f"{source} is nothing that soli imports", allowed=allowed)
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """Tensor name -> file, as the index says, checked against the files."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SoliError(f"{index} is no index", got=f"{type(error).__name__}: {error}") from error
+    problems = []
+    held: dict[str, str] = {}
+    for file in sorted(set(names.values())):
+        if Path(file).name != file or not (index.parent / file).is_file():
+            problems.append(Problem(f"{index} names a file that is not beside it", file))
+            continue
+        for name in headers(index.parent / file):
+            held[name] = file
+    if not problems:
+        for name in sorted(names.keys() | held.keys()):
+            if names.get(name) != held.get(name):
+                got = f"the index says {names.get(name)}, the files {held.get(name)}"
+                problems.append(Problem(f"{index}: {name} is not where it should be", got))
+    raise_all(problems)
+    return {name: index.parent / file for name, file in names.items()}
+
+
+def _check_tied(tied: dict[str, str], gets: Mapping[str, Callable[[], Tensor]]) -> None:
+    """SoliError unless every canonical tensor is there and equals its alias, where that is stored too."""
+    problems = []
+    for alias, canonical in tied.items():
+        if canonical not in gets:
+            problems.append(Problem(f"{alias} is tied to {canonical}, which is not there"))
+        elif alias in gets and not _same_bits(gets[alias](), gets[canonical]()):
+            fix = "leave it out of tied: they are two parameters"
+            problems.append(Problem(f"{alias} and {canonical} are not equal, so not tied", fix=fix))
+    raise_all(problems)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit: NaN equals itself, 0.0 does not equal -0.0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

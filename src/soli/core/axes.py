@@ -1,0 +1,29 @@
+"""The names and the order of the mesh's axes: the only place that knows them.
+
+A rank's coordinates follow AXES from the slowest to the fastest: neighbours in `tp` are neighbours in
+rank. `replicate` and `shard` are the two parts of data parallelism: dp = replicate x shard.
+"""
+
+from __future__ import annotations
+
+PP, REPLICATE, SHARD, CP, TP, EP = "pp", "replicate", "shard", "cp", "tp", "ep"
+AXES = (PP, REPLICATE, SHARD, CP, TP)
+
+
+def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    """Where a rank stands on each axis. `sizes` has one entry for each of AXES."""
+    where: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, where[axis] = divmod(rank, sizes[axis])
+    return {axis: where[axis] for axis in AXES}
+
+
+def peers(rank: int, axis: str, sizes: dict[str, int]) -> list[int]:
+    """The ranks that differ from `rank` on this axis only, in the order of the axis (itself included)."""
+    stride = 1
+    for other in reversed(AXES):
+        if other == axis:
+            break
+        stride *= sizes[other]
+    first = rank - coordinates(rank, sizes)[axis] * stride
+    return [first + i * stride for i in range(sizes[axis])]

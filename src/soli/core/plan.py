@@ -1,0 +1,199 @@
+"""Plan: how a training program is laid over the ranks, as a frozen value.
+
+It says what, never how: degrees and choices, each with the value that costs least to explain as its
+default. It reads and prints as text (`dp=2,zero=1`), TOML and JSON, and all three round-trip. Whether a
+plan is legal for a world, and what of it is built, is `planner.legality`'s business.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from soli.core.axes import CP, PP, REPLICATE, SHARD, TP
+from soli.core.errors import Problem, raise_all
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "tensor": ("1d", "2d", "2.5d", "3d"),
+    "context": ("ring", "ulysses", "scores"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"),
+    "precision": ("fp32", "bf16", "fp16", "fp8", "fp64"),
+    "offload": ("none", "optimizer", "parameters", "all"),
+}
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Degrees and choices. `dp=None` takes the ranks that are over."""
+
+    dp: int | None = None
+    replicate: int = 1  # HSDP: copies of each sharded state, inside dp
+    zero: int = 0  # 0 replicate, 1 + optimizer states, 2 + gradients, 3 + parameters sharded
+    tp: int = 1
+    tensor: str = "1d"
+    depth: int = 1
+    sp: bool = False
+    cp: int = 1
+    context: str = "ring"
+    pp: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    microbatches: int = 1
+    accumulate: int = 1  # parts that a rank's share of the batch is computed in
+    ep: int = 1
+    recompute: str = "none"  # none, selective, full, or a budget such as "0.5"
+    precision: str = "fp32"
+    offload: str = "none"
+
+    def __post_init__(self) -> None:
+        raise_all(_value_problems(asdict(self)), everywhere=True)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Degree of each mesh axis. Nothing is sharded under zero=0: all of dp replicates."""
+        dp = self.dp or 1
+        replicas = dp if self.zero == 0 else self.replicate
+        return {PP: self.pp, REPLICATE: replicas, SHARD: dp // replicas, CP: self.cp, TP: self.tp}
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one replica of the model takes."""
+        return self.pp * self.cp * self.tp
+
+    def with_(self, **changes: Any) -> Plan:
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        """The short text: what differs from the defaults. `Plan.parse` reads it back."""
+        said = [
+            f"{f.name}={_text(getattr(self, f.name))}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return ",".join(said) or "dp=auto"
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read `key=value,key=value`. Every problem is reported, not only the first."""
+        pairs: dict[str, Any] = {}
+        problems: list[Problem] = []
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            key, equals, value = part.partition("=")
+            if not equals:
+                problems.append(Problem(f"'{part}' in the plan has no value", allowed="key=value", fix=_keys()))
+            elif key.strip() in pairs:
+                problems.append(Problem(f"'{key.strip()}' is said twice in the plan", got=text))
+            else:
+                pairs[key.strip()] = value.strip()
+        typed, more = _from_pairs(pairs)
+        raise_all(problems + more + _value_problems(typed), everywhere=True)
+        return cls(**typed)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        typed, problems = _from_pairs(dict(data))
+        raise_all(problems + _value_problems(typed), everywhere=True)
+        return cls(**typed)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        return cls.from_dict(json.loads(text))
+
+    def to_toml(self) -> str:
+        """TOML has no null: dp is left out where it takes the ranks that are over."""
+        rows = {key: value for key, value in asdict(self).items() if value is not None}
+        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in rows.items())
+
+    @classmethod
+    def from_toml(cls, text: str) -> Plan:
+        return cls.from_dict(tomllib.loads(text))
+
+
+def _text(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _keys() -> str:
+    return "the keys of a plan are " + ", ".join(f.name for f in fields(Plan))
+
+
+def _from_pairs(pairs: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Give each value the type of its field; unknown keys and unreadable values become problems."""
+    defaults = {f.name: f.default for f in fields(Plan)}
+    typed: dict[str, Any] = {}
+    problems = []
+    for key, value in pairs.items():
+        if key not in defaults:
+            near = difflib.get_close_matches(key, defaults, n=1)
+            fix = f"did you mean '{near[0]}'?" if near else _keys()
+            problems.append(Problem(f"a plan has no key '{key}'", got=f"{key}={value}", fix=fix))
+            continue
+        try:
+            typed[key] = _read(key, value, defaults[key])
+        except ValueError as error:
+            problems.append(Problem(f"'{key}' of the plan cannot be read", got=repr(value), allowed=str(error)))
+    return typed, problems
+
+
+def _read(key: str, value: Any, default: Any) -> Any:
+    if key == "dp" and value in (None, "auto"):
+        return None
+    if isinstance(default, bool):
+        words = {"on": True, "true": True, "off": False, "false": False, True: True, False: False}
+        if (value.lower() if isinstance(value, str) else value) not in words:
+            raise ValueError("on or off")
+        return words[value.lower() if isinstance(value, str) else value]
+    if isinstance(default, int) or key == "dp":
+        try:
+            if isinstance(value, bool | float):
+                raise ValueError
+            return int(value)
+        except (TypeError, ValueError):
+            raise ValueError("a whole number") from None
+    if not isinstance(value, str):
+        raise ValueError("text")
+    return value.lower()
+
+
+def _value_problems(values: dict[str, Any]) -> list[Problem]:
+    """What no plan may hold, whatever the world and whatever is built."""
+    problems = []
+    for key in ("dp", "replicate", "tp", "depth", "cp", "pp", "chunks", "microbatches", "accumulate", "ep"):
+        value = values.get(key, 1)
+        if value is not None and value < 1:
+            problems.append(Problem(f"'{key}' of the plan is below 1", got=value, allowed="1, 2, 3, ..."))
+    if values.get("zero", 0) not in range(4):
+        problems.append(
+            Problem("'zero' of the plan is no stage of ZeRO", got=str(values["zero"]), allowed="0, 1, 2, 3")
+        )
+    for key, allowed in CHOICES.items():
+        if values.get(key, allowed[0]) not in allowed:
+            near = difflib.get_close_matches(str(values[key]), allowed, n=1)
+            problems.append(
+                Problem(
+                    f"'{key}' of the plan is not known",
+                    got=values[key],
+                    allowed=", ".join(allowed),
+                    fix=f"did you mean '{near[0]}'?" if near else "",
+                )
+            )
+    recompute = values.get("recompute", "none")
+    if recompute not in RECOMPUTE and not _is_share(recompute):
+        allowed = ", ".join(RECOMPUTE) + ", or a share of the activations to keep such as 0.5"
+        problems.append(Problem("'recompute' of the plan is not known", got=recompute, allowed=allowed))
+    return problems
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0.0 < float(text) < 1.0
+    except ValueError:
+        return False

@@ -1,0 +1,212 @@
+"""The seam for communication: the only file that calls torch's collectives. Everything is recorded here.
+
+Each function takes an `Axis` (a named group of ranks); on an axis of size 1 it costs nothing. With
+`wait=False` it returns at once and `Pending.wait()` completes it: use the result only after that.
+
+On gloo, `reduce_scatter` is an all-to-all and a sum, and `all_gather` is sends and receives: gloo's own
+reduce-scatter is an all-reduce inside. Measured here (2 cores, torch 2.13, buffer of 67 MB, ms):
+
+    ranks   reduce_scatter: gloo's  ours    all_gather: gloo's  ours    all_reduce: gloo's  ours (both)
+      2                      74.0   24.6                72.8    19.3                41.7    43.9
+      4                     165.2   47.5               107.4    39.4                95.3    86.9
+
+The sum runs in the order of the ranks, so it is the same on every run. gloo moves CPU memory; CUDA
+tensors over gloo (several ranks on one GPU) are staged through it. NCCL's own collectives are used as
+they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from soli.core.errors import failure
+from soli.mesh.record import Record, issuing, recorder
+from soli.mesh.versions import all_gather_flat, reduce_scatter_flat
+
+OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named group of ranks of which this rank is number `index`. `group` is None where size is 1."""
+
+    name: str
+    size: int = 1
+    index: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: Any = None
+    backend: str = "gloo"  # of CUDA tensors; CPU tensors are always gloo's
+
+    def on_gloo(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" or self.backend == "gloo"
+
+
+class Pending:
+    """A collective under way. `wait()` completes it, names it if it fails, and may be called again."""
+
+    def __init__(self, works: list[Any], record: Record | None, finish: Callable[[], None] | None = None) -> None:
+        self._works, self._record, self._finish = works, record, finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _failed(self._record, error) from error
+        if self._finish is not None:
+            self._finish()
+        if self._record is not None:
+            self._record.done = True
+        self._works, self._finish = [], None
+
+
+NOTHING = Pending([], None)
+
+
+def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum", *, label: str = "", wait: bool = True) -> Pending:
+    """Reduce `tensor` in place over the axis."""
+    if axis.size == 1:
+        return NOTHING
+    record = _record("all_reduce", axis, tensor, label)
+    moved = _staged(tensor, axis)
+    works = _issue(record, lambda: [dist.all_reduce(moved, OPERATORS[op], group=axis.group, async_op=True)])
+    return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
+
+
+def reduce_scatter(
+    output: Tensor, whole: Tensor, axis: Axis, *, label: str = "", wait: bool = True
+) -> Pending:
+    """Sum `whole` [size * n] over the axis; this rank's n elements land in `output` [n]."""
+    if axis.size == 1:
+        output.copy_(whole)
+        return NOTHING
+    record = _record("reduce_scatter", axis, whole, label)
+    if not axis.on_gloo(whole):
+        works = _issue(record, lambda: [reduce_scatter_flat(output, whole, group=axis.group, async_op=True)])
+        return _done(Pending(works, record), wait)
+    sent = _staged(whole, axis)
+    received = torch.empty_like(sent)
+    works = _issue(record, lambda: [dist.all_to_all_single(received, sent, group=axis.group, async_op=True)])
+
+    def finish() -> None:
+        parts = received.view(axis.size, -1)
+        if output.device == parts.device:
+            torch.sum(parts, 0, out=output)
+        else:
+            output.copy_(parts.sum(0))
+
+    return _done(Pending(works, record, finish), wait)
+
+
+def all_gather(whole: Tensor, part: Tensor, axis: Axis, *, label: str = "", wait: bool = True) -> Pending:
+    """Lay every rank's `part` [n] side by side in `whole` [size * n]; `part` may be its own slot in it."""
+    if axis.size == 1:
+        if whole.data_ptr() != part.data_ptr():
+            whole.copy_(part)
+        return NOTHING
+    record = _record("all_gather", axis, whole, label)
+    if not axis.on_gloo(whole):
+        works = _issue(record, lambda: [all_gather_flat(whole, part, group=axis.group, async_op=True)])
+        return _done(Pending(works, record), wait)
+    moved = whole if whole.device.type == "cpu" else torch.empty(whole.shape, dtype=whole.dtype)
+    slots = moved.view(axis.size, -1)
+    if slots[axis.index].data_ptr() != part.data_ptr():
+        slots[axis.index].copy_(part.view(-1))
+    works = _issue(record, lambda: _exchange(slots, axis))
+    return _done(Pending(works, record, _copy_back(whole, moved)), wait)
+
+
+def _exchange(slots: Tensor, axis: Axis) -> list[Any]:
+    """Every rank sends its own slot to every other. Neighbours first, so that no rank is everyone's first."""
+    works = []
+    for step in range(1, axis.size):
+        source, target = (axis.index - step) % axis.size, (axis.index + step) % axis.size
+        works.append(dist.irecv(slots[source], group=axis.group, group_src=source))
+        works.append(dist.isend(slots[axis.index], group=axis.group, group_dst=target))
+    return works
+
+
+def broadcast(tensor: Tensor, axis: Axis, source: int = 0, *, label: str = "", wait: bool = True) -> Pending:
+    """Give every rank of the axis the `tensor` of rank number `source` of the axis, in place."""
+    if axis.size == 1:
+        return NOTHING
+    record = _record("broadcast", axis, tensor, label)
+    moved = _staged(tensor, axis)
+    works = _issue(record, lambda: [dist.broadcast(moved, group=axis.group, group_src=source, async_op=True)])
+    return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
+
+
+def gather_json(value: Any, axis: Axis, *, label: str = "") -> list[Any]:
+    """Every rank's JSON-able `value`, on every rank, in the order of the axis. Small and rare things only."""
+    if axis.size == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    longest = torch.tensor([data.numel()])
+    all_reduce(longest, axis, "max", label=label)
+    sizes = torch.zeros(axis.size, dtype=torch.int64)
+    sizes[axis.index] = data.numel()
+    all_reduce(sizes, axis, label=label)
+    padded = torch.zeros(int(longest), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    whole = torch.empty(axis.size * int(longest), dtype=torch.uint8)
+    all_gather(whole, padded, axis, label=label)
+    rows = whole.view(axis.size, -1)
+    return [json.loads(bytes(rows[i, : int(sizes[i])].tolist())) for i in range(axis.size)]
+
+
+def barrier(axis: Axis, *, label: str = "barrier") -> None:
+    """Return once every rank of the axis has called it."""
+    all_reduce(torch.zeros(1), axis, label=label)
+
+
+def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:
+    return recorder.add(operation, axis.name, tensor.numel() * tensor.element_size(), axis.ranks, label, "soli")
+
+
+def _issue(record: Record, call: Callable[[], list[Any]]) -> list[Any]:
+    with issuing():
+        try:
+            return call()
+        except RuntimeError as error:
+            raise _failed(record, error) from error
+
+
+def _staged(tensor: Tensor, axis: Axis) -> Tensor:
+    return tensor.cpu() if tensor.device.type != "cpu" and axis.on_gloo(tensor) else tensor
+
+
+def _copy_back(tensor: Tensor, moved: Tensor) -> Callable[[], None] | None:
+    if moved is tensor:
+        return None
+    return lambda: tensor.copy_(moved) and None  # type: ignore[func-returns-value]
+
+
+def _done(pending: Pending, wait: bool) -> Pending:
+    if wait:
+        pending.wait()
+    return pending
+
+
+def _failed(record: Record | None, error: RuntimeError) -> Exception:
+    """A collective that did not finish, said in words: what, where, and what the backend saw."""
+    text = str(error).strip().split("\n")[0]
+    if "imeout" in text or "imed out" in text:
+        why = "a rank did not arrive before the deadline"
+    elif "onnection" in text or "peer" in text or "eset" in text:
+        why = "a rank is gone (its connection closed)"
+    else:
+        why = "the backend refused it"
+    found = failure(
+        f"{record}: {why}",
+        got=text,
+        fix="look for the first rank that stopped; `soli run` prints it, and where each rank stood",
+    )
+    found.consequence = True
+    return found

@@ -1,0 +1,190 @@
+"""The record of every collective a rank issues: operation, axis, bytes, call site.
+
+`bytes` is the size of the whole buffer that the operation is about: what is reduced (all_reduce,
+reduce_scatter), what comes out (all_gather), what is sent (broadcast, all_to_all, send). What crosses
+the wire follows from it: 2(n-1)/n of it for an all-reduce, (n-1)/n for the two halves.
+
+soli's own collectives (`collectives.py`) are recorded always. Those that PyTorch issues itself (DDP's
+reducer, FSDP2, DTensor, functional collectives, pipelining) are recorded inside `record_torch()`: a
+dispatch mode costs microseconds on *every* operation, so it is not on by default.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KEPT = 100_000
+_SOLI = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent)
+_issuing = threading.local()
+
+
+@dataclass
+class Record:
+    """One collective, as issued by this rank."""
+
+    sequence: int
+    operation: str
+    axis: str
+    bytes: int
+    label: str
+    site: str
+    by: str = "soli"
+    ranks: tuple[int, ...] = ()
+    issued: float = field(default_factory=time.time)
+    done: bool = False
+
+    def __str__(self) -> str:
+        what = f" of {self.label}" if self.label else ""
+        return f"{self.operation}{what} over {self.axis} (ranks {list(self.ranks)}), #{self.sequence}, at {self.site}"
+
+
+class Recorder:
+    """The newest records of this rank, oldest first."""
+
+    def __init__(self) -> None:
+        self.records: deque[Record] = deque(maxlen=KEPT)
+        self.issued = 0
+
+    def add(self, operation: str, axis: str, nbytes: int, ranks: tuple[int, ...], label: str, by: str) -> Record:
+        record = Record(self.issued, operation, axis, nbytes, label, call_site(), by, ranks)
+        self.issued += 1
+        self.records.append(record)
+        return record
+
+    def clear(self) -> None:
+        self.records.clear()
+
+    def bytes_by(self) -> dict[tuple[str, str], int]:
+        """Total bytes for each (operation, axis)."""
+        total: dict[tuple[str, str], int] = {}
+        for record in self.records:
+            key = (record.operation, record.axis)
+            total[key] = total.get(key, 0) + record.bytes
+        return total
+
+
+recorder = Recorder()
+
+
+def call_site() -> str:
+    """file:line of the nearest frame outside soli and torch; the nearest soli frame if all are inside."""
+    frame = sys._getframe(2)
+    inside = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_SOLI, _TORCH, "<")):
+            return f"{name}:{frame.f_lineno}" + (f" ({inside})" if inside else "")
+        if name.startswith(_SOLI) and "/mesh/" not in name and not inside:
+            inside = f"{name[len(_SOLI) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return inside or "unknown"
+
+
+@contextmanager
+def issuing() -> Iterator[None]:
+    """Marks collectives as soli's own, so that `record_torch` does not count them a second time."""
+    _issuing.depth = getattr(_issuing, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _issuing.depth -= 1
+
+
+@contextmanager
+def record_torch() -> Iterator[Recorder]:
+    """Also record the collectives that PyTorch's own engines issue in this block."""
+    with _TorchCollectives():
+        yield recorder
+
+
+_OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+    "barrier": "barrier",
+}
+_WHOLE_IS_OUTPUT = {"all_gather"}
+
+
+class _TorchCollectives(TorchDispatchMode):
+    """Sees c10d and functional collectives as they are dispatched, from Python and from C++ alike."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().split("::")
+        if (
+            name[0] in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+            and not getattr(_issuing, "depth", 0)
+            and (operation := _OPERATIONS.get(name[1].split(".")[0]))
+        ):
+            axis, ranks = _group_of(args)
+            recorder.add(operation, axis, _whole_bytes(operation, args, result, len(ranks)), ranks, "", "torch")
+        return result
+
+
+def _group_of(args: tuple[Any, ...]) -> tuple[str, tuple[int, ...]]:
+    """Name and ranks of the process group among a collective's arguments."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    for arg in args:
+        if isinstance(arg, str) and arg not in ("sum", "avg", "min", "max", "product"):
+            group = _resolve_process_group(arg)  # type: ignore[arg-type]
+        elif isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            group = dist.ProcessGroup.unbox(arg)
+        else:
+            continue
+        return group.group_desc or group.group_name, tuple(dist.get_process_group_ranks(group))
+    return "unknown", ()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _whole_bytes(operation: str, args: Any, result: Any, size: int) -> int:
+    """Size of the buffer that the collective is about: its largest side, input or output."""
+    groups = [sum(t.numel() * t.element_size() for t in _tensors(arg)) for arg in (*args, result)]
+    largest = max(groups, default=0)
+    return largest

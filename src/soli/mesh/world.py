@@ -1,0 +1,161 @@
+"""World: which ranks there are, how they reach each other, on which device, and by when.
+
+A rank learns its place from the environment: `soli run` and torchrun set RANK and WORLD_SIZE, Slurm sets
+SLURM_PROCID and SLURM_NTASKS; without any of them the program runs on one device and no process group is
+made. A process group that the user made already is used as it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from soli.core.errors import Problem, SoliError, failure, raise_all
+from soli.core.report import install_hook
+
+DEADLINE_SECONDS = 300.0
+"""How long a rank waits in a collective before it says so. SOLI_DEADLINE or `deadline=` change it."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this job, seen from one of them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str  # gloo, nccl, or single
+    deadline: float
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def join(deadline: float | None = None) -> World:
+    """The world of this process; makes the process group if there is more than one rank and none yet."""
+    seconds = deadline if deadline is not None else float(os.environ.get("SOLI_DEADLINE", DEADLINE_SECONDS))
+    rank, size, local_rank, local_size = _place()
+    install_hook(rank)
+    _dump_stacks_on_request()
+    if dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        device, backend = _device(local_rank, local_size)
+        return World(rank, size, local_rank, device, _checked_backend(backend), seconds)
+    device, backend = _device(local_rank, local_size)
+    if size == 1:
+        return World(0, 1, 0, device, "single", seconds)
+    _start(rank, size, backend, seconds)
+    return World(rank, size, local_rank, device, backend, seconds)
+
+
+def _place() -> tuple[int, int, int, int]:
+    """rank, world size, local rank, ranks on this host; from torchrun's or Slurm's variables."""
+    env = os.environ
+    if "RANK" in env or "WORLD_SIZE" in env:
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in env]
+        raise_all(
+            Problem(
+                f"the environment names some of a rank's variables but not {name}",
+                got=", ".join(f"{n}={env[n]}" for n in needed if n in env),
+                fix="start the program with `soli run -n N script.py` or torchrun, or unset all of them",
+            )
+            for name in missing
+        )
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        return rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
+    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+        env.setdefault("MASTER_ADDR", _first_host(env["SLURM_JOB_NODELIST"]))
+        env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
+        size = int(env["SLURM_NTASKS"])
+        local_size = int(env.get("SLURM_NTASKS_PER_NODE", "0") or 0) or max(1, size // int(env["SLURM_NNODES"]))
+        return int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), local_size
+    return 0, 1, 0, 1
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm list: `node[003-010,12]` -> `node003`."""
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    if found is None:
+        raise SoliError("SLURM_JOB_NODELIST cannot be read", got=nodes, fix="set MASTER_ADDR", everywhere=True)
+    return found.group(1) + (found.group(2) or "")
+
+
+def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
+    """One GPU a rank over NCCL where there are enough; ranks that share GPUs, and CPUs, over gloo."""
+    wish = os.environ.get("SOLI_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
+    if wish == "cpu":
+        return torch.device("cpu"), "gloo"
+    if wish != "cuda" or not torch.cuda.is_available():
+        raise SoliError(
+            "SOLI_DEVICE names a device that is not here", got=wish, allowed="cpu, cuda", everywhere=True
+        )
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    return device, "nccl" if local_size <= count else "gloo"
+
+
+def _checked_backend(wanted: str) -> str:
+    """The backend of a process group that the user made."""
+    made = dist.get_backend()
+    if "nccl" in made or "nccl" in str(dist.get_backend_config()):
+        return "nccl"
+    if "gloo" not in made:
+        raise SoliError("soli knows gloo and nccl", got=f"a process group on {made}", everywhere=True)
+    return "gloo"
+
+
+def _start(rank: int, size: int, backend: str, seconds: float) -> None:
+    address = os.environ["MASTER_ADDR"]
+    if address in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name often resolves to nothing
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=seconds),
+        )
+    except dist.DistError as error:
+        raise _not_started(rank, size, address, error) from error
+    atexit.register(_leave)
+
+
+def _not_started(rank: int, size: int, address: str, error: Exception) -> SoliError:
+    port, text = os.environ["MASTER_PORT"], str(error).strip().split("\n")[0]
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return SoliError(
+            f"port {port} on {address} is in use, so the ranks cannot meet there",
+            got=f"MASTER_PORT={port}",
+            allowed="a free port",
+            fix="set MASTER_PORT to another, or start with `soli run`, which finds a free one",
+        )
+    return failure(
+        f"rank {rank} could not meet the other {size - 1} at {address}:{port}",
+        got=text,
+        fix="are all ranks started, and is that address reachable from each host?",
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _dump_stacks_on_request() -> None:
+    """`soli run` asks a stuck rank for its stacks by a signal; they go to the file it named."""
+    path = os.environ.get("SOLI_STACKS_FILE")
+    if path:
+        import signal
+
+        faulthandler.register(signal.SIGUSR1, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115

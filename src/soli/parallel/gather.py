@@ -1,0 +1,195 @@
+"""ZeRO-3: a block's parameters exist on a rank only while the block computes.
+
+Blocks are gathered in one fixed order on every rank: `order` forward, its reverse backward. A rank that
+enters a block first joins the gathers of all blocks before it, whether it computes them or not, so ranks
+whose data takes different paths through the model still issue the same collectives. The order is the one
+of registration, and from the second step on the one in which rank 0 ran the blocks. What belongs to no
+block (embeddings, heads, whatever is tied across blocks) is gathered once a step and kept.
+
+Why not FSDP2: on CPU over gloo its step takes 1.6 times DDP's; see docs/log.md for the figures beside
+this one. It also hangs where ranks take different paths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from soli.core.events import events
+from soli.mesh.collectives import Axis, Pending, all_gather, broadcast
+from soli.parallel.units import Unit
+
+
+class Block:
+    """A module that is gathered as a whole: its units, and where it stands in this pass."""
+
+    def __init__(self, name: str, module: nn.Module | None, units: list[Unit]) -> None:
+        self.name, self.module, self.units = name, module, units
+        self.pending: list[Pending] | None = None
+        self.runs = 0
+        self.repeats = False  # runs more than once a forward: kept until the pass ends
+        self.waiting_grads = 0
+
+    @property
+    def gathered(self) -> bool:
+        return all(unit.gathered for unit in self.units)
+
+    def release(self) -> None:
+        for unit in self.units:
+            unit.release()
+
+
+class Gatherer:
+    """The blocks of a model under ZeRO-3. The root comes first and has no module of its own to wait for."""
+
+    def __init__(self, root: Block, blocks: list[Block], gather_axis: Axis, world: Axis) -> None:
+        self.root, self.order = root, list(blocks)
+        self.axis, self.world = gather_axis, world
+        self.phase = "idle"
+        self.keep_last = False
+        self._cursor = 0
+        self._ran: list[Block] = []
+        self._ordered = False
+        for block in blocks:
+            if block.module is None:
+                raise AssertionError("only the root has no module")
+            block.module.register_forward_pre_hook(lambda m, a, b=block: self._enter(b))
+            block.module.register_forward_hook(lambda m, a, out, b=block: self._leave(b, out))
+
+    # --- one pass -------------------------------------------------------------------------------------
+
+    def begin_forward(self, training: bool) -> None:
+        self.phase, self.keep_last, self._cursor = "forward", training, 0
+        for block in self.order:
+            block.runs = 0
+        self._issue(self.root)
+        self._wait(self.root)
+
+    def end_forward(self) -> None:
+        """Join the gathers of blocks that this rank did not run; keep what backward starts with."""
+        while self._cursor < len(self.order):
+            self._issue(self.order[self._cursor])
+            self._cursor += 1
+        for block in self.order:
+            self._wait(block)
+            if not (self.keep_last and block is self.order[-1]):
+                block.release()
+        self._agree_on_order()
+
+    def begin_backward(self) -> None:
+        self.phase, self._cursor = "backward", len(self.order) - 1
+        for block in self.order:
+            block.waiting_grads = sum(unit.trainable for unit in block.units)
+        if self.order and self.order[-1].gathered:
+            self._cursor -= 1
+
+    def end_backward(self) -> None:
+        while self._cursor >= 0:
+            self._issue(self.order[self._cursor])
+            self._cursor -= 1
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Release everything: after backward, or after a forward that has none."""
+        for block in [*self.order, self.root]:
+            self._wait(block)
+            block.release()
+        self.phase = "idle"
+
+    def grads_complete(self, unit: Unit) -> None:
+        """All gradients of a unit are there: once a block has all of its own, its parameters may go."""
+        for block in self.order:
+            if unit in block.units:
+                block.waiting_grads -= 1
+                if block.waiting_grads == 0 and self.phase == "backward":
+                    block.release()
+
+    # --- hooks of a block -----------------------------------------------------------------------------
+
+    def _enter(self, block: Block) -> None:
+        if self.phase == "backward":  # recomputation of its forward
+            self._enter_backward(block)
+        elif self.phase == "forward":
+            if block not in self.order[: self._cursor]:
+                while self.order[self._cursor] is not block:
+                    self._issue(self.order[self._cursor])
+                    self._cursor += 1
+                self._issue(block)
+                self._cursor += 1
+            elif not block.gathered and block.pending is None:
+                self._issue(block)  # a block that runs again; every rank runs it again
+                self._note_repeat(block)
+            if self._cursor < len(self.order):
+                self._issue(self.order[self._cursor])  # one ahead, while this one computes
+                self._cursor += 1
+            self._wait(block)
+            block.runs += 1
+            if block.runs == 1:
+                self._ran.append(block)
+
+    def _leave(self, block: Block, output: Any) -> None:
+        if self.phase != "forward":
+            return
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if tensors:
+            hook = lambda grad, b=block: self._enter_backward(b)
+            torch.autograd.graph.register_multi_grad_hook(tensors, hook, mode="any")
+        if not block.repeats and not (self.keep_last and block is self.order[-1]):
+            block.release()
+
+    def _enter_backward(self, block: Block) -> None:
+        if self.phase != "backward":
+            return
+        place = self.order.index(block)
+        while self._cursor >= place:
+            self._issue(self.order[self._cursor])
+            self._cursor -= 1
+        if self._cursor >= 0:
+            self._issue(self.order[self._cursor])
+            self._cursor -= 1
+        self._wait(block)
+        for later in self.order[place + 1 :]:
+            if later.waiting_grads == 0 and later.gathered:
+                later.release()
+
+    # --- gathers --------------------------------------------------------------------------------------
+
+    def _issue(self, block: Block) -> None:
+        if block.gathered or block.pending is not None:
+            return
+        block.pending = []
+        for unit in block.units:
+            if unit.shard is None:
+                raise AssertionError("a sharded unit has a shard")
+            full = unit.make_room()
+            label = f"parameters of {unit.name}"
+            block.pending.append(all_gather(full, unit.shard, self.axis, label=label, wait=False))
+
+    def _wait(self, block: Block) -> None:
+        if block.pending is None:
+            return
+        for pending in block.pending:
+            pending.wait()
+        block.pending = None
+        for unit in block.units:
+            unit.show()
+
+    def _note_repeat(self, block: Block) -> None:
+        block.repeats = True
+        events.emit("note", text=f"{block.name} runs more than once a forward: kept gathered until the forward ends")
+
+    def _agree_on_order(self) -> None:
+        """After the first forward: the order in which rank 0 ran the blocks, those it did not run last."""
+        if self._ordered or not self._ran:
+            return
+        place = {id(block): i for i, block in enumerate(self.order)}
+        rest = [block for block in self.order if block not in self._ran]
+        mine = torch.tensor([place[id(block)] for block in [*self._ran, *rest]])
+        broadcast(mine, self.world, label="order of the blocks")
+        if self.keep_last and self.order[-1].gathered:
+            self.order[-1].release()
+        self.order = [self.order[i] for i in mine.tolist()]
+        self._ordered = True

@@ -1,0 +1,148 @@
+"""Gradients: from each rank's backward to the sum over all ranks, unit by unit, while backward goes on.
+
+A gradient is copied into its unit's flat buffer when autograd has it (and the parameter's own is freed).
+When a unit is complete it is reduced in the background: summed over the shard axis into this rank's range,
+then over the replicate axis. Units are launched in one fixed order on every rank, whatever arrived first,
+so ranks that use different parameters never wait for each other in different places. With several
+microbatches nothing is sent before the last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor, nn
+
+from soli.core.errors import SoliError
+from soli.mesh.collectives import Pending, all_reduce, reduce_scatter
+from soli.parallel.units import Slot, Unit
+
+IN_FLIGHT = 2
+"""Reductions under way at once: more would keep the gradients that ZeRO-2 means to free."""
+
+
+class Reducer:
+    """The gradients of one model. `units` stand in the order in which backward completes them."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = [unit for unit in units if unit.trainable]
+        self._unit_of: dict[int, tuple[int, Slot]] = {}
+        self._missing: list[int] = []
+        self._next = 0
+        self._last = False
+        self._flying: deque[tuple[Unit, Pending]] = deque()
+        self.on_complete: list = []  # called with a unit once its own gradients are all there
+        for number, unit in enumerate(self.units):
+            for slot in unit.slots:
+                self._unit_of[id(slot.param)] = (number, slot)
+                slot.param.register_post_accumulate_grad_hook(self._arrive)
+        self._seen: set[int] = set()
+
+    def begin_step(self) -> None:
+        for unit in self.units:
+            for slot in unit.slots:
+                slot.arrived = slot.used = False
+
+    def begin_backward(self, last: bool) -> None:
+        """Before the backward of a microbatch; `last` says that the step's sum is complete after it."""
+        self._last, self._next = last, 0
+        self._missing = [len(unit.slots) for unit in self.units]
+        self._seen.clear()
+
+    def _arrive(self, param: nn.Parameter) -> None:
+        number, slot = self._unit_of[id(param)]
+        unit = self.units[number]
+        grad = param.grad
+        param.grad = None
+        if grad is None:
+            return
+        if grad.is_sparse:
+            raise SoliError(
+                f"the gradient of {slot.name} is sparse", fix="build its module with sparse=False", everywhere=True
+            )
+        if self._last and number < self._next:
+            raise SoliError(
+                f"a second gradient of {slot.name} came after its sum was sent",
+                fix="reentrant checkpointing does this: use torch.utils.checkpoint(..., use_reentrant=False)",
+            )
+        place = self._buffer(unit)[slot.start : slot.stop].view(slot.shape)
+        if slot.arrived:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+            slot.arrived = True
+        if id(param) not in self._seen:
+            self._seen.add(id(param))
+            self._missing[number] -= 1
+        if self._missing[number] == 0:
+            if self._last:
+                self._launch_ready()
+            for call in self.on_complete:
+                call(unit)
+
+    def _buffer(self, unit: Unit) -> Tensor:
+        if unit.grad is None:
+            device = unit.slots[0].param.device
+            unit.grad = torch.empty(unit.padded, dtype=unit.dtype, device=device)
+            unit.grad[unit.numel :].zero_()
+        return unit.grad
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self.units) and self._missing[self._next] == 0:
+            self._launch(self.units[self._next])
+            self._next += 1
+
+    def _launch(self, unit: Unit) -> None:
+        grad = self._buffer(unit)
+        for slot in unit.slots:
+            if not slot.arrived:
+                grad[slot.start : slot.stop].zero_()
+        if unit.shard_axis.size == 1:
+            unit.grad_shard = grad
+            pending = all_reduce(grad, unit.replicate_axis, label=f"gradients of {unit.name}", wait=False)
+        else:
+            if unit.zero == 1:
+                unit.grad_shard = grad[unit.low : unit.high]
+            elif unit.grad_shard is None:
+                unit.grad_shard = torch.empty(unit.size, dtype=unit.dtype, device=grad.device)
+            target = unit.grad_shard
+            if target is None:
+                raise AssertionError("set above")
+            label = f"gradients of {unit.name}"
+            pending = reduce_scatter(target, grad, unit.shard_axis, label=label, wait=False)
+        self._flying.append((unit, pending))
+        while len(self._flying) > IN_FLIGHT:
+            self._land()
+
+    def _land(self) -> None:
+        unit, pending = self._flying.popleft()
+        pending.wait()
+        if unit.zero >= 2:
+            unit.grad = None
+        if unit.shard_axis.size > 1 and unit.grad_shard is not None:
+            all_reduce(unit.grad_shard, unit.replicate_axis, label=f"gradients of {unit.name}")
+
+    def finish_backward(self) -> None:
+        """After the backward of a microbatch (or in its place, on a rank that had no row for it)."""
+        if not self._last:
+            return
+        while self._next < len(self.units):
+            self._launch(self.units[self._next])
+            self._next += 1
+        while self._flying:
+            self._land()
+
+    def drop(self) -> None:
+        """Forget the gradients of this step, and free those that a stage does not keep."""
+        for unit in self.units:
+            if unit.zero >= 2:
+                unit.grad = None
+
+    def used_flags(self) -> list[bool]:
+        return [slot.arrived for unit in self.units for slot in unit.slots]
+
+    def set_used(self, flags: list[bool]) -> None:
+        slots = [slot for unit in self.units for slot in unit.slots]
+        for slot, used in zip(slots, flags, strict=True):
+            slot.used = used

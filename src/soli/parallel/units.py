@@ -1,0 +1,234 @@
+"""Units: the flat buffers that data parallelism reduces, gathers and shards.
+
+A unit is a run of parameters of one dtype that communicate together. Laid flat and padded to a multiple
+of the shard axis, it is cut into equal ranges, one for each rank of that axis:
+
+    flat     [padded]            p0 | p1      | p2 | pad       a slot is one parameter's place in it
+    shard    [padded / size]     this rank's range: what its optimizer updates
+
+Legend: P parameters of the unit, N the size of the shard axis. What a rank keeps for each ZeRO stage:
+
+    zero   parameters   gradients    optimizer states
+      0        P            P              P          (of two numbers a parameter for Adam)
+      1        P            P             P/N
+      2        P           P/N            P/N
+      3       P/N          P/N            P/N
+
+One mechanism serves all four stages and HSDP: ZeRO (arXiv 1910.02054) is which of the three is kept
+whole. Flat shards balance to the element, so a size that nothing divides costs at most N - 1 elements of
+padding a unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from soli.core.layout import Sharded, from_flat, from_whole
+from soli.mesh.collectives import Axis, all_gather
+
+BUCKET_BYTES = 25 * 2**20
+"""Size of a unit that is not one module: large enough for bandwidth, small enough to overlap (DDP's choice)."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place in its unit. `names` are all its names in the model; the first is its own."""
+
+    names: tuple[str, ...]
+    param: nn.Parameter
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    arrived: bool = False  # a gradient arrived in this step
+    used: bool = False  # ... on any rank
+    piece: nn.Parameter | None = None  # what the optimizer holds: the part of it in this rank's shard
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+class Unit:
+    """See the module's docstring. `gathered` says whether `full` holds the parameters now."""
+
+    def __init__(self, name: str, slots: list[Slot], shard: Axis, replicate: Axis, zero: int, trainable: bool) -> None:
+        self.name, self.slots, self.zero, self.trainable = name, slots, zero, trainable
+        self.shard_axis, self.replicate_axis = shard, replicate
+        self.numel = slots[-1].stop
+        self.padded = math.ceil(self.numel / shard.size) * shard.size
+        self.size = self.padded // shard.size
+        self.low, self.high = shard.index * self.size, (shard.index + 1) * self.size
+        first = slots[0].param
+        self.dtype = first.dtype
+        self.full: Tensor | None = None
+        self.shard: Tensor | None = None
+        self.grad: Tensor | None = None
+        self.grad_shard: Tensor | None = None
+        self.gathered = zero < 3
+
+    # --- building -------------------------------------------------------------------------------------
+
+    def fill(self, source: Callable[[Slot], Tensor], device: torch.device) -> None:
+        """Take the parameters over: `source(slot)` gives a slot's whole values."""
+        if self.zero == 0:
+            for slot in self.slots:
+                if slot.param.is_meta or slot.param.device != device:
+                    become(slot.param, source(slot).to(device))
+                slot.piece = slot.param
+            return
+        flat = torch.zeros(self.padded if self.zero < 3 else self.size, dtype=self.dtype, device=device)
+        offset = 0 if self.zero < 3 else self.low
+        for slot in self.slots:
+            start, stop = max(slot.start, offset), min(slot.stop, offset + flat.numel())
+            if start < stop:
+                values = source(slot).detach().reshape(-1)
+                flat[start - offset : stop - offset].copy_(values[start - slot.start : stop - slot.start])
+            if self.zero == 3:
+                become(slot.param, self._absent(slot, device))
+        if self.zero < 3:
+            self.full = flat
+            self.shard = flat[self.low : self.high]
+            self.show()
+        else:
+            self.full = torch.empty(self.padded, dtype=self.dtype, device=device)
+            self.full.untyped_storage().resize_(0)
+            self.shard = flat
+        for slot in self.slots:
+            self._cut_piece(slot)
+
+    def _cut_piece(self, slot: Slot) -> None:
+        start, stop = self.owned(slot)
+        if start < stop and self.shard is not None:
+            slot.piece = nn.Parameter(self.shard[start - self.low : stop - self.low], self.trainable)
+
+    def owned(self, slot: Slot) -> tuple[int, int]:
+        """The range of the unit's elements that are both this slot's and this rank's."""
+        return max(slot.start, self.low), min(slot.stop, self.high)
+
+    # --- parameters: gather and release ---------------------------------------------------------------
+
+    def show(self) -> None:
+        """Point the model's parameters at the gathered values."""
+        if self.full is None:
+            raise AssertionError("a replicated unit has nothing to show")
+        for slot in self.slots:
+            slot.param.data = self.full[slot.start : slot.stop].view(slot.shape)
+        self.gathered = True
+
+    def release(self) -> None:
+        """Drop the gathered values. The storage object stays: views saved for backward find them again."""
+        if self.full is None or self.zero < 3:
+            return
+        for slot in self.slots:
+            slot.param.data = self._absent(slot, self.full.device)
+        self.full.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def make_room(self) -> Tensor:
+        if self.full is None:
+            raise AssertionError("a replicated unit is never gathered")
+        self.full.untyped_storage().resize_(self.padded * self.full.element_size())
+        return self.full
+
+    def _absent(self, slot: Slot, device: torch.device) -> Tensor:
+        """What a parameter shows while it is not gathered: its shape, and NaN wherever someone looks.
+
+        A use outside its module's forward then makes the loss NaN, which is reported, and is never silent.
+        """
+        fill = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        return torch.full((), fill, dtype=self.dtype, device=device).expand(slot.shape)
+
+    # --- what the outside asks ------------------------------------------------------------------------
+
+    def owned_tensor(self, slot: Slot, flat: Tensor | None, base: int) -> Sharded:
+        """A slot's part of `flat`, a buffer that starts at element `base` of the unit, as boxes."""
+        start, stop = self.owned(slot)
+        if flat is None or start >= stop:
+            return Sharded(slot.shape, self.dtype)
+        return from_flat(flat[start - base : stop - base], slot.shape, start - slot.start)
+
+    def parameter(self, slot: Slot) -> Sharded:
+        """This rank's part of a parameter: views of live memory."""
+        if self.zero == 0:
+            return from_whole(slot.param.detach())
+        return self.owned_tensor(slot, self.shard, self.low)
+
+    def whole(self, flat_shard: Tensor, label: str) -> Tensor:
+        """The whole flat buffer [padded] of which every rank holds `flat_shard` [padded / size]."""
+        if self.shard_axis.size == 1:
+            return flat_shard
+        full = torch.empty(self.padded, dtype=flat_shard.dtype, device=flat_shard.device)
+        all_gather(full, flat_shard, self.shard_axis, label=f"{label} of {self.name}")
+        return full
+
+
+def become(param: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter other values, from the meta device too; the object stays the one the user knows."""
+    if param.is_meta and not values.is_meta:
+        torch.utils.swap_tensors(param, nn.Parameter(values.detach(), param.requires_grad))
+    else:
+        param.data = values.detach()
+
+
+def slots_of(params: Iterable[tuple[tuple[str, ...], nn.Parameter]]) -> list[Slot]:
+    """Slots side by side, in the given order."""
+    slots, at = [], 0
+    for names, param in params:
+        slots.append(Slot(names, param, tuple(param.shape), at, param.numel()))
+        at += param.numel()
+    return slots
+
+
+def named_once(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+    """Each parameter of the model once, with all its names (more than one: it is tied)."""
+    names: dict[int, list[str]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        params[id(param)] = param
+    return [(tuple(names[key]), params[key]) for key in params]
+
+
+def buckets(
+    params: list[tuple[tuple[str, ...], nn.Parameter]], limit: int = BUCKET_BYTES
+) -> list[list[tuple[tuple[str, ...], nn.Parameter]]]:
+    """Cut parameters into runs of one dtype and at most `limit` bytes (one larger parameter is its own)."""
+    runs: list[list[tuple[tuple[str, ...], nn.Parameter]]] = []
+    filled = 0
+    for names, param in params:
+        nbytes = param.numel() * param.element_size()
+        if not runs or runs[-1][0][1].dtype != param.dtype or filled + nbytes > limit:
+            runs.append([])
+            filled = 0
+        runs[-1].append((names, param))
+        filled += nbytes
+    return runs
+
+
+def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated parts of a model: children of its outermost lists of modules, in registration order.
+
+    These are what ZeRO-3 gathers one at a time. Containers that have no forward of their own are entered.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(module: nn.Module, prefix: str, inside_list: bool) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+            if inside_list and callable_child and next(child.parameters(), None) is not None:
+                found.append((path, child))
+            else:
+                visit(child, path, isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict))
+
+    visit(model, "", isinstance(model, nn.Sequential))
+    return found

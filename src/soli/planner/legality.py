@@ -1,0 +1,112 @@
+"""Every constraint on a plan for a world of a given size, all at once, and the nearest plan that keeps them.
+
+Pure: no process group, no tensor. What soli has not built yet stands here as data and is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import product
+
+from soli.core.errors import Problem, SoliError
+from soli.core.plan import Plan
+
+BUILT: dict[str, tuple[object, ...]] = {
+    "tp": (1,),
+    "tensor": ("1d",),
+    "depth": (1,),
+    "sp": (False,),
+    "cp": (1,),
+    "context": ("ring",),
+    "pp": (1,),
+    "schedule": ("1f1b",),
+    "chunks": (1,),
+    "microbatches": (1,),
+    "ep": (1,),
+    "recompute": ("none",),
+    "precision": ("fp32", "bf16", "fp16", "fp64"),
+    "offload": ("none",),
+}
+"""The values that this version can honour; keys that are not here have no such limit."""
+
+
+def problems(plan: Plan, world: int) -> list[Problem]:
+    """Everything that keeps this plan from running on `world` ranks (empty: it can run)."""
+    found = []
+    for key, built in BUILT.items():
+        value = getattr(plan, key)
+        if value not in built:
+            allowed = ", ".join(_word(v) for v in built)
+            found.append(Problem(f"'{key}={_word(value)}' is not built yet", got=_word(value), allowed=allowed))
+    if plan.dp is None:
+        if world % plan.model_ranks:
+            found.append(
+                Problem(
+                    f"{world} ranks are no multiple of pp x cp x tp = {plan.model_ranks}",
+                    got=f"{plan} on {world} ranks",
+                )
+            )
+    elif plan.dp * plan.model_ranks != world:
+        found.append(
+            Problem(
+                f"the plan takes {plan.dp * plan.model_ranks} ranks and {world} are there",
+                got=f"dp={plan.dp} x pp={plan.pp} x cp={plan.cp} x tp={plan.tp} = {plan.dp * plan.model_ranks}",
+                allowed=f"degrees whose product is {world}",
+            )
+        )
+    dp = plan.dp if plan.dp is not None else world // plan.model_ranks
+    if plan.replicate > 1 and plan.zero == 0:
+        found.append(
+            Problem(
+                "'replicate' says how many copies a sharded state has, and zero=0 shards nothing",
+                got=f"replicate={plan.replicate}, zero=0",
+                allowed="replicate with zero=1, 2 or 3",
+            )
+        )
+    elif dp and dp % plan.replicate:
+        allowed = ", ".join(str(d) for d in _divisors(dp))
+        found.append(Problem(f"replicate={plan.replicate} does not divide dp={dp}", allowed=allowed))
+    return found
+
+
+def resolve(plan: Plan, world: int) -> Plan:
+    """The plan with every degree filled in, or one error with all its problems and the nearest plan."""
+    found = problems(plan, world)
+    if found:
+        near = Problem("the nearest plan that can run", fix=f'plan="{nearest(plan, world)}"')
+        raise SoliError([*found, near], everywhere=True)
+    return plan if plan.dp is not None else plan.with_(dp=world // plan.model_ranks)
+
+
+def nearest(plan: Plan, world: int) -> Plan:
+    """The legal plan that keeps the most of what was asked.
+
+    Distance: the number of keys that change, then how far dp and replicate move.
+    """
+    base = {key: (value if value in BUILT.get(key, (value,)) else BUILT[key][0]) for key, value in asdict(plan).items()}
+    options = [
+        Plan(**{**base, "dp": dp, "replicate": replicate, "zero": zero})
+        for dp, replicate, zero in product([None, world], _divisors(world), range(4))
+    ]
+    legal = [option for option in options if not problems(option, world)]
+    asked = asdict(plan)
+
+    def distance(option: Plan) -> tuple[int, int]:
+        changed = sum(asked[key] != value for key, value in asdict(option).items())
+        return changed, abs(option.replicate - plan.replicate) + abs((option.dp or world) - (plan.dp or world))
+
+    return min(legal, key=distance)
+
+
+def default_plan(world: int) -> tuple[Plan, str]:
+    """What `plan="auto"` means until there is a planner, and one line that says so."""
+    plan = Plan(dp=world)
+    return plan, f"plan auto -> {plan}: data parallel over all ranks (there is no planner yet; say plan= to choose)"
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _word(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,137 @@
+"""The run directory: its name, what is written into it once, and what a resumed run finds there."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from soli.core.errors import SoliError
+from soli.train import settings
+from soli.train.config import Config
+from soli.train.tokens import Tokens
+
+CONFIG, METRICS, DATA = "config.toml", "metrics.jsonl", "data.json"
+
+
+def create(config: Config) -> Path:
+    """Make `runs/<time>-<name>/` and return it. Two runs of one second get two directories."""
+    name = config.run.name or Path(config.data.path).stem
+    name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+    stem = Path(config.run.folder) / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}"
+    folder, number = stem, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if not folder.is_dir():
+                raise SoliError(
+                    "run.folder is no folder", got=config.run.folder, fix="name another"
+                ) from None
+            number += 1
+            folder = stem.with_name(f"{stem.name}-{number}")
+
+
+def existing(folder: Path) -> Path:
+    """The run directory to resume; raises SoliError when it is none."""
+    if not (folder / CONFIG).is_file():
+        near = sorted(str(p.parent) for p in folder.parent.glob("*/config.toml"))[-3:]
+        raise SoliError(
+            "there is no run to resume",
+            got=folder,
+            allowed="a run directory, with config.toml in it",
+            fix=f"the newest here: {', '.join(near)}" if near else "check the path",
+        )
+    return folder
+
+
+def begin(folder: Path, config: Config, tokens: Tokens) -> None:
+    """Write what is known before the first step: configuration, environment, data, tokenizer.
+
+    A resumed run writes its environment beside the first one's. Raises SoliError when the data it finds is
+    not the data that it began with.
+    """
+    data = {
+        "key": tokens.key,
+        "vocab": tokens.train.vocab,
+        "train": str(tokens.train.path),
+        "validation": str(tokens.validation.path),
+        "tokens": [len(tokens.train), len(tokens.validation)],
+    }
+    record, env = folder / DATA, "env.json"
+    if record.exists():
+        before = json.loads(record.read_text(encoding="utf-8"))
+        if (before["key"], before["tokens"]) != (data["key"], data["tokens"]):
+            raise SoliError(
+                "the data is not what this run began with",
+                got=f"{config.data.path}: key {data['key']}, {data['tokens']} tokens",
+                allowed=f"key {before['key']}, {before['tokens']} tokens",
+                fix="give the same data, or start a new run",
+            )
+        env = f"env-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+    write_json(record, data)
+    write_json(folder / env, environment())
+    settings.write(config, folder / CONFIG)
+    if tokens.tokenizer:
+        shutil.copyfile(tokens.tokenizer, folder / "tokenizer.json")
+
+
+def environment() -> dict[str, Any]:
+    """What the run ran on, for env.json."""
+    return {
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "soli": importlib.metadata.version("soli"),
+        "revision": revision(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def revision() -> str | None:
+    """The git revision of the working folder, with `+` if files differ from it; None outside of git."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        state = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=10)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def write_json(path: Path, data: object) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line that a killed run left half-written is left out."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def forget_after(folder: Path, step: int) -> int:
+    """Drop the metrics of steps after `step`, which a resumed run takes again. Returns how many rows."""
+    rows = read_metrics(folder)
+    kept = [row for row in rows if row["step"] <= step]
+    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    return len(rows) - len(kept)

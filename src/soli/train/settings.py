@@ -1,0 +1,215 @@
+"""Read, check, override and write the configuration. Everything that is wrong is told at once."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields, replace
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.plan import Plan
+from soli.train.config import Config
+from soli.train.schedule import MEASURED_TO
+
+KIND_WORDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+
+
+def load(
+    path: Path | None, overrides: Mapping[str, object] | None = None, given: Sequence[str] = ()
+) -> Config:
+    """The configuration: defaults, then the TOML at `path`, then `given`, then `overrides`.
+
+    given: what the command line says in general, each a text `table.key=value`.
+    overrides: `table.key` -> value; a value None says nothing.
+    Raises one SoliError with every unknown table and key, wrong type and impossible value.
+    """
+    problems: list[Problem] = []
+    tables: dict[str, dict[str, Any]] = {}
+    source: dict[str, str] = {}
+    for table, key, value, place in (*_from_file(path, problems), *_from_texts(given, problems)):
+        tables.setdefault(table, {})[key] = value
+        source[f"{table}.{key}"] = place
+    for name, value in (overrides or {}).items():
+        if value is not None:
+            table, key = name.split(".")
+            tables.setdefault(table, {})[key] = value
+            source[name] = "command line"
+    config = _build(tables, source, problems)
+    raise_all(problems, everywhere=True)
+    return config
+
+
+def write(config: Config, path: Path) -> None:
+    """Write the configuration as TOML, each setting with its meaning; `load` reads it back equal."""
+    lines: list[str] = []
+    for table in fields(config):
+        lines.append(f"[{table.name}]")
+        section = getattr(config, table.name)
+        for entry in fields(section):
+            text = f"{entry.name} = {_toml(getattr(section, entry.name))}"
+            lines.append(f"{text:<32} # {entry.metadata['help']}")
+        lines.append("")
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _from_file(path: Path | None, problems: list[Problem]) -> list[tuple[str, str, Any, str]]:
+    if path is None:
+        return []
+    if not path.is_file():
+        raise SoliError(
+            "there is no such configuration file", got=path, fix="check the path", everywhere=True
+        )
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SoliError(
+            f"{path} is not TOML", got=error, allowed="[table] and key = value lines", everywhere=True
+        ) from error
+    rows = []
+    for table, entries in data.items():
+        if isinstance(entries, dict):
+            rows += [(table, key, value, str(path)) for key, value in entries.items()]
+        else:
+            homes = [f"[{t.name}]" for t in fields(Config) if table in get_type_hints(_section(t))]
+            fix = f"put it under {' or '.join(homes)}" if homes else "put it under its table"
+            problems.append(
+                Problem(f"{table} stands outside a table", f"{table} = {entries!r} in {path}", "", fix)
+            )
+    return rows
+
+
+def _from_texts(given: Sequence[str], problems: list[Problem]) -> list[tuple[str, str, Any, str]]:
+    rows = []
+    for text in given:
+        name, equals, value = text.partition("=")
+        table, dot, key = name.strip().partition(".")
+        if not (equals and dot and key):
+            problems.append(
+                Problem("a setting does not parse", text, "table.key=value", "e.g. optim.lr=0.001")
+            )
+            continue
+        rows.append((table, key, _value(table, key, value.strip()), "command line"))
+    return rows
+
+
+def _value(table: str, key: str, text: str) -> object:
+    """A text of the command line as a TOML value; what is no TOML value is the text itself."""
+    home = {t.name: _section(t) for t in fields(Config)}.get(table)
+    if home is not None and get_type_hints(home).get(key) is str and text[:1] not in "\"'":
+        return text
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _section(table: Field[Any]) -> type:
+    return cast(type, get_type_hints(Config)[table.name])
+
+
+def _build(tables: dict[str, dict[str, Any]], source: dict[str, str], problems: list[Problem]) -> Config:
+    known = {table.name: _section(table) for table in fields(Config)}
+    sections: dict[str, Any] = {}
+    for table, entries in tables.items():
+        if table not in known:
+            problems.append(_unknown(f"table [{table}]", table, list(known), ""))
+            continue
+        hints = get_type_hints(known[table])
+        entry_of = {entry.name: entry for entry in fields(known[table])}
+        good: dict[str, Any] = {}
+        for key, value in entries.items():
+            place = source[f"{table}.{key}"]
+            if key not in entry_of:
+                problems.append(_unknown(f"setting {table}.{key}", key, list(entry_of), place))
+                continue
+            problem = _check(f"{table}.{key}", value, hints[key], entry_of[key], place)
+            if problem:
+                problems.append(problem)
+            else:
+                good[key] = float(value) if hints[key] is float else value
+        sections[table] = known[table](**good)
+    config = replace(Config(), **sections)
+    problems += _together(config)
+    return config
+
+
+def _unknown(what: str, name: str, known: list[str], place: str) -> Problem:
+    near = difflib.get_close_matches(name, known, 1, 0.6)
+    fix = f"did you mean {near[0]}?" if near else "remove it, or use one of these"
+    return Problem(f"unknown {what}", f"{name} ({place})" if place else name, ", ".join(known), fix)
+
+
+def _check(name: str, value: object, kind: type, entry: Field[Any], place: str) -> Problem | None:
+    low, high, choices = (entry.metadata[key] for key in ("low", "high", "choices"))
+    default = "" if entry.default is MISSING else f"the default is {entry.default!r}"
+    got = f"{value!r} ({place})"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))) and not (
+        kind is float and number
+    ):
+        return Problem(f"{name} has the wrong type", got, KIND_WORDS[kind], default)
+    if choices and value not in choices:
+        near = difflib.get_close_matches(str(value), choices, 1, 0.5)
+        return Problem(
+            f"{name} is none of its choices",
+            got,
+            ", ".join(choices),
+            f"did you mean {near[0]}?" if near else default,
+        )
+    if isinstance(value, int | float) and number:
+        inside = math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)
+        if not inside:
+            allowed = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
+            return Problem(f"{name} is out of range", got, allowed, default)
+    return None
+
+
+def _together(config: Config) -> list[Problem]:
+    """What single settings allow but not their combination."""
+    problems: list[Problem] = []
+    model, run = config.model, config.run
+    if run.plan != "auto":
+        try:
+            Plan.parse(run.plan)
+        except SoliError as error:
+            problems += error.problems
+    if model.dim and model.heads and model.dim % model.heads:
+        problems.append(
+            Problem(
+                "model.dim does not divide into model.heads",
+                f"dim {model.dim}, heads {model.heads}",
+                "a multiple of the number of heads",
+                f"dim = {max(1, round(model.dim / model.heads)) * model.heads}",
+            )
+        )
+    if run.steps == 0 and config.optim.warmup < MEASURED_TO:
+        problems.append(
+            Problem(
+                "optim.warmup is too short for run.steps = 0",
+                f"{config.optim.warmup} steps",
+                f"{MEASURED_TO} or more: the speed is measured during the warm-up, where the learning rate "
+                "does not depend on the number of steps",
+                "say run.steps, or a longer warm-up",
+            )
+        )
+    if run.steps == 0 and run.minutes == 0:
+        problems.append(
+            Problem(
+                "neither run.steps nor run.minutes says how long to train",
+                "0 and 0",
+                "one above 0",
+                "minutes = 2",
+            )
+        )
+    return problems

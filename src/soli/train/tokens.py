@@ -1,0 +1,284 @@
+"""From documents to token files: train a byte-pair tokenizer, encode, keep the result by its content.
+
+One process does this; the others open what it wrote. The default corpus of about 10 MB takes about 8 s on
+one core: the tokenizer is trained on `tokenizer.sample_megabytes` of it, and everything is encoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from soli.core.errors import SoliError
+from soli.train.config import Config
+from soli.train.corpus import Document, documents, for_validation, kind_of, read_text
+from soli.train.windows import DTYPES, Span, open_tokens, width_for, write_header
+
+END = "<|end|>"  # the end of a document, id 0
+FORMAT = b"soli tokens 1"  # goes into the key of the cache: change it when the encoding changes
+BATCH_BYTES = 1 << 20
+QUIET_SECONDS = 2.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the training reads. `tokenizer` is None for token files that came without one."""
+
+    train: Span
+    validation: Span
+    tokenizer: Path | None
+    key: str
+
+
+def to_json(tokens: Tokens) -> dict[str, Any]:
+    """For the other ranks; `from_json` gives the same back."""
+    data = asdict(tokens)
+    for part in ("train", "validation"):
+        data[part]["path"] = str(data[part]["path"])
+    data["tokenizer"] = str(tokens.tokenizer) if tokens.tokenizer else None
+    return data
+
+
+def from_json(data: dict[str, Any]) -> Tokens:
+    spans = {
+        part: Span(**{**data[part], "path": Path(data[part]["path"])}) for part in ("train", "validation")
+    }
+    path = data["tokenizer"]
+    return Tokens(spans["train"], spans["validation"], Path(path) if path else None, data["key"])
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """A byte-level byte-pair tokenizer of at most `vocab` tokens; every text can be encoded and decoded."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _plain(tokenizer)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a tokenizer.json; raises SoliError when it is none, or has no end of document."""
+    text = read_text(path)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises a bare Exception
+        raise SoliError(f"{path} is no tokenizer", got=error, allowed="a tokenizer.json") from error
+    if tokenizer.token_to_id(END) != 0:
+        raise SoliError(
+            f"{path} does not end its documents as soli does",
+            got=f"{END} has id {tokenizer.token_to_id(END)}",
+            allowed=f"{END} with id 0",
+            fix="leave tokenizer.path empty, or encode the text yourself into a .bin",
+        )
+    return _plain(tokenizer)
+
+
+def _plain(tokenizer: Tokenizer) -> Tokenizer:
+    """A text that happens to hold `<|end|>` is a text, no end of a document. The file does not keep this."""
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def prepare(config: Config, cache: Path, say: Say) -> Tokens:
+    """Token files for the data of this configuration: opened, found in `cache`, or made there.
+
+    say: is told what was found, and how far it is, on anything that takes over two seconds.
+    """
+    if kind_of(config.data) == "tokens":
+        return _opened(Path(config.data.path), config.data.validation)
+    given = Path(config.tokenizer.path) if config.tokenizer.path else None
+    survey = _survey(config, say)
+    key = hashlib.blake2b(survey.digest, digest_size=10)
+    for part in (config.data.validation, config.tokenizer.vocab, config.tokenizer.sample_megabytes):
+        key.update(repr(part).encode())
+    key.update(read_text(given).encode() if given else b"trained")
+    home = cache / key.hexdigest()
+    if not home.exists():
+        _make(config, survey, given, home, say)
+    return _opened(home, config.data.validation)
+
+
+def _opened(path: Path, part: float) -> Tokens:
+    """Token files at `path`: a folder with train.bin and validation.bin, or one .bin, cut near its end."""
+    folder = path if path.is_dir() else path.parent
+    tokenizer = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else None
+    if path.is_dir():
+        train, validation = open_tokens(path / "train.bin"), open_tokens(path / "validation.bin")
+        if train.vocab != validation.vocab:
+            raise SoliError(
+                f"{path}: two vocabularies", got=f"train {train.vocab}, validation {validation.vocab}"
+            )
+        return Tokens(train, validation, tokenizer, path.name)
+    whole = open_tokens(path)
+    cut = len(whole) - max(2, round(len(whole) * part))
+    if cut < 2:
+        raise SoliError(f"{path} is too short to split", got=f"{len(whole)} tokens", allowed="4 or more")
+    validation = replace(whole, start=cut, bytes=None)
+    if tokenizer:
+        text = decode(load_tokenizer(tokenizer), validation.ids()[1:].tolist()).replace(END, "")
+        validation = replace(validation, bytes=len(text.encode("utf-8")))
+    return Tokens(replace(whole, stop=cut, bytes=None), validation, tokenizer, path.stem)
+
+
+@dataclass
+class _Survey:
+    """What the first pass over the documents finds."""
+
+    digest: bytes = b""
+    documents: int = 0
+    kept: int = 0  # documents for validation
+    bytes: int = 0
+    sample: tuple[str, ...] = ()
+
+
+def _survey(config: Config, say: Say) -> _Survey:
+    """Read everything once: sizes, the digest of the whole, and the tokenizer's sample.
+
+    The sample is the training documents of the smallest hashes: a fair draw, the same in every order.
+    """
+    found, whole, tick = _Survey(), hashlib.blake2b(FORMAT), _Ticker(say)
+    heap: list[tuple[int, int, str]] = []
+    held, room = 0, config.tokenizer.sample_megabytes * 1e6
+    for document in documents(config.data):
+        digest, size = document.digest(), len(document.text.encode("utf-8"))
+        whole.update(digest)
+        found.documents, found.bytes = found.documents + 1, found.bytes + size
+        tick(f"reading: {found.bytes / 1e6:.1f} MB")
+        if for_validation(digest, config.data.validation):
+            found.kept += 1
+            continue
+        heapq.heappush(heap, (-int.from_bytes(digest, "big"), found.documents, document.text))
+        held += len(document.text)
+        while held > room and len(heap) > 1:
+            held -= len(heapq.heappop(heap)[2])
+    if found.kept in (0, found.documents):
+        raise SoliError(
+            "the split left nothing for " + ("validation" if found.kept == 0 else "training"),
+            got=f"{found.documents} documents, {config.data.validation:g} of them for validation",
+            fix="give more documents, or another data.validation",
+        )
+    found.digest = whole.digest()
+    found.sample = tuple(text for _, _, text in sorted(heap))
+    say(
+        f"data: {config.data.path}, {found.documents} documents, {found.bytes / 1e6:.1f} MB, "
+        f"{found.kept} documents for validation"
+    )
+    return found
+
+
+def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: Say) -> None:
+    """Train the tokenizer, encode both parts, and let the folder appear under its name when it is whole."""
+    start = time.perf_counter()
+    home.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{home.name}.", dir=home.parent))
+    try:
+        tokenizer = load_tokenizer(given) if given else train_tokenizer(survey.sample, config.tokenizer.vocab)
+        tokenizer.save(str(work / "tokenizer.json"))
+        size = sum(len(text) for text in survey.sample) / 1e6
+        how = "loaded" if given else f"trained on {size:.1f} MB"
+        say(f"tokenizer: {tokenizer.get_vocab_size()} tokens, {how}, {time.perf_counter() - start:.1f} s")
+        _encode(config, tokenizer, survey.bytes, work, say)
+        try:
+            os.rename(work, home)
+        except OSError:
+            if not home.exists():  # else another run made the same at the same time: take that
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    say(f"tokens: written to {home}, {time.perf_counter() - start:.1f} s")
+
+
+def _encode(config: Config, tokenizer: Tokenizer, total: int, folder: Path, say: Say) -> None:
+    vocab = tokenizer.get_vocab_size()
+    dtype, tick = width_for(vocab), _Ticker(say)
+    writers = {part: _Writer(folder / f"{part}.bin", dtype) for part in ("train", "validation")}
+    batch: list[Document] = []
+    held = done = 0
+
+    def flush() -> None:
+        texts = [document.text for document in batch]
+        for document, coded in zip(
+            batch, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
+        ):
+            part = "validation" if for_validation(document.digest(), config.data.validation) else "train"
+            writers[part].add(coded.ids, len(document.text.encode("utf-8")))
+        batch.clear()
+
+    for document in documents(config.data):
+        batch.append(document)
+        held += len(document.text)
+        if held >= BATCH_BYTES:
+            flush()
+            done, held = done + held, 0
+            tick(f"encoding: {done / 1e6:.1f} of {total / 1e6:.1f} MB")
+    flush()
+    for writer in writers.values():
+        writer.close(vocab)
+
+
+class _Writer:
+    """Appends documents to one token file, which starts with an end of document."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path, self.dtype = path, dtype
+        self.file = path.open("wb")
+        self.tokens = self.documents = self.bytes = 0
+        self._put([0])
+
+    def _put(self, ids: list[int]) -> None:
+        self.file.write(np.asarray(ids, dtype=DTYPES[self.dtype]).tobytes())
+        self.tokens += len(ids)
+
+    def add(self, ids: list[int], size: int) -> None:
+        self._put([*ids, 0])
+        self.documents, self.bytes = self.documents + 1, self.bytes + size
+
+    def close(self, vocab: int) -> None:
+        self.file.close()
+        write_header(
+            self.path,
+            dtype=self.dtype,
+            vocab=vocab,
+            tokens=self.tokens,
+            documents=self.documents,
+            bytes_=self.bytes,
+        )
+
+
+class _Ticker:
+    """Says how far something is, at most once in two seconds, and not in the first two."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.last = say, time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self.last > QUIET_SECONDS:
+            self.say(text)
+            self.last = time.monotonic()
