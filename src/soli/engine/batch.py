@@ -1,0 +1,132 @@
+"""A batch is any pytree whose tensors have the batch as dim 0: which rows of it a rank computes.
+
+The rows of the global batch are cut into one contiguous part for each rank of the dp axis, and each part
+into microbatches; sizes differ by at most one row, so a ragged batch trains as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+
+from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.layout import even_parts
+
+MODEL_INPUTS = "the model is called with those entries of the batch that its forward names"
+
+
+@dataclass
+class Part:
+    """A rank's own rows of a global batch, as `engine.batches` yields them.
+
+    `data` is the pytree of the rows [start, stop) out of `total`; None where the rank has no row.
+    """
+
+    data: Any
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+def rows_of(batch: Any) -> int:
+    """The number of rows of a batch: the length of dim 0, which its tensors agree on."""
+    leaves, _ = tree_flatten_with_path(batch)
+    sizes = {_path(path): leaf.shape[0] for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    if not sizes:
+        raise SoliError(
+            "the batch has no tensor with rows",
+            got=type(batch).__name__,
+            allowed="any pytree of tensors whose dim 0 is the batch",
+            everywhere=True,
+        )
+    if len(set(sizes.values())) > 1:
+        raise SoliError(
+            "the tensors of the batch do not agree on the number of rows (dim 0)",
+            got=", ".join(f"{name}: {size}" for name, size in sizes.items()),
+            fix="give every tensor the batch on dim 0; what is the same for all rows goes in as a 0-d tensor, "
+            "a number, or into the model",
+            everywhere=True,
+        )
+    return next(iter(sizes.values()))
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    return "".join(str(key) for key in path) or "batch"
+
+
+def take(batch: Any, start: int, stop: int) -> Any:
+    """Rows [start, stop) of a batch: views, not copies."""
+    return tree_map(lambda x: x[start:stop] if isinstance(x, Tensor) and x.dim() > 0 else x, batch)
+
+
+def part_of(batch: Any, ranks: int, index: int) -> Part:
+    """The rows of a global batch that rank number `index` of the dp axis computes."""
+    if isinstance(batch, Part):
+        return batch
+    total = rows_of(batch)
+    if total < ranks:
+        raise SoliError(
+            "the global batch has fewer rows than there are data-parallel ranks",
+            got=f"{total} rows, dp={ranks}",
+            allowed=f"at least {ranks} rows",
+            fix="use a larger batch or a smaller dp (a ragged last batch of engine.batches may be this small)",
+            everywhere=True,
+        )
+    start, stop = even_parts(total, ranks)[index]
+    return Part(take(batch, start, stop), start, stop, total)
+
+
+def microbatches(part: Part, ranks: int, accumulate: int) -> list[Part]:
+    """The part in as many microbatches as every rank has, in the same number everywhere; some may be empty."""
+    largest = -(-part.total // ranks)
+    pieces = even_parts(part.rows, max(1, min(accumulate, largest)))
+    return [
+        Part(take(part.data, a, b) if b > a else None, part.start + a, part.start + b, part.total) for a, b in pieces
+    ]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
+
+
+class Caller:
+    """Calls the model with its part of a batch. See MODEL_INPUTS."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        signature = inspect.signature(model.forward)
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self.named = [name for name, p in signature.parameters.items() if p.kind in kinds]
+        self.required = [
+            name for name, p in signature.parameters.items() if p.kind in kinds and p.default is inspect.Parameter.empty
+        ]
+
+    def __call__(self, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            raise_all(self._problems(batch), everywhere=True)
+            return self.model(**{name: batch[name] for name in self.named if name in batch})
+        if isinstance(batch, tuple | list):
+            return self.model(*batch[:-1]) if len(batch) > 1 else self.model(batch[0])
+        return self.model(batch)
+
+    def _problems(self, batch: dict[str, Any]) -> list[Problem]:
+        missing = [name for name in self.required if name not in batch]
+        got = ", ".join(map(str, batch))
+        return [
+            Problem(
+                f"the model's forward needs '{name}' and the batch has no such entry",
+                got=got,
+                allowed=", ".join(self.named),
+                fix=f"name the entries of the batch as the forward does ({MODEL_INPUTS})",
+            )
+            for name in missing
+        ]

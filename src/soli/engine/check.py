@@ -1,0 +1,100 @@
+"""What is checked once, on the first step: that the loss adds up over the rows of the batch.
+
+The model runs (without gradients) on the rows whole and in two parts. From the shapes of its random calls
+on both, dropout learns which dim is the batch; from the losses, soli learns whether
+total(whole) = total(part 1) + total(part 2), which is what makes any split of the batch exact.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from soli.core.errors import SoliError
+from soli.engine.batch import Part, take, to_device
+from soli.parallel import precision
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from soli.engine.engine import Engine
+
+
+class FirstStep:
+    """`check` runs until it has seen a batch of which every rank has a row."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def wanted(self, part: Part, ranks: int) -> bool:
+        return not self.done and part.total >= ranks
+
+    def check(self, engine: Engine, part: Part) -> None:
+        """Raises SoliError where the loss is a mean, or couples the rows. Collective under ZeRO-3."""
+        buffers = [(b, b.clone()) for b in engine.model.buffers()]
+        data = to_device(part.data, engine.device)
+        rows = part.rows
+        if rows == 1:
+            data, rows = _doubled(data), 2
+        # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
+        cut = rows // 2
+        parts = [(0, rows), (0, cut), (cut, rows)]
+        sums = [_run(engine, take(data, a, b), b - a) for a, b in parts]
+        engine.randomness.finish_probe()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        _explain(sums, [b - a for a, b in parts], engine)
+        self.done = True
+
+
+def _doubled(data: Any) -> Any:
+    from torch.utils._pytree import tree_map
+
+    return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.dim() else x, data)
+
+
+@torch.no_grad()
+def _run(engine: Engine, data: Any, rows: int) -> tuple[float, float]:
+    gatherer = engine.parallel.gatherer
+    if gatherer is not None:
+        gatherer.begin_forward(training=False)
+    with engine.randomness.probe(rows), precision.computing(engine.plan, engine.device):
+        total, count = engine._loss(engine._call(data), data)
+    value: Tensor | float = total.double() if count else 0.0
+    if gatherer is not None:
+        gatherer.end_forward()
+        gatherer.end_pass()
+    return float(value), count
+
+
+def _explain(sums: list[tuple[float, float]], rows: list[int], engine: Engine) -> None:
+    (whole, count), (first, count1), (second, count2) = sums
+    if any(value - value != 0 for value, _ in sums):
+        return  # not finite: the step itself reports it
+    if count != count1 + count2:
+        raise SoliError(
+            "the loss's count does not add up over the rows of the batch",
+            got=f"{count:g} for {rows[0]} rows, {count1:g} + {count2:g} for its two parts",
+            allowed="the number of targets that were counted",
+            fix="a count of 1 usually means a mean: return the sum and the number of counted targets",
+        )
+    # Two ways to add the same terms differ by rounding alone: epsilon for each term and layer they pass.
+    dtype = next(p.dtype for p in engine.model.parameters() if p.is_floating_point())
+    epsilon = torch.finfo(precision.AUTOCAST.get(engine.plan.precision, dtype)).eps
+    layers = sum(1 for m in engine.model.modules() if next(m.children(), None) is None)
+    bound = min(0.1, epsilon * (layers + 1) * max(count, 1) ** 0.5 * 8) * (abs(first) + abs(second))
+    if abs(whole - first - second) <= bound:
+        return
+    mean = (first * count1 + second * count2) / max(count, 1)
+    looks_mean = abs(whole - mean) < abs(whole - first - second) / 2
+    raise SoliError(
+        "the loss is a mean over the batch and not a sum"
+        if looks_mean
+        else "the loss of a batch is not the sum of its rows' losses: something couples the rows",
+        got=f"{whole:.6g} for {rows[0]} rows; {first:.6g} + {second:.6g} for its two parts",
+        allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)",
+        fix="return the sum (reduction='sum') and the count; soli divides by the count of the global batch"
+        if looks_mean
+        else "batch statistics and in-batch negatives cannot be split; use losses and norms of single rows",
+    )

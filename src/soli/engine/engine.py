@@ -1,0 +1,409 @@
+"""The Engine: one training program, the same calls on one device and on many ranks."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soli.core.errors import SoliError, raise_all
+from soli.core.events import events
+from soli.core.plan import Plan
+from soli.engine import optimizer as optimizers
+from soli.engine import state as states
+from soli.engine.batch import Caller, Part, microbatches, part_of, to_device
+from soli.engine.check import FirstStep
+from soli.engine.data import Order, Position, batches
+from soli.losses import LossFn, from_model
+from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
+from soli.mesh.mesh import build_mesh
+from soli.mesh.world import join
+from soli.parallel import data as data_parallel
+from soli.parallel import precision
+from soli.parallel.apply import apply
+from soli.parallel.randomness import Randomness
+from soli.planner.legality import default_plan, resolve
+
+
+SUM_TO_MEAN = 4096.0
+
+
+@dataclass
+class Last:
+    """What is known of the newest step."""
+
+    loss: float = float("nan")
+    count: int = 0
+    grad_norm: float | None = None
+    skipped: bool = False
+    seconds: float = 0.0
+
+
+def parallelize(
+    model: nn.Module,
+    loss_fn: LossFn | None = None,
+    *,
+    optimizer: optimizers.Factory | torch.optim.Optimizer,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    clip: float | None = None,
+    plan: str | Plan = "auto",
+    seed: int = 0,
+    deadline: float | None = None,
+) -> Engine:
+    """Lay a plain model over all ranks of this job. Collective; the model's parameters are taken over.
+
+    `loss_fn(output, batch) -> (total, count)`; left out, the model's own `output.loss` is used (Hugging
+    Face causal models). `optimizer`: a torch optimizer on this model, or a function of its parameters.
+    `scheduler`: a function of the optimizer; it is stepped once a step and saved with it. `clip`: the
+    largest norm of the gradient. `plan`: "auto", text such as "dp=2,zero=1", or a Plan. `seed`: of
+    dropout and of the order of the data. `deadline`: seconds a rank waits in a collective.
+    """
+    world = join(deadline)
+    if isinstance(plan, str) and plan == "auto":
+        chosen, line = default_plan(world.size)
+        if world.is_first and world.size > 1:
+            print(f"soli: {line}", flush=True)
+    else:
+        chosen = resolve(Plan.parse(plan) if isinstance(plan, str) else plan, world.size)
+    raise_all(data_parallel.problems(model, chosen), everywhere=True)
+    made = optimizers.build(optimizer, model)
+    raise_all(optimizers.problems(made, model, chosen.zero), everywhere=True)
+    return Engine(model, loss_fn or from_model(), made, scheduler, clip, chosen, seed, world)
+
+
+class Engine:
+    """See `parallelize`. `step` is the whole of a step; its three parts can be called one by one instead."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        clip: float | None,
+        plan: Plan,
+        seed: int,
+        world: Any,
+    ) -> None:
+        self.model, self.plan, self.world_info, self.seed, self.max_norm = model, plan, world, seed, clip
+        self.rank, self.world, self.device = world.rank, world.size, world.device
+        self.mesh = build_mesh(plan, world)
+        self.tied = {n: names[0] for names, _ in data_parallel.named_once(model) for n in names[1:]}
+        self.parallel = apply(model, plan, self.mesh)
+        optimizers.exchange(optimizer, self.parallel.slots)
+        self.optimizer = optimizer
+        self.scheduler = scheduler(optimizer) if scheduler is not None else None
+        self.loss_fn, self._call = loss_fn, Caller(model)
+        self.randomness = Randomness(model, seed)
+        self.randomness.shared = (plan.dp or 1) * plan.accumulate > 1
+        self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
+        self.step_count = 0
+        self.last = Last()
+        self.positions: dict[str, Position] = {}
+        self._first = FirstStep()
+        self._frozen = [p.requires_grad for p in model.parameters()]
+        self._count = 0.0  # counted targets of the gradients that wait for update()
+        self._seed_scale = 1.0
+        self._norm: float | None = None
+        self._factor = 1.0
+        self._gathers: list[Pending] = []
+        self._save_group: Any = None
+        self.saving: Any = None
+
+    @property
+    def dp(self) -> Axis:
+        return self.mesh.dp
+
+    # --- a step ---------------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> Tensor:
+        """One optimizer step on a global batch. Returns its loss: a 0-d float64 tensor, equal on every rank."""
+        began = time.perf_counter()
+        loss = self.forward_backward(batch)
+        self.clip()
+        self.update()
+        self.last.seconds = time.perf_counter() - began
+        return loss
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Gradients of the mean loss over the counted targets of the global batch, summed over all ranks."""
+        if self._count:
+            raise SoliError(
+                "forward_backward was called twice without update()",
+                fix="to add up gradients over parts of a batch, give the whole batch and plan='accumulate=K'",
+                everywhere=True,
+            )
+        self._check_frozen()
+        part = part_of(batch, self.dp.size, self.dp.index)
+        pieces = microbatches(part, self.dp.size, self.plan.accumulate)
+        self.model.train()
+        self._finish_gathers()
+        if self._first.wanted(part, self.dp.size):
+            self._first.check(self, part)
+        reducer = self.parallel.reducer
+        reducer.begin_step()
+        if self.loss_scale is not None:
+            # A sum over thousands of targets has larger gradients than the mean the scale is meant for.
+            self._seed_scale = self.loss_scale.scale / SUM_TO_MEAN
+        total, count = 0.0, 0.0
+        for number, piece in enumerate(pieces):
+            reducer.begin_backward(last=number == len(pieces) - 1)
+            more, counted = self._microbatch(piece)
+            total, count = total + more, count + counted
+            reducer.finish_backward()
+        return self._agree(total, count)
+
+    def _microbatch(self, piece: Part) -> tuple[float, float]:
+        """Forward and backward of one microbatch; an empty one only joins the collectives of the others."""
+        gatherer = self.parallel.gatherer
+        with self.randomness.begin(self.step_count, piece.start, max(piece.rows, 1)):
+            if gatherer is not None:
+                gatherer.begin_forward(training=True)
+            total, count = None, 0.0
+            if piece.rows:
+                data = to_device(piece.data, self.device)
+                with self.randomness.forward(), precision.computing(self.plan, self.device):
+                    total, count = self._loss(self._call(data), data)
+            if gatherer is not None:
+                gatherer.end_forward()
+                gatherer.begin_backward()
+            self.randomness.backward()
+            # A microbatch without counted targets has no gradient: its total may be 0/0.
+            value = float(total.detach()) if total is not None and count else 0.0
+            if total is not None and count:
+                with self.randomness.forward():
+                    (total * self._seed_scale).backward()
+            if gatherer is not None:
+                gatherer.end_backward()
+        return value, count
+
+    def _loss(self, output: Any, data: Any) -> tuple[Tensor, float]:
+        result = self.loss_fn(output, data)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise SoliError(
+                "the loss function returned no (total, count)",
+                got=f"{type(result).__name__}",
+                allowed="the sum over the counted targets, and how many were counted",
+                fix="sum instead of averaging (reduction='sum') and return the count too; soli.losses has the usual ones",
+                everywhere=True,
+            )
+        total, count = result
+        if not isinstance(total, Tensor) or total.dim() != 0:
+            shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+            raise SoliError("the loss's total is no 0-d tensor", got=shape, fix="return total.sum()", everywhere=True)
+        return total, float(count)
+
+    def _agree(self, total: float, count: float) -> Tensor:
+        """One small reduction: every rank's total and count in slots of their own, and which parameters were used."""
+        size, reducer = self.dp.size, self.parallel.reducer
+        flags = reducer.used_flags()
+        facts = torch.zeros(2 * size + len(flags), dtype=torch.float64)
+        facts[self.dp.index], facts[size + self.dp.index] = total, count
+        facts[2 * size :] = torch.tensor(flags, dtype=torch.float64)
+        all_reduce(facts, self.dp, label="loss, count and used parameters")
+        reducer.set_used([bool(flag) for flag in facts[2 * size :].tolist()])
+        totals, counts = facts[:size], facts[size : 2 * size]
+        bad = [f"rank {r}" for r, t in zip(self.dp.ranks, totals.tolist(), strict=True) if t - t != 0]
+        if bad:
+            self._refuse_loss(bad, totals)
+        self._count = float(counts.sum())
+        if not self._count:
+            raise SoliError("no target of the global batch was counted", got="count = 0 on every rank", everywhere=True)
+        loss = totals.sum() / self._count
+        self.last = Last(loss=float(loss), count=int(self._count))
+        return loss
+
+    def _refuse_loss(self, bad: list[str], totals: Tensor) -> None:
+        self.parallel.reducer.drop()
+        hint = "; under zero=3 a parameter used outside its block's forward reads as NaN" if self.plan.zero == 3 else ""
+        raise SoliError(
+            f"the loss of step {self.step_count + 1} is not finite on {', '.join(bad)}; nothing was updated",
+            got=f"totals by data-parallel rank: {[float(t) for t in totals]}",
+            fix="look for NaN or infinity in that rank's rows of the batch, or for a learning rate that is too high" + hint,
+            exit_code=1,
+            everywhere=True,
+        )
+
+    def clip(self, max_norm: float | None = None) -> float | None:
+        """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        self._need_gradients("clip")
+        limit = max_norm if max_norm is not None else self.max_norm
+        self._factor = 1.0 / (self._count * self._seed_scale)
+        if limit is None and self.loss_scale is None:
+            return None
+        self._norm = self.gradient_norm()
+        if self._norm - self._norm != 0 and self.loss_scale is None:
+            self._refuse_gradients()
+        if limit is not None and self._norm > limit:
+            self._factor *= limit / (self._norm + 1e-6)  # torch's clip_grad_norm_ has this 1e-6
+        self.last.grad_norm = self._norm
+        return self._norm
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of the whole gradient, each parameter counted once."""
+        square = torch.zeros(1, dtype=torch.float64)
+        for unit in self.parallel.reducer.units:
+            if unit.grad_shard is not None:
+                square += torch.linalg.vector_norm(unit.grad_shard).double().cpu() ** 2
+        all_reduce(square, self.mesh["shard"], label="gradient norm")
+        return float(square.sqrt()) / (self._count * self._seed_scale)
+
+    def _refuse_gradients(self) -> None:
+        bad = [s.name for u in self.parallel.reducer.units for s in u.slots if not self._finite(u, s)]
+        raise SoliError(
+            f"the gradient of step {self.step_count + 1} is not finite; nothing was updated",
+            got=f"in this rank's part of {', '.join(bad[:4]) or 'no parameter'}",
+            fix="lower the learning rate, clip, or look for a division by zero in the backward of that module",
+            exit_code=1,
+            everywhere=True,
+        )
+
+    def _finite(self, unit: Any, slot: Any) -> bool:
+        return all(bool(t.isfinite().all()) for _, t in states.gradient(unit, slot).pieces)
+
+    def update(self) -> None:
+        """The optimizer's step on this rank's shards, then the parameters that others need."""
+        self._need_gradients("update")
+        if self._norm is None and self._factor == 1.0:
+            self._factor = 1.0 / (self._count * self._seed_scale)
+        overflow = self._norm is not None and self._norm - self._norm != 0
+        if self.loss_scale is not None:
+            self.loss_scale.after(overflow)
+        if overflow:
+            self._report_skip()
+        else:
+            self._take_step()
+        self._count, self._norm, self._factor, self._seed_scale = 0.0, None, 1.0, 1.0
+        self.step_count += 1
+
+    def _take_step(self) -> None:
+        pieces = []
+        for unit in self.parallel.reducer.units:
+            if unit.grad_shard is None:
+                raise AssertionError("every unit was reduced")
+            if self._factor != 1.0:
+                unit.grad_shard.mul_(self._factor)
+            for slot in unit.slots:
+                if slot.piece is not None and slot.used:
+                    start, stop = unit.owned(slot)
+                    grad = unit.grad_shard[start - unit.low : stop - unit.low]
+                    slot.piece.grad = grad.view(slot.piece.shape)
+                    pieces.append(slot.piece)
+        self.optimizer.step()
+        for piece in pieces:
+            piece.grad = None
+        self.parallel.reducer.drop()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.plan.zero in (1, 2):
+            for unit in self.parallel.units:
+                if unit.full is not None and unit.shard is not None:
+                    label = f"parameters of {unit.name}"
+                    self._gathers.append(all_gather(unit.full, unit.shard, self.mesh["shard"], label=label, wait=False))
+        self._finish_gathers()
+
+    def _finish_gathers(self) -> None:
+        while self._gathers:
+            self._gathers.pop(0).wait()
+
+    def _report_skip(self) -> None:
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        self.last.skipped = True
+        events.emit("skip", step=self.step_count + 1, new_scale=scale)
+        self.parallel.reducer.drop()
+        if self.rank == 0:
+            print(f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}")
+
+    def _need_gradients(self, call: str) -> None:
+        if not self._count:
+            raise SoliError(f"{call}() was called before forward_backward()", everywhere=True)
+
+    def _check_frozen(self) -> None:
+        if [p.requires_grad for p in self.model.parameters()] != self._frozen:
+            raise SoliError(
+                "a parameter was frozen or unfrozen after soli.parallelize",
+                fix="set requires_grad before, or save, and parallelize the changed model and load",
+                everywhere=True,
+            )
+
+    # --- data and evaluation --------------------------------------------------------------------------
+
+    def batches(
+        self,
+        dataset: Any,
+        global_batch: int,
+        *,
+        epochs: int = 1,
+        shuffle: bool = True,
+        collate: Callable[[list[Any]], Any] | None = None,
+        workers: int = 0,
+        name: str | None = "train",
+    ) -> Iterator[Part]:
+        """This rank's part of each global batch. The position of a named stream is saved and continued."""
+        position = self.positions.setdefault(name, Position()) if name is not None else Position()
+        order = Order(global_batch, self.seed, shuffle, epochs, self.dp.size, self.dp.index, position)
+        return batches(dataset, order, collate, workers)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """Mean loss over the counted targets of all batches; the model in eval mode and no gradients."""
+        self._finish_gathers()
+        was_training = self.model.training
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        gatherer = self.parallel.gatherer
+        for batch in batches:
+            part = part_of(batch, self.dp.size, self.dp.index)
+            if gatherer is not None:
+                gatherer.begin_forward(training=False)
+            if part.rows:
+                data = to_device(part.data, self.device)
+                with precision.computing(self.plan, self.device):
+                    total, count = self._loss(self._call(data), data)
+                if count:
+                    sums += torch.tensor([float(total), count], dtype=torch.float64)
+            if gatherer is not None:
+                gatherer.end_forward()
+                gatherer.end_pass()
+        self.model.train(was_training)
+        all_reduce(sums, self.dp, label="evaluation loss and count")
+        if not sums[1]:
+            raise SoliError("no target was counted in the evaluation", everywhere=True)
+        return float(sums[0] / sums[1])
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    def global_state_dict(self, optimizer: bool = False) -> dict[str, Tensor]:
+        """Whole tensors under the model's own names, on every rank (collective). `optimizer`: its tensors too."""
+        self._finish_gathers()
+        return states.global_state(self, optimizer)
+
+    def global_gradients(self) -> dict[str, Tensor | None]:
+        """Whole gradients by name, between forward_backward() and update(); None where no rank used it."""
+        self._need_gradients("global_gradients")
+        return states.global_gradients(self, 1.0 / (self._count * self._seed_scale))
+
+    def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, overwrite: bool = False, wait: bool = True) -> None:
+        """Write a checkpoint that loads under any plan. `wait=False` returns once the values are copied."""
+        self._finish_gathers()
+        states.save(self, Path(path), extra or {}, overwrite, wait)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint, whatever plan wrote it. Returns the `extra` that was saved with it."""
+        return states.load(self, Path(path))
+
+    def copy_model(self) -> nn.Module:
+        """A plain copy of the model with whole weights, on every rank (collective)."""
+        weights = self.global_state_dict()
+        plain = copy.deepcopy(self.model)
+        for module in plain.modules():
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
+        plain.load_state_dict(weights, assign=True)
+        return plain

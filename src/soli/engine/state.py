@@ -1,0 +1,232 @@
+"""The engine's state as global tensors: gathered for the user, or as boxes for a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from soli import checkpoint
+from soli.core.errors import SoliError
+from soli.core.events import events
+from soli.core.layout import Sharded, from_flat, from_whole
+from soli.engine.data import Position
+from soli.mesh.collectives import all_gather, all_reduce, gather_json
+from soli.parallel.units import Slot, Unit
+
+if TYPE_CHECKING:
+    from soli.engine.engine import Engine
+
+
+def gradient(unit: Unit, slot: Slot) -> Sharded:
+    """This rank's part of a reduced gradient."""
+    return unit.owned_tensor(slot, unit.grad_shard, unit.low)
+
+
+def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
+    """Parameters and buffers under every name that state_dict() gives them; optimizer.<param>.<key> beside."""
+    found: dict[str, Tensor] = {}
+    for unit in engine.parallel.units:
+        flat = unit.whole(unit.shard, "parameters") if unit.zero and unit.shard is not None else None
+        for slot in unit.slots:
+            value = slot.param.detach().clone() if flat is None else _cut(flat, slot)
+            found |= {name: value for name in slot.names}
+    for names, param in engine.parallel.plain:
+        found |= {name: param.detach().clone() for name in names}
+    found |= {name: buffer.detach().clone() for name, buffer in _buffers(engine)}
+    order = {name: found[name] for name in engine.model.state_dict(keep_vars=True)}
+    return order | (_global_optimizer(engine) if optimizer else {})
+
+
+def _cut(flat: Tensor, slot: Slot) -> Tensor:
+    return flat[slot.start : slot.stop].view(slot.shape).clone()
+
+
+def _buffers(engine: Engine) -> list[tuple[str, Tensor]]:
+    """The persistent buffers: those that a state_dict of the model has."""
+    parameters = {name for name, _ in engine.model.named_parameters(remove_duplicate=False)}
+    rest = engine.model.state_dict(keep_vars=True)
+    return [(name, value) for name, value in rest.items() if name not in parameters]
+
+
+def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for unit in engine.parallel.reducer.units:
+        if unit.grad_shard is None:
+            raise AssertionError("every unit was reduced")
+        flat = unit.whole(unit.grad_shard, "gradients")
+        found |= {slot.name: _cut(flat, slot) * factor if slot.used else None for slot in unit.slots}
+    return found
+
+
+def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
+    """Each optimizer tensor, whole, on every rank: sums of parts that do not overlap."""
+    local = optimizer_tensors(engine)
+    shapes = _agreed_shapes(engine, local)
+    found = {}
+    for name, (shape, dtype) in shapes.items():
+        whole = torch.zeros(shape, dtype=dtype, device=engine.device)
+        for box, piece in local[name].pieces if name in local else []:
+            whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
+        if engine.mesh["shard"].size > 1:
+            # A scalar (a step number) is held by every owner: the largest is the number itself.
+            whole_sized = bool(shape)
+            all_reduce(whole, engine.mesh["shard"], "sum" if whole_sized else "max", label=name)
+        found[name] = whole
+    return found
+
+
+def _agreed_shapes(engine: Engine, local: dict[str, Sharded]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    mine = {name: [list(s.shape), str(s.dtype).removeprefix("torch.")] for name, s in local.items()}
+    merged: dict[str, Any] = {}
+    for other in gather_json(mine, engine.mesh["shard"], label="optimizer state names"):
+        merged |= other
+    return {n: (tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in sorted(merged.items())}
+
+
+def optimizer_tensors(engine: Engine) -> dict[str, Sharded]:
+    """optimizer.<param>.<key> -> this rank's part. What has its parameter's shape is cut like it."""
+    found: dict[str, Sharded] = {}
+    for unit, slot, param in _held(engine):
+        for key, value in engine.optimizer.state.get(param, {}).items():
+            name = f"optimizer.{slot.name}.{key}"
+            if not isinstance(value, Tensor):
+                value = torch.tensor(value, dtype=torch.float64)
+            if unit.zero and value.shape == param.shape and value.dim():
+                start, _ = unit.owned(slot)
+                found[name] = from_flat(value.detach(), slot.shape, start - slot.start)
+            else:
+                found[name] = from_whole(value.detach())
+    return found
+
+
+def _held(engine: Engine) -> list[tuple[Unit, Slot, Tensor]]:
+    return [(u, s, s.piece) for u in engine.parallel.units if u.trainable for s in u.slots if s.piece is not None]
+
+
+def model_tensors(engine: Engine) -> dict[str, Sharded]:
+    """model.<name> -> this rank's part of every parameter (once, under its first name) and buffer."""
+    found = {f"model.{s.name}": u.parameter(s) for u in engine.parallel.units for s in u.slots}
+    found |= {f"model.{names[0]}": from_whole(p.detach()) for names, p in engine.parallel.plain}
+    return found | {f"model.{name}": from_whole(buffer.detach()) for name, buffer in _buffers(engine)}
+
+
+def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wait: bool) -> None:
+    if engine._count:
+        raise SoliError("save() between forward_backward() and update()", fix="save after the step", everywhere=True)
+    if engine.saving is not None:
+        engine.saving.wait()
+        engine.saving = None
+    tensors = model_tensors(engine) | optimizer_tensors(engine) | {"rng.cpu": from_whole(torch.get_rng_state())}
+    state = _state(engine, extra)
+    if engine._save_group is None and engine.world > 1:
+        # Its own group: on the default one a background save has crashed while training communicates.
+        engine._save_group = dist.new_group(backend="gloo")
+    if wait:
+        checkpoint.save(path, tensors, state, group=engine._save_group, overwrite=overwrite)
+    else:
+        engine.saving = checkpoint.save_async(path, tensors, state, group=engine._save_group, overwrite=overwrite)
+    events.emit("save", path=str(path), step=engine.step_count, waited=wait)
+
+
+def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
+    return {
+        "step": engine.step_count,
+        "plan": str(engine.plan),
+        "seed": engine.seed,
+        "tied": engine.tied,
+        "groups": [{k: (list(v) if isinstance(v, tuple) else v) for k, v in g.items()} for g in groups],
+        "scheduler": engine.scheduler.state_dict() if engine.scheduler is not None else None,
+        "positions": {name: asdict(position) for name, position in engine.positions.items()},
+        "loss_scale": asdict(engine.loss_scale) if engine.loss_scale is not None else None,
+        "extra": extra,
+    }
+
+
+def load(engine: Engine, path: Path) -> dict[str, Any]:
+    manifest = checkpoint.read_manifest(path)
+    if engine.saving is not None:
+        engine.saving.wait()
+        engine.saving = None
+    wanted = model_tensors(engine)
+    only_weights = not any(name.startswith(("optimizer.", "rng.")) for name in manifest.tensors)
+    rng = torch.get_rng_state()
+    if not only_weights:
+        wanted |= _optimizer_to_fill(engine, manifest) | {"rng.cpu": from_whole(rng)}
+    with torch.no_grad():
+        state = checkpoint.load(path, wanted, group=None if engine.world == 1 else dist.group.WORLD)
+        for unit in engine.parallel.units:
+            if unit.zero in (1, 2) and unit.full is not None and unit.shard is not None:
+                all_gather(unit.full, unit.shard, unit.shard_axis, label=f"parameters of {unit.name}")
+    if only_weights:
+        events.emit("note", text=f"{path} holds weights alone: optimizer, data position and step start anew")
+        if engine.rank == 0:
+            print(f"soli: {path} holds weights alone: optimizer, data position and step start anew")
+        return {}
+    torch.set_rng_state(rng)
+    _restore(engine, state)
+    events.emit("load", path=str(path), step=engine.step_count, plan_written=state["plan"])
+    extra: dict[str, Any] = state["extra"]
+    return extra
+
+
+def _optimizer_to_fill(engine: Engine, manifest: Any) -> dict[str, Sharded]:
+    """Make the optimizer's tensors, as the checkpoint lists them, for the parts this rank holds."""
+    by_name = {slot.name: (unit, slot, param) for unit, slot, param in _held(engine)}
+    everyone = {slot.name: slot for unit in engine.parallel.units for slot in unit.slots}
+    engine.optimizer.state.clear()
+    found: dict[str, Sharded] = {}
+    for name, saved in manifest.tensors.items():
+        if not name.startswith("optimizer."):
+            continue
+        param_name, _, key = name.removeprefix("optimizer.").rpartition(".")
+        if param_name not in everyone:
+            continue  # checkpoint.load reports it as unexpected, with all others
+        slot = everyone[param_name]
+        if param_name not in by_name:
+            found[name] = Sharded(tuple(saved.shape), saved.dtype)
+            continue
+        unit, slot, param = by_name[param_name]
+        if unit.zero and tuple(saved.shape) == slot.shape and slot.shape:
+            value = torch.empty(param.shape, dtype=saved.dtype, device=param.device)
+            start, _ = unit.owned(slot)
+            found[name] = from_flat(value, slot.shape, start - slot.start)
+        else:
+            scalar = not saved.shape  # step numbers stay on the CPU, where torch keeps them
+            shape = param.shape if unit.zero and not slot.shape and key != "step" else tuple(saved.shape)
+            value = torch.empty(shape, dtype=saved.dtype, device="cpu" if scalar else param.device)
+            found[name] = from_whole(value.view(tuple(saved.shape)))
+        engine.optimizer.state[param][key] = value
+    return found
+
+
+def _restore(engine: Engine, state: dict[str, Any]) -> None:
+    groups = engine.optimizer.param_groups
+    if len(groups) != len(state["groups"]):
+        raise SoliError(
+            "the optimizer has another number of parameter groups than the checkpoint's",
+            got=f"{len(groups)}, saved {len(state['groups'])}",
+            everywhere=True,
+        )
+    for group, saved in zip(groups, state["groups"], strict=True):
+        group.update({k: (tuple(v) if isinstance(group.get(k), tuple) else v) for k, v in saved.items()})
+    if (engine.scheduler is None) != (state["scheduler"] is None):
+        raise SoliError(
+            "a scheduler is in the checkpoint or in the program, but not in both",
+            fix="give soli.parallelize the scheduler that the checkpoint was trained with",
+            everywhere=True,
+        )
+    if engine.scheduler is not None:
+        engine.scheduler.load_state_dict(state["scheduler"])
+    if engine.loss_scale is not None and state["loss_scale"] is not None:
+        vars(engine.loss_scale).update(state["loss_scale"])
+    for name, position in state["positions"].items():
+        # In place: an iterator that the user already holds goes on from here too.
+        vars(engine.positions.setdefault(name, Position())).update(position)
+    engine.step_count, engine.seed = state["step"], state["seed"]
+    engine.randomness.seed = state["seed"]

@@ -1,0 +1,103 @@
+"""Loss functions by soli's contract: `loss_fn(output, batch) -> (total, count)`.
+
+`total` is the *sum* over the counted targets and `count` how many were counted, so that the loss of a step
+is one division, of two sums over the global batch, whatever the plan. Shapes: B batch, T sequence,
+V vocabulary, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from soli.core.errors import SoliError
+
+LossFn = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
+IGNORE = -100
+
+
+def _entry(batch: Any, key: str | int) -> Tensor:
+    try:
+        value: Tensor = batch[key]
+    except (KeyError, IndexError, TypeError):
+        has = ", ".join(map(str, batch)) if isinstance(batch, dict) else type(batch).__name__
+        raise SoliError(f"the loss reads '{key}' and the batch has no such entry", got=has, everywhere=True) from None
+    return value
+
+
+def _logits(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    if logits is None and isinstance(output, dict):
+        logits = output.get("logits")
+    if not isinstance(logits, Tensor):
+        raise SoliError(
+            "the model's output is no tensor and has no `logits`", got=type(output).__name__, everywhere=True
+        )
+    return logits
+
+
+def cross_entropy(targets: str | int = "targets", ignore: int = IGNORE) -> LossFn:
+    """Cross entropy of logits [..., C] against batch[targets] [...]; targets equal to `ignore` do not count."""
+
+    def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        logits, wanted = _logits(output), _entry(batch, targets)
+        total = F.cross_entropy(logits.flatten(0, -2), wanted.flatten(), ignore_index=ignore, reduction="sum")
+        return total, (wanted != ignore).sum()
+
+    return loss
+
+
+def causal_lm(labels: str = "labels", ignore: int = IGNORE) -> LossFn:
+    """Next-token cross entropy of logits [B, T, V] against batch[labels] [B, T], shifted here by one."""
+
+    def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        logits, wanted = _logits(output)[:, :-1], _entry(batch, labels)[:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=ignore, reduction="sum")
+        return total, (wanted != ignore).sum()
+
+    return loss
+
+
+def mse(targets: str | int = -1) -> LossFn:
+    """Squared error against batch[targets], of the output's shape; every element counts."""
+
+    def loss(output: Any, batch: Any) -> tuple[Tensor, int]:
+        wanted = _entry(batch, targets)
+        if output.shape != wanted.shape:
+            raise SoliError(
+                "output and target differ in shape", got=f"{tuple(output.shape)} and {tuple(wanted.shape)}", everywhere=True
+            )
+        return F.mse_loss(output, wanted, reduction="sum"), wanted.numel()
+
+    return loss
+
+
+def from_model(labels: str = "labels", *, shifted: bool = True, ignore: int = IGNORE) -> LossFn:
+    """The mean loss that the model computed itself (`output.loss`), turned back into a sum and a count.
+
+    `shifted`: the model predicts the next token, so the first label of each row does not count (Hugging
+    Face's causal models); False for masked, sequence-to-sequence and classification models. A wrong choice
+    is found on the first step, when the loss is checked to add up over the rows.
+    """
+
+    def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        mean = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if not isinstance(mean, Tensor):
+            raise SoliError(
+                "the model's output has no `loss`",
+                got=type(output).__name__,
+                fix=f"pass '{labels}' in the batch, or give soli.parallelize a loss_fn",
+                everywhere=True,
+            )
+        wanted = _entry(batch, labels)
+        count = ((wanted[:, 1:] if shifted else wanted) != ignore).sum()
+        # A mean over nothing is NaN; a microbatch without targets contributes zero.
+        return torch.where(count > 0, mean * count, mean.new_zeros(())), count
+
+    return loss

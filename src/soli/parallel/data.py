@@ -1,0 +1,186 @@
+"""Data parallelism: replicate, ZeRO-1, 2, 3 and HSDP, over flat units of our own.
+
+PyTorch has DDP and FSDP2 for this. On CPU over gloo FSDP2's step takes 1.6 times DDP's, and its shards
+are rows, so ranks with fewer rows than others idle; flat units serve all stages with one mechanism, and
+are as fast as DDP here (benchmarks/results/step-time.md). On CUDA neither has been measured yet.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soli.core.axes import REPLICATE, SHARD
+from soli.core.errors import Problem, SoliError
+from soli.core.events import events
+from soli.core.plan import Plan
+from soli.mesh.collectives import Axis, all_reduce, broadcast
+from soli.mesh.mesh import Mesh
+from soli.parallel.gather import Block, Gatherer
+from soli.parallel.init import fingerprint, is_deferred, materialise
+from soli.parallel.reduce import Reducer
+from soli.parallel.units import Slot, Unit, become, blocks, buckets, named_once, slots_of
+
+Named = tuple[tuple[str, ...], nn.Parameter]
+
+
+@dataclass
+class DataParallel:
+    """A model laid over the dp axis: its units, what reduces them, and what gathers them under ZeRO-3."""
+
+    units: list[Unit]
+    reducer: Reducer
+    gatherer: Gatherer | None
+    plain: list[Named]  # frozen parameters below ZeRO-3: whole on every rank
+
+    @property
+    def slots(self) -> dict[int, Slot]:
+        return {id(slot.param): slot for unit in self.units for slot in unit.slots}
+
+
+def problems(model: nn.Module, plan: Plan) -> list[Problem]:
+    """What keeps this model from data parallelism or microbatches."""
+    found = []
+    if next(model.parameters(), None) is None:
+        found.append(Problem("the model has no parameters", got=type(model).__name__, fix="there is nothing to train"))
+    if (plan.dp or 1) * plan.accumulate > 1:
+        norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        if norms:
+            found.append(
+                Problem(
+                    "batch normalisation couples the rows of a batch, so no part of it can be computed alone",
+                    got=", ".join(norms[:4]) + (f" and {len(norms) - 4} more" if len(norms) > 4 else ""),
+                    fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1,accumulate=1",
+                )
+            )
+    return found
+
+
+def distribute(model: nn.Module, plan: Plan, mesh: Mesh) -> DataParallel:
+    """Lay the model's parameters over the mesh. The modules stay; the parameters are the same objects."""
+    _agree_on_weights(model, mesh.all)
+    device = mesh.world.device
+    params = named_once(model)
+    if plan.zero == 3:
+        root, found = _blocks(model, params, plan, mesh)
+        ordered = [*found, root]
+        units = [unit for block in ordered for unit in block.units]
+    else:
+        trainable = [named for named in reversed(params) if named[1].requires_grad]
+        units = [_unit(f"bucket {i}", run, plan, mesh) for i, run in enumerate(buckets(trainable))]
+    for unit in units:
+        unit.fill(lambda slot: _values(slot.param, slot.name), device)
+    covered = {id(slot.param) for unit in units for slot in unit.slots}
+    plain = [(names, param) for names, param in params if id(param) not in covered]
+    for names, param in plain:
+        if param.is_meta or param.device != device:
+            become(param, _values(param, names[0]).to(device))
+    _place_buffers(model, device)
+    if plan.zero < 3:
+        return DataParallel(units, Reducer(units), None, plain)
+    reducer = Reducer([unit for block in [root, *found] for unit in block.units][::-1])
+    gatherer = Gatherer(root, found, mesh.another(mesh[SHARD]), mesh.all)
+    reducer.on_complete.append(gatherer.grads_complete)
+    return DataParallel(units, reducer, gatherer, plain)
+
+
+def _unit(name: str, params: list[Named], plan: Plan, mesh: Mesh) -> Unit:
+    trainable = params[0][1].requires_grad
+    return Unit(name, slots_of(params), mesh[SHARD], mesh[REPLICATE], plan.zero, trainable)
+
+
+def _blocks(model: nn.Module, params: list[Named], plan: Plan, mesh: Mesh) -> tuple[Block, list[Block]]:
+    """The root and the repeated blocks. A parameter that two blocks share belongs to the root."""
+    owners: dict[int, set[str]] = {}
+    modules = blocks(model)
+    for name, module in modules:
+        for param in module.parameters():
+            owners.setdefault(id(param), set()).add(name)
+    outside = {id(p) for p in _outside(model, {id(module) for _, module in modules})}
+    shared = {key for key, names in owners.items() if len(names) > 1} | outside
+
+    def units(name: str, members: list[Named]) -> list[Unit]:
+        kinds: dict[Any, list[Named]] = {}
+        for names, param in members:
+            kinds.setdefault((param.dtype, param.requires_grad), []).append((names, param))
+        return [_unit(f"{name} {i}" if i else name, group, plan, mesh) for i, group in enumerate(kinds.values())]
+
+    def members(name: str) -> list[Named]:
+        return [(n, p) for n, p in params if name in owners.get(id(p), ()) and id(p) not in shared]
+
+    found = [Block(name, module, units(name, members(name))) for name, module in modules if members(name)]
+    rest = [(n, p) for n, p in params if id(p) in shared or id(p) not in owners]
+    return Block("root", None, units("root", rest)), found
+
+
+def _outside(model: nn.Module, inside: set[int]) -> list[nn.Parameter]:
+    """Parameters that are reachable without entering any block."""
+    found: list[nn.Parameter] = []
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in inside:
+            return
+        found.extend(module._parameters[name] for name in module._parameters if module._parameters[name] is not None)  # type: ignore[misc]
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return found
+
+
+def _values(tensor: Tensor, name: str) -> Tensor:
+    return materialise(tensor, name=name) if tensor.is_meta else tensor
+
+
+def _place_buffers(model: nn.Module, device: torch.device) -> None:
+    done: dict[int, Tensor] = {}
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and (buffer.is_meta or buffer.device != device):
+                name = f"{path}.{key}" if path else key
+                if id(buffer) not in done:
+                    done[id(buffer)] = _values(buffer, name).to(device)
+                module._buffers[key] = done[id(buffer)]
+
+
+def _agree_on_weights(model: nn.Module, world: Axis) -> None:
+    """All ranks must start from the same weights. Those that do not get rank 0's, and it is said."""
+    if world.size == 1:
+        return
+    tensors = [*((names[0], p) for names, p in named_once(model)), *model.named_buffers()]
+    marks = torch.tensor([_mark(tensor, name) for name, tensor in tensors], dtype=torch.int64)
+    low, high = marks.clone(), marks.clone()
+    all_reduce(low, world, "min", label="checksums of the weights")
+    all_reduce(high, world, "max", label="checksums of the weights")
+    differ = [pair for pair, same in zip(tensors, (low == high).tolist(), strict=True) if not same]
+    if not differ:
+        return
+    if any(tensor.is_meta for _, tensor in differ):
+        raise SoliError(
+            "the ranks recorded different initial weights under soli.deferred()",
+            got=", ".join(name for name, _ in differ[:4]),
+            fix="call torch.manual_seed with the same number on every rank before building the model",
+            everywhere=True,
+        )
+    for name, tensor in differ:
+        broadcast(tensor.detach(), world, label=f"first values of {name}")
+    text = f"the ranks built {len(differ)} different tensors (no torch.manual_seed?); all use rank 0's"
+    events.emit("note", text=text, first=differ[0][0])
+    if world.index == 0:
+        print(f"soli: {text}")
+
+
+def _mark(tensor: Tensor, name: str) -> int:
+    if tensor.is_meta:
+        if not is_deferred(tensor):
+            raise SoliError(
+                f"{name} is on the meta device and nothing is known of its values",
+                fix="build and change the model inside `with soli.deferred():`",
+                everywhere=True,
+            )
+        return fingerprint(tensor) & (2**62 - 1)
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

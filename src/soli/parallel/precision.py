@@ -1,0 +1,54 @@
+"""Precision: what is computed in which format.
+
+fp32 computes as the model is written. bf16 and fp16 are torch's autocast: parameters, gradients, their
+sums and the optimizer stay in float32, matrix products run in 16 bits. fp64 is for proofs: the whole
+model in float64. fp16 needs a loss scale (`LossScale`).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def cast(model: nn.Module, plan: Plan) -> None:
+    if plan.precision != "fp64":
+        return
+    if any(p.is_meta for p in model.parameters()):
+        raise SoliError(
+            "precision=fp64 cannot cast a model that was built under soli.deferred()",
+            fix="call model.double() inside the `with soli.deferred():` block",
+            everywhere=True,
+        )
+    model.double()
+
+
+def computing(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
+    """The context of forward and loss."""
+    dtype = AUTOCAST.get(plan.precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling (arXiv 1710.03740): halved when a gradient overflows, doubled after a quiet while."""
+
+    scale: float = 2.0**16
+    quiet_steps: int = 2000
+    since: int = 0
+
+    def after(self, overflow: bool) -> None:
+        if overflow:
+            self.scale, self.since = max(self.scale / 2, 1.0), 0
+        else:
+            self.since += 1
+            if self.since >= self.quiet_steps:
+                self.scale, self.since = self.scale * 2, 0

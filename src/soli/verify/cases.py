@@ -1,0 +1,131 @@
+"""The parity cases: small models, each with something that distributed training tends to get wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from soli import losses
+from soli.losses import LossFn
+from soli.models.gpt import GPT, GPTConfig
+from soli.verify.parity import Case, adamw
+
+STEPS = 3
+IGNORE = losses.IGNORE
+
+
+def _tokens(rows: int, length: int = 7, vocab: int = 29, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab, (rows, length + 1), generator=generator)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
+
+
+def _gpt(rows: list[int], *, dropout: float = 0.0, tied: bool = True, mask: bool = False) -> Any:
+    torch.manual_seed(11)
+    model = GPT(GPTConfig(vocab=29, context=7, dim=12, layers=3, heads=3, dropout=dropout, tied=tied))
+    batches = [_tokens(n, seed=i) for i, n in enumerate(rows)]
+    if mask:
+        for batch in batches:
+            batch["targets"][: len(batch["targets"]) // 2] = IGNORE  # the first ranks have no counted target
+            batch["targets"][-1, 1:] = IGNORE
+    return model, losses.cross_entropy("targets"), batches
+
+
+def gpt() -> Any:
+    return _gpt([8] * STEPS)
+
+
+def gpt_dropout() -> Any:
+    return _gpt([8] * STEPS, dropout=0.2)
+
+
+def gpt_ragged() -> Any:
+    return _gpt([8, 9, 5], tied=False)
+
+
+def gpt_masked() -> Any:
+    return _gpt([8] * STEPS, mask=True)
+
+
+class Odd(nn.Module):
+    """Sizes that nothing divides, a frozen layer, an unused one, one used only by some rows, an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 13)
+        self.blocks = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.unused = nn.Linear(3, 7)
+        self.sometimes = nn.Linear(13, 13)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.last = nn.Linear(13, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * self.scale
+        x = torch.tanh(self.frozen(x))
+        rare = x[:, 0] > 0.3
+        if rare.any():  # ranks differ in whether they use this layer
+            x = torch.where(rare[:, None], torch.tanh(self.sometimes(x)), x)
+        return self.last(x)
+
+
+def odd() -> tuple[nn.Module, LossFn, list[Any]]:
+    torch.manual_seed(5)
+    model = Odd()
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {"x": torch.randn(n, 5, generator=generator).double(), "targets": torch.randn(n, 3, generator=generator).double()}
+        for n in (9, 8, 11)
+    ]
+    return model, losses.mse("targets"), batches
+
+
+class Skipping(nn.Module):
+    """Rows choose their block: ranks run different blocks, which hangs where gathers follow the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        y = x
+        for number, block in enumerate(self.blocks):
+            chosen = which == number
+            if chosen.any():
+                y = torch.where(chosen[:, None], F.gelu(block(y)), y)
+        return y
+
+
+def skipping() -> tuple[nn.Module, LossFn, list[Any]]:
+    torch.manual_seed(7)
+    model = Skipping()
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    for _ in range(STEPS):
+        x, t = (torch.randn(8, 6, generator=generator).double() for _ in range(2))
+        batches.append({"x": x, "targets": t, "which": torch.arange(8) // 2})
+    return model, losses.mse("targets"), batches
+
+
+CASES = {
+    name: Case(name, make, adamw)
+    for name, make in {
+        "gpt": gpt,
+        "gpt-dropout": gpt_dropout,
+        "gpt-ragged": gpt_ragged,
+        "gpt-masked": gpt_masked,
+        "odd": odd,
+        "skipping": skipping,
+    }.items()
+}
+PLANS: dict[int, tuple[str, ...]] = {
+    1: ("dp=1", "dp=1,accumulate=4"),
+    2: tuple(f"dp=2,zero={z},accumulate={a}" for z in range(4) for a in (1, 4)),
+    4: (*(f"dp=4,zero={z}" for z in range(4)), *(f"dp=4,replicate=2,zero={z}" for z in (1, 2, 3))),
+}

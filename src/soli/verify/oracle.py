@@ -1,0 +1,68 @@
+"""The oracle: the sequential program, in plain PyTorch, on one device. It shares no step code with the engine.
+
+Only dropout is soli's own (law 4 makes it a function of position, which torch's is not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soli.engine.batch import Caller, rows_of, take
+from soli.losses import LossFn
+from soli.parallel.randomness import Randomness
+
+
+@dataclass
+class Trace:
+    """What a program computed: the loss and every gradient of each step, and every parameter at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def sequential(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    batches: list[Any],
+    clip: float | None,
+    seed: int = 0,
+) -> Trace:
+    """Train the plain model on whole batches."""
+    trace, made, call = Trace(), optimizer(list(model.parameters())), Caller(model)
+    randomness = Randomness(model, seed)
+    _learn_shapes(randomness, call, loss_fn, batches[0])
+    model.train()
+    for step, batch in enumerate(batches):
+        made.zero_grad(set_to_none=True)
+        with randomness.begin(step, 0, rows_of(batch)), randomness.forward():
+            total, count = loss_fn(call(batch), batch)
+            loss = total / count
+            loss.backward()
+        trace.losses.append(float(loss.detach()))
+        trace.gradients.append(
+            {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        )
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        made.step()
+    trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return trace
+
+
+def _learn_shapes(randomness: Randomness, call: Caller, loss_fn: LossFn, batch: Any) -> None:
+    rows = rows_of(batch)
+    model = call.model
+    model.train()
+    with torch.no_grad():
+        for part in (rows, rows // 2):
+            with randomness.probe(part):
+                piece = take(batch, 0, part)
+                loss_fn(call(piece), piece)
+    randomness.finish_probe()

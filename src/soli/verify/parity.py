@@ -1,0 +1,116 @@
+"""Parity: one model, one plan, against the oracle, in float64. This is the proof of law 1.
+
+The relative error of a tensor is max |a - b| / max |b| over its elements. A gradient that is zero in exact
+arithmetic (that of a key's bias under softmax) is rounding noise of the others, epsilon of the largest; so
+the divisor is at least NOISE = epsilon / BOUND of the largest gradient of the step. Adam turns such noise
+into updates of its own, so a parameter whose gradients are all noise is compared absolutely. In float64
+with a handful of steps rounding stays far below BOUND; what is wrong is far above it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soli.engine.engine import parallelize
+from soli.losses import LossFn
+from soli.verify.oracle import Trace, sequential
+
+BOUND = 1e-10
+NOISE = torch.finfo(torch.float64).eps / BOUND
+
+
+@dataclass
+class Case:
+    """A model with its loss and batches. `make()` builds all of it anew, the same on every rank."""
+
+    name: str
+    make: Callable[[], tuple[nn.Module, LossFn, list[Any]]]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    clip: float | None = 0.5
+
+
+@dataclass
+class Row:
+    """One line of the parity table."""
+
+    model: str
+    plan: str
+    ranks: int
+    worst: float
+    tensor: str
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def under_plan(case: Case, plan: str) -> Trace:
+    """The same training through the engine. Every rank returns the same whole tensors."""
+    model, loss_fn, batches = case.make()
+    engine = parallelize(model.double(), loss_fn, optimizer=case.optimizer, clip=case.clip, plan=plan)
+    trace = Trace()
+    for batch in batches:
+        loss = engine.forward_backward(batch)
+        trace.losses.append(float(loss))
+        trace.gradients.append(engine.global_gradients())
+        engine.clip()
+        engine.update()
+    names = {name for name, _ in model.named_parameters()}
+    trace.parameters = {name: value for name, value in engine.global_state_dict().items() if name in names}
+    return trace
+
+
+def check(case: Case, plan: str, ranks: int) -> Row:
+    """Run on every rank of a pool: this rank's trace against the oracle's."""
+    expected = expected_of(case)
+    worst, tensor = compare(under_plan(case, plan), expected)
+    return Row(case.name, plan, ranks, worst, tensor)
+
+
+def expected_of(case: Case) -> Trace:
+    model, loss_fn, batches = case.make()
+    return sequential(copy.deepcopy(model).double(), loss_fn, case.optimizer, batches, case.clip)
+
+
+def compare(got: Trace, expected: Trace) -> tuple[float, str]:
+    """The worst relative error and where it is. A missing or an extra tensor is infinitely wrong."""
+    rows: list[tuple[float, str]] = []
+    noise = {name for name in expected.parameters if _is_noise(name, expected)}
+    for step, (a, b) in enumerate(zip(got.losses, expected.losses, strict=True), 1):
+        rows.append((abs(a - b) / abs(b), f"loss of step {step}"))
+    for step, (mine, theirs) in enumerate(zip(got.gradients, expected.gradients, strict=True), 1):
+        floor = _floor(theirs)
+        for name in mine.keys() | theirs.keys():
+            rows.append((_error(mine.get(name), theirs.get(name), floor), f"gradient of {name}, step {step}"))
+    for name in got.parameters.keys() | expected.parameters.keys():
+        floor = 1.0 if name in noise else 0.0
+        rows.append((_error(got.parameters.get(name), expected.parameters.get(name), floor), f"parameter {name}"))
+    return max(rows)
+
+
+def _floor(gradients: dict[str, Tensor | None]) -> float:
+    """Below this a gradient of the step is rounding noise of the others."""
+    return NOISE * max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0)
+
+
+def _is_noise(name: str, trace: Trace) -> bool:
+    seen = [(g, _floor(step)) for step in trace.gradients if (g := step.get(name)) is not None and g.numel()]
+    return bool(seen) and all(float(g.abs().max()) <= floor for g, floor in seen)
+
+
+def _error(got: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
+    if got is None and expected is None:
+        return 0.0
+    if got is None or expected is None or got.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    scale = max(float(expected.abs().max()), floor)
+    error = float((got.double() - expected.double()).abs().max())
+    return error / scale if scale else error

@@ -1,0 +1,137 @@
+"""A pool of ranks that are started once and run functions sent to them, each with a deadline.
+
+Importing torch costs seconds, so tests share the ranks. Each call makes a fresh process group over the
+ranks it needs. A call that does not end in time is a failure with the stacks of every rank, never a stuck
+suite: the ranks are killed and started anew.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from soli.core.errors import failure
+
+DEADLINE_SECONDS = 20.0
+
+
+class Pool:
+    """`run(function, *args, ranks=n)` -> the results of n ranks, in order. Functions are module-level ones."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = Path(tempfile.mkdtemp(prefix="soli-pool-"))
+        self._calls = 0
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs, str(self._stacks(rank))), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        for _, pipe in self._ranks:
+            if not pipe.poll(120):
+                raise failure("a rank of the pool did not start in 120 s")
+            pipe.recv()
+
+    def _stacks(self, rank: int) -> Path:
+        return self._folder / f"stacks{rank}"
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int, deadline: float = DEADLINE_SECONDS) -> list[Any]:
+        """Call `function(*args)` on each of `ranks` ranks, which form a process group of their own."""
+        if not self._ranks:
+            self._start()
+        self._calls += 1
+        store = str(self._folder / f"store{self._calls}")
+        for rank in range(ranks):
+            self._ranks[rank][1].send((function, args, rank, ranks, store, deadline))
+        results = self._collect(ranks, time.monotonic() + deadline + 5)
+        Path(store).unlink(missing_ok=True)
+        errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
+        if errors:
+            raise failure(f"{len(errors)} of {ranks} ranks failed in {function.__name__}:\n" + "\n".join(errors))
+        return [value for _, value in results]
+
+    def _collect(self, ranks: int, until: float) -> list[tuple[bool, Any]]:
+        results: list[tuple[bool, Any]] = []
+        for rank in range(ranks):
+            process, pipe = self._ranks[rank]
+            while not pipe.poll(0.05):
+                if not process.is_alive():
+                    code = process.exitcode
+                    self.close()
+                    raise failure(f"rank {rank} of the pool died with exit code {code}")
+                if time.monotonic() > until:
+                    report = self._hang(ranks)
+                    raise failure(f"rank {rank} did not finish before the deadline; where the ranks stood:\n{report}")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                self.close()
+                raise failure(f"rank {rank} of the pool died") from None
+        return results
+
+    def _hang(self, ranks: int) -> str:
+        for process, _ in self._ranks[:ranks]:
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        report = "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in range(ranks))
+        self.close()
+        return report
+
+    def close(self) -> None:
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks = []
+
+
+def _serve(rank: int, pipe: Connection, stacks: str) -> None:
+    """One rank of the pool: imports torch once, then runs what it is sent."""
+    import torch
+
+    torch.set_num_threads(1)
+    file = open(stacks, "w", encoding="utf-8")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    pipe.send("ready")
+    while True:
+        try:
+            function, args, rank, ranks, store, deadline = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_call(function, args, rank, ranks, store, deadline))
+
+
+def _call(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, store: str, deadline: float
+) -> tuple[bool, Any]:
+    import torch.distributed as dist
+
+    try:
+        if ranks > 1:
+            file_store = dist.FileStore(store, ranks)
+            dist.init_process_group(
+                "gloo", rank=rank, world_size=ranks, store=file_store, timeout=timedelta(seconds=deadline)
+            )
+        result = (True, function(*args))
+    except BaseException:  # whatever it is, the parent reports it with its traceback
+        result = (False, traceback.format_exc())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
