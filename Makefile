@@ -1,0 +1,42 @@
+# Two commands on a fresh machine: `make train` and `make test`. Both make .venv themselves.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN = .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test check parity bench gpu-check clean
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(TORCH) numpy
+	$(BIN)/pip install --quiet -e .
+	touch $@
+
+.venv/developed: .venv/installed
+	$(BIN)/pip install --quiet -e '.[dev]' $(TORCH)
+	touch $@
+
+train: .venv/installed          ## the main job: a small GPT on Python's own standard library
+	$(BIN)/soli train
+
+test: .venv/developed check     ## everything: style, types, structure, and all tests
+	$(BIN)/python -m pytest
+
+check: .venv/developed
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/mypy -p soli
+
+parity: .venv/developed         ## every case under every plan -> docs/parity.md, benchmarks/results/parity.json
+	$(BIN)/python -m soli.verify.matrix
+
+bench: .venv/developed          ## step time and memory beside the peers -> benchmarks/results/
+	$(BIN)/python benchmarks/envs.py
+	$(BIN)/python benchmarks/run.py --sizes small big --steps 12 --rounds 3
+	$(BIN)/python benchmarks/memory.py
+
+gpu-check:                      ## the tests and the bench on a CUDA device; refuses elsewhere
+	@$(PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu-check: there is no CUDA device here')"
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,130 @@
+"""The record holds every collective; the bytes of each plan equal their closed form, exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from soli.engine.engine import parallelize
+from soli.mesh.collectives import Axis, all_gather, all_reduce, broadcast, gather_json, reduce_scatter
+from soli.mesh.record import record_torch, recorder
+from soli.verify.cases import CASES
+from soli.verify.pool import Pool
+
+
+def step_bytes(plan: str):
+    """Bytes that one step records, without the first step's checks; and what the closed form needs."""
+    case = CASES["gpt"]
+    model, loss_fn, batches = case.make()
+    engine = parallelize(model, loss_fn, optimizer=case.optimizer, plan=plan)
+    engine.step(batches[0])
+    recorder.clear()
+    engine.step(batches[1])
+    big = {key: 0 for key in ("all_reduce", "reduce_scatter", "all_gather")}
+    for record in recorder.records:
+        if record.label.startswith(("gradients", "parameters")):
+            big[record.operation] += record.bytes
+    units = {u.name: u.padded * 4 for u in engine.parallel.units}
+    small = sum(r.bytes for r in recorder.records) - sum(big.values())
+    last = engine.parallel.gatherer.order[-1].name if engine.parallel.gatherer else ""
+    slots = sum(s.numel for u in engine.parallel.units for s in u.slots)
+    return big, units, small, last, slots
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_of_a_step(pool: Pool, zero: int, accumulate: int) -> None:
+    plan = f"dp=2,zero={zero},accumulate={accumulate}"
+    model, _, _ = CASES["gpt"].make()
+    count = sum(p.numel() for p in model.parameters())
+    for big, units, _, last, slots in pool.run(step_bytes, plan, ranks=2):
+        assert slots == count
+        whole = sum(units.values())
+        assert count * 4 <= whole < (count + 2 * len(units)) * 4
+        if zero == 0:
+            assert big == {"all_reduce": whole, "reduce_scatter": 0, "all_gather": 0}
+        elif zero < 3:
+            assert big == {"all_reduce": 0, "reduce_scatter": whole, "all_gather": whole}
+        else:
+            # Per microbatch: all units forward, and all but the root and the last block again backward.
+            gathers = accumulate * (2 * whole - units["root"] - units[last])
+            assert big == {"all_reduce": 0, "reduce_scatter": whole, "all_gather": gathers}
+
+
+def hsdp_bytes():
+    return step_bytes("dp=4,replicate=2,zero=2")[:2]
+
+
+def test_bytes_of_hsdp(pool: Pool) -> None:
+    for big, units in pool.run(hsdp_bytes, ranks=4):
+        whole = sum(units.values())
+        assert big == {"all_reduce": whole // 2, "reduce_scatter": whole, "all_gather": whole}
+
+
+def against_torch():
+    """Each collective of the seam against what it means, on odd sizes and several types."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    axis = Axis("dp", size, rank, tuple(range(size)), dist.group.WORLD)
+    problems = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        for n in (1, 3, 1000):
+            mine = (torch.arange(n * size) % 7 + rank).to(dtype)
+            total = sum((torch.arange(n * size) % 7 + r).to(dtype) for r in range(size))
+            reduced = mine.clone()
+            all_reduce(reduced, axis)
+            part = torch.empty(n, dtype=dtype)
+            reduce_scatter(part, mine, axis)
+            whole = torch.empty(n * size, dtype=dtype)
+            all_gather(whole, part, axis)
+            sent = mine.clone()
+            broadcast(sent, axis, source=size - 1)
+            last = (torch.arange(n * size) % 7 + size - 1).to(dtype)
+            for name, got, want in (("ar", reduced, total), ("rs+ag", whole, total), ("bc", sent, last)):
+                if not torch.equal(got, want):
+                    problems.append((name, dtype, n))
+    if gather_json({"rank": rank, "x": "é" * rank}, axis) != [{"rank": r, "x": "é" * r} for r in range(size)]:
+        problems.append(("json", None, 0))
+    return problems
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_collectives(pool: Pool, ranks: int) -> None:
+    assert pool.run(against_torch, ranks=ranks) == [[]] * ranks
+
+
+def foreign():
+    """What PyTorch's own engines send is seen too: DDP from C++, FSDP2, DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    found = {}
+    x = torch.ones(4, 8)
+    recorder.clear()
+    with record_torch():
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(8, 8, bias=False))
+        recorder.clear()
+        ddp(x).sum().backward()
+    found["ddp"] = recorder.bytes_by()
+    recorder.clear()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model = nn.Linear(8, 8, bias=False)
+    fully_shard(model, mesh=mesh)
+    with record_torch():
+        model(x).sum().backward()
+    found["fsdp2"] = recorder.bytes_by()
+    recorder.clear()
+    with record_torch():
+        distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).to_local()
+    found["dtensor"] = recorder.bytes_by()
+    return {key: {f"{op}": n for (op, _), n in value.items()} for key, value in found.items()}
+
+
+def test_torch_collectives_are_seen(pool: Pool) -> None:
+    for found in pool.run(foreign, ranks=2):
+        assert found["ddp"].get("all_reduce") == 8 * 8 * 4
+        assert found["fsdp2"].get("all_gather") == 8 * 8 * 4  # the root is gathered once
+        assert found["fsdp2"].get("reduce_scatter") == 8 * 8 * 4
+        assert found["dtensor"].get("all_gather") == 8 * 8 * 4
