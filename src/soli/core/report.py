@@ -32,9 +32,8 @@ def install_hook(rank: int) -> None:
             return
         quiet = "SOLI_ERROR_FILE" in os.environ or (error.everywhere and rank != 0)
         if not quiet:
-            print(render(error, user_line(trace)), file=sys.stderr)
+            print(render(error, user_line(trace)), file=sys.__stderr__, flush=True)
         sys.stdout.flush()
-        sys.stderr.flush()
         # sys.exit has no effect in a hook, and the exit code is part of the message.
         os._exit(error.exit_code)
 

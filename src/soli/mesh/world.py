@@ -54,6 +54,7 @@ def join(deadline: float | None = None) -> World:
     if size == 1:
         return World(0, 1, 0, device, "single", seconds)
     _start(rank, size, backend, seconds)
+    install_hook(rank)  # again: torch puts a hook of its own around errors when it makes the group
     return World(rank, size, local_rank, device, backend, seconds)
 
 

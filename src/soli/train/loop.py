@@ -50,23 +50,8 @@ def main(
     config_path: a TOML of settings (`train/config.py`). The named arguments and `given` (texts
     `table.key=value`) go before it. resume: a run directory; its own configuration is the start then.
     """
-    if resume is not None and config_path is not None:
-        raise SoliError(
-            "--resume takes the configuration of the run",
-            got=config_path,
-            fix="leave one out",
-            everywhere=True,
-        )
-    start = config_path if resume is None else rundir.existing(resume) / rundir.CONFIG
-    said = {
-        "run.plan": plan,
-        "run.steps": steps,
-        "run.minutes": minutes,
-        "data.path": data,
-        "run.name": name,
-        "run.seed": seed,
-    }
-    return train(settings.load(start, said, given), resume)
+    named = {"plan": plan, "steps": steps, "minutes": minutes, "data": data, "name": name, "seed": seed}
+    return train(rundir.configuration(config_path, resume, named, given), resume)
 
 
 @dataclass

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,17 @@ def forget_after(folder: Path, step: int) -> int:
     kept = [row for row in rows if row["step"] <= step]
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     return len(rows) - len(kept)
+
+
+def configuration(
+    config_path: Path | None, resume: Path | None, named: Mapping[str, object], given: Sequence[str] = ()
+) -> Config:
+    """The configuration that a command line asks for: a TOML or a run's own, then what was said beside it."""
+    if resume is not None and config_path is not None:
+        raise SoliError(
+            "--resume takes the configuration of the run", got=config_path, fix="leave one out", everywhere=True
+        )
+    start = config_path if resume is None else existing(resume) / CONFIG
+    place = {"data": "data.path"}
+    said = {place.get(key, f"run.{key}"): value for key, value in named.items()}
+    return settings.load(start, said, given)

@@ -1,0 +1,333 @@
+"""Dropout that no plan changes: a function of (seed, step, module, call, row of the global batch, position).
+
+torch draws dropout from one stream in the order of the calls, so which number falls on which element
+depends on how the batch is cut. Here each row of the global batch has a generator of its own, seeded with a
+hash of what it is for, and fills the row's part of the mask.
+
+Which dim of a tensor holds the rows is learnt, not guessed: on the first step the model runs on two
+numbers of rows (`probe`), and the dim whose size follows is the one. A dim that is a multiple of the rows
+is read as batch-major ([B, T, C] flattened to [B*T, C]).
+
+Recomputation (torch.utils.checkpoint) restores the state of torch's default generator. Each call draws a
+nonce from it; seen again in backward, the nonce tells which call of the forward is being repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from soli.core.errors import SoliError
+
+Key = tuple[str, int]
+NO_ROWS = -1
+"""The dim of a tensor that is the same for all rows, such as a dropout of position embeddings."""
+
+_sdpa = F.scaled_dot_product_attention
+_dropout, _attention_function = F.dropout, F.multi_head_attention_forward
+_REFUSED: dict[Any, str] = {
+    torch.multinomial: "torch.multinomial",
+    torch.randint: "torch.randint",
+    torch.randperm: "torch.randperm",
+    torch.poisson: "torch.poisson",
+    torch.normal: "torch.normal",
+    torch.rand: "torch.rand",
+    torch.randn: "torch.randn",
+    torch.rand_like: "torch.rand_like",
+    torch.randn_like: "torch.randn_like",
+    torch.bernoulli: "torch.bernoulli",
+    Tensor.bernoulli_: "Tensor.bernoulli_",
+    Tensor.uniform_: "Tensor.uniform_",
+    Tensor.normal_: "Tensor.normal_",
+    Tensor.random_: "Tensor.random_",
+    Tensor.exponential_: "Tensor.exponential_",
+    F.alpha_dropout: "alpha_dropout",
+    F.feature_alpha_dropout: "feature_alpha_dropout",
+    F.rrelu: "rrelu",
+    F.gumbel_softmax: "gumbel_softmax",
+    torch.lstm: "LSTM with dropout",
+    torch.gru: "GRU with dropout",
+    torch.rnn_tanh: "RNN with dropout",
+    torch.rnn_relu: "RNN with dropout",
+}
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
+_FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
+
+
+@dataclass
+class _Microbatch:
+    step: int
+    first_row: int
+    rows: int
+    calls: dict[str, int] = field(default_factory=dict)
+    nonces: dict[int, Key] = field(default_factory=dict)
+    backward: bool = False
+
+
+class Randomness:
+    """The random numbers of one model. `shared`: the rows of a batch are spread over ranks or microbatches."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.seed, self.shared = seed, False
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._dims: dict[Key, int] = {}
+        self._logs: list[tuple[int, dict[Key, tuple[int, ...]]]] = []
+        self._now: _Microbatch | None = None
+        self._probing: dict[Key, tuple[int, ...]] | None = None
+
+    # --- contexts -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def begin(self, step: int, first_row: int, rows: int) -> Iterator[None]:
+        """One microbatch, forward and backward. torch's default generator is as before at the end."""
+        before = torch.get_rng_state()
+        torch.manual_seed(_hash(self.seed, step, first_row))
+        self._now = _Microbatch(step, first_row, rows)
+        try:
+            yield
+        finally:
+            self._now = None
+            torch.set_rng_state(before)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around what may draw: the forward, and the backward for the sake of recomputation."""
+        with _Mode(self):
+            yield
+
+    def backward(self) -> None:
+        """From here on a call repeats one of the forward."""
+        if self._now is not None:
+            self._now.backward = True
+
+    @contextmanager
+    def probe(self, rows: int) -> Iterator[None]:
+        """A forward on `rows` rows in which dropout does nothing but show its shapes."""
+        with self.begin(0, 0, rows):
+            self._probing = {}
+            try:
+                with _Mode(self):
+                    yield
+                self._logs.append((rows, self._probing))
+            finally:
+                self._probing = None
+
+    def finish_probe(self) -> None:
+        """Learn each call's batch dim from the probes."""
+        logs, self._logs = self._logs, []
+        rows, shapes = logs[0]
+        other_rows, others = next((log for log in logs if log[0] != rows), logs[0])
+        if shapes.keys() != others.keys():
+            odd = sorted(shapes.keys() ^ others.keys())[0][0] or "the model"
+            raise SoliError(
+                f"whether {odd} draws random numbers depends on the rows of the batch",
+                fix="draw in every forward, and select afterwards",
+                everywhere=True,
+            )
+        for key, shape in shapes.items():
+            self._dims[key] = _batch_dim(key[0], shape, rows, others[key], other_rows)
+
+    # --- calls ----------------------------------------------------------------------------------------
+
+    def keep(self, shape: tuple[int, ...], p: float, like: Tensor) -> Tensor:
+        """A mask of `shape` for the call under way: 0 with probability p, else 1 / (1 - p)."""
+        if self._now is None:
+            raise AssertionError("only inside begin()")
+        key = self._key()
+        if key not in self._dims:
+            raise SoliError(
+                f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step",
+                fix="let it call dropout in every training forward (p=0 draws nothing and is seen)",
+            )
+        if p >= 1:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        mask = self._filled(key, shape, lambda part, g: part.bernoulli_(1 - p, generator=g), like)
+        return mask.div_(1 - p)
+
+    def _key(self) -> Key:
+        """Which call this is: the module that makes it, and its number among that module's calls."""
+        now = self._now
+        if now is None:
+            raise AssertionError("only inside begin()")
+        nonce = int(torch.randint(2**62, ()))
+        if now.backward:
+            if nonce not in now.nonces:
+                raise SoliError(
+                    f"dropout in {self._module() or 'the model'} is recomputed with another random state",
+                    fix="call torch.utils.checkpoint with preserve_rng_state=True, its default",
+                )
+            return now.nonces[nonce]
+        name = self._module()
+        number = now.calls.get(name, 0)
+        now.calls[name] = number + 1
+        now.nonces[nonce] = (name, number)
+        return name, number
+
+    def _module(self) -> str:
+        """The innermost module of the model whose code is running."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if id(owner) in self._names and isinstance(owner, nn.Module):
+                return self._names[id(owner)]
+            frame = frame.f_back
+        return ""
+
+    def _filled(
+        self, key: Key, shape: tuple[int, ...], fill: Callable[[Tensor, torch.Generator], Tensor], like: Tensor
+    ) -> Tensor:
+        now, dim = self._now, self._dims[key]
+        if now is None:
+            raise AssertionError("only inside begin()")
+        base = _hash(self.seed, now.step, *key)
+        generator = torch.Generator(like.device)
+        if dim == NO_ROWS:
+            generator.manual_seed(base)
+            return fill(torch.empty(shape, dtype=like.dtype, device=like.device), generator)
+        inner = shape[dim] // now.rows
+        rest = (*shape[:dim], inner, *shape[dim + 1 :])
+        rows = torch.empty((now.rows, *rest), dtype=like.dtype, device=like.device)
+        for number, row in enumerate(rows.unbind(0)):
+            generator.manual_seed(_mix(base, now.first_row + number))
+            fill(row, generator)
+        return rows.movedim(0, dim).reshape(shape)
+
+    def dropped(self, x: Tensor, p: float, training: bool, shape: tuple[int, ...]) -> Tensor:
+        if self._probing is not None:
+            self._probing[self._key()] = shape
+            return x
+        return x * self.keep(shape, p, x) if training and p > 0 else self._unchanged(x)
+
+    def _unchanged(self, x: Tensor) -> Tensor:
+        self._key()  # the call is counted, so that the others keep their numbers
+        return x
+
+    def refuse(self, what: str) -> None:
+        if self.shared and self._probing is None:
+            raise SoliError(
+                f"{self._module() or 'the model'} draws random numbers with {what}, which depend on the plan",
+                fix="use dropout, or draw them before the step and pass them in the batch",
+                everywhere=True,
+            )
+
+
+class _Mode(TorchFunctionMode):
+    """Sees every call of torch's functions in a forward, wherever the model has the function from."""
+
+    def __init__(self, randomness: Randomness) -> None:
+        super().__init__()
+        self.randomness = randomness
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ELEMENTWISE:
+            return _elementwise(self.randomness, func, *args, **kwargs)
+        if func in _FEATURES:
+            return _features(self.randomness, *args, **kwargs)
+        if func is _sdpa:
+            return attention(self.randomness, *args, **kwargs)
+        if func is _attention_function:
+            return _inside_attention(self.randomness, args, kwargs)
+        if func in _REFUSED and (func not in _RECURRENT or _recurrent_dropout(args)):
+            self.randomness.refuse(_REFUSED[func])
+        return func(*args, **kwargs)
+
+
+def _elementwise(
+    randomness: Randomness, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **more: bool
+) -> Tensor:
+    training = more.get("train", training)
+    result = randomness.dropped(input, p, training, tuple(input.shape))
+    return input.copy_(result) if inplace or func is torch.dropout_ else result
+
+
+def _features(randomness: Randomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Whole channels: the mask covers the first two dims of [N, C, ...]."""
+    shape = (*input.shape[:2], *(1,) * (input.dim() - 2))
+    result = randomness.dropped(input, p, training, shape)
+    return input.copy_(result) if inplace else result
+
+
+def attention(
+    randomness: Randomness,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention; with dropout it is written out, as torch's own is on the CPU."""
+    shape = (*query.shape[:-1], key.shape[-2])
+    if dropout_p == 0.0 or randomness._probing is not None:
+        randomness.dropped(query, 0.0, True, shape)  # shows the shape to a probe, and counts the call
+        return _sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    if is_causal:
+        causal = torch.ones(shape[-2:], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~causal, float("-inf"))
+    if attn_mask is not None:
+        blocked = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if blocked else scores + attn_mask
+    weights = scores.softmax(-1)
+    return randomness.dropped(weights, dropout_p, True, shape) @ value
+
+
+def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:
+    """nn.MultiheadAttention is one Python function to torch; its own calls are reached by their names."""
+    F.dropout = lambda x, p=0.5, training=True, inplace=False: _elementwise(randomness, _dropout, x, p, training, inplace)  # type: ignore[assignment]
+    F.scaled_dot_product_attention = lambda *a, **k: attention(randomness, *a, **k)
+    try:
+        return _attention_function(*args, **kwargs)
+    finally:
+        F.dropout, F.scaled_dot_product_attention = _dropout, _sdpa
+
+
+def _recurrent_dropout(args: Any) -> bool:
+    """Of torch.lstm(input, state, weights, bias, layers, dropout, train, ...) and its packed form."""
+    numbers = [a for a in args if isinstance(a, float)]
+    return any(p > 0 for p in numbers) and True in [a for a in args[-3:] if isinstance(a, bool)]
+
+
+def _batch_dim(name: str, shape: tuple[int, ...], rows: int, other: tuple[int, ...], other_rows: int) -> int:
+    same_length = len(shape) == len(other)
+    changed = [d for d in range(len(shape)) if same_length and shape[d] != other[d]]
+    follows = [d for d in changed if shape[d] * other_rows == other[d] * rows and shape[d] % rows == 0]
+    if not same_length or len(changed) > 1 or len(follows) != len(changed):
+        raise SoliError(
+            f"the random numbers of {name or 'the model'} do not belong to rows of the batch",
+            got=f"shape {shape} for {rows} rows and {other} for {other_rows}",
+            allowed="at most one dim that is the rows, or a multiple of them",
+            everywhere=True,
+        )
+    return follows[0] if follows else NO_ROWS
+
+
+def _hash(*parts: object) -> int:
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _mix(base: int, row: int) -> int:
+    """splitmix64: neighbouring rows get unrelated seeds."""
+    mask = 2**64 - 1
+    z = (base + (row + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1
