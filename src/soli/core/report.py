@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from soli.core.errors import SoliError
 from soli.core.events import events
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_START = str(Path(_PACKAGE, "mesh", "launch", "rank.py"))
 
 
 def install_hook(rank: int) -> None:
@@ -26,14 +30,17 @@ def install_hook(rank: int) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         events.emit("error", error=str(error), type=kind.__name__)
-        _write_for_launcher(rank, kind, error, trace)
+        trace = _from_script(trace)
+        told = _write_for_launcher(rank, kind, error, trace)
         if not isinstance(error, SoliError):
-            sys.__excepthook__(kind, error, trace)
+            if not told:
+                sys.__excepthook__(kind, error, trace)
             return
-        quiet = "SOLI_ERROR_FILE" in os.environ or (error.everywhere and rank != 0)
-        if not quiet:
+        if not told and not (error.everywhere and rank != 0):
+            # Not sys.stderr: the hook that torch puts around this one has replaced it.
             print(render(error, user_line(trace)), file=sys.__stderr__, flush=True)
-        sys.stdout.flush()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
         # sys.exit has no effect in a hook, and the exit code is part of the message.
         os._exit(error.exit_code)
 
@@ -47,22 +54,38 @@ def render(error: SoliError, line: str = "") -> str:
 
 
 def user_line(trace: TracebackType | None) -> str:
-    """file:line of the user's own code that led to an error: the last frame outside soli and site-packages."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(trace)
-        if not frame.filename.startswith((_PACKAGE, "<")) and "site-packages" not in frame.filename
-    ]
+    """file:line of the user's own code that led to an error: its last frame in a file of theirs."""
+    frames = [frame for frame in traceback.extract_tb(trace) if is_users(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def is_users(filename: str) -> bool:
+    """Whether a source file is neither soli's, nor Python's, nor an installed package's."""
+    return not filename.startswith((_PACKAGE, _LIBRARY, "<")) and "site-packages" not in filename
+
+
+def _from_script(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that start a script under `soli run`."""
+    while trace is not None and trace.tb_next is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name != _START and not name.startswith("<frozen runpy"):
+            break
+        trace = trace.tb_next
+    return trace
 
 
 def _write_for_launcher(
     rank: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+) -> bool:
+    """True if the launcher has it, and will show it."""
     path = os.environ.get("SOLI_ERROR_FILE")
     if not path:
-        return
+        return False
     known = error.to_json() if isinstance(error, SoliError) else None
     text = "".join(traceback.format_exception(kind, error, trace))
     data = {"rank": rank, "time": time.time(), "line": user_line(trace), "soli": known, "text": text}
-    Path(path).write_text(json.dumps(data), encoding="utf-8")
+    try:
+        Path(path).write_text(json.dumps(data), encoding="utf-8")
+    except OSError:
+        return False
+    return True

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from soli.core.errors import FAILURE, SoliError
-from soli.core.report import render
+from soli.core.report import is_users, render
+
+TAIL_LINES = 20
+_BY_ANOTHER = re.compile(
+    r"DistBackendError|DistNetworkError|third_party/gloo|Connection (closed by peer|reset by peer|refused)|"
+    r"Broken pipe|Timed out waiting|NCCL communicator was aborted"
+)
+"""In the last line of a traceback: torch lost another rank; that rank is the cause."""
 
 
 @dataclass
@@ -17,80 +24,119 @@ class Ended:
 
     rank: int
     code: int
-    time: float
+    seen: float  # it was alive then
+    ended: float  # and not any more then
     killed: bool
     error: dict[str, Any] | None
     stacks: str
-    tail: str
+    tail: str  # of its log
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 and not self.killed
+
+    @property
+    def soli(self) -> SoliError | None:
+        return SoliError.from_json(self.error["soli"]) if self.error and self.error["soli"] else None
+
+    @property
+    def last_line(self) -> str:
+        return str(self.error["text"]).rstrip().splitlines()[-1] if self.error else ""
+
+    @property
+    def consequence(self) -> bool:
+        """Whether another rank's failure is the likely cause."""
+        soli = self.soli
+        return soli.consequence if soli is not None else bool(_BY_ANOTHER.search(self.last_line))
+
+    @property
+    def when(self) -> float:
+        """As early as known: a rank that another one notices to be gone died before that one's error."""
+        if self.error is not None:
+            return float(self.error["time"])
+        return self.seen if self.code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS) else self.ended
+
+    @property
+    def story(self) -> str:
+        """What makes two ranks' failures one and the same."""
+        soli = self.soli
+        return str(soli) if soli is not None else str(self.error["text"]) if self.error else str(self.code)
 
 
 def report(ranks: list[Ended]) -> tuple[str, int]:
-    """The text for the user and the exit code of the job."""
-    failed = sorted((r for r in ranks if r.code != 0 and not r.killed), key=_order)
+    """The text for the user (empty: the program has said it all) and the exit code of the job."""
+    failed = sorted((r for r in ranks if r.failed), key=lambda r: (r.consequence, r.when))
+    if not failed:  # none failed by itself: somebody ended the job
+        return "\n".join(_other(r) for r in ranks), FAILURE
     cause = failed[0]
-    soli = _soli(cause)
-    same = [r.rank for r in failed if soli is not None and _soli_text(r) == _soli_text(cause)]
-    where = f"rank {cause.rank}" if len(same) < 2 else f"ranks {_ranges(same)}"
-    if len(ranks) == 1:
-        where = ""
-    if soli is not None:
-        line = cause.error["line"] if cause.error else ""
-        lines = [render(soli, ", on ".join(filter(None, (line, where))))]
-        code = soli.exit_code
-    elif cause.error is not None:
-        # Rank 0 has shown its own traceback; that of another rank is only in its log.
-        text = cause.error["text"].rstrip()
-        lines = [f"soli: rank {cause.rank} failed:" + ("\n" + text if cause.rank else " " + text.split("\n")[-1])]
-        code = FAILURE
-    else:
-        lines = [f"soli: rank {cause.rank} {_how(cause.code)}" + (f"\n{cause.tail.rstrip()}" if cause.tail else "")]
-        code = cause.code if cause.code > 0 else FAILURE
-    lines += [_other(r) for r in ranks if r is not cause and r.rank not in same and (r.code != 0 or r.killed)]
-    return "\n".join(lines), code
+    same = [cause, *(r for r in failed[1:] if r.story == cause.story and not r.consequence)]
+    numbers = sorted(r.rank for r in same)
+    lines = [_first(cause, numbers, len(ranks) == 1)]
+    lines += [_other(r) for r in ranks if r not in same and (r.failed or r.killed)]
+    soli = cause.soli
+    code = soli.exit_code if soli is not None else cause.code if cause.code > 0 else FAILURE
+    return "\n".join(filter(None, lines)), code
 
 
-def _order(rank: Ended) -> tuple[bool, float]:
-    """Errors that another rank caused come last; then by time."""
-    soli = _soli(rank)
-    return (soli is not None and soli.consequence), (rank.error["time"] if rank.error else rank.time)
-
-
-def _soli(rank: Ended) -> SoliError | None:
-    return SoliError.from_json(rank.error["soli"]) if rank.error and rank.error["soli"] else None
-
-
-def _soli_text(rank: Ended) -> str:
-    return str(_soli(rank))
+def _first(cause: Ended, numbers: list[int], alone: bool) -> str:
+    """The first cause in full, and which ranks had it."""
+    who = "the program" if alone else _named(numbers)
+    if (soli := cause.soli) is not None:
+        line = str(cause.error["line"]) if cause.error else ""
+        if alone:
+            return render(soli, line)
+        return render(soli, f"{line}, on {who}" if line else who)
+    if cause.error is not None:
+        text = str(cause.error["text"]).rstrip()
+        return text if alone else f"soli: stopped, on {who}\n{text}"
+    if cause.code > 0 and (alone or cause.rank == 0):
+        return "" if alone else f"soli: {who} {_how(cause.code)}"  # its output is on the screen
+    text = f"soli: {who} {_how(cause.code)}"
+    tail = cause.tail.rstrip().splitlines()[-TAIL_LINES:] if 0 not in numbers else []
+    if tail:
+        text += "\n" + "\n".join([f"  the last output of rank {cause.rank}:", *(f"  | {line}" for line in tail)])
+    return text
 
 
 def _how(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
 def _other(rank: Ended) -> str:
-    soli = _soli(rank)
-    if soli is not None:
-        return f"  rank {rank.rank} then stopped: {soli.problems[0].what}"
-    if rank.error is not None:
-        return f"  rank {rank.rank} also failed: {rank.error['text'].rstrip().splitlines()[-1]}"
-    if rank.killed:
+    """One line for a rank that is not the cause."""
+    if rank.killed and rank.error is None:
         return f"  rank {rank.rank} was still running and was ended" + _standing(rank.stacks)
+    soli = rank.soli
+    what = soli.problems[0].what.splitlines()[0] if soli is not None else rank.last_line
+    if what:
+        return f"  rank {rank.rank} {'then stopped' if rank.consequence else 'also failed'}: {what}"
     return f"  rank {rank.rank} {_how(rank.code)}"
 
 
 def _standing(stacks: str) -> str:
-    """The innermost line of the user's code in a faulthandler dump (the main thread is its last)."""
-    main = stacks.split("Current thread")[-1] if "Current thread" in stacks else stacks
-    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
-    own = [f for f in frames if "site-packages" not in f[0] and "/soli/" not in f[0] and not f[0].startswith("<")]
-    return f"; it stood at {own[0][0]}:{own[0][1]} in {own[0][2]}" if own else ""
+    """Where the main thread stood: its innermost line outside torch, the user's own if there is one."""
+    main = re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE)[-1]  # the oldest is the last
+    frames = [(f, n, name) for f, n, name in re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)]
+    users = [frame for frame in frames if is_users(frame[0])]
+    others = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith("<")]
+    for file, line, name in (users or others)[:1]:
+        return f"; it stood at {file}:{line} in {name}"
+    return ""
 
 
-def _ranges(ranks: list[int]) -> str:
-    ranks = sorted(ranks)
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]} to {ranks[-1]}"
-    return " and ".join(map(str, ranks)) if len(ranks) == 2 else ", ".join(map(str, ranks))
+def _named(numbers: list[int]) -> str:
+    """`rank 3`, `ranks 0-3`, `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(numbers) > 1 else ''} {text}"

@@ -1,6 +1,6 @@
 """Start N ranks of a program on this machine, and end them together.
 
-Why not torchrun: its agent imports torch (seconds), an error is printed once a rank, and exit codes are
+Why not torchrun: its agent imports torch (seconds), every rank prints the same error, and exit codes are
 lost. Here the launcher imports no torch, a failure ends the job within seconds, and one report says which
 rank was first, with what, and where the others stood. On many hosts torchrun and Slurm work as they are.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,14 +18,20 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TextIO
 
+from soli.core.errors import SoliError
 from soli.mesh.launch.blame import Ended, report
 
 GRACE_SECONDS = 3.0
 """How long the other ranks may take to end by themselves after one has failed."""
+STACKS_SECONDS, TERM_SECONDS, KILL_SECONDS = 0.5, 2.0, 5.0
+"""How long they have to write their stacks, then to end on SIGTERM, then on SIGKILL."""
+INTERRUPTED = 130
+_POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,115 +39,227 @@ _PR_SET_PDEATHSIG = 1
 class _Rank:
     number: int
     process: subprocess.Popen[str]
-    error_file: Path
-    stacks_file: Path
-    log: Path | None
+    folder: Path
+    log: Path | None  # None: its output goes to the terminal
+    seen: float = field(default_factory=time.time)  # alive at that time
     ended: float | None = None
     killed: bool = False
 
+    def poll(self) -> bool:
+        """Note whether it ended; True while it runs."""
+        if self.ended is None:
+            now = time.time()
+            if self.process.poll() is None:
+                self.seen = now
+            else:
+                self.ended = time.time()
+        return self.ended is None
+
 
 def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: bool = False) -> int:
-    """Run `argv` as n ranks; the exit code of the job. Rank 0's output is shown, the others' is logged."""
+    """Run `argv` as n ranks of this machine until all have ended; returns the exit code of the job.
+
+    Rank 0's output is shown, that of the others goes to `rank<r>.log` in `log_dir` (a new temporary folder
+    if None); all_ranks: everything is shown, each line with its rank. A rank may end with 0 while others
+    run on. The code is that of the error that came first (SoliError's own, the rank's own exit code, or 1),
+    130 after Ctrl-C.
+    """
+    if n < 1:
+        raise SoliError("the number of ranks is below 1", got=n, allowed="1, 2, 3, ...")
+    port = _port(n)
+    logged = n > 1 and not all_ranks
     folder = Path(tempfile.mkdtemp(prefix="soli-run-")) if log_dir is None else log_dir
     folder.mkdir(parents=True, exist_ok=True)
-    if n > 1 and not all_ranks:
-        print(f"soli: {n} ranks; shown is rank 0, the others write to {folder}/rank*.log", file=sys.stderr)
-    port = int(os.environ.get("MASTER_PORT", 0)) or _free_port()
-    ranks = [_start(rank, n, argv, port, folder, all_ranks) for rank in range(n)]
     try:
+        if logged:
+            others = "rank1.log" if n == 2 else f"rank1.log to rank{n - 1}.log"
+            print(f"soli: {n} ranks; rank 0 is shown, the other output is in {folder}: {others}", file=sys.stderr)
+        return _run(n, argv, port, folder, logged, all_ranks)
+    finally:
+        if log_dir is None and not logged:
+            shutil.rmtree(folder, ignore_errors=True)  # the user was not told of it
+
+
+def _run(n: int, argv: list[str], port: int, folder: Path, logged: bool, prefixed: bool) -> int:
+    ranks: list[_Rank] = []
+    try:
+        for number in range(n):
+            log = folder / f"rank{number}.log" if logged and number else None
+            ranks.append(_start(number, n, argv, port, folder, log, prefixed))
+        relays = [relay for rank in ranks for relay in _relays(rank)] if prefixed else []
         failed = _watch(ranks)
+        for relay in relays:
+            relay.join(timeout=1.0)
     except KeyboardInterrupt:
-        _stop(ranks, signal.SIGINT)
-        return 130
+        _interrupt(ranks)
+        print("soli: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BaseException:
+        for rank in ranks:
+            rank.process.kill()
+        raise
     if not failed:
         return 0
     text, code = report([_ended(rank) for rank in ranks])
-    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if text:
+        print(text, file=sys.stderr, flush=True)
     return code
 
 
-def _free_port() -> int:
+def _port(n: int) -> int:
+    """MASTER_PORT if the user set it, else a free port."""
+    said = os.environ.get("MASTER_PORT", "")
+    if said and not (said.isdecimal() and 0 < int(said) < 65536):
+        raise SoliError("MASTER_PORT is no port", got=said, allowed="1 to 65535", fix="unset it: soli finds a free one")
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(said or 0) if n > 1 else 0))
+        except OSError as error:
+            raise SoliError(
+                f"port {said} on 127.0.0.1 cannot be used, so the ranks cannot meet there",
+                got=f"MASTER_PORT={said}: {error.strerror}",
+                allowed="a free port",
+                fix="unset MASTER_PORT, and soli finds a free one",
+            ) from error
+        return int(said) if said else int(probe.getsockname()[1])
 
 
-def _start(rank: int, n: int, argv: list[str], port: int, folder: Path, all_ranks: bool) -> _Rank:
-    error_file, stacks_file = folder / f"error{rank}.json", folder / f"stacks{rank}.txt"
-    for old in (error_file, stacks_file):
+def _start(rank: int, n: int, argv: list[str], port: int, folder: Path, log: Path | None, piped: bool) -> _Rank:
+    files = {"SOLI_ERROR_FILE": folder / f"error{rank}.json", "SOLI_STACKS_FILE": folder / f"stacks{rank}.txt"}
+    for old in files.values():
         old.unlink(missing_ok=True)
-    env = os.environ | {
+    env = {
+        "OMP_NUM_THREADS": str(max(1, _cores() // n)),
+        **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(n),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(n),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "SOLI_ERROR_FILE": str(error_file),
-        "SOLI_STACKS_FILE": str(stacks_file),
-        "PYTHONUNBUFFERED": "1",
+        "PYTHONUNBUFFERED": "1",  # a rank that is killed has written all that it printed
+        **{name: str(path.absolute()) for name, path in files.items()},
     }
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n)))
-    log = None if rank == 0 or all_ranks else folder / f"rank{rank}.log"
-    output: Any = log.open("w", encoding="utf-8") if log is not None else (subprocess.PIPE if all_ranks else None)
-    process = subprocess.Popen(argv, env=env, stdout=output, stderr=_stderr(output), text=True, preexec_fn=_die_with_me)
-    if all_ranks and process.stdout is not None:
-        threading.Thread(target=_relay, args=(rank, process.stdout), daemon=True).start()
-    return _Rank(rank, process, error_file, stacks_file, log)
+    output: IO[str] | int | None = log.open("w", encoding="utf-8") if log else subprocess.PIPE if piped else None
+    try:
+        process = subprocess.Popen(
+            argv,
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT if log else output,
+            text=True,
+            errors="replace",
+            preexec_fn=_with_the_launcher(os.getpid()),
+        )
+    except OSError as error:
+        raise SoliError("the program cannot be started", got=f"{argv[0]}: {error.strerror}") from error
+    finally:
+        if output is not None and not isinstance(output, int):
+            output.close()  # the child has its own
+    return _Rank(rank, process, folder, log)
 
 
-def _stderr(output: Any) -> Any:
-    return subprocess.STDOUT if output is not None else None
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
+def _with_the_launcher(launcher: int) -> Callable[[], None] | None:
+    """What a new rank does first: let the kernel end it when the launcher ends, however that happens."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def first() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:
+            os._exit(1)
+
+    return first
 
 
-def _die_with_me() -> None:
-    """In the child: end when the launcher ends, however it does (Linux)."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _relays(rank: _Rank) -> list[threading.Thread]:
+    """Threads that show a rank's output line by line."""
+
+    def relay(source: IO[str], shown: TextIO) -> None:
+        for line in source:
+            shown.write(f"[{rank.number}] {line.rstrip()}\n")
+            shown.flush()
+
+    threads = []
+    for source, shown in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
+        if source is not None:
+            threads.append(threading.Thread(target=relay, args=(source, shown), daemon=True))
+            threads[-1].start()
+    return threads
 
 
-def _relay(rank: int, stream: IO[str]) -> None:
-    for line in stream:
-        print(f"[{rank}] {line}", end="", flush=True)
+def _running(ranks: list[_Rank]) -> list[_Rank]:
+    return [rank for rank in ranks if rank.poll()]
 
 
 def _watch(ranks: list[_Rank]) -> bool:
     """Wait for all ranks; once one has failed, end the others. True if one failed."""
-    failed_at = None
-    while any(rank.ended is None for rank in ranks):
-        for rank in ranks:
-            if rank.ended is None and rank.process.poll() is not None:
-                rank.ended = time.time()
-                if rank.process.returncode != 0 and failed_at is None:
-                    failed_at = time.time()
-        if failed_at is not None and time.time() - failed_at > GRACE_SECONDS:
-            _stop(ranks, signal.SIGTERM)
-        time.sleep(0.05)
-    return failed_at is not None
+    while _running(ranks):
+        if any(rank.process.returncode for rank in ranks):
+            _wait(ranks, GRACE_SECONDS)
+            _stop(ranks)
+            break
+        time.sleep(_POLL_SECONDS)
+    return any(rank.process.returncode for rank in ranks)
 
 
-def _stop(ranks: list[_Rank], first: signal.Signals) -> None:
+def _wait(ranks: list[_Rank], seconds: float) -> None:
+    until = time.time() + seconds
+    while _running(ranks) and time.time() < until:
+        time.sleep(_POLL_SECONDS)
+
+
+def _stop(ranks: list[_Rank]) -> None:
     """Ask for stacks, then end what still runs, gently and then not."""
-    for signals, patience in (((signal.SIGUSR1,), 0.5), ((first,), 2.0), ((signal.SIGKILL,), 5.0)):
-        left = [rank for rank in ranks if rank.process.poll() is None]
-        for rank in left:
-            if signals[0] is signal.SIGUSR1 and not rank.stacks_file.exists():
-                continue  # it has no handler yet, and the signal would end it
-            rank.killed = True
-            rank.process.send_signal(signals[0])
-        until = time.time() + patience
-        while time.time() < until and any(rank.process.poll() is None for rank in left):
-            time.sleep(0.05)
-    for rank in ranks:
-        if rank.ended is None and rank.process.poll() is not None:
-            rank.ended = time.time()
+    asked = _running(ranks)
+    for rank in asked:
+        rank.killed = True
+        # Without the file there is no handler yet, and the signal would end it.
+        if (rank.folder / f"stacks{rank.number}.txt").exists():
+            rank.process.send_signal(signal.SIGUSR1)
+    _wait(asked, STACKS_SECONDS)
+    for sent, patience in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
+        for rank in _running(ranks):
+            rank.process.send_signal(sent)
+        _wait(ranks, patience)
+
+
+def _interrupt(ranks: list[_Rank]) -> None:
+    """After Ctrl-C, which the terminal sends to the ranks too; a second one ends them at once."""
+    try:
+        _wait(ranks, 1.0)
+        for rank in _running(ranks):
+            rank.process.terminate()
+        _wait(ranks, TERM_SECONDS)
+    except KeyboardInterrupt:
+        pass
+    for rank in _running(ranks):
+        rank.process.kill()
+    _wait(ranks, KILL_SECONDS)
 
 
 def _ended(rank: _Rank) -> Ended:
-    error = json.loads(rank.error_file.read_text(encoding="utf-8")) if rank.error_file.exists() else None
-    stacks = rank.stacks_file.read_text(encoding="utf-8") if rank.stacks_file.exists() else ""
-    tail = rank.log.read_text(encoding="utf-8", errors="replace")[-2000:] if rank.log is not None else ""
-    return Ended(rank.number, rank.process.returncode or 0, rank.ended or 0.0, rank.killed, error, stacks, tail)
+    error, stacks, tail = None, "", ""
+    error_file, stacks_file = rank.folder / f"error{rank.number}.json", rank.folder / f"stacks{rank.number}.txt"
+    if error_file.exists():
+        try:
+            error = json.loads(error_file.read_text(encoding="utf-8"))
+        except ValueError:
+            pass  # it was killed while it wrote
+    if stacks_file.exists():
+        stacks = stacks_file.read_text(encoding="utf-8", errors="replace")
+    if rank.log is not None:
+        if error:
+            with rank.log.open("a", encoding="utf-8") as log:
+                log.write(error["text"])
+        tail = rank.log.read_text(encoding="utf-8", errors="replace")[-2000:]
+    ended = rank.ended or time.time()
+    code = rank.process.returncode
+    return Ended(rank.number, -signal.SIGKILL if code is None else code, rank.seen, ended, rank.killed, error, stacks, tail)

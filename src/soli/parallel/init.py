@@ -1,0 +1,195 @@
+"""Deferred initialisation: build on the meta device now, get the very same values later, tensor by tensor.
+
+`deferred()` records every operation of the block, and the state of the random generator before each
+random one. `materialise(tensor)` repeats the operations that this one tensor depends on, so a rank holds at
+most one whole tensor at a time beside its shards, and the values equal the eager constructor's bitwise.
+In the block each random operation is also run on a temporary tensor, so that the generator stands after it
+where it would stand after the eager one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from soli.core.errors import SoliError
+
+
+@dataclass
+class _Entry:
+    """One operation: what it was given and gave. Meta tensors stand for those that are deferred."""
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    outputs: list[Tensor]
+    touches: frozenset[int]  # the storages that it writes
+    reads: frozenset[int]
+    generator: Tensor | None  # state before it, if it draws
+
+
+_logs: dict[int, list[_Entry]] = {}
+"""Storage -> the log that knows it. The log keeps its meta tensors alive (so no storage is taken for another);
+they hold no memory."""
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Build a model on the meta device: `with soli.deferred(): model = GPT(config)`."""
+    with _NotMeta(), _Recorder():
+        yield
+
+
+def is_deferred(tensor: Tensor) -> bool:
+    return _key(tensor) in _logs
+
+
+def materialise(tensor: Tensor, name: str = "a tensor") -> Tensor:
+    """The values of one deferred tensor, on the CPU: bitwise what the eager constructor gives."""
+    entries = _needed(tensor, name)
+    real: dict[int, Tensor] = {}
+    before = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            for entry in entries:
+                if entry.generator is not None:
+                    torch.set_rng_state(entry.generator)
+                args, kwargs = tree_map(lambda x: _real(x, real), (entry.args, entry.kwargs))
+                results = [t for t in tree_leaves(entry.func(*args, **kwargs)) if isinstance(t, Tensor)]
+                for meta, result in zip(entry.outputs, results, strict=True):
+                    real.setdefault(_key(meta), result)
+            base = real[_key(tensor)]
+            return torch.as_strided(base, tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
+    finally:
+        torch.set_rng_state(before)
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A checksum of how a tensor is made: equal on two ranks, so will the values be."""
+    mark = 0
+    for entry in _needed(tensor, "a tensor"):
+        constants = [repr(x) for x in tree_leaves((entry.args, entry.kwargs)) if not isinstance(x, Tensor)]
+        mark = zlib.crc32(f"{entry.func}{constants}".encode(), mark)
+        if entry.generator is not None:
+            mark = zlib.crc32(entry.generator.numpy(), mark)
+    return mark
+
+
+class _NotMeta(TorchFunctionMode):
+    """Answers `is_meta` as the eager constructor would hear it: torch.nn.init skips meta tensors silently."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_META:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _on_meta(tensor: Tensor) -> bool:
+    """Whether a tensor is deferred, heard past _NotMeta."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_meta
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[_Entry] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if tensors and not any(_on_meta(t) for t in tensors):
+            return func(*args, **kwargs)  # constants among themselves stay real
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return func(materialise(args[0]))  # the constructor looks at a value (trunc_normal_ does)
+        generator = _draw(func, args, kwargs)
+        meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
+        if "device" in meta_kwargs or not tensors:
+            meta_kwargs["device"] = torch.device("meta")
+        result = func(*meta_args, **meta_kwargs)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self._record(func, args, kwargs, outputs, generator)
+        return _as_given(func, args, result)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], generator: Tensor | None) -> None:
+        kwargs = {k: (torch.device("cpu") if k == "device" and v is not None else v) for k, v in kwargs.items()}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        # A constant may be changed later; what the operation saw is what counts.
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) and not _on_meta(x) else x, (args, kwargs))
+        reads = frozenset(_key(t) for t in given if _on_meta(t))
+        touches = frozenset(_key(t) for t in outputs) | (reads if func._schema.is_mutable else frozenset())
+        self.log.append(_Entry(func, args, kwargs, outputs, touches, reads, generator))
+        for tensor in outputs:
+            _logs.setdefault(_key(tensor), self.log)
+
+
+def _as_given(func: Any, args: Any, result: Any) -> Any:
+    """In-place operations return the tensor they were given."""
+    mutable = func._schema.is_mutable and isinstance(result, Tensor) and args and isinstance(args[0], Tensor)
+    return args[0] if mutable and _on_meta(args[0]) else result
+
+
+def _draw(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Run a random operation for real on temporary tensors; returns the generator's state before it."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    if any(isinstance(x, torch.Generator) for x in tree_leaves((args, kwargs))):
+        raise SoliError(
+            "the model draws from a generator of its own under soli.deferred()",
+            got=str(func),
+            fix="use torch's default generator (torch.manual_seed), or build the model eagerly",
+            everywhere=True,
+        )
+    before = torch.get_rng_state()
+    make = lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, Tensor) and _on_meta(x) else x
+    args, kwargs = tree_map(make, (args, kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("cpu")
+    if func in (torch.ops.aten.bernoulli.default, torch.ops.aten.multinomial.default):
+        args[0].fill_(0.5)  # what they draw from must be a probability
+    func(*args, **kwargs)
+    return before
+
+
+def _to_meta(x: Any) -> Any:
+    return x.to("meta") if isinstance(x, Tensor) and not _on_meta(x) else x
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _real(x: Any, real: dict[int, Tensor]) -> Any:
+    """The real tensor for a meta one: the same view of the real storage."""
+    if not isinstance(x, Tensor) or not _on_meta(x):
+        return x.clone() if isinstance(x, Tensor) else x
+    return torch.as_strided(real[_key(x)], x.shape, x.stride(), x.storage_offset())
+
+
+def _needed(tensor: Tensor, name: str) -> list[_Entry]:
+    """The operations that a tensor's values depend on, in order."""
+    known = _logs.get(_key(tensor))
+    if known is None:
+        raise SoliError(
+            f"{name} is on the meta device and nothing is known of its values",
+            fix="build and change the model (dtype, size) inside `with soli.deferred():`",
+            everywhere=True,
+        )
+    wanted, found = {_key(tensor)}, []
+    for entry in reversed(known):
+        if entry.touches & wanted:
+            found.append(entry)
+            wanted |= entry.reads
+    return found[::-1]
