@@ -8,93 +8,139 @@ import platform
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
 
-PACKAGES = ("soli", "torch", "numpy", "safetensors", "tokenizers", "transformers", "datasets", "tensorboard")
+import typer
+
+PACKAGES = ("soli", "torch", "numpy", "safetensors", "tokenizers", "rich", "typer", "psutil", "tensorboard")
+PACKAGES += ("matplotlib", "transformers", "datasets")
+OPTIONAL = {"transformers", "datasets"}
+FEW_FILES, LITTLE_SHM = 1024, 64 * 2**20
 
 
-def show(as_json: bool) -> str:
-    """The report as text, or as JSON."""
+def env(as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False) -> None:
+    """What this machine is, what works and what does not: for a bug report."""
     facts = gather()
-    if as_json:
-        return json.dumps(facts, indent=2)
-    return "\n".join(f"{key:<22} {_text(value)}" for key, value in facts.items())
+    print(json.dumps(facts, indent=2) if as_json else as_text(facts))
 
 
-def _text(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+def as_text(facts: dict[str, Any]) -> str:
+    """The facts in two columns, what does not work below them."""
+    rows = [(key, value) for key, value in facts.items() if key not in ("packages", "problems")]
+    rows += facts["packages"].items()
+    lines = [f"{key:<16} {', '.join(value) if isinstance(value, list) else value}" for key, value in rows]
+    problems = facts["problems"] or ["nothing that soli knows of"]
+    return "\n".join([*lines, "", "does not work:", *(f"- {problem}" for problem in problems)])
 
 
 def gather() -> dict[str, Any]:
-    """Everything that a bug report needs."""
+    """Everything that a bug report needs; `problems` says what does not work and why."""
     import psutil
-    import torch
 
+    problems: list[str] = []
     memory = psutil.virtual_memory()
-    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     facts: dict[str, Any] = {
-        "python": f"{platform.python_version()} at {sys.executable}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
-        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
-        "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} free",
-        "/dev/shm": f"{shm.total / 2**30:.1f} GiB, {shm.free / 2**30:.1f} free" if shm else "not there",
-        "open files": _open_files(),
+        "cores": f"{len(cores)} usable of {os.cpu_count()}",
+        "memory": f"{_gib(memory.total)}, {_gib(memory.available)} free",
+        "/dev/shm": _shm(problems),
+        "ulimit -n": _open_files(problems),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
-        "threads of torch": torch.get_num_threads(),
+        "python": f"{platform.python_version()} at {sys.executable}",
+        "packages": {name: _version(name, problems) for name in PACKAGES},
     }
-    facts |= {name: _version(name) for name in PACKAGES}
-    facts |= {f"GPU {i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        facts["CUDA"] = "no device" if built else "no: this torch is built without CUDA"
-    facts["gloo"] = _try_gloo()
-    facts["nccl"] = _nccl()
+    facts |= _torch(problems)
+    return facts | {"problems": problems}
+
+
+def _torch(problems: list[str]) -> dict[str, Any]:
+    """Devices and backends, as torch sees them."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # a broken installation is what this command is for
+        problems.append(f"torch cannot be imported: {type(error).__name__}: {error}")
+        return {}
+    devices = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    if not devices:
+        problems.append(
+            "CUDA: " + ("torch finds no device" if torch.version.cuda else "this torch is built without it")
+        )
+    facts: dict[str, Any] = {
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, {torch.get_num_threads()} threads",
+        "devices": devices or ["cpu"],
+    }
+    if not dist.is_available():
+        problems.append("this torch is built without torch.distributed: one rank only")
+        return facts
+    facts["gloo"] = _try_gloo(problems) if dist.is_gloo_available() else _missing("gloo", problems)
+    facts["nccl"] = "built in" if dist.is_nccl_available() else _missing("nccl", problems)
+    facts["mpi"] = "built in; soli does not use it" if dist.is_mpi_available() else "not built in"
     return facts
+
+
+def _missing(backend: str, problems: list[str]) -> str:
+    problems.append(f"{backend}: this torch is built without it")
+    return "not built in"
+
+
+def _try_gloo(problems: list[str]) -> str:
+    """Not a flag but a group of one rank and a sum on it."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as `soli run` does on one machine
+    try:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            dist.all_reduce(torch.ones(1))
+        finally:
+            dist.destroy_process_group()
+    except RuntimeError as error:
+        problems.append(f"gloo: a group of one rank fails: {str(error).splitlines()[0]}")
+        return "fails"
+    return "works (a group of one rank was made, and summed)"
 
 
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "unknown")
+            names = (line.split(":")[1].strip() for line in file if line.startswith("model name"))
+            return next(names, "unknown")
     except OSError:
         return platform.processor() or "unknown"
 
 
-def _open_files() -> str:
-    import resource
+def _shm(problems: list[str]) -> str:
+    if not os.path.isdir("/dev/shm"):
+        problems.append("/dev/shm is not there: data loaders with workers fail")
+        return "not there"
+    space = shutil.disk_usage("/dev/shm")
+    if space.free < LITTLE_SHM:
+        problems.append("/dev/shm is almost full: data loaders with workers fail (docker: --shm-size)")
+    return f"{_gib(space.total)}, {_gib(space.free)} free"
 
+
+def _open_files(problems: list[str]) -> str:
+    try:
+        import resource
+    except ImportError:
+        return "unknown"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"{soft} (hard limit {hard})"
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        problems.append(f"only {soft} files may be open: many ranks or loader workers need more (ulimit -n)")
+    return " of ".join("unlimited" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard))
 
 
-def _version(name: str) -> str:
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _version(name: str, problems: list[str]) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
+        problems.append(f"{name} is not installed" + (" (optional: soli[hf])" if name in OPTIONAL else ""))
         return "not installed"
-
-
-def _try_gloo() -> str:
-    """Not a flag but a group of one rank and a sum on it."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        return "no: this torch is built without it"
-    try:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        dist.all_reduce(torch.ones(1))
-        dist.destroy_process_group()
-    except RuntimeError as error:
-        return f"no: {str(error).splitlines()[0]}"
-    return "works"
-
-
-def _nccl() -> str:
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_nccl_available():
-        return "no: this torch is built without it"
-    return "built in" if torch.cuda.is_available() else "built in, but there is no CUDA device"

@@ -5,29 +5,55 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from soli.cli.options import Ranks
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.plan import Plan
 from soli.mesh.launch.local import launch
 from soli.planner.legality import resolve
-from soli.train import rundir
+
+PATHS = ("config_path", "resume")
+"""The arguments of train.loop.main that are paths; they travel to the ranks as text."""
 
 
-def start(ranks: int, given: dict[str, Any]) -> int:
-    """Launch `ranks` ranks of the training loop; the job's exit code."""
+def train(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; without one the main job runs.")] = None,
+    plan: Annotated[str | None, typer.Option(help='Such as "dp=2,zero=3", or auto.')] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Wall clock, where steps are not said.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text, folder, .jsonl, dataset, token file.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the run directory.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="A run directory to go on from.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
+    ranks: Ranks = 2,
+) -> None:
+    """Train a GPT on text: Python's own standard library unless told otherwise."""
+    named = {"plan": plan, "steps": steps, "minutes": minutes, "data": data, "name": name, "seed": seed}
+    check(ranks, config, resume, named)
+    given = {"config_path": _text(config), "resume": _text(resume), **named}
+    raise typer.Exit(launch(ranks, [sys.executable, "-m", "soli.cli.train_rank", json.dumps(given)]))
+
+
+def check(ranks: int, config: Path | None, resume: Path | None, named: dict[str, Any]) -> None:
+    """Raise one SoliError with all that is wrong with the settings, and with the plan for these ranks."""
+    from soli.train import rundir
+
     found: list[Problem] = []
-    wanted = given["plan"]
+    plan = named["plan"]
     try:
-        places = {key: Path(given[key]) if given[key] else None for key in ("config_path", "resume")}
-        named = {key: value for key, value in given.items() if key not in places}
-        wanted = rundir.configuration(places["config_path"], places["resume"], named).run.plan
+        plan = rundir.configuration(config, resume, named).run.plan
     except SoliError as error:
         found += error.problems
     try:
-        if wanted not in (None, "auto"):
-            resolve(Plan.parse(wanted), ranks)
+        if plan not in (None, "auto"):
+            resolve(Plan.parse(plan), ranks)
     except SoliError as error:
         found += error.problems
-    raise_all(found)
-    return launch(ranks, [sys.executable, "-m", "soli.cli.train_rank", json.dumps(given)])
+    raise_all(dict.fromkeys(found))  # a plan that does not parse is a problem of both
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

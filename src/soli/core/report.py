@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from soli.core.errors import SoliError
+from soli.core.errors import MISTAKE, SoliError
 from soli.core.events import events
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -47,9 +47,10 @@ def install_hook(rank: int) -> None:
     sys.excepthook = hook
 
 
-def render(error: SoliError, line: str = "") -> str:
+def render(error: SoliError, line: str = "", who: str = "") -> str:
     """The text of an error as a terminal shows it."""
-    head = "soli: " + ("cannot do this" if error.exit_code == 2 else "stopped") + (f", at {line}" if line else "")
+    head = "soli: cannot do this" if error.exit_code == MISTAKE else "soli: stopped"
+    head += (f", on {who}" if who else "") + (f", at {line}" if line else "")
     return "\n".join([head, *("- " + str(p).replace("\n", "\n  ") for p in error.problems)])
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from soli.core.errors import SoliError
+from soli.mesh.versions import run_backward
 
 Key = tuple[str, int]
 NO_ROWS = -1
@@ -231,6 +232,9 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in (Tensor.backward, torch.autograd.backward):
+            with self:  # a mode is off inside its own handler, and recomputation needs it
+                return _backward(*args, **kwargs)
         if func in _ELEMENTWISE:
             return _elementwise(self.randomness, func, *args, **kwargs)
         if func in _FEATURES:
@@ -242,6 +246,26 @@ class _Mode(TorchFunctionMode):
         if func in _REFUSED and (func not in _RECURRENT or _recurrent_dropout(args)):
             self.randomness.refuse(_REFUSED[func])
         return func(*args, **kwargs)
+
+
+def _backward(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> None:
+    """torch.autograd.backward without its own look at modes, which would call the handler again."""
+    outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    gradients = kwargs.get("gradient", kwargs.get("grad_tensors", gradients))
+    given = (gradients,) if isinstance(gradients, Tensor) else tuple(gradients or [None] * len(outputs))
+    starts = tuple(torch.ones_like(o) if g is None and o.requires_grad else g for o, g in zip(outputs, given, strict=True))
+    create = bool(kwargs.get("create_graph", args[1] if len(args) > 1 else False))
+    retain = kwargs.get("retain_graph", args[0] if args else None)
+    inputs = kwargs.get("inputs") or ()
+    run_backward(
+        outputs,
+        starts,
+        create if retain is None else retain,
+        create,
+        (inputs,) if isinstance(inputs, Tensor) else tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _elementwise(

@@ -121,7 +121,7 @@ class Unit:
         if self.full is None:
             raise AssertionError("a replicated unit has nothing to show")
         for slot in self.slots:
-            slot.param.data = self.full[slot.start : slot.stop].view(slot.shape)
+            become(slot.param, self.full[slot.start : slot.stop].view(slot.shape))
         self.gathered = True
 
     def release(self) -> None:

@@ -85,7 +85,7 @@ def _first(cause: Ended, numbers: list[int], alone: bool) -> str:
         line = str(cause.error["line"]) if cause.error else ""
         if alone:
             return render(soli, line)
-        return render(soli, f"{line}, on {who}" if line else who)
+        return render(soli, line, who)
     if cause.error is not None:
         text = str(cause.error["text"]).rstrip()
         return text if alone else f"soli: stopped, on {who}\n{text}"
@@ -94,7 +94,8 @@ def _first(cause: Ended, numbers: list[int], alone: bool) -> str:
     text = f"soli: {who} {_how(cause.code)}"
     tail = cause.tail.rstrip().splitlines()[-TAIL_LINES:] if 0 not in numbers else []
     if tail:
-        text += "\n" + "\n".join([f"  the last output of rank {cause.rank}:", *(f"  | {line}" for line in tail)])
+        head = f"  the last output of rank {cause.rank}:"
+        text = "\n".join([text, head, *(f"  | {line}" for line in tail)])
     return text
 
 

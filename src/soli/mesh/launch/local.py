@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TextIO
@@ -38,12 +39,20 @@ _PR_SET_PDEATHSIG = 1
 @dataclass
 class _Rank:
     number: int
-    process: subprocess.Popen[str]
     folder: Path
-    log: Path | None  # None: its output goes to the terminal
-    seen: float = field(default_factory=time.time)  # alive at that time
+    log: Path | None  # None: its output is shown
+    process: subprocess.Popen[str] = field(init=False)
+    seen: float = 0.0  # it was alive then
     ended: float | None = None
     killed: bool = False
+
+    @property
+    def error_file(self) -> Path:
+        return self.folder / f"error{self.number}.json"
+
+    @property
+    def stacks_file(self) -> Path:
+        return self.folder / f"stacks{self.number}.txt"
 
     def poll(self) -> bool:
         """Note whether it ended; True while it runs."""
@@ -73,7 +82,7 @@ def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: b
     try:
         if logged:
             others = "rank1.log" if n == 2 else f"rank1.log to rank{n - 1}.log"
-            print(f"soli: {n} ranks; rank 0 is shown, the other output is in {folder}: {others}", file=sys.stderr)
+            print(f"soli: {n} ranks; rank 0 is shown, the others in {folder}: {others}", file=sys.stderr)
         return _run(n, argv, port, folder, logged, all_ranks)
     finally:
         if log_dir is None and not logged:
@@ -111,7 +120,7 @@ def _port(n: int) -> int:
     """MASTER_PORT if the user set it, else a free port."""
     said = os.environ.get("MASTER_PORT", "")
     if said and not (said.isdecimal() and 0 < int(said) < 65536):
-        raise SoliError("MASTER_PORT is no port", got=said, allowed="1 to 65535", fix="unset it: soli finds a free one")
+        raise SoliError("MASTER_PORT is no port", got=said, allowed="1 to 65535", fix="unset it")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -126,10 +135,12 @@ def _port(n: int) -> int:
         return int(said) if said else int(probe.getsockname()[1])
 
 
-def _start(rank: int, n: int, argv: list[str], port: int, folder: Path, log: Path | None, piped: bool) -> _Rank:
-    files = {"SOLI_ERROR_FILE": folder / f"error{rank}.json", "SOLI_STACKS_FILE": folder / f"stacks{rank}.txt"}
-    for old in files.values():
-        old.unlink(missing_ok=True)
+def _start(
+    rank: int, n: int, argv: list[str], port: int, folder: Path, log: Path | None, piped: bool
+) -> _Rank:
+    made = _Rank(rank, folder, log)
+    made.error_file.unlink(missing_ok=True)
+    made.stacks_file.unlink(missing_ok=True)
     env = {
         "OMP_NUM_THREADS": str(max(1, _cores() // n)),
         **os.environ,
@@ -140,11 +151,13 @@ def _start(rank: int, n: int, argv: list[str], port: int, folder: Path, log: Pat
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "PYTHONUNBUFFERED": "1",  # a rank that is killed has written all that it printed
-        **{name: str(path.absolute()) for name, path in files.items()},
+        "SOLI_ERROR_FILE": str(made.error_file.absolute()),
+        "SOLI_STACKS_FILE": str(made.stacks_file.absolute()),
     }
-    output: IO[str] | int | None = log.open("w", encoding="utf-8") if log else subprocess.PIPE if piped else None
+    output: IO[str] | int | None
+    output = log.open("w", encoding="utf-8") if log else subprocess.PIPE if piped else None
     try:
-        process = subprocess.Popen(
+        made.process = subprocess.Popen(
             argv,
             env=env,
             stdout=output,
@@ -158,7 +171,8 @@ def _start(rank: int, n: int, argv: list[str], port: int, folder: Path, log: Pat
     finally:
         if output is not None and not isinstance(output, int):
             output.close()  # the child has its own
-    return _Rank(rank, process, folder, log)
+    made.seen = time.time()
+    return made
 
 
 def _cores() -> int:
@@ -222,7 +236,7 @@ def _stop(ranks: list[_Rank]) -> None:
     for rank in asked:
         rank.killed = True
         # Without the file there is no handler yet, and the signal would end it.
-        if (rank.folder / f"stacks{rank.number}.txt").exists():
+        if rank.stacks_file.exists():
             rank.process.send_signal(signal.SIGUSR1)
     _wait(asked, STACKS_SECONDS)
     for sent, patience in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
@@ -239,7 +253,7 @@ def _interrupt(ranks: list[_Rank]) -> None:
             rank.process.terminate()
         _wait(ranks, TERM_SECONDS)
     except KeyboardInterrupt:
-        pass
+        print("soli: ending the ranks now", file=sys.stderr)
     for rank in _running(ranks):
         rank.process.kill()
     _wait(ranks, KILL_SECONDS)
@@ -247,19 +261,15 @@ def _interrupt(ranks: list[_Rank]) -> None:
 
 def _ended(rank: _Rank) -> Ended:
     error, stacks, tail = None, "", ""
-    error_file, stacks_file = rank.folder / f"error{rank.number}.json", rank.folder / f"stacks{rank.number}.txt"
-    if error_file.exists():
-        try:
-            error = json.loads(error_file.read_text(encoding="utf-8"))
-        except ValueError:
-            pass  # it was killed while it wrote
-    if stacks_file.exists():
-        stacks = stacks_file.read_text(encoding="utf-8", errors="replace")
+    if rank.error_file.exists():
+        with suppress(ValueError):  # it was killed while it wrote
+            error = json.loads(rank.error_file.read_text(encoding="utf-8"))
+    if rank.stacks_file.exists():
+        stacks = rank.stacks_file.read_text(encoding="utf-8", errors="replace")
     if rank.log is not None:
         if error:
             with rank.log.open("a", encoding="utf-8") as log:
                 log.write(error["text"])
         tail = rank.log.read_text(encoding="utf-8", errors="replace")[-2000:]
-    ended = rank.ended or time.time()
-    code = rank.process.returncode
-    return Ended(rank.number, -signal.SIGKILL if code is None else code, rank.seen, ended, rank.killed, error, stacks, tail)
+    code = -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
+    return Ended(rank.number, code, rank.seen, rank.ended or time.time(), rank.killed, error, stacks, tail)

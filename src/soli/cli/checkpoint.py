@@ -1,0 +1,54 @@
+"""`soli checkpoint`: show, check, export, import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from soli.core.errors import raise_all
+
+app = typer.Typer(help="Look at, check, export and import checkpoints.", no_args_is_help=True)
+
+
+@app.command("show")
+def show(path: Path) -> None:
+    """What a checkpoint holds."""
+    from soli.checkpoint import tool
+
+    print(tool.show(path))
+
+
+@app.command("check")
+def check(path: Path) -> None:
+    """Verify every checksum, and that the parts tile every tensor."""
+    from soli.checkpoint import tool
+
+    raise_all(tool.check(path))
+    print(f"{path}: complete, every checksum right")
+
+
+@app.command("export")
+def export(
+    path: Path,
+    out: Path,
+    form: Annotated[
+        str, typer.Option("--format", help="safetensors (one file) or hf (a folder).")
+    ] = "safetensors",
+    config: Annotated[Path | None, typer.Option(help="A config.json to put beside the weights (hf).")] = None,
+) -> None:
+    """Write the model's weights for others."""
+    from soli.checkpoint import tool
+
+    for file in tool.export(path, out, format=form, config=config):
+        print(file)
+
+
+@app.command("import")
+def import_(source: Path, out: Path) -> None:
+    """Make a checkpoint of a safetensors file or a Hugging Face folder."""
+    from soli.checkpoint import tool
+
+    tool.import_(source, out)
+    print(out)

@@ -1,0 +1,9 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks on this machine.")]

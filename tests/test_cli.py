@@ -1,0 +1,130 @@
+"""The command line, as a process where its exit code or its imports matter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from soli.core.plan import Plan
+
+
+def soli(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "soli.cli.main", *args], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_neither_help_nor_the_launcher_imports_torch() -> None:
+    code = "import sys, soli.cli.main, soli.mesh.launch.local, soli.mesh.launch.rank; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_help_names_every_verb() -> None:
+    done = soli("--help")
+    assert done.returncode == 0
+    for verb in ("run", "train", "plan", "env", "checkpoint"):
+        assert f" {verb} " in done.stdout
+
+
+@pytest.mark.parametrize("form", ["text", "toml", "json"])
+def test_plan_prints_what_can_be_read_back(form: str) -> None:
+    done = soli("plan", "zero=3", "-n", "4", "--format", form)
+    read = {"text": Plan.parse, "toml": Plan.from_toml, "json": Plan.from_json}[form]
+    assert read(done.stdout.strip()) == Plan(dp=4, zero=3)
+
+
+def test_a_plan_that_cannot_be_is_a_mistake() -> None:
+    done = soli("plan", "dp=3", "-n", "4")
+    assert done.returncode == 2
+    assert "the plan takes 3 ranks and 4 are there" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert soli("plan", "auto", "-n", "4").stdout == "dp=4\n"
+
+
+def test_train_refuses_all_mistakes_at_once_before_a_rank_starts(tmp_path: Path) -> None:
+    config = tmp_path / "my.toml"
+    config.write_text(f"[run]\nfolder = {json.dumps(str(tmp_path / 'runs'))}\nstepz = 3\n")
+    done = soli("train", str(config), "--plan", "dp=3", "--seed", "-1", "-n", "2")
+    assert done.returncode == 2
+    for problem in (
+        "unknown setting run.stepz",
+        "run.seed is out of range",
+        "the plan takes 3 ranks and 2 are",
+    ):
+        assert done.stderr.count(problem) == 1, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_checks_the_plan_of_the_file_and_prints_a_problem_once(tmp_path: Path) -> None:
+    config = tmp_path / "my.toml"
+    config.write_text('[run]\nplan = "dp=3"\n')
+    done = soli("train", str(config), "-n", "2")
+    assert (done.returncode, done.stderr.count("takes 3 ranks")) == (2, 1)
+    done = soli("train", "--plan", "zeroo=3", "-n", "2")
+    assert (done.returncode, done.stderr.count("no key 'zeroo'")) == (2, 1)
+
+
+def test_train_trains(tmp_path: Path) -> None:
+    """Two ranks, three steps; and a mistake that only a rank can find is printed once, without traceback."""
+    (tmp_path / "text").mkdir()
+    for i in range(8):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"{i} a rose is a rose is a rose. " * 60)
+    config = tmp_path / "my.toml"
+    config.write_text(
+        f"[run]\nfolder = {json.dumps(str(tmp_path / 'runs'))}\nsample_tokens = 0\n"
+        "[model]\ndim = 16\nlayers = 1\nheads = 2\ncontext = 16\n"
+        "[tokenizer]\nvocab = 300\n[data]\nvalidation = 0.3\n[optim]\nbatch = 4\nwarmup = 1\n"
+    )
+    done = soli("train", str(config), "--steps", "3", "--data", str(tmp_path / "text"), "--plan", "zero=1")
+    assert done.returncode == 0, done.stderr
+    (run,) = [path for path in (tmp_path / "runs").iterdir() if (path / "summary.json").exists()]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["ranks"]) == (3, 2)
+    done = soli("train", str(config), "--steps", "3", "--data", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert done.stderr.count("soli: ") == 2  # where the logs are, and the report
+    assert str(tmp_path / "none") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_env_says_what_works_and_what_does_not() -> None:
+    facts = json.loads(soli("env", "--json").stdout)
+    assert facts["gloo"].startswith("works")
+    assert facts["torch"].startswith(torch.__version__)
+    assert facts["packages"]["torch"] == torch.__version__
+    assert any(problem.startswith("CUDA") for problem in facts["problems"]) == (not torch.cuda.is_available())
+
+
+def test_env_tells_of_a_gloo_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group is really made: an interface that is not there makes it fail, with the reason."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
+    done = soli("env")
+    assert done.returncode == 0
+    assert "gloo             fails" in done.stdout
+    assert "- gloo: a group of one rank fails: " in done.stdout
+
+
+def test_checkpoint_verbs(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file({"w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "in.safetensors")
+    made, out = str(tmp_path / "checkpoint"), tmp_path / "out.safetensors"
+    assert soli("checkpoint", "import", str(tmp_path / "in.safetensors"), made).returncode == 0
+    assert "2 x 3" in soli("checkpoint", "show", made).stdout
+    assert soli("checkpoint", "check", made).returncode == 0
+    assert soli("checkpoint", "export", made, str(out)).stdout.strip() == str(out)
+    assert torch.equal(load_file(out)["w"], torch.arange(6.0).reshape(2, 3))
+    data = next(path for path in Path(made).rglob("*.safetensors"))
+    raw = bytearray(data.read_bytes())
+    raw[-1] ^= 1
+    data.write_bytes(raw)
+    done = soli("checkpoint", "check", made)
+    assert done.returncode == 2
+    assert data.name in done.stderr
+    assert "Traceback" not in done.stderr

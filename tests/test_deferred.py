@@ -1,0 +1,103 @@
+"""Deferred initialisation: the values of the eager constructor, bitwise, and the shards of them under a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import soli
+from soli.core.errors import SoliError
+from soli.engine.engine import parallelize
+from soli.models.gpt import GPT, GPTConfig
+from soli.parallel.init import fingerprint, materialise
+from soli.verify.pool import Pool
+
+
+class Inits(nn.Module):
+    """Many ways to initialise, some of which read values (trunc_normal_) or skip meta tensors (orthogonal_)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5, padding_idx=1)
+        self.norm = nn.LayerNorm(5)
+        self.conv = nn.Conv1d(3, 4, 2)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.truncated = nn.Parameter(torch.empty(5, 6))
+        nn.init.trunc_normal_(self.truncated, std=0.02)
+        self.orthogonal = nn.Parameter(torch.empty(6, 6))
+        nn.init.orthogonal_(self.orthogonal)
+        self.linear, self.tied = nn.Linear(6, 6), nn.Linear(6, 6)
+        nn.init.kaiming_normal_(self.linear.weight)
+        self.tied.weight = self.linear.weight
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+        self.register_buffer("steps", torch.arange(5) / 2.0)
+        self.register_buffer("constant", torch.tensor([1.0, 2.0]))
+        self.mixed = nn.Parameter(torch.randn(3, 3) * 0.1 + torch.eye(3))
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocab=31, dim=16, layers=2, heads=2, context=8))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2))
+
+
+@pytest.mark.parametrize("make", [Inits, gpt, llama])
+def test_values_and_generator_equal_the_eager_ones(make) -> None:
+    torch.manual_seed(5)
+    eager = make()
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    with soli.deferred():
+        model = make()
+    assert torch.equal(torch.rand(3), after)
+    assert all(p.is_meta for p in model.parameters())
+    wanted = dict(eager.named_parameters(remove_duplicate=False)) | dict(eager.named_buffers())
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    assert {name for name, _ in tensors} == set(wanted)
+    for name, tensor in reversed(tensors):
+        assert torch.equal(materialise(tensor, name) if tensor.is_meta else tensor, wanted[name]), name
+
+
+def test_another_seed_has_another_fingerprint() -> None:
+    marks = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        with soli.deferred():
+            marks.append(fingerprint(nn.Linear(3, 3).weight))
+    assert marks[0] == marks[1] != marks[2]
+
+
+def test_a_model_changed_outside_the_block_is_refused() -> None:
+    with soli.deferred():
+        model = nn.Linear(3, 3)
+    model.double()
+    with pytest.raises(SoliError, match="weight is on the meta device"):
+        materialise(model.weight, "weight")
+
+
+def sharded(plan: str):
+    torch.manual_seed(5)
+    with soli.deferred():
+        model = gpt()
+    engine = parallelize(model, soli.losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.AdamW(p), plan=plan)
+    before = engine.global_state_dict()
+    tokens = torch.arange(32).view(4, 8) % 31
+    return before, float(engine.step({"tokens": tokens, "targets": tokens}))
+
+
+@pytest.mark.parametrize("plan", ["zero=0", "zero=1", "zero=2", "zero=3"])
+def test_shards_of_a_deferred_model_are_the_eager_weights(pool: Pool, plan: str) -> None:
+    torch.manual_seed(5)
+    eager = gpt().state_dict()
+    found = pool.run(sharded, plan, ranks=2)
+    for state, _ in found:
+        assert state.keys() == eager.keys()
+        assert all(torch.equal(state[name], eager[name]) for name in eager)
+    assert found[0][1] == found[1][1]

@@ -1,0 +1,348 @@
+"""The launcher, with real processes. Most scripts are a few lines and import no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+SOLI = [sys.executable, "-m", "soli.cli.main"]
+
+
+class Job:
+    """What `soli run` did with a script."""
+
+    def __init__(
+        self, folder: Path, text: str, n: int, *options: str, args: tuple[str, ...] = (), **env: str
+    ) -> None:
+        self.script = folder / "script.py"
+        self.script.write_text(textwrap.dedent(text), encoding="utf-8")
+        start = time.time()
+        done = subprocess.run(
+            [*SOLI, "run", "-n", str(n), "--logs", str(folder / "logs"), *options, str(self.script), *args],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=clean_environment() | env,
+        )
+        self.seconds = time.time() - start
+        self.code, self.out, self.err = done.returncode, done.stdout, done.stderr
+
+    def line_of(self, text: str) -> str:
+        lines = self.script.read_text(encoding="utf-8").splitlines()
+        return f"{self.script}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
+
+
+def clean_environment() -> dict[str, str]:
+    mine = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_PORT",
+        "MASTER_ADDR",
+        "SOLI_ERROR_FILE",
+        "OMP_NUM_THREADS",
+    )
+    return {key: value for key, value in os.environ.items() if key not in mine}
+
+
+def test_a_rank_knows_its_place(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path,
+        """
+        import os, sys
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+        print(*(os.environ[n] for n in names), int(os.environ["MASTER_PORT"]) > 0, sys.argv[1:], "torch" in sys.modules)
+        """,
+        2,
+        args=("--flag", "x"),
+    )
+    cores = max(1, len(os.sched_getaffinity(0)) // 2)
+    row = f"2 {{0}} 2 127.0.0.1 {cores} True ['--flag', 'x'] False\n"
+    assert job.code == 0
+    assert job.out == "0 " + row.format(0)  # rank 1 is not shown
+    assert (tmp_path / "logs" / "rank1.log").read_text() == "1 " + row.format(1)
+    assert job.err.count("\n") == 1
+    assert str(tmp_path / "logs") in job.err
+
+
+def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    """Its folder is on the path, its classes pickle, its children find its main module."""
+    (tmp_path / "beside.py").write_text("word = 'beside'")
+    job = Job(
+        tmp_path,
+        """
+        import multiprocessing, pickle
+        import beside
+        class Thing: pass
+        def child(): return type(pickle.loads(pickle.dumps(Thing()))).__name__
+        if __name__ == "__main__":
+            assert child() == "Thing"
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(beside.word, pool.apply(child))
+        """,
+        1,
+    )
+    assert (job.code, job.out, job.err) == (0, "beside Thing\n", "")
+
+
+def test_all_ranks_are_shown_with_their_number(tmp_path: Path) -> None:
+    job = Job(tmp_path, "import os, sys; print('out'); print('err', file=sys.stderr)", 2, "--all-ranks")
+    assert sorted(job.out.splitlines()) == ["[0] out", "[1] out"]
+    assert sorted(job.err.splitlines()) == ["[0] err", "[1] err"]
+    assert job.code == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_exit_code_of_a_rank_is_that_of_the_job(tmp_path: Path, n: int) -> None:
+    job = Job(
+        tmp_path,
+        "import os, sys; sys.exit(7 if os.environ['RANK'] == os.environ['WORLD_SIZE'][0:0] + str(int(os.environ['WORLD_SIZE']) - 1) else 0)",
+        n,
+    )
+    assert job.code == 7
+    assert ("rank 1 ended with exit code 7" in job.err) == (n == 2)
+
+
+def test_a_rank_that_ends_well_before_the_others_is_fine(tmp_path: Path) -> None:
+    job = Job(tmp_path, "import os, time; time.sleep(float(os.environ['RANK'])); print('done')", 2)
+    assert (job.code, job.out) == (0, "done\n")
+    assert (tmp_path / "logs" / "rank1.log").read_text() == "done\n"
+
+
+def test_one_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path,
+        "from soli.core.errors import SoliError\nraise SoliError('wrong', got='this', fix='that')",
+        3,
+    )
+    assert job.code == 2
+    assert job.err.count("wrong") == 1
+    assert f"soli: cannot do this, on ranks 0-2, at {job.script}:2\n- wrong\n" in job.err
+    assert "Traceback" not in job.out + job.err
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_exception_of_all_ranks_is_printed_once(tmp_path: Path, n: int) -> None:
+    """With the traceback that plain Python prints: no frame of the launcher."""
+    job = Job(tmp_path, "def f(): return {}['wrong']\nf()\n", n)
+    assert job.code == 1
+    assert job.err.count("Traceback") == 1
+    assert job.err.count("KeyError: 'wrong'") == 1
+    assert ("on ranks 0-2" in job.err) == (n == 3)
+    assert re.findall(r'File "(.*)", line (\d)', job.err) == [(str(job.script), "2"), (str(job.script), "1")]
+    if n > 1:
+        assert "KeyError: 'wrong'" in (tmp_path / "logs" / "rank1.log").read_text()
+
+
+def test_the_first_cause_and_not_what_followed_from_it(tmp_path: Path) -> None:
+    """Rank 0's error comes first on the clock, and says that another rank is the cause."""
+    job = Job(
+        tmp_path,
+        """
+        import os, time
+        from soli.core.errors import failure
+        if os.environ["RANK"] == "0":
+            lost = failure("all_reduce of w: a rank is gone")
+            lost.consequence = True
+            raise lost
+        time.sleep(0.5)
+        raise ValueError("the cause")
+        """,
+        2,
+    )
+    assert job.code == 1
+    assert "soli: stopped, on rank 1\nTraceback" in job.err
+    assert job.err.rstrip().endswith(
+        "ValueError: the cause\n  rank 0 then stopped: all_reduce of w: a rank is gone"
+    )
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    """Also where another rank notices within a millisecond and says so first."""
+    job = Job(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            print("allocating", flush=True)
+            time.sleep(0.3)
+            open(sys.argv[1], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not os.path.exists(sys.argv[1]):
+            pass
+        raise RuntimeError("[third_party/gloo/pair.cc:1] Connection closed by peer")
+        """,
+        2,
+        args=(str(tmp_path / "gone"),),
+    )
+    assert job.code == 1
+    assert "soli: rank 1 was killed by SIGKILL (out of memory?)" in job.err
+    assert "  | allocating" in job.err
+    assert "rank 0 then stopped: RuntimeError" in job.err
+    assert "Traceback" not in job.err
+
+
+def test_a_hanging_rank_is_ended_and_its_line_named(tmp_path: Path) -> None:
+    """Rank 0 hangs and ignores SIGTERM; a thread of it is no better answer than its main thread."""
+    job = Job(
+        tmp_path,
+        """
+        import os, signal, threading, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        def wait_for_ever():
+            threading.Event().wait()  # here
+        if os.environ["RANK"] == "0":
+            threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+            wait_for_ever()
+        time.sleep(0.5)  # until rank 0 hangs
+        raise ValueError("the cause")
+        """,
+        2,
+    )
+    assert job.code == 1
+    assert job.seconds < 12
+    assert "ValueError: the cause" in job.err
+    assert (
+        f"rank 0 was still running and was ended; it stood at {job.line_of('# here')} in wait_for_ever"
+        in job.err
+    )
+
+
+def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
+    script, marks = tmp_path / "script.py", tmp_path / "marks"
+    marks.mkdir()
+    script.write_text(
+        f"import os, time; open({str(marks)!r} + '/' + str(os.getpid()), 'w').close(); time.sleep(60)"
+    )
+    job = subprocess.Popen(
+        [*SOLI, "run", "-n", "2", str(script)], env=clean_environment(), stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: len(list(marks.iterdir())) == 2)
+    job.kill()
+    job.wait()
+    wait_until(lambda: not any(alive(int(mark.name)) for mark in marks.iterdir()))
+
+
+def test_an_interrupt_ends_all_with_130(tmp_path: Path) -> None:
+    script, marks = tmp_path / "script.py", tmp_path / "marks"
+    marks.mkdir()
+    script.write_text(
+        f"import os, time; open({str(marks)!r} + '/' + str(os.getpid()), 'w').close(); time.sleep(60)"
+    )
+    job = subprocess.Popen(
+        [*SOLI, "run", "-n", "2", str(script)],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: len(list(marks.iterdir())) == 2)
+    os.killpg(job.pid, signal.SIGINT)
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == 130
+    assert "soli: interrupted" in err
+    assert "Traceback" not in err
+    assert not any(alive(int(mark.name)) for mark in marks.iterdir())
+
+
+def wait_until(true: object, seconds: float = 20) -> None:
+    until = time.time() + seconds
+    while not true():  # type: ignore[operator]
+        assert time.time() < until, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        job = Job(tmp_path, "print('started')", 2, MASTER_PORT=port)
+    assert job.code == 2
+    assert f"port {port} on 127.0.0.1" in job.err
+    assert "started" not in job.out
+    free = Job(tmp_path, "import os; print(os.environ['MASTER_PORT'])", 2, MASTER_PORT=port)
+    assert (free.code, free.out) == (0, port + "\n")
+
+
+def test_a_missing_script_is_a_mistake(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*SOLI, "run", "-n", "2", str(tmp_path / "none.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert f"there is no such script\n    got     {tmp_path / 'none.py'}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_errors_are_seen_after_torch_made_its_group(tmp_path: Path, launched: bool) -> None:
+    """torch's own hook swallows what is printed to sys.stderr; without the launcher rank 0 prints it itself."""
+    text = """
+        import sys
+        from soli.core.errors import SoliError
+        from soli.mesh.world import join
+        world = join()
+        if world.rank == 0:
+            import io
+            sys.stderr = io.StringIO()  # what torch's hook does where it is the outer one
+        raise SoliError("wrong", everywhere=True)
+        """
+    if launched:
+        job = Job(tmp_path, text, 2)
+        assert (job.code, job.err.count("wrong")) == (2, 1)
+        assert "on ranks 0-1" in job.err
+        return
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(text))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=clean_environment() | place | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert [error.count("- wrong") for error in errors] == [1, 0]
+
+
+def test_a_rank_killed_in_a_real_collective_is_the_cause(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path,
+        """
+        import os, signal, torch
+        import torch.distributed as dist
+        from soli.mesh.world import join
+        world = join()
+        dist.all_reduce(torch.ones(1))
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        """,
+        2,
+    )
+    assert job.code == 1
+    assert "soli: rank 1 was killed by SIGKILL" in job.err
+    assert "rank 0 then stopped: " in job.err

@@ -1,0 +1,138 @@
+"""Dropout as a function of position: rows, modules, calls, recomputation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from soli.core.errors import SoliError
+from soli.parallel.randomness import Randomness
+
+
+class Shared(nn.Module):
+    """One dropout called twice, a functional one, and one inside torch's own attention."""
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.4)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.recompute = recompute
+
+    def block(self, x):
+        x = self.drop(self.layer(x))
+        x = F.dropout(self.drop(x), 0.2, self.training)
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+    def forward(self, x):
+        for _ in range(2):  # the block runs twice: its calls must not share masks
+            x = self.block(x) if self.recompute is None else checkpoint(self.block, x, use_reentrant=self.recompute)
+        return x
+
+
+def learnt(model: nn.Module, x: torch.Tensor, seed: int = 0) -> Randomness:
+    randomness = Randomness(model, seed)
+    with torch.no_grad():
+        for rows in (len(x), len(x) // 2):
+            with randomness.probe(rows):
+                model(x[:rows])
+    randomness.finish_probe()
+    return randomness
+
+
+def run(model: nn.Module, randomness: Randomness, x: torch.Tensor, first: int = 0, step: int = 3) -> torch.Tensor:
+    with randomness.begin(step, first, len(x)), randomness.forward():
+        return model(x)
+
+
+X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def test_no_cut_of_the_rows_changes_the_masks() -> None:
+    model = Shared().double()
+    randomness = learnt(model, X)
+    whole = run(model, randomness, X)
+    for cuts in ([0, 3, 6], [0, 1, 6], [0, 2, 3, 6]):
+        parts = [run(model, randomness, X[a:b], a) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(run(model, randomness, X, step=4), whole)
+    assert not torch.allclose(run(model, learnt(model, X, seed=1), X), whole)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_draws_the_same_masks(reentrant: bool) -> None:
+    found = []
+    for recompute in (None, reentrant):
+        model = Shared(recompute).double()
+        randomness, x = learnt(model, X), X.clone().requires_grad_()
+        with randomness.begin(0, 0, len(x)):
+            with randomness.forward():
+                loss = model(x).square().sum()
+            randomness.backward()
+            with randomness.forward():
+                loss.backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_recomputation_without_the_random_state_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    randomness, x = learnt(model, X.float()), X.float().requires_grad_()
+    with randomness.begin(0, 0, len(x)):
+        with randomness.forward():
+            loss = checkpoint(model, x, use_reentrant=False, preserve_rng_state=False).sum()
+        randomness.backward()
+        with pytest.raises(SoliError, match="another random state"), randomness.forward():
+            loss.backward()
+
+
+def test_the_rate_is_right_and_calls_differ() -> None:
+    model, n, p = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3)), 200_000, 0.3
+    ones = torch.ones(4, n // 4)
+    randomness = learnt(model, ones)
+    out = run(model, randomness, ones)
+    kept = int((out != 0).sum())
+    expected = (1 - p) ** 2
+    assert abs(kept / n - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
+    torch.testing.assert_close(out[out != 0], torch.full((kept,), 1 / (1 - p) ** 2))
+
+
+@pytest.mark.parametrize("layout", ["sequence first", "flattened", "no rows"])
+def test_the_batch_dim_is_learnt(layout: str) -> None:
+    class Laid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            if layout == "sequence first":
+                return self.drop(x.transpose(0, 1)).transpose(0, 1)
+            if layout == "flattened":
+                return self.drop(x.flatten(0, 1)).view(x.shape)
+            return x * self.drop(torch.ones(x.shape[1:], dtype=x.dtype))
+
+    model = Laid()
+    x = torch.ones(5, 5, 8)  # as many rows as positions: sizes alone do not tell
+    randomness = learnt(model, x)
+    whole = run(model, randomness, x)
+    parts = [run(model, randomness, x[a:b], a) for a, b in ((0, 2), (2, 5))]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(whole[0], whole[1]) is (layout == "no rows")
+
+
+def test_the_users_generator_is_left_alone_and_other_draws_are_refused() -> None:
+    model = nn.Dropout(0.5)
+    randomness = learnt(model, X)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    run(model, randomness, X)
+    assert torch.equal(torch.get_rng_state(), before)
+    randomness.shared = True
+    with pytest.raises(SoliError, match="rand_like"), randomness.begin(0, 0, 1), randomness.forward():
+        torch.rand_like(X)
