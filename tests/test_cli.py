@@ -20,7 +20,8 @@ def soli(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_neither_help_nor_the_launcher_imports_torch() -> None:
-    code = "import sys, soli.cli.main, soli.mesh.launch.local, soli.mesh.launch.rank; print('torch' in sys.modules)"
+    modules = "soli.cli.main, soli.mesh.launch.local, soli.mesh.launch.rank"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 

@@ -86,7 +86,9 @@ def sharded(plan: str):
     torch.manual_seed(5)
     with soli.deferred():
         model = gpt()
-    engine = parallelize(model, soli.losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.AdamW(p), plan=plan)
+    engine = parallelize(
+        model, soli.losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.AdamW(p), plan=plan
+    )
     before = engine.global_state_dict()
     tokens = torch.arange(32).view(4, 8) % 31
     return before, float(engine.step({"tokens": tokens, "targets": tokens}))

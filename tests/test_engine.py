@@ -11,11 +11,15 @@ from torch import nn
 import soli
 from soli import losses
 from soli.core.errors import SoliError
+from soli.core.events import events
 from soli.engine.engine import parallelize
 from soli.models.gpt import GPT, GPTConfig
 from soli.verify.pool import Pool
 
-DATA = [{"x": torch.randn(5, generator=torch.Generator().manual_seed(i)), "targets": torch.ones(3) * (i % 3)} for i in range(23)]
+DATA = [
+    {"x": torch.randn(5, generator=torch.Generator().manual_seed(i)), "targets": torch.ones(3) * (i % 3)}
+    for i in range(23)
+]
 
 
 def model() -> nn.Module:
@@ -91,9 +95,15 @@ def test_a_stopped_run_equals_a_straight_one_bitwise(pool: Pool, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("first", "n", "second", "m"),
-    [("dp=2,zero=3", 2, "dp=1", 1), ("dp=1", 1, "dp=2,zero=1", 2), ("dp=4,replicate=2,zero=2", 4, "dp=3,zero=3", 3)],
+    [
+        ("dp=2,zero=3", 2, "dp=1", 1),
+        ("dp=1", 1, "dp=2,zero=1", 2),
+        ("dp=4,replicate=2,zero=2", 4, "dp=3,zero=3", 3),
+    ],
 )
-def test_a_checkpoint_has_no_plan(pool: Pool, tmp_path: Path, first: str, n: int, second: str, m: int) -> None:
+def test_a_checkpoint_has_no_plan(
+    pool: Pool, tmp_path: Path, first: str, n: int, second: str, m: int
+) -> None:
     path = str(tmp_path / "c")
     wrote = pool.run(stopped, first, "", path, 12, True, True, False, ranks=n)
     read = pool.run(stopped, "", second, path, 12, True, False, True, ranks=m)
@@ -168,8 +178,8 @@ def test_wrong_losses_are_explained(loss, words: str) -> None:
 
 
 def refused(make, options: dict[str, object]) -> str:
+    made, optimizer = make()
     with pytest.raises(SoliError) as caught:
-        made, optimizer = make()
         parallelize(made, losses.mse("targets"), optimizer=optimizer, **options)
     return str(caught.value)
 
@@ -181,7 +191,9 @@ def test_what_is_refused_before_training() -> None:
     assert "batch normalisation" in refused(lambda: (batchnorm, sgd), {"plan": "accumulate=2"})
     assert "not the model's" in refused(lambda: (model(), sgd(model().parameters())), {"plan": "dp=1"})
     adafactor = lambda p: torch.optim.Adafactor(p)
-    assert "Adafactor does not update element by element" in refused(lambda: (model(), adafactor), {"plan": "zero=1"})
+    assert "Adafactor does not update element by element" in refused(
+        lambda: (model(), adafactor), {"plan": "zero=1"}
+    )
     assert "1 are there" in refused(lambda: (model(), sgd), {"plan": "dp=2"})
 
 
@@ -243,8 +255,10 @@ def different_seeds(_: int):
 
     torch.manual_seed(dist.get_rank())
     plain = nn.Linear(4, 4)
-    engine = parallelize(plain, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2,zero=3")
-    return engine.global_state_dict()["weight"], [e["text"] for e in __import__("soli.core.events", fromlist=["events"]).events.of_kind("note")]
+    engine = parallelize(
+        plain, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2,zero=3"
+    )
+    return engine.global_state_dict()["weight"], [e["text"] for e in events.of_kind("note")]
 
 
 def test_ranks_without_a_seed_start_from_rank_0(pool: Pool) -> None:

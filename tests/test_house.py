@@ -45,7 +45,13 @@ def test_imports_and_sizes(path: Path) -> None:
         wrong = {part for package, part in imported(path) if package == "soli"} - allowed
         assert not wrong, f"{room(path)} may not import {wrong}"
     if room(path) == "models":
-        assert {package for package, _ in imported(path)} <= {"torch", "dataclasses", "__future__", "math", "collections"}
+        assert {package for package, _ in imported(path)} <= {
+            "torch",
+            "dataclasses",
+            "__future__",
+            "math",
+            "collections",
+        }
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= 500
     for node in ast.walk(ast.parse(text)):

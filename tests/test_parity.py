@@ -25,7 +25,12 @@ def test_plan_equals_sequential(pool: Pool, name: str, ranks: int, plan: str) ->
         assert row.worst <= BOUND, row
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     name=st.sampled_from(sorted(CASES)),
     ranks=st.integers(2, 4),

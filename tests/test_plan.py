@@ -57,7 +57,13 @@ def test_all_problems_for_a_world_at_once_with_the_nearest_plan() -> None:
     with pytest.raises(SoliError) as caught:
         resolve(Plan.parse("dp=3,tp=2,zero=2,replicate=2,precision=fp8"), 4)
     text = str(caught.value)
-    for part in ("tp=2", "precision=fp8", "4 are there", "replicate=2 does not divide dp=3", 'plan="replicate=2,zero=2"'):
+    for part in (
+        "tp=2",
+        "precision=fp8",
+        "4 are there",
+        "replicate=2 does not divide dp=3",
+        'plan="replicate=2,zero=2"',
+    ):
         assert part in text
 
 

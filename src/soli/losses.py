@@ -25,7 +25,9 @@ def _entry(batch: Any, key: str | int) -> Tensor:
         value: Tensor = batch[key]
     except (KeyError, IndexError, TypeError):
         has = ", ".join(map(str, batch)) if isinstance(batch, dict) else type(batch).__name__
-        raise SoliError(f"the loss reads '{key}' and the batch has no such entry", got=has, everywhere=True) from None
+        raise SoliError(
+            f"the loss reads '{key}' and the batch has no such entry", got=has, everywhere=True
+        ) from None
     return value
 
 
@@ -71,7 +73,9 @@ def mse(targets: str | int = -1) -> LossFn:
         wanted = _entry(batch, targets)
         if output.shape != wanted.shape:
             raise SoliError(
-                "output and target differ in shape", got=f"{tuple(output.shape)} and {tuple(wanted.shape)}", everywhere=True
+                "output and target differ in shape",
+                got=f"{tuple(output.shape)} and {tuple(wanted.shape)}",
+                everywhere=True,
             )
         return F.mse_loss(output, wanted, reduction="sum"), wanted.numel()
 

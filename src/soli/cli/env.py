@@ -12,7 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
-PACKAGES = ("soli", "torch", "numpy", "safetensors", "tokenizers", "rich", "typer", "psutil", "tensorboard")
+PACKAGES: tuple[str, ...] = (
+    "soli",
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "rich",
+    "typer",
+    "psutil",
+    "tensorboard",
+)
 PACKAGES += ("matplotlib", "transformers", "datasets")
 OPTIONAL = {"transformers", "datasets"}
 FEW_FILES, LITTLE_SHM = 1024, 64 * 2**20
@@ -28,7 +38,7 @@ def as_text(facts: dict[str, Any]) -> str:
     """The facts in two columns, what does not work below them."""
     rows = [(key, value) for key, value in facts.items() if key not in ("packages", "problems")]
     rows += facts["packages"].items()
-    lines = [f"{key:<16} {', '.join(value) if isinstance(value, list) else value}" for key, value in rows]
+    lines = [f"{key:<22} {', '.join(value) if isinstance(value, list) else value}" for key, value in rows]
     problems = facts["problems"] or ["nothing that soli knows of"]
     return "\n".join([*lines, "", "does not work:", *(f"- {problem}" for problem in problems)])
 

@@ -85,7 +85,9 @@ class Plan:
         for part in filter(None, (p.strip() for p in text.split(","))):
             key, equals, value = part.partition("=")
             if not equals:
-                problems.append(Problem(f"'{part}' in the plan has no value", allowed="key=value", fix=_keys()))
+                problems.append(
+                    Problem(f"'{part}' in the plan has no value", allowed="key=value", fix=_keys())
+                )
             elif key.strip() in pairs:
                 problems.append(Problem(f"'{key.strip()}' is said twice in the plan", got=text))
             else:
@@ -139,7 +141,9 @@ def _from_pairs(pairs: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         try:
             typed[key] = _read(key, value, defaults[key])
         except ValueError as error:
-            problems.append(Problem(f"'{key}' of the plan cannot be read", got=repr(value), allowed=str(error)))
+            problems.append(
+                Problem(f"'{key}' of the plan cannot be read", got=repr(value), allowed=str(error))
+            )
     return typed, problems
 
 
@@ -187,8 +191,8 @@ def _value_problems(values: dict[str, Any]) -> list[Problem]:
             )
     recompute = values.get("recompute", "none")
     if recompute not in RECOMPUTE and not _is_share(recompute):
-        allowed = ", ".join(RECOMPUTE) + ", or a share of the activations to keep such as 0.5"
-        problems.append(Problem("'recompute' of the plan is not known", got=recompute, allowed=allowed))
+        known = ", ".join(RECOMPUTE) + ", or a share of the activations to keep such as 0.5"
+        problems.append(Problem("'recompute' of the plan is not known", got=recompute, allowed=known))
     return problems
 
 

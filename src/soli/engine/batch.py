@@ -40,7 +40,9 @@ class Part:
 def rows_of(batch: Any) -> int:
     """The number of rows of a batch: the length of dim 0, which its tensors agree on."""
     leaves, _ = tree_flatten_with_path(batch)
-    sizes = {_path(path): leaf.shape[0] for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    sizes = {
+        _path(path): leaf.shape[0] for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0
+    }
     if not sizes:
         raise SoliError(
             "the batch has no tensor with rows",
@@ -90,7 +92,8 @@ def microbatches(part: Part, ranks: int, accumulate: int) -> list[Part]:
     largest = -(-part.total // ranks)
     pieces = even_parts(part.rows, max(1, min(accumulate, largest)))
     return [
-        Part(take(part.data, a, b) if b > a else None, part.start + a, part.start + b, part.total) for a, b in pieces
+        Part(take(part.data, a, b) if b > a else None, part.start + a, part.start + b, part.total)
+        for a, b in pieces
     ]
 
 
@@ -107,7 +110,9 @@ class Caller:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self.named = [name for name, p in signature.parameters.items() if p.kind in kinds]
         self.required = [
-            name for name, p in signature.parameters.items() if p.kind in kinds and p.default is inspect.Parameter.empty
+            name
+            for name, p in signature.parameters.items()
+            if p.kind in kinds and p.default is inspect.Parameter.empty
         ]
 
     def __call__(self, batch: Any) -> Any:

@@ -40,7 +40,9 @@ class Order:
     position: Position = field(default_factory=Position)
 
 
-def batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int) -> Iterator[Part]:
+def batches(
+    dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int
+) -> Iterator[Part]:
     """This rank's part of each global batch, from the position on; the position moves as they are yielded."""
     if order.global_batch < order.ranks:
         raise SoliError(
@@ -63,7 +65,9 @@ def batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | No
     return _by_number(dataset, order, collate or default_collate, workers)
 
 
-def _by_number(dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]], Any], workers: int) -> Iterator[Part]:
+def _by_number(
+    dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]], Any], workers: int
+) -> Iterator[Part]:
     size = len(dataset)  # type: ignore[arg-type]
     while order.position.epoch < order.epochs:
         indices = _permutation(size, order)
@@ -72,7 +76,9 @@ def _by_number(dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]
         spans = [(start, min(start + order.global_batch, size)) for start in starts]
         parts = [even_parts(stop - start, order.ranks)[order.index] for start, stop in spans]
         mine = [indices[s + a : s + b].tolist() for (s, _), (a, b) in zip(spans, parts, strict=True)]
-        loader = iter(DataLoader(dataset, batch_sampler=[m for m in mine if m], collate_fn=collate, num_workers=workers))
+        loader = iter(
+            DataLoader(dataset, batch_sampler=[m for m in mine if m], collate_fn=collate, num_workers=workers)
+        )
         for (start, stop), (a, b) in zip(spans, parts, strict=True):
             data = next(loader) if b > a else None
             _advance(order.position, start + order.global_batch >= size)
@@ -101,4 +107,6 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
 
 
 def _advance(position: Position, epoch_ends: bool) -> None:
-    position.epoch, position.batch = (position.epoch + 1, 0) if epoch_ends else (position.epoch, position.batch + 1)
+    position.epoch, position.batch = (
+        (position.epoch + 1, 0) if epoch_ends else (position.epoch, position.batch + 1)
+    )

@@ -30,7 +30,6 @@ from soli.parallel.apply import apply
 from soli.parallel.randomness import Randomness
 from soli.planner.legality import default_plan, resolve
 
-
 SUM_TO_MEAN = 4096.0
 
 
@@ -196,7 +195,9 @@ class Engine:
         total, count = result
         if not isinstance(total, Tensor) or total.dim() != 0:
             shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-            raise SoliError("the loss's total is no 0-d tensor", got=shape, fix="return total.sum()", everywhere=True)
+            raise SoliError(
+                "the loss's total is no 0-d tensor", got=shape, fix="return total.sum()", everywhere=True
+            )
         return total, float(count)
 
     def _agree(self, total: float, count: float) -> Tensor:
@@ -214,18 +215,25 @@ class Engine:
             self._refuse_loss(bad, totals)
         self._count = float(counts.sum())
         if not self._count:
-            raise SoliError("no target of the global batch was counted", got="count = 0 on every rank", everywhere=True)
+            raise SoliError(
+                "no target of the global batch was counted", got="count = 0 on every rank", everywhere=True
+            )
         loss = totals.sum() / self._count
         self.last = Last(loss=float(loss), count=int(self._count))
         return loss
 
     def _refuse_loss(self, bad: list[str], totals: Tensor) -> None:
         self.parallel.reducer.drop()
-        hint = "; under zero=3 a parameter used outside its block's forward reads as NaN" if self.plan.zero == 3 else ""
+        hint = (
+            "; under zero=3 a parameter used outside its block's forward reads as NaN"
+            if self.plan.zero == 3
+            else ""
+        )
         raise SoliError(
             f"the loss of step {self.step_count + 1} is not finite on {', '.join(bad)}; nothing was updated",
             got=f"totals by data-parallel rank: {[float(t) for t in totals]}",
-            fix="look for NaN or infinity in that rank's rows of the batch, or for a learning rate that is too high" + hint,
+            fix="look for NaN or infinity in that rank's rows of the batch, or for a learning rate that is too high"
+            + hint,
             exit_code=1,
             everywhere=True,
         )
@@ -305,7 +313,9 @@ class Engine:
             for unit in self.parallel.units:
                 if unit.full is not None and unit.shard is not None:
                     label = f"parameters of {unit.name}"
-                    self._gathers.append(all_gather(unit.full, unit.shard, self.mesh["shard"], label=label, wait=False))
+                    self._gathers.append(
+                        all_gather(unit.full, unit.shard, self.mesh["shard"], label=label, wait=False)
+                    )
         self._finish_gathers()
 
     def _finish_gathers(self) -> None:
@@ -318,7 +328,9 @@ class Engine:
         events.emit("skip", step=self.step_count + 1, new_scale=scale)
         self.parallel.reducer.drop()
         if self.rank == 0:
-            print(f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}")
+            print(
+                f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}"
+            )
 
     def _need_gradients(self, call: str) -> None:
         if not self._count:
@@ -389,7 +401,14 @@ class Engine:
         self._need_gradients("global_gradients")
         return states.global_gradients(self, 1.0 / (self._count * self._seed_scale))
 
-    def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, overwrite: bool = False, wait: bool = True) -> None:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        extra: dict[str, Any] | None = None,
+        overwrite: bool = False,
+        wait: bool = True,
+    ) -> None:
         """Write a checkpoint that loads under any plan. `wait=False` returns once the values are copied."""
         self._finish_gathers()
         states.save(self, Path(path), extra or {}, overwrite, wait)

@@ -34,7 +34,9 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
         )
     made = optimizer(list(model.parameters()))
     if not isinstance(made, torch.optim.Optimizer):
-        raise SoliError("the optimizer function made no torch optimizer", got=type(made).__name__, everywhere=True)
+        raise SoliError(
+            "the optimizer function made no torch optimizer", got=type(made).__name__, everywhere=True
+        )
     return made
 
 
@@ -87,7 +89,9 @@ def elementwise(optimizer: torch.optim.Optimizer) -> bool:
     try:
         whole = _stepped(type(optimizer), options, [start.clone()], [[g] for g in grads])
         cut = [start.flatten()[:11].clone(), start.flatten()[11:].clone()]
-        halves = _stepped(type(optimizer), options, cut, [[g.flatten()[:11], g.flatten()[11:]] for g in grads])
+        halves = _stepped(
+            type(optimizer), options, cut, [[g.flatten()[:11], g.flatten()[11:]] for g in grads]
+        )
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False  # it wants matrices (Muon), or is no optimizer of plain parameters
     rounding = 64 * torch.finfo(torch.float64).eps * float(start.abs().max())
@@ -95,10 +99,13 @@ def elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stepped(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    values: list[Tensor],
+    grads: list[list[Tensor]],
 ) -> list[Tensor]:
     params = [nn.Parameter(value) for value in values]
-    made = kind(params, **copy.deepcopy(options))  # type: ignore[call-arg]
+    made = kind(params, **copy.deepcopy(options))
     for step in grads:
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()

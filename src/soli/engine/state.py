@@ -80,7 +80,9 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
     return found
 
 
-def _agreed_shapes(engine: Engine, local: dict[str, Sharded]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _agreed_shapes(
+    engine: Engine, local: dict[str, Sharded]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     mine = {name: [list(s.shape), str(s.dtype).removeprefix("torch.")] for name, s in local.items()}
     merged: dict[str, Any] = {}
     for other in gather_json(mine, engine.mesh["shard"], label="optimizer state names"):
@@ -105,7 +107,9 @@ def optimizer_tensors(engine: Engine) -> dict[str, Sharded]:
 
 
 def _held(engine: Engine) -> list[tuple[Unit, Slot, Tensor]]:
-    return [(u, s, s.piece) for u in engine.parallel.units if u.trainable for s in u.slots if s.piece is not None]
+    return [
+        (u, s, s.piece) for u in engine.parallel.units if u.trainable for s in u.slots if s.piece is not None
+    ]
 
 
 def model_tensors(engine: Engine) -> dict[str, Sharded]:
@@ -117,11 +121,15 @@ def model_tensors(engine: Engine) -> dict[str, Sharded]:
 
 def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wait: bool) -> None:
     if engine._count:
-        raise SoliError("save() between forward_backward() and update()", fix="save after the step", everywhere=True)
+        raise SoliError(
+            "save() between forward_backward() and update()", fix="save after the step", everywhere=True
+        )
     if engine.saving is not None:
         engine.saving.wait()
         engine.saving = None
-    tensors = model_tensors(engine) | optimizer_tensors(engine) | {"rng.cpu": from_whole(torch.get_rng_state())}
+    tensors = (
+        model_tensors(engine) | optimizer_tensors(engine) | {"rng.cpu": from_whole(torch.get_rng_state())}
+    )
     state = _state(engine, extra)
     if engine._save_group is None and engine.world > 1:
         # Its own group: on the default one a background save has crashed while training communicates.
@@ -129,7 +137,9 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
     if wait:
         checkpoint.save(path, tensors, state, group=engine._save_group, overwrite=overwrite)
     else:
-        engine.saving = checkpoint.save_async(path, tensors, state, group=engine._save_group, overwrite=overwrite)
+        engine.saving = checkpoint.save_async(
+            path, tensors, state, group=engine._save_group, overwrite=overwrite
+        )
     events.emit("save", path=str(path), step=engine.step_count, waited=wait)
 
 

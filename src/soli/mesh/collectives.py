@@ -51,7 +51,9 @@ class Axis:
 class Pending:
     """A collective under way. `wait()` completes it, names it if it fails, and may be called again."""
 
-    def __init__(self, works: list[Any], record: Record | None, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: list[Any], record: Record | None, finish: Callable[[], None] | None = None
+    ) -> None:
         self._works, self._record, self._finish = works, record, finish
 
     def wait(self) -> None:
@@ -167,7 +169,9 @@ def barrier(axis: Axis, *, label: str = "barrier") -> None:
 
 
 def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:
-    return recorder.add(operation, axis.name, tensor.numel() * tensor.element_size(), axis.ranks, label, "soli")
+    return recorder.add(
+        operation, axis.name, tensor.numel() * tensor.element_size(), axis.ranks, label, "soli"
+    )
 
 
 def _issue(record: Record, call: Callable[[], list[Any]]) -> list[Any]:
@@ -185,7 +189,11 @@ def _staged(tensor: Tensor, axis: Axis) -> Tensor:
 def _copy_back(tensor: Tensor, moved: Tensor) -> Callable[[], None] | None:
     if moved is tensor:
         return None
-    return lambda: tensor.copy_(moved) and None  # type: ignore[func-returns-value]
+
+    def finish() -> None:
+        tensor.copy_(moved)
+
+    return finish
 
 
 def _done(pending: Pending, wait: bool) -> Pending:

@@ -76,7 +76,9 @@ def _data_axis(axes: dict[str, Axis], everyone: Axis, plan: Plan) -> Axis:
     """replicate x shard as one axis. With data parallelism alone it is the whole world."""
     replicate, shard = axes[REPLICATE], axes[SHARD]
     if shard.size == 1:
-        return Axis("dp", replicate.size, replicate.index, replicate.ranks, replicate.group, replicate.backend)
+        return Axis(
+            "dp", replicate.size, replicate.index, replicate.ranks, replicate.group, replicate.backend
+        )
     if replicate.size == 1:
         return Axis("dp", shard.size, shard.index, shard.ranks, shard.group, shard.backend)
     if plan.model_ranks > 1:

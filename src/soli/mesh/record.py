@@ -58,7 +58,9 @@ class Recorder:
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.issued = 0
 
-    def add(self, operation: str, axis: str, nbytes: int, ranks: tuple[int, ...], label: str, by: str) -> Record:
+    def add(
+        self, operation: str, axis: str, nbytes: int, ranks: tuple[int, ...], label: str, by: str
+    ) -> Record:
         record = Record(self.issued, operation, axis, nbytes, label, call_site(), by, ranks)
         self.issued += 1
         self.records.append(record)
@@ -155,7 +157,9 @@ class _TorchCollectives(TorchDispatchMode):
             and (operation := _OPERATIONS.get(name[1].split(".")[0]))
         ):
             axis, ranks = _group_of(args)
-            recorder.add(operation, axis, _whole_bytes(operation, args, result, len(ranks)), ranks, "", "torch")
+            recorder.add(
+                operation, axis, _whole_bytes(operation, args, result, len(ranks)), ranks, "", "torch"
+            )
         return result
 
 

@@ -46,9 +46,15 @@ def problems(model: nn.Module, plan: Plan) -> list[Problem]:
     """What keeps this model from data parallelism or microbatches."""
     found = []
     if next(model.parameters(), None) is None:
-        found.append(Problem("the model has no parameters", got=type(model).__name__, fix="there is nothing to train"))
+        found.append(
+            Problem("the model has no parameters", got=type(model).__name__, fix="there is nothing to train")
+        )
     if (plan.dp or 1) * plan.accumulate > 1:
-        norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        norms = [
+            n
+            for n, m in model.named_modules()
+            if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
+        ]
         if norms:
             found.append(
                 Problem(
@@ -107,7 +113,9 @@ def _blocks(model: nn.Module, params: list[Named], plan: Plan, mesh: Mesh) -> tu
         kinds: dict[Any, list[Named]] = {}
         for names, param in members:
             kinds.setdefault((param.dtype, param.requires_grad), []).append((names, param))
-        return [_unit(f"{name} {i}" if i else name, group, plan, mesh) for i, group in enumerate(kinds.values())]
+        return [
+            _unit(f"{name} {i}" if i else name, group, plan, mesh) for i, group in enumerate(kinds.values())
+        ]
 
     def members(name: str) -> list[Named]:
         return [(n, p) for n, p in params if name in owners.get(id(p), ()) and id(p) not in shared]
@@ -124,7 +132,7 @@ def _outside(model: nn.Module, inside: set[int]) -> list[nn.Parameter]:
     def visit(module: nn.Module) -> None:
         if id(module) in inside:
             return
-        found.extend(module._parameters[name] for name in module._parameters if module._parameters[name] is not None)  # type: ignore[misc]
+        found.extend(param for param in module._parameters.values() if param is not None)
         for child in module.children():
             visit(child)
 
@@ -183,4 +191,4 @@ def _mark(tensor: Tensor, name: str) -> int:
                 everywhere=True,
             )
         return fingerprint(tensor) & (2**62 - 1)
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -80,7 +80,7 @@ def fingerprint(tensor: Tensor) -> int:
         constants = [repr(x) for x in tree_leaves((entry.args, entry.kwargs)) if not isinstance(x, Tensor)]
         mark = zlib.crc32(f"{entry.func}{constants}".encode(), mark)
         if entry.generator is not None:
-            mark = zlib.crc32(entry.generator.numpy(), mark)
+            mark = zlib.crc32(entry.generator.numpy().tobytes(), mark)
     return mark
 
 
@@ -123,11 +123,17 @@ class _Recorder(TorchDispatchMode):
         self._record(func, args, kwargs, outputs, generator)
         return _as_given(func, args, result)
 
-    def _record(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], generator: Tensor | None) -> None:
-        kwargs = {k: (torch.device("cpu") if k == "device" and v is not None else v) for k, v in kwargs.items()}
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], generator: Tensor | None
+    ) -> None:
+        kwargs = {
+            k: (torch.device("cpu") if k == "device" and v is not None else v) for k, v in kwargs.items()
+        }
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         # A constant may be changed later; what the operation saw is what counts.
-        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) and not _on_meta(x) else x, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) and not _on_meta(x) else x, (args, kwargs)
+        )
         reads = frozenset(_key(t) for t in given if _on_meta(t))
         touches = frozenset(_key(t) for t in outputs) | (reads if func._schema.is_mutable else frozenset())
         self.log.append(_Entry(func, args, kwargs, outputs, touches, reads, generator))
@@ -153,7 +159,11 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Tensor | None:
             everywhere=True,
         )
     before = torch.get_rng_state()
-    make = lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, Tensor) and _on_meta(x) else x
+    make = lambda x: (
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        if isinstance(x, Tensor) and _on_meta(x)
+        else x
+    )
     args, kwargs = tree_map(make, (args, kwargs))
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")

@@ -186,7 +186,11 @@ class Randomness:
         return ""
 
     def _filled(
-        self, key: Key, shape: tuple[int, ...], fill: Callable[[Tensor, torch.Generator], Tensor], like: Tensor
+        self,
+        key: Key,
+        shape: tuple[int, ...],
+        fill: Callable[[Tensor, torch.Generator], Tensor],
+        like: Tensor,
     ) -> Tensor:
         now, dim = self._now, self._dims[key]
         if now is None:
@@ -253,7 +257,10 @@ def _backward(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) ->
     outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     gradients = kwargs.get("gradient", kwargs.get("grad_tensors", gradients))
     given = (gradients,) if isinstance(gradients, Tensor) else tuple(gradients or [None] * len(outputs))
-    starts = tuple(torch.ones_like(o) if g is None and o.requires_grad else g for o, g in zip(outputs, given, strict=True))
+    starts = tuple(
+        torch.ones_like(o) if g is None and o.requires_grad else g
+        for o, g in zip(outputs, given, strict=True)
+    )
     create = bool(kwargs.get("create_graph", args[1] if len(args) > 1 else False))
     retain = kwargs.get("retain_graph", args[0] if args else None)
     inputs = kwargs.get("inputs") or ()
@@ -269,14 +276,22 @@ def _backward(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) ->
 
 
 def _elementwise(
-    randomness: Randomness, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **more: bool
+    randomness: Randomness,
+    func: Any,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **more: bool,
 ) -> Tensor:
     training = more.get("train", training)
     result = randomness.dropped(input, p, training, tuple(input.shape))
     return input.copy_(result) if inplace or func is torch.dropout_ else result
 
 
-def _features(randomness: Randomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _features(
+    randomness: Randomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     """Whole channels: the mask covers the first two dims of [N, C, ...]."""
     shape = (*input.shape[:2], *(1,) * (input.dim() - 2))
     result = randomness.dropped(input, p, training, shape)
@@ -315,7 +330,9 @@ def attention(
 
 def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:
     """nn.MultiheadAttention is one Python function to torch; its own calls are reached by their names."""
-    F.dropout = lambda x, p=0.5, training=True, inplace=False: _elementwise(randomness, _dropout, x, p, training, inplace)  # type: ignore[assignment]
+    F.dropout = lambda x, p=0.5, training=True, inplace=False: _elementwise(
+        randomness, _dropout, x, p, training, inplace
+    )  # type: ignore[assignment]
     F.scaled_dot_product_attention = lambda *a, **k: attention(randomness, *a, **k)
     try:
         return _attention_function(*args, **kwargs)

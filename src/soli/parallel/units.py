@@ -60,7 +60,9 @@ class Slot:
 class Unit:
     """See the module's docstring. `gathered` says whether `full` holds the parameters now."""
 
-    def __init__(self, name: str, slots: list[Slot], shard: Axis, replicate: Axis, zero: int, trainable: bool) -> None:
+    def __init__(
+        self, name: str, slots: list[Slot], shard: Axis, replicate: Axis, zero: int, trainable: bool
+    ) -> None:
         self.name, self.slots, self.zero, self.trainable = name, slots, zero, trainable
         self.shard_axis, self.replicate_axis = shard, replicate
         self.numel = slots[-1].stop
@@ -224,7 +226,9 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     def visit(module: nn.Module, prefix: str, inside_list: bool) -> None:
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
-            callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+            callable_child = not isinstance(
+                child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+            )
             if inside_list and callable_child and next(child.parameters(), None) is not None:
                 found.append((path, child))
             else:

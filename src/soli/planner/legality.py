@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import product
+from typing import Any
 
 from soli.core.errors import Problem, SoliError
 from soli.core.plan import Plan
@@ -37,7 +38,9 @@ def problems(plan: Plan, world: int) -> list[Problem]:
         value = getattr(plan, key)
         if value not in built:
             allowed = ", ".join(_word(v) for v in built)
-            found.append(Problem(f"'{key}={_word(value)}' is not built yet", got=_word(value), allowed=allowed))
+            found.append(
+                Problem(f"'{key}={_word(value)}' is not built yet", got=_word(value), allowed=allowed)
+            )
     if plan.dp is None:
         if world % plan.model_ranks:
             found.append(
@@ -83,7 +86,10 @@ def nearest(plan: Plan, world: int) -> Plan:
 
     Distance: the number of keys that change, then how far dp and replicate move.
     """
-    base = {key: (value if value in BUILT.get(key, (value,)) else BUILT[key][0]) for key, value in asdict(plan).items()}
+    base: dict[str, Any] = {
+        key: (value if value in BUILT.get(key, (value,)) else BUILT[key][0])
+        for key, value in asdict(plan).items()
+    }
     options = [
         Plan(**{**base, "dp": dp, "replicate": replicate, "zero": zero})
         for dp, replicate, zero in product([None, world], _divisors(world), range(4))
@@ -93,7 +99,9 @@ def nearest(plan: Plan, world: int) -> Plan:
 
     def distance(option: Plan) -> tuple[int, int]:
         changed = sum(asked[key] != value for key, value in asdict(option).items())
-        return changed, abs(option.replicate - plan.replicate) + abs((option.dp or world) - (plan.dp or world))
+        return changed, abs(option.replicate - plan.replicate) + abs(
+            (option.dp or world) - (plan.dp or world)
+        )
 
     return min(legal, key=distance)
 
@@ -101,7 +109,10 @@ def nearest(plan: Plan, world: int) -> Plan:
 def default_plan(world: int) -> tuple[Plan, str]:
     """What `plan="auto"` means until there is a planner, and one line that says so."""
     plan = Plan(dp=world)
-    return plan, f"plan auto -> {plan}: data parallel over all ranks (there is no planner yet; say plan= to choose)"
+    return (
+        plan,
+        f"plan auto -> {plan}: data parallel over all ranks (there is no planner yet; say plan= to choose)",
+    )
 
 
 def _divisors(n: int) -> list[int]:

@@ -80,7 +80,10 @@ def odd() -> tuple[nn.Module, LossFn, list[Any]]:
     model = Odd()
     generator = torch.Generator().manual_seed(1)
     batches = [
-        {"x": torch.randn(n, 5, generator=generator).double(), "targets": torch.randn(n, 3, generator=generator).double()}
+        {
+            "x": torch.randn(n, 5, generator=generator).double(),
+            "targets": torch.randn(n, 3, generator=generator).double(),
+        }
         for n in (9, 8, 11)
     ]
     return model, losses.mse("targets"), batches

@@ -90,13 +90,17 @@ def compare(got: Trace, expected: Trace) -> tuple[float, str]:
             rows.append((_error(mine.get(name), theirs.get(name), floor), f"gradient of {name}, step {step}"))
     for name in got.parameters.keys() | expected.parameters.keys():
         floor = 1.0 if name in noise else 0.0
-        rows.append((_error(got.parameters.get(name), expected.parameters.get(name), floor), f"parameter {name}"))
+        rows.append(
+            (_error(got.parameters.get(name), expected.parameters.get(name), floor), f"parameter {name}")
+        )
     return max(rows)
 
 
 def _floor(gradients: dict[str, Tensor | None]) -> float:
     """Below this a gradient of the step is rounding noise of the others."""
-    return NOISE * max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0)
+    return NOISE * max(
+        (float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0
+    )
 
 
 def _is_noise(name: str, trace: Trace) -> bool:

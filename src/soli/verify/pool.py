@@ -39,7 +39,9 @@ class Pool:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, str(self._stacks(rank))), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, theirs, str(self._stacks(rank))), daemon=True
+            )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -51,7 +53,9 @@ class Pool:
     def _stacks(self, rank: int) -> Path:
         return self._folder / f"stacks{rank}"
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int, deadline: float = DEADLINE_SECONDS) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: int, deadline: float = DEADLINE_SECONDS
+    ) -> list[Any]:
         """Call `function(*args)` on each of `ranks` ranks, which form a process group of their own."""
         if not self._ranks:
             self._start()
@@ -63,7 +67,9 @@ class Pool:
         Path(store).unlink(missing_ok=True)
         errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
         if errors:
-            raise failure(f"{len(errors)} of {ranks} ranks failed in {function.__name__}:\n" + "\n".join(errors))
+            raise failure(
+                f"{len(errors)} of {ranks} ranks failed in {function.__name__}:\n" + "\n".join(errors)
+            )
         return [value for _, value in results]
 
     def _collect(self, ranks: int, until: float) -> list[tuple[bool, Any]]:
@@ -77,7 +83,9 @@ class Pool:
                     raise failure(f"rank {rank} of the pool died with exit code {code}")
                 if time.monotonic() > until:
                     report = self._hang(ranks)
-                    raise failure(f"rank {rank} did not finish before the deadline; where the ranks stood:\n{report}")
+                    raise failure(
+                        f"rank {rank} did not finish before the deadline; where the ranks stood:\n{report}"
+                    )
             try:
                 results.append(pipe.recv())
             except EOFError:

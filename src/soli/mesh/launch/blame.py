@@ -88,7 +88,7 @@ def _first(cause: Ended, numbers: list[int], alone: bool) -> str:
         return render(soli, line, who)
     if cause.error is not None:
         text = str(cause.error["text"]).rstrip()
-        return text if alone else f"soli: stopped, on {who}\n{text}"
+        return text if alone else f"soli: {who} failed:\n{text}"
     if cause.code > 0 and (alone or cause.rank == 0):
         return "" if alone else f"soli: {who} {_how(cause.code)}"  # its output is on the screen
     text = f"soli: {who} {_how(cause.code)}"

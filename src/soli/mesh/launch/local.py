@@ -8,6 +8,7 @@ rank was first, with what, and where the others stood. On many hosts torchrun an
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -126,8 +127,9 @@ def _port(n: int) -> int:
         try:
             probe.bind(("127.0.0.1", int(said or 0) if n > 1 else 0))
         except OSError as error:
+            why = "is in use" if error.errno == errno.EADDRINUSE else "cannot be used"
             raise SoliError(
-                f"port {said} on 127.0.0.1 cannot be used, so the ranks cannot meet there",
+                f"port {said} on 127.0.0.1 {why}, so the ranks cannot meet there",
                 got=f"MASTER_PORT={said}: {error.strerror}",
                 allowed="a free port",
                 fix="unset MASTER_PORT, and soli finds a free one",
