@@ -107,7 +107,7 @@ def test_env_tells_of_a_gloo_that_fails(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
     done = soli("env")
     assert done.returncode == 0
-    assert "gloo             fails" in done.stdout
+    assert "gloo                   fails" in done.stdout
     assert "- gloo: a group of one rank fails: " in done.stdout
 
 
@@ -129,3 +129,21 @@ def test_checkpoint_verbs(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert data.name in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "dp=2,zerro=1", "-n", "2"], "did you mean 'zero'"),
+        (["plan", "dp=2", "--format", "xml"], "text, toml, json"),
+        (["train", "nowhere.toml"], "nowhere.toml"),
+        (["train", "--resume", "nowhere"], "there is no run to resume"),
+        (["checkpoint", "show", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_have_exit_code_2_and_one_screen(arguments: list[str], words: str) -> None:
+    done = soli(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") < 25

@@ -103,11 +103,9 @@ def test_all_ranks_are_shown_with_their_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_exit_code_of_a_rank_is_that_of_the_job(tmp_path: Path, n: int) -> None:
-    job = Job(
-        tmp_path,
-        "import os, sys; sys.exit(7 if os.environ['RANK'] == os.environ['WORLD_SIZE'][0:0] + str(int(os.environ['WORLD_SIZE']) - 1) else 0)",
-        n,
-    )
+    """Only the last rank fails."""
+    text = "import os, sys; last = int(os.environ['RANK']) + 1 == int(os.environ['WORLD_SIZE'])"
+    job = Job(tmp_path, f"{text}; sys.exit(7 if last else 0)", n)
     assert job.code == 7
     assert ("rank 1 ended with exit code 7" in job.err) == (n == 2)
 
@@ -137,7 +135,7 @@ def test_one_exception_of_all_ranks_is_printed_once(tmp_path: Path, n: int) -> N
     assert job.code == 1
     assert job.err.count("Traceback") == 1
     assert job.err.count("KeyError: 'wrong'") == 1
-    assert ("on ranks 0-2" in job.err) == (n == 3)
+    assert ("soli: ranks 0-2 failed:" in job.err) == (n == 3)
     assert re.findall(r'File "(.*)", line (\d)', job.err) == [(str(job.script), "2"), (str(job.script), "1")]
     if n > 1:
         assert "KeyError: 'wrong'" in (tmp_path / "logs" / "rank1.log").read_text()
@@ -160,7 +158,7 @@ def test_the_first_cause_and_not_what_followed_from_it(tmp_path: Path) -> None:
         2,
     )
     assert job.code == 1
-    assert "soli: stopped, on rank 1\nTraceback" in job.err
+    assert "soli: rank 1 failed:\nTraceback" in job.err
     assert job.err.rstrip().endswith(
         "ValueError: the cause\n  rank 0 then stopped: all_reduce of w: a rank is gone"
     )
@@ -346,3 +344,26 @@ def test_a_rank_killed_in_a_real_collective_is_the_cause(tmp_path: Path) -> None
     assert job.code == 1
     assert "soli: rank 1 was killed by SIGKILL" in job.err
     assert "rank 0 then stopped: " in job.err
+
+
+def test_a_rank_that_does_not_arrive_at_a_step_is_shown_where_it_stands(tmp_path: Path) -> None:
+    """Rank 0 misses rank 1 in soli's own collective; the report has both, and ends within seconds."""
+    job = Job(
+        tmp_path,
+        """
+        import time, torch, soli
+        make = lambda p: torch.optim.SGD(p, lr=0.1)
+        engine = soli.parallelize(torch.nn.Linear(2, 2), soli.losses.mse(), optimizer=make, plan="auto")
+        if torch.distributed.get_rank() == 1:
+            time.sleep(60)  # here
+        engine.step((torch.ones(4, 2), torch.zeros(4, 2)))
+        """,
+        2,
+        SOLI_DEADLINE="4",
+    )
+    assert job.code == 1
+    assert job.seconds < 30
+    assert "soli: stopped, on rank 0, at " in job.err
+    assert (
+        f"rank 1 was still running and was ended; it stood at {job.line_of('# here')} in <module>" in job.err
+    )

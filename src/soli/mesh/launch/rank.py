@@ -30,13 +30,19 @@ def run(script: str, arguments: list[str]) -> None:
     """Run a script in this process as its main program."""
     prepare()
     sys.argv = [script, *arguments]
+    path = Path(script).resolve()
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path(script).resolve().parent)
-    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+        sys.path[0] = str(path.parent)
+    code = compile(path.read_bytes(), script, "exec", dont_inherit=True)
     namespace = vars(sys.modules["__main__"])
-    namespace.clear()
-    namespace.update(__name__="__main__", __file__=str(Path(script).resolve()), __builtins__=builtins)
-    namespace.update(__spec__=None, __package__=None, __loader__=None, __cached__=None, __doc__=None)
+    known = {
+        "__name__": "__main__",
+        "__file__": str(path),
+        "__builtins__": builtins,
+        **dict.fromkeys(("__spec__", "__package__", "__loader__", "__cached__", "__doc__")),
+    }
+    namespace.clear()  # the names of this file too: from here on only what is local
+    namespace.update(known)
     exec(code, namespace)
 
 
