@@ -36,7 +36,8 @@ bench: .venv/developed          ## step time and memory beside the peers -> benc
 
 gpu-check:                      ## the tests and the bench on a CUDA device; refuses elsewhere
 	@$(PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu-check: there is no CUDA device here')"
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=src $(PYTHON) -m pytest tests/test_parity.py tests/test_engine.py tests/test_communication.py
+	PYTHONPATH=src $(PYTHON) benchmarks/run.py --sizes small --steps 12 --rounds 3
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

@@ -6,8 +6,7 @@ whose data takes different paths through the model still issue the same collecti
 of registration, and from the second step on the one in which rank 0 ran the blocks. What belongs to no
 block (embeddings, heads, whatever is tied across blocks) is gathered once a step and kept.
 
-Why not FSDP2: on CPU over gloo its step takes 1.6 times DDP's; see docs/log.md for the figures beside
-this one. It also hangs where ranks take different paths.
+Why not FSDP2: see parallel/data.py.
 """
 
 from __future__ import annotations
