@@ -177,7 +177,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         while not os.path.exists(sys.argv[1]):
             pass
-        raise RuntimeError("[third_party/gloo/pair.cc:1] Connection closed by peer")
+        raise RuntimeError("an answer is missing")  # nothing that names another rank
         """,
         2,
         args=(str(tmp_path / "gone"),),
@@ -185,7 +185,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert job.code == 1
     assert "soli: rank 1 was killed by SIGKILL (out of memory?)" in job.err
     assert "  | allocating" in job.err
-    assert "rank 0 then stopped: RuntimeError" in job.err
+    assert "rank 0 also failed: RuntimeError: an answer is missing" in job.err
     assert "Traceback" not in job.err
 
 
@@ -207,7 +207,7 @@ def test_a_hanging_rank_is_ended_and_its_line_named(tmp_path: Path) -> None:
         2,
     )
     assert job.code == 1
-    assert job.seconds < 12
+    assert job.seconds < 10  # 3 to end by itself, 0.5 for its stacks, 2 on SIGTERM; without SIGKILL 5 more
     assert "ValueError: the cause" in job.err
     assert (
         f"rank 0 was still running and was ended; it stood at {job.line_of('# here')} in wait_for_ever"
