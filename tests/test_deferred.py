@@ -27,6 +27,8 @@ class Inits(nn.Module):
         nn.init.trunc_normal_(self.truncated, std=0.02)
         self.orthogonal = nn.Parameter(torch.empty(6, 6))
         nn.init.orthogonal_(self.orthogonal)
+        self.wide = nn.Parameter(torch.empty(3, 8))
+        nn.init.orthogonal_(self.wide)  # transposes in place
         self.linear, self.tied = nn.Linear(6, 6), nn.Linear(6, 6)
         nn.init.kaiming_normal_(self.linear.weight)
         self.tied.weight = self.linear.weight
@@ -63,6 +65,22 @@ def test_values_and_generator_equal_the_eager_ones(make) -> None:
     assert {name for name, _ in tensors} == set(wanted)
     for name, tensor in reversed(tensors):
         assert torch.equal(materialise(tensor, name) if tensor.is_meta else tensor, wanted[name]), name
+
+
+def test_a_model_may_change_its_type_inside_the_block() -> None:
+    torch.manual_seed(5)
+    eager = Inits().double()
+    torch.manual_seed(5)
+    with soli.deferred():
+        model = Inits().double()
+    for (name, tensor), wanted in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(materialise(tensor, name), wanted), name
+
+
+def test_a_constant_cannot_take_deferred_values() -> None:
+    constant = torch.tensor([1.0, 2.0])
+    with pytest.raises(SoliError, match="a constant is changed"), soli.deferred():
+        constant.add_(torch.randn(2))
 
 
 def test_another_seed_has_another_fingerprint() -> None:

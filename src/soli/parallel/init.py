@@ -24,22 +24,31 @@ from torch.utils._pytree import tree_leaves, tree_map
 from soli.core.errors import SoliError
 
 
+@dataclass(frozen=True)
+class _View:
+    """A deferred tensor as it was at one operation: which storage, and which view of it."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 @dataclass
 class _Entry:
-    """One operation: what it was given and gave. Meta tensors stand for those that are deferred."""
+    """One operation: what it was given and gave. A _View stands for each tensor that is deferred."""
 
     func: Any
     args: Any
     kwargs: dict[str, Any]
-    outputs: list[Tensor]
+    outputs: list[_View]
     touches: frozenset[int]  # the storages that it writes
     reads: frozenset[int]
     generator: Tensor | None  # state before it, if it draws
 
 
-_logs: dict[int, list[_Entry]] = {}
-"""Storage -> the log that knows it. The log keeps its meta tensors alive (so no storage is taken for another);
-they hold no memory."""
+_logs: dict[int, tuple[Any, list[_Entry]]] = {}
+"""Storage -> itself, kept so that none is taken for another (it holds no memory), and the log that knows it."""
 
 
 @contextmanager
@@ -66,7 +75,7 @@ def materialise(tensor: Tensor, name: str = "a tensor") -> Tensor:
                 args, kwargs = tree_map(lambda x: _real(x, real), (entry.args, entry.kwargs))
                 results = [t for t in tree_leaves(entry.func(*args, **kwargs)) if isinstance(t, Tensor)]
                 for meta, result in zip(entry.outputs, results, strict=True):
-                    real.setdefault(_key(meta), result)
+                    real.setdefault(meta.storage, result)
             base = real[_key(tensor)]
             return torch.as_strided(base, tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
     finally:
@@ -77,7 +86,12 @@ def fingerprint(tensor: Tensor) -> int:
     """A checksum of how a tensor is made: equal on two ranks, so will the values be."""
     mark = 0
     for entry in _needed(tensor, "a tensor"):
-        constants = [repr(x) for x in tree_leaves((entry.args, entry.kwargs)) if not isinstance(x, Tensor)]
+        given = tree_leaves((entry.args, entry.kwargs))
+        constants = [
+            (x.shape, x.stride, x.offset) if isinstance(x, _View) else repr(x)
+            for x in given
+            if not isinstance(x, Tensor)
+        ]
         mark = zlib.crc32(f"{entry.func}{constants}".encode(), mark)
         if entry.generator is not None:
             mark = zlib.crc32(entry.generator.numpy().tobytes(), mark)
@@ -114,31 +128,52 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)  # constants among themselves stay real
         if func is torch.ops.aten._local_scalar_dense.default:
             return func(materialise(args[0]))  # the constructor looks at a value (trunc_normal_ does)
+        _refuse_lost_write(func, args, tensors)
         generator = _draw(func, args, kwargs)
+        # Before the call: t_() and its like change the tensor that they are given.
+        seen_args, seen_kwargs = tree_map(_seen, (args, {k: _on_cpu(k, v) for k, v in kwargs.items()}))
         meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
         if "device" in meta_kwargs or not tensors:
             meta_kwargs["device"] = torch.device("meta")
         result = func(*meta_args, **meta_kwargs)
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        self._record(func, args, kwargs, outputs, generator)
+        self._record(func, seen_args, seen_kwargs, outputs, generator)
         return _as_given(func, args, result)
 
     def _record(
         self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], generator: Tensor | None
     ) -> None:
-        kwargs = {
-            k: (torch.device("cpu") if k == "device" and v is not None else v) for k, v in kwargs.items()
-        }
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        # A constant may be changed later; what the operation saw is what counts.
-        args, kwargs = tree_map(
-            lambda x: x.clone() if isinstance(x, Tensor) and not _on_meta(x) else x, (args, kwargs)
-        )
-        reads = frozenset(_key(t) for t in given if _on_meta(t))
+        reads = frozenset(x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, _View))
         touches = frozenset(_key(t) for t in outputs) | (reads if func._schema.is_mutable else frozenset())
-        self.log.append(_Entry(func, args, kwargs, outputs, touches, reads, generator))
+        self.log.append(_Entry(func, args, kwargs, [_view(t) for t in outputs], touches, reads, generator))
         for tensor in outputs:
-            _logs.setdefault(_key(tensor), self.log)
+            _logs.setdefault(_key(tensor), (tensor.untyped_storage(), self.log))
+
+
+def _on_cpu(key: str, value: Any) -> Any:
+    return torch.device("cpu") if key == "device" and value is not None else value
+
+
+def _view(tensor: Tensor) -> _View:
+    return _View(_key(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _seen(x: Any) -> Any:
+    """What the log keeps of an argument. A constant may change later; what the operation saw is what counts."""
+    if not isinstance(x, Tensor):
+        return x
+    return _view(x) if _on_meta(x) else x.clone()
+
+
+def _refuse_lost_write(func: Any, args: Any, tensors: list[Tensor]) -> None:
+    """A real tensor cannot take values that do not exist yet."""
+    if func._schema.is_mutable and tensors and not _on_meta(tensors[0]) and args and args[0] is tensors[0]:
+        raise SoliError(
+            "a constant is changed by a tensor that is deferred",
+            got=str(func),
+            fix="make the constant with torch.zeros or another factory inside the block, and write into that",
+            everywhere=True,
+        )
 
 
 def _as_given(func: Any, args: Any, result: Any) -> Any:
@@ -182,10 +217,10 @@ def _key(tensor: Tensor) -> int:
 
 
 def _real(x: Any, real: dict[int, Tensor]) -> Any:
-    """The real tensor for a meta one: the same view of the real storage."""
-    if not isinstance(x, Tensor) or not _on_meta(x):
-        return x.clone() if isinstance(x, Tensor) else x
-    return torch.as_strided(real[_key(x)], x.shape, x.stride(), x.storage_offset())
+    """The real tensor for a deferred one: the same view of the real storage."""
+    if isinstance(x, _View):
+        return torch.as_strided(real[x.storage], x.shape, x.stride, x.offset)
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _needed(tensor: Tensor, name: str) -> list[_Entry]:
@@ -198,7 +233,7 @@ def _needed(tensor: Tensor, name: str) -> list[_Entry]:
             everywhere=True,
         )
     wanted, found = {_key(tensor)}, []
-    for entry in reversed(known):
+    for entry in reversed(known[1]):
         if entry.touches & wanted:
             found.append(entry)
             wanted |= entry.reads
