@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 from soli.engine import engine as engine_module
 from soli.parallel.reduce import Reducer
+from soli.verify import foreign
 from soli.verify.cases import CASES, PLANS
+from soli.verify.lift import lifted
 from soli.verify.parity import BOUND, check, compare, expected_of, under_plan
 from soli.verify.pool import Pool
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _foreign_ready(pool: Pool) -> None:
+    pool.run(foreign.ready, ranks=4, deadline=120)
 
 
 def one(name: str, plan: str, ranks: int):
@@ -78,3 +85,29 @@ def broken(how: str):
 def test_the_proof_fails_where_it_should(pool: Pool, how: str, ranks: int) -> None:
     for worst, _ in pool.run(broken, how, ranks=ranks):
         assert worst > BOUND
+
+
+class Casting(torch.nn.Module):
+    """Casts to float32 in the ways that models from elsewhere do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        y = y.float() * torch.rsqrt(y.to(torch.float32).pow(2).mean(-1, keepdim=True) + torch.full((1,), 1e-6))
+        y = torch.nn.functional.softmax(y, dim=-1, dtype=torch.float32) @ torch.ones(8, 8, dtype=torch.float)
+        return y.to(dtype=torch.float32).cumsum(-1).to(x.dtype)
+
+
+def test_float32_inside_a_model_is_lifted() -> None:
+    torch.manual_seed(0)
+    model, x = Casting().double(), torch.randn(64, 8).double()
+    y = model.linear(x)
+    y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).softmax(-1) @ torch.ones(8, 8).double()
+    exact = y.cumsum(-1)
+    with lifted():
+        assert (model(x) - exact).abs().max() <= 1e-14
+    assert (model(x) - exact).abs().max() > 1e-10  # what the proof would have to forgive otherwise
+    assert torch.get_default_dtype() == torch.float32

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from soli import losses
 from soli.losses import LossFn
 from soli.models.gpt import GPT, GPTConfig
+from soli.verify import foreign
 from soli.verify.parity import Case, adamw
 
 STEPS = 3
@@ -125,6 +126,10 @@ CASES = {
         "gpt-masked": gpt_masked,
         "odd": odd,
         "skipping": skipping,
+        "hf-gpt2": foreign.hf_gpt2,
+        "hf-llama": foreign.hf_llama,
+        "hf-bert": foreign.hf_bert,
+        "hf-t5": foreign.hf_t5,
     }.items()
 }
 PLANS: dict[int, tuple[str, ...]] = {

@@ -44,6 +44,7 @@ def sequential(
         with randomness.begin(step, 0, rows_of(batch)), randomness.forward():
             total, count = loss_fn(call(batch), batch)
             loss = total / count
+            randomness.backward()
             loss.backward()
         trace.losses.append(float(loss.detach()))
         trace.gradients.append(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from soli.engine.engine import parallelize
 from soli.losses import LossFn
+from soli.verify.lift import lifted
 from soli.verify.oracle import Trace, sequential
 
 BOUND = 1e-10
@@ -56,7 +57,8 @@ def under_plan(case: Case, plan: str) -> Trace:
     engine = parallelize(model.double(), loss_fn, optimizer=case.optimizer, clip=case.clip, plan=plan)
     trace = Trace()
     for batch in batches:
-        loss = engine.forward_backward(batch)
+        with lifted():
+            loss = engine.forward_backward(batch)
         trace.losses.append(float(loss))
         trace.gradients.append(engine.global_gradients())
         engine.clip()
@@ -75,7 +77,8 @@ def check(case: Case, plan: str, ranks: int) -> Row:
 
 def expected_of(case: Case) -> Trace:
     model, loss_fn, batches = case.make()
-    return sequential(copy.deepcopy(model).double(), loss_fn, case.optimizer, batches, case.clip)
+    with lifted():
+        return sequential(copy.deepcopy(model).double(), loss_fn, case.optimizer, batches, case.clip)
 
 
 def compare(got: Trace, expected: Trace) -> tuple[float, str]:

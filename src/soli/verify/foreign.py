@@ -1,0 +1,108 @@
+"""Parity cases made of Hugging Face models as they are: small configurations, their own losses and dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soli import losses
+
+VOCAB, LENGTH = 37, 6
+IGNORE = losses.IGNORE
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+
+
+def ready() -> None:
+    """Import what the cases need, which takes longer than a case may."""
+    import transformers.models.bert.modeling_bert
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama
+    import transformers.models.t5.modeling_t5  # noqa: F401
+
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _batches(rows: list[int], *, masked_share: float, padded: bool) -> list[dict[str, Tensor]]:
+    """Rows of tokens; some labels do not count, all of the first row's, and some rows end in padding."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for n in rows:
+        tokens = torch.randint(3, VOCAB, (n, LENGTH), generator=generator)
+        labels = tokens.clone()
+        labels[torch.rand(n, LENGTH, generator=generator) < masked_share] = IGNORE
+        labels[: n // 2] = IGNORE
+        mask = torch.ones_like(tokens)
+        if padded:
+            mask[-1, LENGTH - 2 :] = 0
+            labels[-1, LENGTH - 2 :] = IGNORE
+        made.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    return made
+
+
+def hf_gpt2() -> Any:
+    """Conv1D layers, tied head, dropout in four places, the model's own causal loss."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(21)
+    config = GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=12, n_layer=2, n_head=3, **NO_TOKENS)
+    return GPT2LMHeadModel(config), losses.from_model(), _batches([8, 8, 5], masked_share=0.3, padded=False)
+
+
+def hf_llama() -> Any:
+    """Grouped queries, rotary positions, RMS norms in float32, padding, and blocks recomputed in backward."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(22)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        attention_dropout=0.1,
+        use_cache=False,
+        **NO_TOKENS,
+    )
+    model = LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable()
+    return model, losses.from_model(), _batches([8, 9, 8], masked_share=0.0, padded=True)
+
+
+def hf_bert() -> Any:
+    """A masked language model: the labels are not shifted, and most do not count."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(23)
+    config = BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=20,
+        max_position_embeddings=LENGTH,
+    )
+    batches = _batches([8, 7, 9], masked_share=0.6, padded=True)
+    return BertForMaskedLM(config), losses.from_model(shifted=False), batches
+
+
+def hf_t5() -> Any:
+    """Encoder and decoder, one embedding used three times, relative positions held by the first blocks."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(24)
+    config = T5Config(
+        vocab_size=VOCAB,
+        d_model=12,
+        d_kv=4,
+        d_ff=20,
+        num_layers=2,
+        num_heads=3,
+        dropout_rate=0.1,
+        decoder_start_token_id=0,
+    )
+    batches = _batches([8, 8, 9], masked_share=0.2, padded=True)
+    return T5ForConditionalGeneration(config), losses.from_model(shifted=False), batches

@@ -1,0 +1,40 @@
+"""Casts to float32 inside a model, lifted to float64, so that float64 can be the judge of any model.
+
+Models from elsewhere compute their norms, softmaxes, rotary tables and losses in float32 whatever they are
+given; that noise (1e-8 after a few steps) would hide an error. Both sides of a proof run lifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+
+class _Lift(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args, kwargs = tree_map_only(torch.dtype, _double, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _double(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float32 else dtype
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Where code asks torch for float32, or for no dtype, it gets float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Lift():
+            yield
+    finally:
+        torch.set_default_dtype(before)
