@@ -96,6 +96,8 @@ class Reducer:
             self._next += 1
 
     def _launch(self, unit: Unit) -> None:
+        while len(self._flying) >= IN_FLIGHT:
+            self._land()
         grad = self._buffer(unit)
         for slot in unit.slots:
             if not slot.arrived:
@@ -114,8 +116,6 @@ class Reducer:
             label = f"gradients of {unit.name}"
             pending = reduce_scatter(target, grad, unit.shard_axis, label=label, wait=False)
         self._flying.append((unit, pending))
-        while len(self._flying) > IN_FLIGHT:
-            self._land()
 
     def _land(self) -> None:
         unit, pending = self._flying.popleft()
