@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity bench gpu-check clean
+.PHONY: train test check parity bench pictures gpu-check clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -23,7 +23,7 @@ test: .venv/developed check     ## everything: style, types, structure, and all 
 	$(BIN)/python -m pytest
 
 check: .venv/developed
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/mypy -p soli
 
 parity: .venv/developed         ## every case under every plan -> docs/parity.md, benchmarks/results/parity.json
@@ -31,11 +31,16 @@ parity: .venv/developed         ## every case under every plan -> docs/parity.md
 
 bench: .venv/developed          ## step time and memory beside the peers -> benchmarks/results/
 	$(BIN)/python benchmarks/envs.py
-	$(BIN)/python benchmarks/run.py --sizes small big --steps 12 --rounds 3
+	$(BIN)/python benchmarks/run.py --sizes small --steps 12 --rounds 3
+	$(BIN)/python benchmarks/run.py --sizes big --steps 5 --warmup 2 --rounds 3
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python -m soli.verify.resume
+
+pictures: .venv/installed       ## the documents' pictures, from the results -> docs/pictures/
+	$(BIN)/python docs/draw.py
 
 gpu-check:                      ## the tests and the bench on a CUDA device; refuses elsewhere
-	@$(PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu-check: there is no CUDA device here')"
+	@$(PYTHON) -c "import importlib.util as u, sys; ok = u.find_spec('torch') and __import__('torch').cuda.is_available(); sys.exit(None if ok else 'make gpu-check: needs a PyTorch with a CUDA device, and there is none here')"
 	PYTHONPATH=src $(PYTHON) -m pytest tests/test_parity.py tests/test_engine.py tests/test_communication.py
 	PYTHONPATH=src $(PYTHON) benchmarks/run.py --sizes small --steps 12 --rounds 3
 

@@ -1,7 +1,7 @@
 """Step time of every system: `python benchmarks/run.py --sizes small big --rounds 3 [--only NAME ...]`.
 
 Alternating rounds (entry A, B, C, ..., then again), each run a fresh launch of its ranks. Writes
-results/step-time.json and .md after every round, so that a long measurement that is stopped is not lost.
+results/step-time-SIZES.json and .md after every round, so that a long measurement that is stopped is not lost.
 """
 
 import argparse
@@ -57,8 +57,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES), metavar="NAME", help=", ".join(ENTRIES))
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds after which a run is killed")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "step-time", help="without a suffix")
+    parser.add_argument("--out", type=Path, help="without a suffix; default: results/step-time-SIZES")
     args = parser.parse_args()
+    args.out = args.out or HERE / "results" / "-".join(["step-time", *args.sizes])
     if min(args.steps, args.rounds) < 1 or args.warmup < 0:
         parser.error("--steps and --rounds are at least 1, --warmup at least 0")
     return args

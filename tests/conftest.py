@@ -1,9 +1,11 @@
-"""One pool of ranks for the whole session."""
+"""One pool of ranks for the whole session, and a disk that is soon full."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +19,16 @@ def pool() -> Iterator[Pool]:
     made = Pool(4)
     yield made
     made.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.fail(f"cannot mount a small tmpfs (this test needs root): {mounted.stderr}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,19 +231,6 @@ def test_foreign_folders_are_recognised(tmp_path: Path) -> None:
         save, tmp_path / "hf", simple(), {}, overwrite=True
     )
     assert (tmp_path / "hf" / "model.safetensors").exists()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 kB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    mounted = subprocess.run(command, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.fail(f"cannot mount a small tmpfs (this test needs root): {mounted.stderr}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_full_disk_is_an_error_that_leaves_nothing(small_disk: Path) -> None:

@@ -128,3 +128,28 @@ def test_torch_collectives_are_seen(pool: Pool) -> None:
         assert found["fsdp2"].get("all_gather") == 8 * 8 * 4  # the root is gathered once
         assert found["fsdp2"].get("reduce_scatter") == 8 * 8 * 4
         assert found["dtensor"].get("all_gather") == 8 * 8 * 4
+
+
+def pipeline():
+    """Two stages, two microbatches of [2, 8], one step of GPipe."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    example = torch.zeros(2, 8, requires_grad=True)
+    stage = PipelineStage(
+        nn.Linear(8, 8), rank, 2, torch.device("cpu"), input_args=example, output_args=example
+    )
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: (y - t).square().sum())
+    recorder.clear()
+    with record_torch():
+        schedule.step(torch.ones(4, 8)) if rank == 0 else schedule.step(target=torch.zeros(4, 8))
+    return [(r.operation, r.bytes) for r in recorder.records if r.operation in ("send", "recv")]
+
+
+def test_pipelining_is_seen(pool: Pool) -> None:
+    first, last = pool.run(pipeline, ranks=2)
+    activations = 2 * 8 * 4
+    assert first.count(("send", activations)) == first.count(("recv", activations)) == 2
+    assert last.count(("send", activations)) == last.count(("recv", activations)) == 2

@@ -121,3 +121,72 @@ def test_shards_of_a_deferred_model_are_the_eager_weights(pool: Pool, plan: str)
         assert state.keys() == eager.keys()
         assert all(torch.equal(state[name], eager[name]) for name in eager)
     assert found[0][1] == found[1][1]
+
+
+class Looks(nn.Module):
+    """Reads values in the constructor, and draws as many numbers as they ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.rand(5) + 0.5)
+        self.total = sum(self.a.detach().tolist())
+        self.b = nn.Parameter(torch.normal(self.a.detach(), 0.1 * self.a.detach()))
+        self.c = nn.Parameter(torch.poisson(9 * self.a.detach()))
+        self.d = nn.Parameter(torch.distributions.Gamma(self.a.detach(), torch.ones(5)).sample())
+        self.e = nn.Parameter(torch.bernoulli(self.a.detach() / 2))
+        self.rows = torch.multinomial(self.a.detach(), 3).tolist()
+        self.scale = float(self.a.detach().numpy().max())
+        self.last = nn.Linear(2, 2)
+
+
+def test_values_read_in_the_constructor_are_the_eager_ones() -> None:
+    torch.manual_seed(8)
+    eager, after = Looks(), torch.rand(2)
+    torch.manual_seed(8)
+    with soli.deferred():
+        model = Looks()
+    assert torch.equal(torch.rand(2), after)
+    assert (model.total, model.rows, model.scale) == (eager.total, eager.rows, eager.scale)
+    for (name, tensor), wanted in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(materialise(tensor, name), wanted), name
+
+
+def test_a_shape_that_depends_on_values_is_refused() -> None:
+    with pytest.raises(SoliError, match="whose shape depends on values"), soli.deferred():
+        torch.randn(9).nonzero()
+
+
+def test_a_change_after_the_block_is_refused() -> None:
+    with soli.deferred():
+        model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(SoliError, match="was changed after"):
+        materialise(model[0].weight, "0.weight")
+    with torch.no_grad():
+        model[1].weight.fill_(3.0)  # never touched since it was made a parameter
+    with pytest.raises(SoliError, match="was changed after"):
+        materialise(model[1].weight, "1.weight")
+    materialise(model[0].bias, "0.bias")
+
+
+def test_what_is_known_of_a_model_is_freed_with_it() -> None:
+    import gc
+
+    from soli.parallel import init
+
+    def build() -> None:
+        with soli.deferred():
+            model = gpt()
+        assert init._logs
+        parallelize(
+            model, soli.losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+        )
+
+    gc.collect()
+    init.sweep()
+    before = len(init._logs)
+    build()
+    assert len(init._logs) == before

@@ -21,6 +21,8 @@ def test_the_examples_print_the_same_losses() -> None:
     assert len(first) == 4
     assert lines_of([sys.executable, "examples/01_engine.py"]) == first
     assert lines_of([*SOLI, "run", "-n", "2", "examples/02_parallel.py"]) == first
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    assert lines_of([*torchrun, "examples/02_parallel.py"]) == first
 
 
 def test_the_documents_name_commands_that_exist() -> None:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from soli.checkpoint.team import team_of
 from soli.checkpoint.tensorfile import checksum, dtype_name, reading
 from soli.core.errors import FAILURE, Problem, SoliError, failure, raise_all
 from soli.core.layout import Box, Sharded
+from soli.core.progress import Add, busy
 
 
 def load(
@@ -47,8 +49,12 @@ def load(
     raise_all(differences(manifest, wanted, ignore), everywhere=True)
     files = sorted({chunk.file for name in wanted for chunk in manifest.tensors[name].chunks})
     shares = _shares({name: manifest.files[name] for name in files}, team.size)
-    team.each("checking the files", lambda: check_files(Path(place), manifest, shares[team.rank]))
-    team.each("reading the tensors", lambda: _fill(Path(place), manifest, tensors))
+    first = team.rank == 0
+    team.each(
+        "checking the files", lambda: check_files(Path(place), manifest, shares[team.rank], shown=first)
+    )
+    with busy(f"reading {path}", shown=first):
+        team.each("reading the tensors", lambda: _fill(Path(place), manifest, tensors))
     return copy.deepcopy(manifest.state)
 
 
@@ -69,8 +75,10 @@ def differences(
             found.append(Problem(f"{name} has another shape or dtype in the checkpoint", got, allowed))
     for name in manifest.tensors:
         if name not in wanted and not (ignore is not None and ignore(name)):
-            fix = "ask for it, or say with ignore= that it is not wanted"
-            found.append(Problem(f"{name} is in the checkpoint, and nobody asks for it", fix=fix))
+            found.append(Problem(f"{name} is in the checkpoint, and nobody asks for it"))
+    if found:
+        fix = "load with the model and the optimizer that saved it; for some of its weights: soli checkpoint export"
+        found[-1] = replace(found[-1], fix=fix)
     return found
 
 
@@ -85,14 +93,16 @@ def _shares(files: dict[str, FileEntry], parts: int) -> list[list[str]]:
     return shares
 
 
-def check_files(place: Path, manifest: Manifest, names: list[str]) -> None:
+def check_files(place: Path, manifest: Manifest, names: list[str], *, shown: bool = True) -> None:
     """Read these files once; a SoliError names every one that is not what was written."""
-    found = [problem for name in names for problem in damage(place / name, manifest.files[name])]
+    size = sum(manifest.files[name].size for name in names)
+    with busy(f"checking {place}", size, shown=shown) as done:
+        found = [problem for name in names for problem in damage(place / name, manifest.files[name], done)]
     if found:
         raise SoliError(found, exit_code=FAILURE)
 
 
-def damage(file: Path, entry: FileEntry) -> list[Problem]:
+def damage(file: Path, entry: FileEntry, done: Add = lambda _: None) -> list[Problem]:
     """What is wrong with a file of a checkpoint: missing, another size, another content."""
     fix = "take another copy of this checkpoint, or an earlier one"
     if not file.is_file():
@@ -101,7 +111,7 @@ def damage(file: Path, entry: FileEntry) -> list[Problem]:
     if size != entry.size:
         what = "is truncated" if size < entry.size else "is longer than it was written"
         return [Problem(f"{file} {what}", f"{size} bytes", f"{entry.size} bytes", fix)]
-    got = checksum(file)
+    got = checksum(file, done)
     if got != entry.checksum:
         return [Problem(f"{file} is damaged: its content is not what was written", got, entry.checksum, fix)]
     return []

@@ -27,6 +27,7 @@ from soli.checkpoint.tensorfile import Entry, write_file
 from soli.checkpoint.tiling import tiling_problems
 from soli.core.errors import SoliError, raise_all
 from soli.core.layout import Box, Sharded
+from soli.core.progress import Add, busy
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ def save_with(
     team: Team, path: str | Path, tensors: dict[str, Sharded], state: dict[str, Any], overwrite: bool = False
 ) -> None:
     """`save` for a team; ALONE saves in this process, whatever process group there is."""
-    _write(_plan(team, path, tensors, state, overwrite))
+    job = _plan(team, path, tensors, state, overwrite)
+    size = sum(entry.size for entry in job.entries)
+    with busy(f"writing {path}", size, shown=team.rank == 0) as done:
+        _write(job, done)
 
 
 class PendingSave:
@@ -225,14 +229,14 @@ def _check_cover(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], plans:
     )
 
 
-def _write(job: _Job) -> None:
+def _write(job: _Job, done: Add = lambda _: None) -> None:
     """Write this rank's file, agree, and let the first rank commit."""
     team = job.team
     partial = Path(
         team.first("making the checkpoint's folder", lambda: str(open_partial(job.path, job.overwrite)))
     )
     try:
-        written = team.each("writing the checkpoint", lambda: _write_mine(partial, job))
+        written = team.each("writing the checkpoint", lambda: _write_mine(partial, job, done))
         team.first(
             "completing the checkpoint",
             lambda: commit(partial, job.path, to_text(_manifest(job, written)), job.overwrite),
@@ -248,11 +252,11 @@ def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _write_mine(partial: Path, job: _Job) -> FileEntry | None:
+def _write_mine(partial: Path, job: _Job, done: Add) -> FileEntry | None:
     if not job.entries:
         return None
     try:
-        return FileEntry(*write_file(partial / _file_name(job.team.rank), job.entries))
+        return FileEntry(*write_file(partial / _file_name(job.team.rank), job.entries, done=done))
     except OSError as error:
         need = sum(entry.size for entry in job.entries)
         shown = as_soli_error(f"writing {need:,} bytes for {job.path}", error)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from soli.core.errors import SoliError, failure
+from soli.core.progress import Add
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -65,7 +66,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_file(path: Path, entries: list[Entry], metadata: dict[str, str] | None = None) -> tuple[int, str]:
+def write_file(
+    path: Path, entries: list[Entry], metadata: dict[str, str] | None = None, done: Add = lambda _: None
+) -> tuple[int, str]:
     """Write a safetensors file and flush it to the disk. Returns its size in bytes and its checksum.
 
     One tensor at a time is held beside the caller's own memory. The file must not exist yet.
@@ -86,7 +89,7 @@ def write_file(path: Path, entries: list[Entry], metadata: dict[str, str] | None
     with open(path, "xb") as file:
         _put(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
         for entry in entries:
-            _put(file, digest, _bytes(entry))
+            _put(file, digest, _bytes(entry), done)
         file.flush()
         os.fsync(file.fileno())
     return 8 + len(text) + at, f"sha256:{digest.hexdigest()}"
@@ -100,17 +103,22 @@ def _bytes(entry: Entry) -> memoryview:
     return memoryview(flat)
 
 
-def _put(file: IO[bytes], digest: Any, data: memoryview) -> None:
+def _put(file: IO[bytes], digest: Any, data: memoryview, done: Add = lambda _: None) -> None:
     for start in range(0, len(data), STEP):
         part = data[start : start + STEP]
         digest.update(part)
         file.write(part)
+        done(len(part))
 
 
-def checksum(path: Path) -> str:
+def checksum(path: Path, done: Add = lambda _: None) -> str:
     """The checksum of a file, streamed."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        while part := file.read(STEP):
+            digest.update(part)
+            done(len(part))
+    return f"sha256:{digest.hexdigest()}"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from soli.checkpoint.tensorfile import dtype_name, headers
 from soli.checkpoint.tiling import tiling_problems
 from soli.checkpoint.transfer import export, import_
 from soli.core.errors import Problem, SoliError
+from soli.core.progress import busy
 
 __all__ = ["check", "export", "import_", "show"]
 
@@ -67,9 +68,10 @@ def check(path: str | Path) -> list[Problem]:
     found = []
     for name, saved in manifest.tensors.items():
         found += tiling_problems(name, saved.shape, [chunk.box for chunk in saved.chunks])
-    for name, entry in manifest.files.items():
-        bad = damage(place / name, entry)
-        found += bad or _content_problems(place / name, manifest)
+    with busy(f"checking {path}", sum(entry.size for entry in manifest.files.values())) as done:
+        for name, entry in manifest.files.items():
+            bad = damage(place / name, entry, done)
+            found += bad or _content_problems(place / name, manifest)
     known = {*manifest.files, MANIFEST}
     for entry_path in sorted(place.iterdir()):
         if entry_path.name not in known:

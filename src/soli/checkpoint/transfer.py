@@ -28,6 +28,7 @@ from soli.checkpoint.team import ALONE, as_soli_error
 from soli.checkpoint.tensorfile import Entry, headers, reading, write_file
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.layout import Sharded, whole
+from soli.core.progress import Add, busy
 
 PREFIX = "model."
 PICKLE_FIX = (
@@ -69,11 +70,12 @@ def export(
                 for own, name in names.items()
                 if own not in tied
             ]
+            done = stack.enter_context(busy(f"writing {out}", sum(entry.size for entry in entries)))
             if format == "hf":
                 partial.mkdir()
-                written = _write_hf(partial, entries, max_shard_bytes, config)
+                written = _write_hf(partial, entries, max_shard_bytes, config, done)
             else:
-                write_file(partial, entries, {"format": "pt"})
+                write_file(partial, entries, {"format": "pt"}, done)
                 written = [""]
         os.rename(partial, out)
         flush(out.parent)
@@ -122,7 +124,9 @@ def _assemble(handles: dict[str, Any], name: str, saved: Saved) -> Callable[[], 
     return get
 
 
-def _write_hf(folder: Path, entries: list[Entry], limit: int, config: str | Path | None) -> list[str]:
+def _write_hf(
+    folder: Path, entries: list[Entry], limit: int, config: str | Path | None, done: Add
+) -> list[str]:
     """`model.safetensors`, or shards of at most `limit` bytes (or one tensor) each, and their index."""
     shards: list[list[Entry]] = [[]]
     filled = 0
@@ -135,7 +139,7 @@ def _write_hf(folder: Path, entries: list[Entry], limit: int, config: str | Path
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     written = names if len(shards) > 1 else ["model.safetensors"]
     for name, shard in zip(written, shards, strict=True):
-        write_file(folder / name, shard, {"format": "pt"})
+        write_file(folder / name, shard, {"format": "pt"}, done)
     if len(shards) > 1:
         where = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         index = {"metadata": {"total_size": sum(e.size for e in entries)}, "weight_map": where}

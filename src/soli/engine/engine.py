@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from soli.core.errors import SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
+from soli.core.progress import busy
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, microbatches, part_of, to_device
@@ -73,7 +74,8 @@ def parallelize(
     raise_all(data_parallel.problems(model, chosen), everywhere=True)
     made = optimizers.build(optimizer, model)
     raise_all(optimizers.problems(made, model, chosen.zero), everywhere=True)
-    return Engine(model, loss_fn or from_model(), made, scheduler, clip, chosen, seed, world)
+    with busy(f"laying the model over {world.size} ranks", shown=world.is_first):
+        return Engine(model, loss_fn or from_model(), made, scheduler, clip, chosen, seed, world)
 
 
 class Engine:
@@ -394,7 +396,8 @@ class Engine:
     def global_state_dict(self, optimizer: bool = False) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, on every rank (collective). `optimizer`: its tensors too."""
         self._finish_gathers()
-        return states.global_state(self, optimizer)
+        with busy("gathering whole tensors", shown=self.rank == 0):
+            return states.global_state(self, optimizer)
 
     def global_gradients(self) -> dict[str, Tensor | None]:
         """Whole gradients by name, between forward_backward() and update(); None where no rank used it."""

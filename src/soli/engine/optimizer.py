@@ -52,11 +52,18 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, zero: int) -> l
                 fix="build the optimizer on this model, after any change to it, and before soli.parallelize",
             )
         )
-    if optimizer.state:
+    if stepped(optimizer):
         found.append(
             Problem(
                 "the optimizer has already stepped",
                 fix="give soli.parallelize a fresh one; a run is continued with engine.load",
+            )
+        )
+    elif zero and any(t.is_meta for state in optimizer.state.values() for t in _tensors(state)):
+        found.append(
+            Problem(
+                f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
+                fix="build the model without soli.deferred(), or use zero=0",
             )
         )
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -70,6 +77,15 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, zero: int) -> l
             )
         )
     return found
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has taken a step. Some (Adagrad) have states from the start, with a step number of 0."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
+
+
+def _tensors(state: dict[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
 
 
 def elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -114,7 +130,13 @@ def _stepped(
 
 
 def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot]) -> None:
-    """Put this rank's pieces in place of the plain parameters, group by group, in place."""
+    """Put this rank's pieces in place of the plain parameters, group by group, in place, and cut their states."""
+    for param in list(optimizer.state):
+        slot = slots.get(id(param))
+        if slot is not None and slot.piece is not param:
+            state = optimizer.state.pop(param)
+            if slot.piece is not None:
+                optimizer.state[slot.piece] = {k: _cut(v, slot) for k, v in state.items()}
     for group in optimizer.param_groups:
         group["params"] = [
             piece
@@ -123,3 +145,16 @@ def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot]) -> None:
         ]
         if "param_names" in group:
             group.pop("param_names")  # they no longer match; engine.save writes names of its own
+
+
+def _cut(value: Any, slot: Slot) -> Any:
+    """This rank's part of a state that is shaped as its parameter; anything else as it is."""
+    if (
+        slot.piece is None
+        or not isinstance(value, Tensor)
+        or tuple(value.shape) != slot.shape
+        or not slot.shape
+    ):
+        return value
+    start = slot.first
+    return value.flatten()[start : start + slot.piece.numel()].reshape(slot.piece.shape).clone()

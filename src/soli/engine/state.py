@@ -11,15 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soli import checkpoint
-from soli.core.errors import SoliError
+from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.layout import Sharded, from_flat, from_whole
+from soli.engine import rng
 from soli.engine.data import Position
 from soli.mesh.collectives import all_gather, all_reduce, gather_json
 from soli.parallel.units import Slot, Unit
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
+
+RNG = "rng."
 
 
 def gradient(unit: Unit, slot: Slot) -> Sharded:
@@ -69,15 +72,19 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
     shapes = _agreed_shapes(engine, local)
     found = {}
     for name, (shape, dtype) in shapes.items():
-        whole = torch.zeros(shape, dtype=dtype, device=engine.device)
+        whole = torch.full(shape, 0 if shape else _least(dtype), dtype=dtype, device=engine.device)
         for box, piece in local[name].pieces if name in local else []:
             whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
         if engine.mesh["shard"].size > 1:
-            # A scalar (a step number) is held by every owner: the largest is the number itself.
+            # A scalar is the same for all who hold it, and the others have less than any number.
             whole_sized = bool(shape)
             all_reduce(whole, engine.mesh["shard"], "sum" if whole_sized else "max", label=name)
         found[name] = whole
     return found
+
+
+def _least(dtype: torch.dtype) -> float:
+    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _agreed_shapes(
@@ -127,9 +134,8 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
     if engine.saving is not None:
         engine.saving.wait()
         engine.saving = None
-    tensors = (
-        model_tensors(engine) | optimizer_tensors(engine) | {"rng.cpu": from_whole(torch.get_rng_state())}
-    )
+    tensors = model_tensors(engine) | optimizer_tensors(engine)
+    tensors[f"{RNG}{engine.rank}"] = from_whole(rng.state())
     state = _state(engine, extra)
     if engine._save_group is None and engine.world > 1:
         # Its own group: on the default one a background save has crashed while training communicates.
@@ -164,10 +170,18 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
         engine.saving.wait()
         engine.saving = None
     wanted = model_tensors(engine)
-    only_weights = not any(name.startswith(("optimizer.", "rng.")) for name in manifest.tensors)
-    rng = torch.get_rng_state()
+    only_weights = not any(name.startswith(("optimizer.", RNG)) for name in manifest.tensors)
+    fresh: dict[Any, dict[str, Any]] = {}
+    drawn: dict[str, Tensor] = {}
     if not only_weights:
-        wanted |= _optimizer_to_fill(engine, manifest) | {"rng.cpu": from_whole(rng)}
+        _check_groups(engine, manifest.state)
+        wanted |= _optimizer_to_fill(engine, manifest, fresh)
+        drawn = {
+            name: torch.empty(saved.shape, dtype=saved.dtype)
+            for name, saved in manifest.tensors.items()
+            if name.startswith(RNG)
+        }
+        wanted |= {name: from_whole(value) for name, value in drawn.items()}
     with torch.no_grad():
         state = checkpoint.load(path, wanted, group=None if engine.world == 1 else dist.group.WORLD)
         for unit in engine.parallel.units:
@@ -178,18 +192,23 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
         if engine.rank == 0:
             print(f"soli: {path} holds weights alone: optimizer, data position and step start anew")
         return {}
-    torch.set_rng_state(rng)
+    engine.optimizer.state.clear()
+    engine.optimizer.state.update(fresh)
+    # More ranks than have saved go on from rank 0's: random numbers of one's own (in a dataset) then differ.
+    rng.restore(drawn.get(f"{RNG}{engine.rank}", drawn[f"{RNG}0"]))
     _restore(engine, state)
     events.emit("load", path=str(path), step=engine.step_count, plan_written=state["plan"])
     extra: dict[str, Any] = state["extra"]
     return extra
 
 
-def _optimizer_to_fill(engine: Engine, manifest: Any) -> dict[str, Sharded]:
-    """Make the optimizer's tensors, as the checkpoint lists them, for the parts this rank holds."""
+def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str, Any]]) -> dict[str, Sharded]:
+    """Make the optimizer's tensors, as the checkpoint lists them, for the parts this rank holds: `fresh`.
+
+    The optimizer's own are left alone until everything is read.
+    """
     by_name = {slot.name: (unit, slot, param) for unit, slot, param in _held(engine)}
     everyone = {slot.name: slot for unit in engine.parallel.units for slot in unit.slots}
-    engine.optimizer.state.clear()
     found: dict[str, Sharded] = {}
     for name, saved in manifest.tensors.items():
         if not name.startswith("optimizer."):
@@ -207,30 +226,37 @@ def _optimizer_to_fill(engine: Engine, manifest: Any) -> dict[str, Sharded]:
             start, _ = unit.owned(slot)
             found[name] = from_flat(value, slot.shape, start - slot.start)
         else:
-            scalar = not saved.shape  # step numbers stay on the CPU, where torch keeps them
-            shape = param.shape if unit.zero and not slot.shape and key != "step" else tuple(saved.shape)
-            value = torch.empty(shape, dtype=saved.dtype, device="cpu" if scalar else param.device)
-            found[name] = from_whole(value.view(tuple(saved.shape)))
-        engine.optimizer.state[param][key] = value
+            scalar = not saved.shape and key == "step"  # torch keeps step numbers on the CPU
+            value = torch.empty(saved.shape, dtype=saved.dtype, device="cpu" if scalar else param.device)
+            found[name] = from_whole(value)
+        fresh.setdefault(param, {})[key] = value
     return found
 
 
-def _restore(engine: Engine, state: dict[str, Any]) -> None:
-    groups = engine.optimizer.param_groups
-    if len(groups) != len(state["groups"]):
-        raise SoliError(
-            "the optimizer has another number of parameter groups than the checkpoint's",
-            got=f"{len(groups)}, saved {len(state['groups'])}",
-            everywhere=True,
+def _check_groups(engine: Engine, state: dict[str, Any]) -> None:
+    """What must fit besides the tensors, looked at before any of them is touched."""
+    found = []
+    groups = len(engine.optimizer.param_groups)
+    if groups != len(state["groups"]):
+        found.append(
+            Problem(
+                "the optimizer has another number of parameter groups than the checkpoint's",
+                got=f"{groups}, saved {len(state['groups'])}",
+            )
         )
-    for group, saved in zip(groups, state["groups"], strict=True):
-        group.update({k: (tuple(v) if isinstance(group.get(k), tuple) else v) for k, v in saved.items()})
     if (engine.scheduler is None) != (state["scheduler"] is None):
-        raise SoliError(
-            "a scheduler is in the checkpoint or in the program, but not in both",
-            fix="give soli.parallelize the scheduler that the checkpoint was trained with",
-            everywhere=True,
+        found.append(
+            Problem(
+                "a scheduler is in the checkpoint or in the program, but not in both",
+                fix="give soli.parallelize the scheduler that the checkpoint was trained with",
+            )
         )
+    raise_all(found, everywhere=True)
+
+
+def _restore(engine: Engine, state: dict[str, Any]) -> None:
+    for group, saved in zip(engine.optimizer.param_groups, state["groups"], strict=True):
+        group.update({k: (tuple(v) if isinstance(group.get(k), tuple) else v) for k, v in saved.items()})
     if engine.scheduler is not None:
         engine.scheduler.load_state_dict(state["scheduler"])
     if engine.loss_scale is not None and state["loss_scale"] is not None:

@@ -22,7 +22,7 @@ from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, all_reduce, broadcast
 from soli.mesh.mesh import Mesh
 from soli.parallel.gather import Block, Gatherer
-from soli.parallel.init import fingerprint, is_deferred, materialise
+from soli.parallel.init import fingerprint, is_deferred, materialise, sweep
 from soli.parallel.reduce import Reducer
 from soli.parallel.units import Slot, Unit, become, blocks, buckets, named_once, slots_of
 
@@ -87,6 +87,7 @@ def distribute(model: nn.Module, plan: Plan, mesh: Mesh) -> DataParallel:
         if param.is_meta or param.device != device:
             become(param, _values(param, names[0]).to(device))
     _place_buffers(model, device)
+    sweep()
     if plan.zero < 3:
         return DataParallel(units, Reducer(units), None, plain)
     reducer = Reducer([unit for block in [root, *found] for unit in block.units][::-1])

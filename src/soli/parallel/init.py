@@ -9,6 +9,7 @@ where it would stand after the eager one.
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError
@@ -49,6 +50,8 @@ class _Entry:
 
 _logs: dict[int, tuple[Any, list[_Entry]]] = {}
 """Storage -> itself, kept so that none is taken for another (it holds no memory), and the log that knows it."""
+_WRITES = "_soli_writes"
+"""The attribute of a deferred tensor: how often it had been written when its block ended."""
 
 
 @contextmanager
@@ -56,6 +59,17 @@ def deferred() -> Iterator[None]:
     """Build a model on the meta device: `with soli.deferred(): model = GPT(config)`."""
     with _NotMeta(), _Recorder():
         yield
+    sweep()
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), Tensor) and tensor.is_meta and _key(tensor) in _logs:
+            setattr(tensor, _WRITES, tensor._version)
+
+
+def sweep() -> None:
+    """Forget the storages that nobody has any more, and with the last one of a block its log."""
+    for key in list(_logs):
+        if torch._C._storage_Use_Count(key) == 1:
+            del _logs[key]
 
 
 def is_deferred(tensor: Tensor) -> bool:
@@ -104,9 +118,13 @@ class _NotMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_META:
             return False
+        if func in _READS and _on_meta(args[0]):
+            with _disable_current_modes():  # the recorder's, which would take this for a part of the model
+                return func(materialise(args[0]), *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
@@ -135,7 +153,15 @@ class _Recorder(TorchDispatchMode):
         meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
         if "device" in meta_kwargs or not tensors:
             meta_kwargs["device"] = torch.device("meta")
-        result = func(*meta_args, **meta_kwargs)
+        try:
+            result = func(*meta_args, **meta_kwargs)
+        except NotImplementedError as error:
+            raise SoliError(
+                "the constructor does something whose shape depends on values, which are not there yet",
+                got=f"{func}: {str(error).splitlines()[0]}",
+                fix="build this model without soli.deferred(), or rewrite that line (torch.where for a mask)",
+                everywhere=True,
+            ) from error
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         self._record(func, seen_args, seen_kwargs, outputs, generator)
         return _as_given(func, args, result)
@@ -194,16 +220,18 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Tensor | None:
             everywhere=True,
         )
     before = torch.get_rng_state()
-    make = lambda x: (
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-        if isinstance(x, Tensor) and _on_meta(x)
-        else x
-    )
+    # What is only written may hold anything; what is read must be there, for some draws (gamma's, Poisson's)
+    # take as many numbers as the values ask for.
+    written: Any = args[0] if func._schema.is_mutable and args else None
+
+    def make(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and _on_meta(x)):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if x is written else materialise(x)
+
     args, kwargs = tree_map(make, (args, kwargs))
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
-    if func in (torch.ops.aten.bernoulli.default, torch.ops.aten.multinomial.default):
-        args[0].fill_(0.5)  # what they draw from must be a probability
     func(*args, **kwargs)
     return before
 
@@ -230,6 +258,12 @@ def _needed(tensor: Tensor, name: str) -> list[_Entry]:
         raise SoliError(
             f"{name} is on the meta device and nothing is known of its values",
             fix="build and change the model (dtype, size) inside `with soli.deferred():`",
+            everywhere=True,
+        )
+    if getattr(tensor, _WRITES, tensor._version) != tensor._version:
+        raise SoliError(
+            f"{name} was changed after its soli.deferred() block, which cannot be known here",
+            fix="change it inside the block",
             everywhere=True,
         )
     wanted, found = {_key(tensor)}, []

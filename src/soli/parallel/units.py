@@ -47,6 +47,7 @@ class Slot:
     arrived: bool = False  # a gradient arrived in this step
     used: bool = False  # ... on any rank
     piece: nn.Parameter | None = None  # what the optimizer holds: the part of it in this rank's shard
+    first: int = 0  # the element of the parameter that the piece starts with
 
     @property
     def name(self) -> str:
@@ -110,7 +111,9 @@ class Unit:
     def _cut_piece(self, slot: Slot) -> None:
         start, stop = self.owned(slot)
         if start < stop and self.shard is not None:
-            slot.piece = nn.Parameter(self.shard[start - self.low : stop - self.low], self.trainable)
+            piece = self.shard[start - self.low : stop - self.low]
+            slot.piece = nn.Parameter(piece if slot.shape else piece.view(()), self.trainable)
+            slot.first = start - slot.start
 
     def owned(self, slot: Slot) -> tuple[int, int]:
         """The range of the unit's elements that are both this slot's and this rank's."""

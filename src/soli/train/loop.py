@@ -7,7 +7,7 @@ and the token files. Everything that is printed and written is rank 0's.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 import soli
 from soli.core.errors import SoliError
+from soli.core.progress import busy
 from soli.mesh.world import World, join
 from soli.models.gpt import GPT, GPTConfig, generate
 from soli.train import measure, picture, rundir, settings, tokens
@@ -215,8 +216,17 @@ def _decide(job: _Job, step: int, took: list[float]) -> int:
 
 def _evaluate(job: _Job, windows: Spread | Windows) -> float:
     """Mean nats per counted target."""
-    batches = job.engine.batches(windows, job.config.optim.batch, shuffle=False, name=None)
-    return float(job.engine.evaluate(batches))
+    size = job.config.optim.batch
+    batches = job.engine.batches(windows, size, shuffle=False, name=None)
+    count = -(-len(windows) // size)
+    with busy("validation", count, unit="batches", shown=job.world.is_first) as done:
+        return float(job.engine.evaluate(_counting(batches, done)))
+
+
+def _counting(batches: Iterable[Any], done: Callable[[int], None]) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        done(1)
 
 
 def _finish(job: _Job, seconds: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def ready() -> None:
     import transformers.models.bert.modeling_bert
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama
-    import transformers.models.t5.modeling_t5  # noqa: F401
+    import transformers.models.t5.modeling_t5
 
     transformers.utils.logging.set_verbosity_error()
 

@@ -1,0 +1,320 @@
+"""What users give the engine: batches, datasets, optimizers, checkpoints, and what is wrong with them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+from soli import losses
+from soli.core.errors import SoliError
+from soli.engine.engine import parallelize
+from soli.verify.cases import CASES
+from soli.verify.parity import BOUND, Case, check
+from soli.verify.pool import Pool
+from test_engine import DATA, Named, engine_for
+from test_launch import clean_environment
+
+# --- datasets and batches ---------------------------------------------------------------------------------
+
+
+class Mapped(Dataset):
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, i: int):
+        return DATA[i]
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+SOURCES = {
+    "list": lambda: (DATA, {}),
+    "dataset": lambda: (Mapped(), {}),
+    "stream": lambda: (Streamed(), {}),
+    "anything that iterates": lambda: ({i: d for i, d in enumerate(DATA)}.values(), {}),
+}
+
+
+def rows(source: str):
+    engine = engine_for("dp=2,zero=1")
+    dataset, options = SOURCES[source]()
+    parts = list(engine.batches(dataset, 6, shuffle=False, **options))
+    return [part.data["x"] for part in parts], [part.total for part in parts]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_rank_loads_its_own_rows_of_any_source(pool: Pool, source: str) -> None:
+    parts = pool.run(rows, source, ranks=2)
+    assert parts[0][1] == parts[1][1] == [6, 6, 6, 5]
+    rebuilt = torch.cat([torch.cat(pair) for pair in zip(parts[0][0], parts[1][0], strict=True)])
+    assert torch.equal(rebuilt, torch.stack([d["x"] for d in DATA]))
+
+
+SCRIPT = """
+import soli, torch
+
+class Mapped(torch.utils.data.Dataset):
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, i):
+        assert torch.utils.data.get_worker_info() is not None
+        return torch.tensor([float(i)]), torch.tensor([0.0])
+
+engine = soli.parallelize(
+    torch.nn.Linear(1, 1), soli.losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2"
+)
+for part in engine.batches(Mapped(), 4, shuffle=False, workers=2):
+    engine.step(part)
+    print("rows", engine.step_count, part.start, part.data[0].flatten().tolist(), flush=True)
+"""
+
+
+def test_workers_load_the_samples(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "soli.cli.main",
+        "run",
+        "-n",
+        "2",
+        "--all-ranks",
+        str(tmp_path / "script.py"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    found = sorted(line[line.index("rows") :] for line in done.stdout.splitlines() if "rows" in line)
+    assert found == [
+        "rows 1 0 [0.0, 1.0]",
+        "rows 1 2 [2.0, 3.0]",
+        "rows 2 0 [4.0, 5.0]",
+        "rows 2 2 [6.0, 7.0]",
+        "rows 3 0 [8.0, 9.0]",
+        "rows 3 2 [10.0]",
+    ]
+
+
+def caught(call, *args, **options) -> tuple[str, int]:
+    try:
+        call(*args, **options)
+    except SoliError as error:
+        return str(error), error.exit_code
+    return "", 0
+
+
+def too_small():
+    engine = engine_for("dp=4")
+    one = {"x": torch.randn(3, 5), "targets": torch.zeros(3, 3)}
+    ragged = {"x": torch.randn(3, 5), "targets": torch.zeros(4, 3)}
+    return [
+        caught(engine.step, one),
+        caught(engine.batches, DATA, 3),
+        caught(engine.batches, [], 4),
+        caught(engine.batches, Streamed(), 4),
+        caught(engine.step, ragged),
+        caught(engine.step, {"y": torch.randn(4, 5), "targets": torch.zeros(4, 3)}),
+        caught(engine.step, {"x": "words"}),
+    ]
+
+
+def test_batches_that_cannot_be(pool: Pool) -> None:
+    for found in pool.run(too_small, ranks=4):
+        for (text, code), words in zip(
+            found,
+            [
+                "3 rows, dp=4",
+                "global_batch=3, dp=4",
+                "the dataset is empty",
+                "pass shuffle=False",
+                "x: 3, targets: 4",
+                "needs 'x' and the batch has no such entry",
+                "no tensor with rows",
+            ],
+            strict=True,
+        ):
+            assert words in text.replace("['", "").replace("']", ""), text
+            assert code == 2
+
+
+# --- optimizers -------------------------------------------------------------------------------------------
+
+
+def grouped(params):
+    params = list(params)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.2},
+            {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3},
+        ],
+        lr=1e-2,
+    )
+
+
+OPTIMIZERS = {
+    "groups": grouped,
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+def optimizer_row(name: str, case: str, plan: str, ranks: int):
+    chosen = CASES[case]
+    return check(Case(case, chosen.make, OPTIMIZERS[name], chosen.clip), plan, ranks)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("plan", "ranks"), [("dp=2,zero=1", 2), ("dp=3,zero=3", 3)])
+def test_optimizers_equal_the_sequential_ones(pool: Pool, name: str, plan: str, ranks: int) -> None:
+    for case in ("gpt", "odd"):
+        for row in pool.run(optimizer_row, name, case, plan, ranks, ranks=ranks):
+            assert row.worst <= BOUND, row
+
+
+def instance(plan: str, as_instance: bool):
+    made = Named()
+    build = lambda p: torch.optim.AdamW(p, lr=1e-2)
+    engine = parallelize(
+        made, losses.mse("targets"), optimizer=build(made.parameters()) if as_instance else build, plan=plan
+    )
+    return [float(engine.step(batch)) for batch in engine.batches(DATA, 6)]
+
+
+def test_an_optimizer_may_be_an_instance_on_the_plain_model(pool: Pool) -> None:
+    a = pool.run(instance, "dp=2,zero=3", True, ranks=2)
+    b = pool.run(instance, "dp=2,zero=3", False, ranks=2)
+    assert a == b
+    assert a[0][-1] < a[0][0]
+
+
+class Scaled(Named):
+    """A parameter without dims, whose gradient is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.net(x).square() * self.scale
+
+
+def scaled(plan: str, path: str, save: bool):
+    engine = parallelize(
+        Scaled().double(), losses.mse("targets"), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), plan=plan
+    )
+    if not save:
+        engine.load(path)
+        return engine.global_state_dict(optimizer=True)
+    for _ in range(3):
+        engine.step({"x": torch.ones(4, 5).double(), "targets": 9 * torch.ones(4, 3).double()})
+    engine.save(path)
+    return engine.global_state_dict(optimizer=True)
+
+
+def test_a_parameter_without_dims(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(scaled, "dp=1", str(tmp_path / "one"), True, ranks=1)[0]
+    assert expected["optimizer.scale.exp_avg"] < 0
+    for zero in (1, 2, 3):
+        path = str(tmp_path / f"{zero}")
+        for found in pool.run(scaled, f"dp=2,zero={zero}", path, True, ranks=2):
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=BOUND, atol=0.0)
+        again = pool.run(scaled, "dp=1", path, False, ranks=1)[0]
+        back = pool.run(scaled, f"dp=2,zero={zero}", str(tmp_path / "one"), False, ranks=2)[1]
+        assert all(torch.equal(again[name], found[name]) for name in expected)
+        assert all(torch.equal(back[name], value) for name, value in expected.items())
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------
+
+
+class Wider(Named):
+    """Other sizes, one parameter more, one less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.Linear(5, 9, bias=False)
+        self.net[4] = nn.Linear(9, 4)
+        self.more = nn.Parameter(torch.zeros(2))
+
+
+def loads(path: str, other_model: bool):
+    engine = engine_for("dp=2,zero=3")
+    if other_model:
+        engine = parallelize(
+            Wider(),
+            losses.mse("targets"),
+            optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
+            scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
+            plan="dp=2,zero=3",
+        )
+    before = engine.global_state_dict()
+    text, code = caught(engine.load, path)
+    after = engine.global_state_dict()
+    return text, code, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def writes(path: str):
+    engine = engine_for("dp=2,zero=1")
+    for batch in engine.batches(DATA, 6):
+        engine.step(batch)
+    engine.save(path)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_whole(pool: Pool, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    pool.run(writes, str(good), ranks=2)
+    for text, code, unchanged in pool.run(loads, str(good), True, ranks=2):
+        assert (code, unchanged) == (2, True)
+        for words in ("model.net.0.bias", "model.net.4.weight", "model.more is missing", "(4, 9)", "(3, 9)"):
+            assert words in text, text
+    cut = tmp_path / "cut"
+    shutil.copytree(good, cut)
+    largest = max(cut.rglob("*.safetensors"), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-40])
+    foreign, pickled = tmp_path / "foreign", tmp_path / "pickled"
+    for folder in (foreign, pickled):
+        folder.mkdir()
+    save_file({"a": torch.zeros(2)}, foreign / "model.safetensors")
+    torch.save({"model": {}}, pickled / "pytorch_model.bin")
+    for path, words in (
+        (cut, f"{largest.name} is truncated"),
+        (foreign, "import"),
+        (pickled, "pytorch_model.bin"),
+        (tmp_path / "goood", "good"),
+    ):
+        for text, code, unchanged in pool.run(loads, str(path), False, ranks=2):
+            assert (code, unchanged) == (1 if path == cut else 2, True), text
+            assert words in text, text
+
+
+def on_a_full_disk(path: str, wait: bool):
+    engine = engine_for("dp=2,zero=2")
+    stream = engine.batches(DATA, 6)
+    engine.step(next(stream))
+    first = caught(engine.save, path, wait=wait, extra={"note": "n" * 500_000})
+    if not wait:
+        first = caught(engine.saving.wait)
+    return first, float(engine.step(next(stream)))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_leaves_nothing_and_training_goes_on(pool: Pool, small_disk: Path, wait: bool) -> None:
+    found = pool.run(on_a_full_disk, str(small_disk / "1"), wait, ranks=2)
+    for (text, code), _ in found:
+        assert ("No space left on device" in text, code) == (True, 2), text
+    assert found[0][1] == found[1][1]
+    assert not list(small_disk.iterdir())
