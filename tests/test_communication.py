@@ -78,6 +78,10 @@ def against_torch():
             reduce_scatter(part, mine, axis)
             whole = torch.empty(n * size, dtype=dtype)
             all_gather(whole, part, axis)
+            place = mine.clone()  # in place, as ZeRO-1 does it: a rank's part is its own slot of the whole
+            reduce_scatter(place.view(size, n)[rank], place, axis)
+            if not torch.equal(place.view(size, n)[rank], part):
+                problems.append(("rs in place", dtype, n))
             sent = mine.clone()
             broadcast(sent, axis, source=size - 1)
             last = (torch.arange(n * size) % 7 + size - 1).to(dtype)

@@ -85,7 +85,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum", *, label: str = "", 
 def reduce_scatter(
     output: Tensor, whole: Tensor, axis: Axis, *, label: str = "", wait: bool = True
 ) -> Pending:
-    """Sum `whole` [size * n] over the axis; this rank's n elements land in `output` [n]."""
+    """Sum `whole` [size * n] over the axis; this rank's n elements land in `output` [n], or its own slot there."""
     if axis.size == 1:
         output.copy_(whole)
         return NOTHING
@@ -100,12 +100,14 @@ def reduce_scatter(
     def finish() -> None:
         others = iter(received)
         parts = [sent[i] if i == axis.index else next(others) for i in range(axis.size)]
-        total = output if output.device == sent.device else torch.empty_like(parts[0])
-        torch.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            total.add_(part)
-        if total is not output:
-            output.copy_(total)
+        # In the order of the ranks. Written last: `output` may be this rank's own slot of `whole`.
+        so_far = parts[0]
+        for part in parts[1:-1]:
+            so_far = torch.add(so_far, part, out=received[0])
+        if output.device == sent.device:
+            torch.add(so_far, parts[-1], out=output)
+        else:
+            output.copy_(so_far + parts[-1])
 
     return _done(Pending(works, record, finish), wait)
 
