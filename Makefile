@@ -32,7 +32,7 @@ parity: .venv/developed         ## every case under every plan -> docs/parity.md
 bench: .venv/developed          ## step time and memory beside the peers -> benchmarks/results/
 	$(BIN)/python benchmarks/envs.py
 	$(BIN)/python benchmarks/run.py --sizes small --steps 12 --rounds 3
-	$(BIN)/python benchmarks/run.py --sizes big --steps 5 --warmup 2 --rounds 3
+	$(BIN)/python benchmarks/run.py --sizes big --steps 5 --warmup 1 --rounds 3
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python -m soli.verify.resume
 
