@@ -19,7 +19,7 @@ from soli.mesh.collectives import Pending, all_reduce, reduce_scatter
 from soli.parallel.units import Slot, Unit
 
 IN_FLIGHT = 2
-"""Reductions under way at once: more would keep the gradients that ZeRO-2 means to free."""
+"""Reduce-scatters under way at once: each holds what it receives, and the gradients that ZeRO-2 means to free."""
 
 
 class Reducer:
@@ -96,7 +96,7 @@ class Reducer:
             self._next += 1
 
     def _launch(self, unit: Unit) -> None:
-        while len(self._flying) >= IN_FLIGHT:
+        while unit.shard_axis.size > 1 and len(self._flying) >= IN_FLIGHT:
             self._land()
         grad = self._buffer(unit)
         for slot in unit.slots:

@@ -1,0 +1,145 @@
+"""Send and receive: a stream of cells from each rank to each other, and messages in it that are told by tag.
+
+A sender waits only while the channel is full; a receiver takes what comes and keeps aside what it has not
+asked for yet. Both are generators, so any number of them go on at once and no order of calls locks up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soli.mesh.local.board import CELL, CELLS, Board, Operation
+
+WRITTEN, READ, HEADS = 0, 1, 2
+TAG, TOTAL, CHECKSUM, USED = 0, 1, 2, 3  # of a cell
+
+
+@dataclass
+class Message:
+    """What arrives, or is expected: `data` are its bytes."""
+
+    tag: int
+    data: Tensor
+    checksum: int
+    got: int = 0
+    claimed: bool = True
+
+    @property
+    def complete(self) -> bool:
+        return self.got >= max(self.data.numel(), 1)
+
+
+def send(board: Board, operation: Operation, data: Tensor, target: int, tag: int) -> Any:
+    """`data` [b] bytes into the channel to `target`; done when all of it is in there."""
+    words, base = board.words, board.channel(board.rank, target)
+    for start in range(0, max(data.numel(), 1), CELL):
+        piece = data[start : start + CELL]
+        while words[base + WRITTEN] - words[base + READ] >= CELLS:
+            yield
+        number = words[base + WRITTEN]
+        board.cell(board.rank, target, number)[: piece.numel()].copy_(piece)
+        head = base + HEADS + 4 * (number % CELLS)
+        words[head + TAG], words[head + TOTAL] = tag, data.numel()
+        words[head + CHECKSUM], words[head + USED] = operation.checksum, piece.numel()
+        board.publish(base + WRITTEN, number + 1, target)
+
+
+class Inbox:
+    """The channel from one source, as the rank that reads it sees it."""
+
+    def __init__(self, board: Board, source: int) -> None:
+        self.board, self.source = board, source
+        self.expected: list[Message] = []
+        self.aside: list[Message] = []
+        self.current: Message | None = None
+
+    def expect(self, tag: int, data: Tensor, checksum: int) -> Message:
+        """Ask for the next message with this tag: one that was kept aside, or one to come."""
+        for message in self.aside:
+            if message.tag == tag and not message.claimed:
+                message.claimed = True
+                return message
+        wanted = Message(tag, data, checksum)
+        self.expected.append(wanted)
+        return wanted
+
+    def offers(self, tag: int) -> bool:
+        """Whether a message with this tag has come that nobody has asked for."""
+        if any(m.tag == tag and not m.claimed for m in self.aside):
+            return True
+        base = self.board.channel(self.source, self.board.rank)
+        words = self.board.words
+        if self.current is not None or words[base + WRITTEN] == words[base + READ]:
+            return False
+        head = base + HEADS + 4 * (words[base + READ] % CELLS)
+        return bool(words[head + TAG] == tag) and not any(m.tag == tag for m in self.expected)
+
+    def poll(self) -> None:
+        """Take every cell that is there, as long as somebody waits for something."""
+        board, words = self.board, self.board.words
+        base = board.channel(self.source, board.rank)
+        while words[base + WRITTEN] > words[base + READ] and (self.expected or self.current is not None):
+            board.order()
+            number = words[base + READ]
+            head = base + HEADS + 4 * (number % CELLS)
+            message = self.current or self._begin(
+                words[head + TAG], words[head + TOTAL], words[head + CHECKSUM]
+            )
+            used = words[head + USED]
+            message.data[message.got : message.got + used].copy_(
+                board.cell(self.source, board.rank, number)[:used]
+            )
+            message.got += max(used, 1)
+            self.current = None if message.complete else message
+            board.publish(base + READ, number + 1, self.source)
+
+    def _begin(self, tag: int, total: int, checksum: int) -> Message:
+        for wanted in self.expected:
+            if wanted.tag == tag:
+                self.expected.remove(wanted)
+                self._check(wanted, total, checksum)
+                return wanted
+        message = Message(tag, torch.empty(total, dtype=torch.uint8), checksum, claimed=False)
+        self.aside.append(message)
+        return message
+
+    def _check(self, wanted: Message, total: int, checksum: int) -> None:
+        if wanted.data.numel() != total or wanted.checksum != checksum:
+            raise self.board.fail(
+                f"a message from rank {self.source} to rank {self.board.rank} (tag {wanted.tag}) in group "
+                f"{self.board.name} is not what is received\n  sent {total} bytes, "
+                f"received as {wanted.data.numel()} bytes"
+                + (", of another type" if wanted.checksum != checksum else "")
+            )
+
+    def take(self, message: Message, data: Tensor, checksum: int) -> None:
+        """Put a message that was kept aside where it was asked for."""
+        if message in self.aside:
+            self.aside = [m for m in self.aside if m is not message]
+            self._check(Message(message.tag, data, checksum), message.data.numel(), message.checksum)
+            data.copy_(message.data)
+
+
+def receive(inbox: Inbox, message: Message, data: Tensor, checksum: int) -> Any:
+    """Wait until `message`, which `inbox.expect` gave, is complete in `data`."""
+    while not message.complete:
+        inbox.poll()
+        if not message.complete:
+            yield
+    inbox.take(message, data, checksum)
+
+
+def receive_any(inboxes: Sequence[Inbox], tag: int, data: Tensor, checksum: int, found: list[int]) -> Any:
+    """The first message with this tag from any rank; its source is put into `found`."""
+    while True:
+        for inbox in inboxes:
+            if inbox.offers(tag):
+                found.append(inbox.source)
+                yield from receive(inbox, inbox.expect(tag, data, checksum), data, checksum)
+                return
+        yield

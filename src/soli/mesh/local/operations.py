@@ -1,0 +1,232 @@
+"""The collectives of a group, as generators over its board: they yield where they wait.
+
+Sums run in the order of the ranks, p0 + p1 + ... + pN-1, element by element, whatever the size: two runs agree
+bitwise, and so do all ranks. bf16 and fp16 are summed in float32 and rounded once. Data is moved as bytes.
+
+Shapes: n elements of a rank's tensor, N ranks. All tensors here are flat and contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from soli.core.errors import SoliError
+from soli.mesh.local.board import Board, Operation
+
+ALONE_BYTES = 1 << 14
+"""Up to here each rank sums everything itself; above, each sums its part and reads the parts of the others."""
+
+Combine = Callable[..., Any]
+COMBINE: tuple[tuple[Any, str, Combine], ...] = (
+    (dist.ReduceOp.SUM, "sum", torch.add),
+    (dist.ReduceOp.AVG, "avg", torch.add),
+    (dist.ReduceOp.PRODUCT, "product", torch.mul),
+    (dist.ReduceOp.MIN, "min", torch.minimum),
+    (dist.ReduceOp.MAX, "max", torch.maximum),
+    (dist.ReduceOp.BAND, "band", torch.bitwise_and),
+    (dist.ReduceOp.BOR, "bor", torch.bitwise_or),
+    (dist.ReduceOp.BXOR, "bxor", torch.bitwise_xor),
+)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def name_of(op: Any) -> str:
+    """The name of a c10d reduction; SoliError for one that is not built."""
+    for known, name, _ in COMBINE:
+        if op == known:
+            return name
+    raise SoliError(
+        "the local backend does not have this reduction",
+        got=str(op),
+        allowed=", ".join(name for _, name, _ in COMBINE),
+        fix="take SOLI_BACKEND=gloo, or scale before the sum",
+    )
+
+
+def combine(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
+    """Reduce the parts in their order into `out`, which may be the last of them or none."""
+    function = next(f for _, name, f in COMBINE if name == op)
+    if len(parts) == 1:
+        if out.data_ptr() != parts[0].data_ptr():
+            out.copy_(parts[0])
+    elif out.dtype in HALVES and op in ("sum", "avg", "product"):
+        total = parts[0].float()
+        for part in parts[1:]:
+            function(total, part, out=total)
+        out.copy_(total.div_(len(parts)) if op == "avg" else total)
+        return
+    elif len(parts) == 2:
+        function(parts[0], parts[1], out=out)
+    else:
+        total = function(parts[0], parts[1])
+        for part in parts[2:-1]:
+            function(total, part, out=total)
+        function(total, parts[-1], out=out)
+    if op == "avg":
+        out.div_(len(parts)) if out.is_floating_point() or out.is_complex() else out.floor_divide_(len(parts))
+
+
+def everyone(board: Board) -> range:
+    """All ranks of the group."""
+    return range(board.ranks)
+
+
+def laid(board: Board, piece: Tensor) -> Callable[[int], None]:
+    """What puts a piece at the beginning of this rank's slot."""
+
+    def write(half: int) -> None:
+        board.slot(board.rank, half, piece.dtype)[: piece.numel()].copy_(piece)
+
+    return write
+
+
+def all_reduce(board: Board, operation: Operation, tensor: Tensor, op: str) -> Any:
+    """Reduce `tensor` [n] in place on every rank."""
+    room = board.half // tensor.element_size()
+    dtype, rank, ranks = tensor.dtype, board.rank, board.ranks
+    for start in range(0, max(tensor.numel(), 1), room):
+        mine = tensor[start : start + room]
+        count = mine.numel()
+        half = yield from board.chunk_of(operation, laid(board, mine), everyone(board))
+        slots = [board.slot(r, half, dtype)[:count] for r in range(ranks)]
+        if ranks == 2 or count * tensor.element_size() <= ALONE_BYTES:
+            combine(slots, mine, op)
+        else:
+            cuts = [count * r // ranks for r in range(ranks + 1)]
+            own = slice(cuts[rank], cuts[rank + 1])
+            combine([slot[own] for slot in slots], mine[own], op)
+            slots[rank][own].copy_(mine[own])
+            yield from board.again(operation, everyone(board))
+            for other in range(ranks):
+                if other != rank:
+                    part = slice(cuts[other], cuts[other + 1])
+                    mine[part].copy_(slots[other][part])
+        board.read()
+
+
+def reduce(board: Board, operation: Operation, tensor: Tensor, op: str, root: int) -> Any:
+    """Reduce `tensor` [n] in place on the root alone."""
+    room = board.half // tensor.element_size()
+    for start in range(0, max(tensor.numel(), 1), room):
+        mine = tensor[start : start + room]
+        sources = everyone(board) if board.rank == root else ()
+        half = yield from board.chunk_of(operation, laid(board, mine), sources)
+        if board.rank == root:
+            slots = [board.slot(r, half, mine.dtype)[: mine.numel()] for r in range(board.ranks)]
+            combine(slots, mine, op)
+        board.read()
+
+
+def reduce_scatter(board: Board, operation: Operation, out: Tensor, parts: Sequence[Tensor], op: str) -> Any:
+    """Reduce part r of every rank into `out` [n] of rank r; a rank's `parts` are N tensors [n]."""
+    ranks, dtype = board.ranks, out.dtype
+    room = board.half // (out.element_size() * ranks)
+    for start in range(0, max(out.numel(), 1), room):
+        count = min(room, out.numel() - start)
+
+        def write(half: int, start: int = start, count: int = count) -> None:
+            slot = board.slot(board.rank, half, dtype)
+            for other in range(ranks):
+                slot[other * room : other * room + count].copy_(parts[other][start : start + count])
+
+        half = yield from board.chunk_of(operation, write, everyone(board))
+        own = slice(board.rank * room, board.rank * room + count)
+        combine([board.slot(r, half, dtype)[own] for r in range(ranks)], out[start : start + count], op)
+        board.read()
+
+
+def all_gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine: Tensor) -> Any:
+    """`mine` [b] bytes of rank r into `outs[r]` [b] on every rank."""
+    for start in range(0, max(mine.numel(), 1), board.half):
+        piece = mine[start : start + board.half]
+        half = yield from board.chunk_of(operation, laid(board, piece), everyone(board))
+        for other, out in enumerate(outs):
+            target = out[start : start + board.half]
+            if other != board.rank:
+                target.copy_(board.slot(other, half, torch.uint8)[: piece.numel()])
+            elif target.data_ptr() != piece.data_ptr():
+                target.copy_(piece)
+        board.read()
+
+
+def broadcast(board: Board, operation: Operation, data: Tensor, root: int) -> Any:
+    """`data` [b] bytes of the root on every rank."""
+    for start in range(0, max(data.numel(), 1), board.half):
+        piece = data[start : start + board.half]
+        half = yield from board.chunk_of(
+            operation, laid(board, piece) if board.rank == root else None, (root,)
+        )
+        if board.rank != root:
+            piece.copy_(board.slot(root, half, torch.uint8)[: piece.numel()])
+        board.read()
+
+
+def gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine: Tensor, root: int) -> Any:
+    """`mine` [b] bytes of rank r into `outs[r]` on the root."""
+    for start in range(0, max(mine.numel(), 1), board.half):
+        piece = mine[start : start + board.half]
+        half = yield from board.chunk_of(
+            operation, laid(board, piece), everyone(board) if board.rank == root else ()
+        )
+        for other, out in enumerate(outs):  # none on the other ranks
+            out[start : start + board.half].copy_(board.slot(other, half, torch.uint8)[: piece.numel()])
+        board.read()
+
+
+def scatter(board: Board, operation: Operation, out: Tensor, parts: Sequence[Tensor], root: int) -> Any:
+    """`parts[r]` [b] bytes of the root into `out` [b] of rank r."""
+    room = board.half // board.ranks
+    for start in range(0, max(out.numel(), 1), room):
+        piece = out[start : start + room]
+
+        def write(half: int, start: int = start) -> None:
+            slot = board.slot(root, half, torch.uint8)
+            for other, part in enumerate(parts):
+                sent = part[start : start + room]
+                slot[other * room : other * room + sent.numel()].copy_(sent)
+
+        half = yield from board.chunk_of(operation, write if board.rank == root else None, (root,))
+        place = board.rank * room
+        piece.copy_(board.slot(root, half, torch.uint8)[place : place + piece.numel()])
+        board.read()
+
+
+def all_to_all(board: Board, operation: Operation, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Any:
+    """`parts[r]` bytes of rank s into `outs[s]` of rank r; the sizes may all differ, and must agree in pairs."""
+    ranks, rank = board.ranks, board.rank
+    sizes = torch.tensor([part.numel() for part in parts])
+    half = yield from board.chunk_of(operation, laid(board, sizes), everyone(board))
+    table = torch.stack([board.slot(r, half, torch.int64)[:ranks].clone() for r in range(ranks)])
+    board.read()
+    wrong = [
+        f"  rank {rank} expects {out.numel()} bytes of rank {other}, which sends {int(table[other, rank])}"
+        for other, out in enumerate(outs)
+        if out.numel() != table[other, rank]
+    ]
+    if wrong:
+        raise board.fail(f"the splits of all_to_all in group {board.name} do not fit\n" + "\n".join(wrong))
+    room = board.half // ranks
+    for start in range(0, int(table.max()), room):
+
+        def fill(half: int, start: int = start) -> None:
+            slot = board.slot(rank, half, torch.uint8)
+            for other, part in enumerate(parts):
+                sent = part[start : start + room]
+                slot[other * room : other * room + sent.numel()].copy_(sent)
+
+        half = yield from board.chunk_of(operation, fill, everyone(board))
+        for other, out in enumerate(outs):
+            piece = out[start : start + room]
+            piece.copy_(board.slot(other, half, torch.uint8)[rank * room : rank * room + piece.numel()])
+        board.read()
+
+
+def barrier(board: Board, operation: Operation) -> Any:
+    """Go on once every rank is here."""
+    yield from board.chunk_of(operation, None, everyone(board))
+    board.read()

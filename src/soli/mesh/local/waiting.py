@@ -1,0 +1,73 @@
+"""Waiting for another process, so that those who compute get the cores.
+
+First a short spin, if every rank has a core of its own; then `sched_yield`; then sleep in the kernel on a
+futex in shared memory, from which a rank that has news wakes us. A sleeper looks up at least every 10 ms, so
+a wake-up that is lost costs that and no more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+
+SPIN_SECONDS = 50e-6
+YIELD_SECONDS = 500e-6
+SLEEP_SECONDS = 10e-3
+SYSCALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # futex(2)
+WAIT, WAKE = 0, 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_SLEEP = _Timespec(0, int(SLEEP_SECONDS * 1e9))
+
+
+class Backoff:
+    """How one wait goes on: `pause()` once for each look that found nothing."""
+
+    def __init__(self, ranks: int) -> None:
+        self.spin = SPIN_SECONDS if ranks <= cores() else 0.0
+        self.began = 0.0
+
+    def reset(self) -> None:
+        """There was news: begin with the short waits again."""
+        self.began = 0.0
+
+    def pause(self) -> bool:
+        """Wait a little. True: it is time to sleep in the kernel, which the caller does."""
+        now = time.perf_counter()
+        if not self.began:
+            self.began = now
+        waited = now - self.began
+        if waited < self.spin:
+            return False
+        if waited < YIELD_SECONDS:
+            os.sched_yield()
+            return False
+        return True
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def sleep_on(address: int, seen: int) -> None:
+    """Sleep until the 32-bit word at `address` is woken, or is no longer `seen`, or 10 ms are over."""
+    if SYSCALL is None:
+        time.sleep(SLEEP_SECONDS / 10)
+        return
+    _libc.syscall(
+        SYSCALL, ctypes.c_void_p(address), WAIT, ctypes.c_uint32(seen), ctypes.byref(_SLEEP), None, 0
+    )
+
+
+def wake(address: int) -> None:
+    """Wake all who sleep on the word at `address`."""
+    if SYSCALL is not None:
+        _libc.syscall(SYSCALL, ctypes.c_void_p(address), WAKE, 2**31 - 1, None, None, 0)

@@ -1,0 +1,143 @@
+"""What goes wrong on the local backend is named, on every rank and soon: real processes, real kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import soli.backend  # noqa: F401
+from soli.core.errors import SoliError
+from soli.verify.pool import Pool
+
+
+def caught(call, *args, **options) -> tuple[str, float]:
+    began = time.monotonic()
+    try:
+        call(*args, **options)
+    except (SoliError, RuntimeError) as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def mismatch(kind: str):
+    group = dist.new_group(backend="local")
+    rank = dist.get_rank()
+    dist.barrier(group)
+    tensor = torch.zeros(
+        4 + (rank == 2 and kind == "size"), dtype=torch.float64 if rank == 2 and kind == "type" else None
+    )
+    if rank == 2 and kind == "operation":
+        found = caught(lambda: (dist.broadcast(tensor, 0, group=group), dist.barrier(group)))
+    else:
+        op = dist.ReduceOp.MAX if rank == 2 and kind == "reduction" else dist.ReduceOp.SUM
+        found = caught(dist.all_reduce, tensor, op, group=group)
+    return found, caught(dist.barrier, group)[0]
+
+
+@pytest.mark.parametrize("kind", ["operation", "size", "type", "reduction"])
+def test_different_calls_are_named_on_every_rank(pool: Pool, kind: str) -> None:
+    words = {
+        "operation": "broadcast(root 0)",
+        "size": "[5]",
+        "type": "float64",
+        "reduction": "all_reduce(max)",
+    }
+    for (text, seconds), after in pool.run(mismatch, kind, ranks=3):
+        assert "called different collectives" in text
+        assert words[kind] in text
+        assert "rank 2: " in text
+        assert "all_reduce(sum) of float32[4] at " in text
+        assert "test_local_faults.py:" in text
+        assert seconds < 2
+        assert "called different collectives" in after  # nothing of the group is trusted any more
+
+
+def wrong_tensors():
+    group = dist.new_group(backend="local")
+    rank = dist.get_rank()
+    cuda = caught(dist.all_reduce, torch.empty(2, device="meta"), group=group)[0]
+    out, sent = torch.zeros(3), torch.zeros(4)
+    splits = caught(dist.all_to_all_single, out, sent, [1, 2], [2, 2], group=group)[0]
+    return cuda, splits, rank
+
+
+def test_tensors_that_cannot_be_moved(pool: Pool) -> None:
+    for meta, splits, _ in pool.run(wrong_tensors, ranks=2):
+        assert "moves dense CPU tensors" in meta
+        assert "splits of all_to_all" in splits
+        assert "which sends 8" in splits
+
+
+def message_of_another_size():
+    group = dist.new_group(backend="local")
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(4), 1, group=group)
+        return caught(dist.barrier, group)[0]
+    return caught(dist.recv, torch.zeros(5), 0, group=group)[0]
+
+
+def test_a_message_that_does_not_fit(pool: Pool) -> None:
+    for text in pool.run(message_of_another_size, ranks=2):
+        assert "sent 16 bytes, received as 20 bytes" in text
+
+
+SCRIPT = """
+import datetime, os, signal, sys, time
+import torch, torch.distributed as dist
+import soli.backend
+kind, rank, store = sys.argv[1], int(sys.argv[2]), dist.FileStore(sys.argv[3], 3)
+dist.init_process_group("local", rank=rank, world_size=3, store=store, timeout=datetime.timedelta(seconds=4))
+x = torch.ones(2_000_000)
+for step in range(1_000_000):
+    if step == 20 and rank == 1:
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "late":
+            time.sleep(60)
+    if step == 20 and rank == 0:
+        print(time.time(), flush=True)
+    try:
+        dist.all_reduce(x)  # here
+    finally:
+        if sys.exc_info()[0]:
+            print(time.time(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["killed", "late"])
+def test_a_rank_that_does_not_arrive(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    before = set(os.listdir("/dev/shm"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), kind, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in (0, 2):
+            out, err = ranks[rank].communicate(timeout=60)
+            line = next(i for i, text in enumerate(SCRIPT.splitlines(), 1) if "# here" in text)
+            assert "rank 1" in err
+            assert ("is gone" if kind == "killed" else "did not arrive in 4 s") in err
+            assert f"script.py:{line}" in err
+            if rank == 0:
+                began, ended = map(float, out.split())
+                assert ended - began < (2.0 if kind == "killed" else 6.0)
+    finally:
+        for process in ranks:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    assert set(os.listdir("/dev/shm")) == before
