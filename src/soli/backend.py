@@ -1,19 +1,8 @@
-"""`import soli.backend` makes `torch.distributed.init_process_group("local")` work: see soli.mesh.local.group."""
+"""`import soli.backend` makes `torch.distributed.init_process_group("local")` work, for any program.
 
-from __future__ import annotations
+Ranks of one machine meet in shared memory; see soli.mesh.local.group.
+"""
 
-from typing import Any
+from soli.mesh.local import register
 
-import torch.distributed as dist
-
-from soli.mesh.local.group import LocalGroup
-
-
-def _create(options: Any, _: Any = None) -> LocalGroup:
-    return LocalGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id)
-    )
-
-
-if "LOCAL" not in dist.Backend._plugins:
-    dist.Backend.register_backend("local", _create, extended_api=True, devices=["cpu"])
+__all__ = ["register"]

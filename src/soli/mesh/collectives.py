@@ -42,10 +42,10 @@ class Axis:
     index: int = 0
     ranks: tuple[int, ...] = (0,)
     group: Any = None
-    backend: str = "gloo"  # of CUDA tensors; CPU tensors are always gloo's
+    backend: str = "gloo"  # with nccl, CPU tensors are gloo's
 
     def on_gloo(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" or self.backend == "gloo"
+        return self.backend == "gloo" or (self.backend == "nccl" and tensor.device.type == "cpu")
 
 
 class Pending:

@@ -53,7 +53,7 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
         shape = tuple(sizes[name] for name in used)
         torch_mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=tuple(used))
     where = coordinates(world.rank, sizes)
-    backend = "nccl" if world.backend == "nccl" else "gloo"
+    backend = world.backend if world.backend != "single" else "gloo"
 
     def axis(name: str) -> Axis:
         if sizes[name] == 1:

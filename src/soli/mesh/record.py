@@ -108,8 +108,21 @@ def issuing() -> Iterator[None]:
 @contextmanager
 def record_torch() -> Iterator[Recorder]:
     """Also record the collectives that PyTorch's own engines issue in this block."""
-    with _TorchCollectives():
-        yield recorder
+    global _watchers
+    _watchers += 1
+    try:
+        with _TorchCollectives():
+            yield recorder
+    finally:
+        _watchers -= 1
+
+
+_watchers = 0
+
+
+def watching() -> bool:
+    """Whether a backend in Python, whose calls are not dispatched, is to record what it is asked for."""
+    return bool(_watchers) and not getattr(_issuing, "depth", 0)
 
 
 _OPERATIONS = {
@@ -149,13 +162,12 @@ class _TorchCollectives(TorchDispatchMode):
     """Sees c10d and functional collectives as they are dispatched, from Python and from C++ alike."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = func.name().split("::")
-        if (
-            name[0] in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-            and not getattr(_issuing, "depth", 0)
-            and (operation := _OPERATIONS.get(name[1].split(".")[0]))
-        ):
+        if name[0] not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            return func(*args, **(kwargs or {}))
+        with issuing():  # a backend in Python would record it once more
+            result = func(*args, **(kwargs or {}))
+        if not getattr(_issuing, "depth", 0) and (operation := _OPERATIONS.get(name[1].split(".")[0])):
             axis, ranks = _group_of(args)
             recorder.add(
                 operation, axis, _whole_bytes(operation, args, result, len(ranks)), ranks, "", "torch"

@@ -32,7 +32,7 @@ class World:
     size: int
     local_rank: int
     device: torch.device
-    backend: str  # gloo, nccl, or single
+    backend: str  # gloo, local, nccl, or single
     deadline: float
 
     @property
@@ -98,8 +98,16 @@ def _first_host(nodes: str) -> str:
 def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     """One GPU a rank over NCCL where there are enough; ranks that share GPUs, and CPUs, over gloo."""
     wish = os.environ.get("SOLI_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
+    backend = os.environ.get("SOLI_BACKEND", "gloo")
+    if backend not in ("gloo", "local"):
+        raise SoliError(
+            "SOLI_BACKEND names a backend that soli does not have for CPU tensors",
+            got=backend,
+            allowed="gloo, local",
+            everywhere=True,
+        )
     if wish == "cpu":
-        return torch.device("cpu"), "gloo"
+        return torch.device("cpu"), backend
     if wish != "cuda" or not torch.cuda.is_available():
         raise SoliError(
             "SOLI_DEVICE names a device that is not here", got=wish, allowed="cpu, cuda", everywhere=True
@@ -115,18 +123,20 @@ def _checked_backend(wanted: str) -> str:
     made = dist.get_backend()
     if "nccl" in made or "nccl" in str(dist.get_backend_config()):
         return "nccl"
-    if "gloo" not in made:
-        raise SoliError("soli knows gloo and nccl", got=f"a process group on {made}", everywhere=True)
-    return "gloo"
+    if made not in ("gloo", "local") and "gloo" not in made:
+        raise SoliError("soli knows gloo, local and nccl", got=f"a process group on {made}", everywhere=True)
+    return "local" if made == "local" else "gloo"
 
 
 def _start(rank: int, size: int, backend: str, seconds: float) -> None:
     address = os.environ["MASTER_ADDR"]
     if address in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name often resolves to nothing
+    if backend == "local":
+        import soli.mesh.local.register  # noqa: F401 (only who uses it pays for it)
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=seconds),

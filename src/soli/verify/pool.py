@@ -134,8 +134,11 @@ def _call(
     try:
         if ranks > 1:
             file_store = dist.FileStore(store, ranks)
+            backend = os.environ.get("SOLI_BACKEND", "gloo")
+            if backend == "local":
+                import soli.mesh.local.register  # noqa: F401
             dist.init_process_group(
-                "gloo", rank=rank, world_size=ranks, store=file_store, timeout=timedelta(seconds=deadline)
+                backend, rank=rank, world_size=ranks, store=file_store, timeout=timedelta(seconds=deadline)
             )
         result = (True, function(*args))
     except BaseException:  # whatever it is, the parent reports it with its traceback

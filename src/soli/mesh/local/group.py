@@ -22,7 +22,7 @@ from soli.core.errors import SoliError
 from soli.mesh.local import messages, operations
 from soli.mesh.local.board import Board, Operation
 from soli.mesh.local.progress import LocalWork, engine
-from soli.mesh.record import call_site
+from soli.mesh.record import call_site, recorder, watching
 
 if TYPE_CHECKING:  # torch's stub of it names only some of the overloads that it calls
     _Base = Any
@@ -165,13 +165,14 @@ class LocalGroup(_Base):
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Any:
         data = _flat(tensors[0])
-        said = self._operation(f"send to {target}, tag {tag}", "", tensors[0], checksum_of=str(data.dtype))
+        said = self._operation("send", f"to {target}, tag {tag}", tensors[0], checksum_of=str(data.dtype))
         steps = messages.send(self.board, said, _bytes(data), target, tag)
         return self._issue((id(self), "send", target), steps, tensors, None, target)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
         flat, back = _target(tensors[0])
         data, checksum = _bytes(flat), zlib.crc32(str(flat.dtype).encode())
+        self._operation("recv", f"from {source}", tensors[0])  # recorded, where somebody watches
         inbox = self._inboxes[source]
         with engine.lock:
             message = inbox.expect(tag, data, checksum)
@@ -238,6 +239,11 @@ class LocalGroup(_Base):
     def _operation(
         self, name: str, more: str, tensor: Tensor, sized: bool = True, checksum_of: str | None = None
     ) -> Operation:
+        if watching():
+            times = self.board.ranks if name in ("all_gather", "reduce_scatter") else 1
+            nbytes = times * tensor.numel() * tensor.element_size()
+            ranks = tuple(dist.get_process_group_ranks(self))
+            recorder.add(name, self.board.name, nbytes, ranks, "", "torch")
         dtype = str(tensor.dtype).removeprefix("torch.")
         text = f"{name}({more})" if more else name
         same = checksum_of or f"{text} {dtype} {tensor.numel() if sized else ''}"
