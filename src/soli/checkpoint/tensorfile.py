@@ -45,6 +45,7 @@ DTYPES: dict[torch.dtype, str] = {
 }
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 STEP = 16 << 20  # bytes hashed and written at a time
+READ = 1 << 20  # bytes read at a time
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,11 @@ def _put(file: IO[bytes], digest: Any, data: memoryview, done: Add = lambda _: N
 
 def checksum(path: Path, done: Add = lambda _: None) -> str:
     """The checksum of a file, streamed."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(STEP):
-            digest.update(part)
-            done(len(part))
+    digest, room = hashlib.sha256(), memoryview(bytearray(READ))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(room):
+            digest.update(room[:count])
+            done(count)
     return f"sha256:{digest.hexdigest()}"
 
 
