@@ -242,6 +242,9 @@ def test_an_interrupt_ends_all_with_130(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background jobs ignore it
     )
     wait_until(lambda: len(list(marks.iterdir())) == 2)
     os.killpg(job.pid, signal.SIGINT)
