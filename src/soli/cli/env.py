@@ -12,6 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from soli.core.errors import SoliError
+from soli.mesh.backends import cpu_backend
+
 PACKAGES: tuple[str, ...] = (
     "soli",
     "torch",
@@ -85,7 +88,10 @@ def _torch(problems: list[str]) -> dict[str, Any]:
     if not dist.is_available():
         problems.append("this torch is built without torch.distributed: one rank only")
         return facts
-    facts["gloo"] = _try_gloo(problems) if dist.is_gloo_available() else _missing("gloo", problems)
+    backend, why = cpu_backend()
+    facts["CPU ranks talk over"] = f"{backend} ({why})"
+    for name, there in (("local", True), ("gloo", dist.is_gloo_available())):
+        facts[name] = _try(name, problems) if there else _missing(name, problems)
     facts["nccl"] = "built in" if dist.is_nccl_available() else _missing("nccl", problems)
     facts["mpi"] = "built in; soli does not use it" if dist.is_mpi_available() else "not built in"
     return facts
@@ -96,20 +102,22 @@ def _missing(backend: str, problems: list[str]) -> str:
     return "not built in"
 
 
-def _try_gloo(problems: list[str]) -> str:
+def _try(backend: str, problems: list[str]) -> str:
     """Not a flag but a group of one rank and a sum on it."""
     import torch
     import torch.distributed as dist
 
+    import soli.backend  # noqa: F401 (makes `local` known)
+
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as `soli run` does on one machine
     try:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
         try:
             dist.all_reduce(torch.ones(1))
         finally:
             dist.destroy_process_group()
-    except RuntimeError as error:
-        problems.append(f"gloo: a group of one rank fails: {str(error).splitlines()[0]}")
+    except (RuntimeError, SoliError) as error:
+        problems.append(f"{backend}: a group of one rank fails: {str(error).splitlines()[0]}")
         return "fails"
     return "works (a group of one rank was made, and summed)"
 

@@ -7,3 +7,7 @@ from typing import Annotated
 import typer
 
 Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks on this machine.")]
+
+Backend = Annotated[
+    str | None, typer.Option(help="Of CPU ranks: local (shared memory) or gloo; soli env says which and why.")
+]

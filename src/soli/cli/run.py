@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from soli.cli.options import Ranks
+from soli.cli.options import Backend, Ranks
 from soli.core.errors import SoliError
 from soli.mesh.launch.local import launch
 
@@ -18,10 +18,11 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     ranks: Ranks = 1,
     all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Show the output of every rank.")] = False,
+    backend: Backend = None,
     logs: Annotated[Path | None, typer.Option(help="Folder for the output of ranks 1, 2, ...")] = None,
 ) -> None:
     """Run a script as N ranks on this machine."""
     if not script.is_file():
         raise SoliError("there is no such script", got=script, fix="give the path of a Python file")
     argv = [sys.executable, "-m", "soli.mesh.launch.rank", str(script), *(arguments or [])]
-    raise typer.Exit(launch(ranks, argv, log_dir=logs, all_ranks=all_ranks))
+    raise typer.Exit(launch(ranks, argv, log_dir=logs, all_ranks=all_ranks, backend=backend))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from soli.cli.options import Ranks
+from soli.cli.options import Backend, Ranks
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.plan import Plan
 from soli.mesh.launch.local import launch
@@ -29,12 +29,14 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="A run directory to go on from.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
     ranks: Ranks = 2,
+    backend: Backend = None,
 ) -> None:
     """Train a GPT on text: Python's own standard library unless told otherwise."""
     named = {"plan": plan, "steps": steps, "minutes": minutes, "data": data, "name": name, "seed": seed}
     check(ranks, config, resume, named)
     given = {"config_path": _text(config), "resume": _text(resume), **named}
-    raise typer.Exit(launch(ranks, [sys.executable, "-m", "soli.cli.train_rank", json.dumps(given)]))
+    argv = [sys.executable, "-m", "soli.cli.train_rank", json.dumps(given)]
+    raise typer.Exit(launch(ranks, argv, backend=backend))
 
 
 def check(ranks: int, config: Path | None, resume: Path | None, named: dict[str, Any]) -> None:

@@ -72,6 +72,18 @@ class Pending:
 NOTHING = Pending([], None)
 
 
+def allocate(numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
+    """A tensor [numel], not initialised, for collectives over the axis. Collective: all ranks allocate the same.
+
+    On the local backend it lies in memory that the ranks share, and what it takes part in copies nothing.
+    """
+    if axis.size > 1 and axis.backend == "local" and device.type == "cpu" and numel:
+        size = torch.empty((), dtype=dtype).element_size()
+        memory: Tensor = axis.group.allocate(numel * size)
+        return memory.view(dtype)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum", *, label: str = "", wait: bool = True) -> Pending:
     """Reduce `tensor` in place over the axis."""
     if axis.size == 1:

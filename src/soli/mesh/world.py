@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from soli.core.errors import Problem, SoliError, failure, raise_all
 from soli.core.report import install_hook
+from soli.mesh.backends import cpu_backend
 
 DEADLINE_SECONDS = 300.0
 """How long a rank waits in a collective before it says so. SOLI_DEADLINE or `deadline=` change it."""
@@ -96,16 +97,9 @@ def _first_host(nodes: str) -> str:
 
 
 def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
-    """One GPU a rank over NCCL where there are enough; ranks that share GPUs, and CPUs, over gloo."""
+    """One GPU a rank over NCCL where there are enough; ranks that share GPUs over gloo; CPUs: see backends.py."""
     wish = os.environ.get("SOLI_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
-    backend = os.environ.get("SOLI_BACKEND", "gloo")
-    if backend not in ("gloo", "local"):
-        raise SoliError(
-            "SOLI_BACKEND names a backend that soli does not have for CPU tensors",
-            got=backend,
-            allowed="gloo, local",
-            everywhere=True,
-        )
+    backend, _ = cpu_backend()
     if wish == "cpu":
         return torch.device("cpu"), backend
     if wish != "cuda" or not torch.cuda.is_available():

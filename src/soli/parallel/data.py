@@ -74,8 +74,9 @@ def distribute(model: nn.Module, plan: Plan, mesh: Mesh) -> DataParallel:
     _agree_on_weights(model, mesh.all)
     device = mesh.world.device
     params = named_once(model)
+    gather = mesh.another(mesh[SHARD]) if plan.zero == 3 else None
     if plan.zero == 3:
-        root, found = _blocks(model, params, plan, mesh)
+        root, found = _blocks(model, params, plan, mesh, gather)
         ordered = [*found, root]
         units = [unit for block in ordered for unit in block.units]
     else:
@@ -93,17 +94,19 @@ def distribute(model: nn.Module, plan: Plan, mesh: Mesh) -> DataParallel:
     if plan.zero < 3:
         return DataParallel(units, Reducer(units), None, plain)
     reducer = Reducer([unit for block in [root, *found] for unit in block.units][::-1])
-    gatherer = Gatherer(root, found, mesh.another(mesh[SHARD]), mesh.all)
+    gatherer = Gatherer(root, found, mesh.all)
     reducer.on_complete.append(gatherer.grads_complete)
     return DataParallel(units, reducer, gatherer, plain)
 
 
-def _unit(name: str, params: list[Named], plan: Plan, mesh: Mesh) -> Unit:
+def _unit(name: str, params: list[Named], plan: Plan, mesh: Mesh, gather: Axis | None = None) -> Unit:
     trainable = params[0][1].requires_grad
-    return Unit(name, slots_of(params), mesh[SHARD], mesh[REPLICATE], plan.zero, trainable)
+    return Unit(name, slots_of(params), mesh[SHARD], mesh[REPLICATE], plan.zero, trainable, gather)
 
 
-def _blocks(model: nn.Module, params: list[Named], plan: Plan, mesh: Mesh) -> tuple[Block, list[Block]]:
+def _blocks(
+    model: nn.Module, params: list[Named], plan: Plan, mesh: Mesh, gather: Axis | None
+) -> tuple[Block, list[Block]]:
     """The root and the repeated blocks. A parameter that two blocks share belongs to the root."""
     owners: dict[int, set[str]] = {}
     modules = blocks(model)
@@ -118,7 +121,8 @@ def _blocks(model: nn.Module, params: list[Named], plan: Plan, mesh: Mesh) -> tu
         for names, param in members:
             kinds.setdefault((param.dtype, param.requires_grad), []).append((names, param))
         return [
-            _unit(f"{name} {i}" if i else name, group, plan, mesh) for i, group in enumerate(kinds.values())
+            _unit(f"{name} {i}" if i else name, group, plan, mesh, gather)
+            for i, group in enumerate(kinds.values())
         ]
 
     def members(name: str) -> list[Named]:

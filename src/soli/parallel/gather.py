@@ -44,9 +44,9 @@ class Block:
 class Gatherer:
     """The blocks of a model under ZeRO-3. The root comes first and has no module of its own to wait for."""
 
-    def __init__(self, root: Block, blocks: list[Block], gather_axis: Axis, world: Axis) -> None:
+    def __init__(self, root: Block, blocks: list[Block], world: Axis) -> None:
         self.root, self.order = root, list(blocks)
-        self.axis, self.world = gather_axis, world
+        self.world = world
         self.phase = "idle"
         self.keep_last = False
         self._cursor = 0
@@ -165,7 +165,7 @@ class Gatherer:
                 raise AssertionError("a sharded unit has a shard")
             full = unit.make_room()
             label = f"parameters of {unit.name}"
-            block.pending.append(all_gather(full, unit.shard, self.axis, label=label, wait=False))
+            block.pending.append(all_gather(full, unit.shard, unit.gather_axis, label=label, wait=False))
 
     def _wait(self, block: Block) -> None:
         if block.pending is None:

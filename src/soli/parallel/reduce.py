@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from soli.core.errors import SoliError
-from soli.mesh.collectives import Pending, all_reduce, reduce_scatter
+from soli.mesh.collectives import Pending, all_reduce, allocate, reduce_scatter
 from soli.parallel.units import Slot, Unit
 
 IN_FLIGHT = 2
@@ -34,6 +34,10 @@ class Reducer:
         self._flying: deque[tuple[Unit, Pending]] = deque()
         self.on_complete: list = []  # called with a unit once its own gradients are all there
         for number, unit in enumerate(self.units):
+            if unit.zero < 2:  # kept from step to step
+                axis = unit.shard_axis if unit.shard_axis.size > 1 else unit.replicate_axis
+                unit.grad = allocate(unit.padded, unit.dtype, unit.slots[0].param.device, axis)
+                unit.grad[unit.numel :].zero_()
             for slot in unit.slots:
                 self._unit_of[id(slot.param)] = (number, slot)
                 slot.param.register_post_accumulate_grad_hook(self._arrive)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from soli.core.layout import Sharded, from_flat, from_whole
-from soli.mesh.collectives import Axis, all_gather
+from soli.mesh.collectives import Axis, all_gather, allocate
 
 BUCKET_BYTES = 25 * 2**20
 """Size of a unit that is not one module: large enough for bandwidth, small enough to overlap (DDP's choice)."""
@@ -62,10 +62,20 @@ class Unit:
     """See the module's docstring. `gathered` says whether `full` holds the parameters now."""
 
     def __init__(
-        self, name: str, slots: list[Slot], shard: Axis, replicate: Axis, zero: int, trainable: bool
+        self,
+        name: str,
+        slots: list[Slot],
+        shard: Axis,
+        replicate: Axis,
+        zero: int,
+        trainable: bool,
+        gather: Axis | None = None,
     ) -> None:
         self.name, self.slots, self.zero, self.trainable = name, slots, zero, trainable
         self.shard_axis, self.replicate_axis = shard, replicate
+        self.gather_axis = (
+            gather or shard
+        )  # the ranks of the shard axis, in a group for the gathers of ZeRO-3
         self.numel = slots[-1].stop
         self.padded = math.ceil(self.numel / shard.size) * shard.size
         self.size = self.padded // shard.size
@@ -81,14 +91,15 @@ class Unit:
     # --- building -------------------------------------------------------------------------------------
 
     def fill(self, source: Callable[[Slot], Tensor], device: torch.device) -> None:
-        """Take the parameters over: `source(slot)` gives a slot's whole values."""
+        """Take the parameters over: `source(slot)` gives a slot's whole values. Collective."""
         if self.zero == 0:
             for slot in self.slots:
                 if slot.param.is_meta or slot.param.device != device:
                     become(slot.param, source(slot).to(device))
                 slot.piece = slot.param
             return
-        flat = torch.zeros(self.padded if self.zero < 3 else self.size, dtype=self.dtype, device=device)
+        flat = allocate(self.padded if self.zero < 3 else self.size, self.dtype, device, self.gather_axis)
+        flat.zero_()
         offset = 0 if self.zero < 3 else self.low
         for slot in self.slots:
             start, stop = max(slot.start, offset), min(slot.stop, offset + flat.numel())

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from soli.core.errors import failure
+from soli.mesh.backends import cpu_backend
 
 DEADLINE_SECONDS = 20.0
 
@@ -134,7 +135,7 @@ def _call(
     try:
         if ranks > 1:
             file_store = dist.FileStore(store, ranks)
-            backend = os.environ.get("SOLI_BACKEND", "gloo")
+            backend, _ = cpu_backend()
             if backend == "local":
                 import soli.mesh.local.register  # noqa: F401
             dist.init_process_group(

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from soli.core.errors import SoliError
+from soli.mesh.backends import cpu_backend
 from soli.mesh.launch.blame import Ended, report
 
 GRACE_SECONDS = 3.0
@@ -66,16 +67,24 @@ class _Rank:
         return self.ended is None
 
 
-def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: bool = False) -> int:
+def launch(
+    n: int,
+    argv: list[str],
+    *,
+    log_dir: Path | None = None,
+    all_ranks: bool = False,
+    backend: str | None = None,
+) -> int:
     """Run `argv` as n ranks of this machine until all have ended; returns the exit code of the job.
 
     Rank 0's output is shown, that of the others goes to `rank<r>.log` in `log_dir` (a new temporary folder
-    if None); all_ranks: everything is shown, each line with its rank. A rank may end with 0 while others
+    if None); all_ranks: everything is shown, each line with its rank. `backend`: see backends.py. A rank may end with 0 while others
     run on. The code is that of the error that came first (SoliError's own, the rank's own exit code, or 1),
     130 after Ctrl-C.
     """
     if n < 1:
         raise SoliError("the number of ranks is below 1", got=n, allowed="1, 2, 3, ...")
+    chosen, _ = cpu_backend(backend)
     port = _port(n)
     logged = n > 1 and not all_ranks
     folder = Path(tempfile.mkdtemp(prefix="soli-run-")) if log_dir is None else log_dir
@@ -84,18 +93,18 @@ def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: b
         if logged:
             others = "rank1.log" if n == 2 else f"rank1.log to rank{n - 1}.log"
             print(f"soli: {n} ranks; rank 0 is shown, the others in {folder}: {others}", file=sys.stderr)
-        return _run(n, argv, port, folder, logged, all_ranks)
+        return _run(n, argv, _meeting(port, chosen), folder, logged, all_ranks)
     finally:
         if log_dir is None and not logged:
             shutil.rmtree(folder, ignore_errors=True)  # the user was not told of it
 
 
-def _run(n: int, argv: list[str], port: int, folder: Path, logged: bool, prefixed: bool) -> int:
+def _run(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool) -> int:
     ranks: list[_Rank] = []
     try:
         for number in range(n):
             log = folder / f"rank{number}.log" if logged and number else None
-            ranks.append(_start(number, n, argv, port, folder, log, prefixed))
+            ranks.append(_start(number, n, argv, meeting, folder, log, prefixed))
         relays = [relay for rank in ranks for relay in _relays(rank)] if prefixed else []
         failed = _watch(ranks)
         for relay in relays:
@@ -115,6 +124,11 @@ def _run(n: int, argv: list[str], port: int, folder: Path, logged: bool, prefixe
     if text:
         print(text, file=sys.stderr, flush=True)
     return code
+
+
+def _meeting(port: int, backend: str) -> dict[str, str]:
+    """Where and over what the ranks meet."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SOLI_BACKEND": backend}
 
 
 def _port(n: int) -> int:
@@ -138,7 +152,7 @@ def _port(n: int) -> int:
 
 
 def _start(
-    rank: int, n: int, argv: list[str], port: int, folder: Path, log: Path | None, piped: bool
+    rank: int, n: int, argv: list[str], meeting: dict[str, str], folder: Path, log: Path | None, piped: bool
 ) -> _Rank:
     made = _Rank(rank, folder, log)
     made.error_file.unlink(missing_ok=True)
@@ -150,8 +164,7 @@ def _start(
         "WORLD_SIZE": str(n),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(n),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **meeting,
         "PYTHONUNBUFFERED": "1",  # a rank that is killed has written all that it printed
         "SOLI_ERROR_FILE": str(made.error_file.absolute()),
         "SOLI_STACKS_FILE": str(made.stacks_file.absolute()),

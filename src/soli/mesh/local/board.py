@@ -3,37 +3,46 @@
 A collective is a sequence of *chunks*, numbered through the life of the group: each rank may write its slot,
 posts that it is there (`ready`) with a checksum of what it is about to do, waits for those it reads from, and
 posts that it has read (`done`). A slot has two halves, so chunk k may be written once everyone has done chunk
-k - 2; no rank is ever more than two chunks ahead of another.
+k - 2; no rank is ever more than two chunks ahead of another. In a chunk the ranks may meet up to three times.
 
-    words of a rank    ready, done, sleeping, bell, checksums of its last four chunks
+A rank whose tensor lies in memory that the group shares (`allocate`) posts its place with the checksum. If all
+do, they work on the tensors themselves, and no slot is written.
+
+    words of a rank    ready, done, sleeping, bell; checksums and places of its last four chunks
     text of a rank     its last four operations in words, with their call sites: read when something is wrong
     slot of a rank     two halves of `half` bytes
     channel s -> d     cells of a byte stream of messages, for send and receive
 
-Plain loads and stores of aligned words are ordered on x86; elsewhere a lock stands in for the barrier.
+Plain loads and stores of aligned words are ordered on x86; elsewhere a lock, taken twice, is the barrier: a
+store may sink into a critical section, but what comes before one is seen before what comes after the next.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError, failure
-from soli.mesh.local.segment import Segment
+from soli.mesh.local.segment import Segment, rounded, shared_map
 from soli.mesh.local.waiting import sleep_on, wake
 
 WORDS = 16  # of a rank: 128 bytes, two cache lines
-READY, DONE, SLEEPING, BELL, SUMS = 0, 1, 2, 3, 4
-AHEAD = 4  # chunks whose checksums and texts are kept
+READY, DONE, SLEEPING, BELL, SUMS, PLACES = 0, 1, 2, 3, 4, 8
+AHEAD = 4  # chunks whose checksums, places and texts are kept
+MEETINGS = 4  # ready counts in chunks times this, plus which meeting of the chunk it is
+PLACE_BITS = 40  # of a place for the offset in a region; the region's number stands above them
 TEXT = 512
 FAILED_TEXT = 8192
 HALF = 1 << 20  # bytes of half a slot
@@ -57,13 +66,26 @@ class Operation:
     checksum: int
 
 
+@dataclass
+class Region:
+    """Memory from `allocate`: `start` is the address of this rank's part, of `stride` bytes as everyone's."""
+
+    map: weakref.ref[mmap.mmap]
+    start: int
+    stride: int
+
+
 class Board:
     """One group's shared memory as one of its ranks sees it."""
 
     moves = 0  # of this process, over all groups: goes up with everything that is posted
 
-    def __init__(self, store: Any, rank: int, ranks: int, name: str, timeout: timedelta) -> None:
-        self.rank, self.ranks, self.name = rank, ranks, name
+    def __init__(
+        self, store: Any, rank: int, pids: list[int], name: str, timeout: timedelta, global_ranks: list[int]
+    ) -> None:
+        ranks = len(pids)
+        self.rank, self.ranks, self.name, self.pids = rank, ranks, name, pids
+        self.global_ranks = global_ranks  # the ranks' numbers in the group, of which a host may have a part
         self.half = HALF
         place = 8 * WORDS * ranks
         self._failed, place = place, place + FAILED_TEXT
@@ -72,10 +94,16 @@ class Board:
         place = -(-place // 4096) * 4096
         self._cells, place = place, place + ranks * ranks * CELLS * CELL
         self._slots, place = place, place + ranks * 2 * self.half
-        self.segment = Segment(store, rank, ranks, place, timeout)
+        self._store, self._timeout = store, timeout
+        self.segment = Segment(shared_map(dist.PrefixStore("board", store), rank, ranks, place, timeout))
+        self.regions: dict[int, Region] = {}
+        self._allocated = 0
         self.words = self.segment.words
         self.chunk = 0
         self.broken: Exception | None = None  # after an error nothing of the group can be trusted
+        self.on_broken: Callable[[Exception], None] | None = None
+        self.on_look: Callable[[], None] | None = None  # raises what other hosts have found
+        self.on_late: Callable[[], str] | None = None  # what other hosts have to do with it
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
         self._watch: dict[int, int] = {}
         self._looked = 0.0
@@ -83,11 +111,16 @@ class Board:
     # --- chunks ---------------------------------------------------------------------------------------
 
     def chunk_of(
-        self, operation: Operation, write: Callable[[int], None] | None, sources: range | tuple[int, ...]
+        self,
+        operation: Operation,
+        write: Callable[[int], None] | None,
+        sources: range | tuple[int, ...],
+        place: int = 0,
     ) -> Any:
         """One chunk up to the point where the slots of `sources` may be read; returns which half they are in.
 
         A generator to be delegated to (`half = yield from board.chunk_of(...)`); `read()` ends the chunk.
+        `place`: where this rank's tensor lies in shared memory, from `place_of`; 0 if it does not.
         """
         number = self.chunk
         self.chunk = number + 1
@@ -98,21 +131,34 @@ class Board:
                     yield
         if write is not None:
             write(number & 1)
-        self._post(number, operation)
+        self._post(number, operation, place)
         for other in sources:
             if other != self.rank:
                 yield from self._ready(other, number, 1, operation)
         return number & 1
 
     def again(self, operation: Operation, sources: range | tuple[int, ...]) -> Any:
-        """A second meeting inside the chunk: what was written since is there on all `sources`."""
+        """Another meeting inside the chunk: what was written since is there on all `sources`."""
         number = self.chunk - 1
+        mine = self.rank * WORDS + READY
+        meeting = self.words[mine] - MEETINGS * number + 1
         self.order()
-        self.words[self.rank * WORDS + READY] = 2 * number + 2
+        self.words[mine] += 1
         self._wake()
         for other in sources:
             if other != self.rank:
-                yield from self._ready(other, number, 2, operation)
+                yield from self._ready(other, number, meeting, operation)
+
+    def all_read(self) -> Step:
+        """After `read()`: wait until all others have read too, so that this rank may write again."""
+        for other in range(self.ranks):
+            while self.words[other * WORDS + DONE] < self.chunk:
+                yield
+
+    def places(self) -> list[int]:
+        """What each rank posted as its place for this chunk; everyone's `ready` was awaited."""
+        at = PLACES + (self.chunk - 1) % AHEAD
+        return [self.words[other * WORDS + at] for other in range(self.ranks)]
 
     def read(self) -> None:
         """This rank has read all that it wanted of the chunk."""
@@ -120,19 +166,20 @@ class Board:
         self.words[self.rank * WORDS + DONE] = self.chunk
         self._wake()
 
-    def _post(self, number: int, operation: Operation) -> None:
+    def _post(self, number: int, operation: Operation, place: int) -> None:
         at = self._texts + (self.rank * AHEAD + number % AHEAD) * TEXT
         said = f"{operation.text}\n{operation.site}".encode()[: TEXT - 2]
         self.segment.map[at : at + len(said) + 1] = said + b"\0"
         base = self.rank * WORDS
         self.words[base + SUMS + number % AHEAD] = operation.checksum
+        self.words[base + PLACES + number % AHEAD] = place
         self.order()
-        self.words[base + READY] = 2 * number + 1
+        self.words[base + READY] = MEETINGS * number + 1
         self._wake()
 
     def _ready(self, other: int, number: int, meeting: int, operation: Operation) -> Step:
         base, words = other * WORDS, self.words
-        while words[base + READY] < 2 * number + meeting:
+        while words[base + READY] < MEETINGS * number + meeting:
             yield
         self.order()
         if meeting == 1 and words[base + SUMS + number % AHEAD] != operation.checksum:
@@ -141,8 +188,9 @@ class Board:
     def order(self) -> None:
         """Stores before this are seen before stores after it."""
         if not _IN_ORDER:
-            with _fence:
-                pass
+            for _ in range(2):
+                with _fence:
+                    pass
 
     # --- waking and sleeping --------------------------------------------------------------------------
 
@@ -188,32 +236,46 @@ class Board:
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
+        if self.on_look is not None:
+            self.on_look()
         gone = [other for other in range(self.ranks) if self._is_gone(other)]
         late = [other for other in gone if other == peer or self._behind(other)]
         if late:
-            raise self.fail(f"rank {late[0]} of group {self.name} is gone; it stood at {self.said(late[0])}")
+            raise self.fail(
+                f"rank {self.global_ranks[late[0]]} of group {self.name} is gone; it stood at {self.said(late[0])}"
+            )
 
     def _behind(self, other: int) -> bool:
         """Whether `other` has not done something that this rank has begun."""
         words, mine = self.words, self.rank * WORDS
-        return bool(words[other * WORDS + DONE] < max(words[mine + DONE], (words[mine + READY] + 1) // 2))
+        begun = (words[mine + READY] + MEETINGS - 1) // MEETINGS
+        return bool(words[other * WORDS + DONE] < max(words[mine + DONE], begun))
 
     def _is_gone(self, other: int) -> bool:
         if other == self.rank or not hasattr(os, "pidfd_open"):
             return False
         if other not in self._watch:
             try:
-                self._watch[other] = os.pidfd_open(self.segment.pids[other])
+                self._watch[other] = os.pidfd_open(self.pids[other])
             except ProcessLookupError:
                 return True
         return bool(select.select([self._watch[other]], [], [], 0)[0])
+
+    def breaks(self, error: Exception) -> None:
+        """The first error is the group's."""
+        if self.broken is None:
+            self.broken = error
+            if self.on_broken is not None:
+                self.on_broken(error)
 
     def late(self, seconds: float) -> SoliError:
         """Nobody has moved for too long: say who stands where."""
         numbers = [self.words[r * WORDS + READY] for r in range(self.ranks)]
         behind = [r for r in range(self.ranks) if numbers[r] < max(numbers)]
-        named = f"rank {behind[0]} did not arrive" if behind else "no rank went on"
-        lines = [f"  rank {r}: {self.said(r)}" for r in range(self.ranks)]
+        named = f"rank {self.global_ranks[behind[0]]} did not arrive" if behind else "no rank went on"
+        if not behind and self.on_late is not None:
+            named = self.on_late() or named
+        lines = [f"  rank {self.global_ranks[r]}: {self.said(r)}" for r in range(self.ranks)]
         return self.fail(f"{named} in {seconds:g} s in group {self.name}\n" + "\n".join(lines))
 
     def said(self, other: int) -> str:
@@ -221,7 +283,8 @@ class Board:
         ready = self.words[other * WORDS + READY]
         if not ready:
             return "no collective yet"
-        return f"#{(ready - 1) // 2} {self._text(other, (ready - 1) // 2)}"
+        number = (ready - 1) // MEETINGS
+        return f"#{number} {self._text(other, number)}"
 
     def _text(self, other: int, number: int) -> str:
         at = self._texts + (other * AHEAD + number % AHEAD) * TEXT
@@ -231,8 +294,10 @@ class Board:
     def _mismatch(self, number: int) -> str:
         lines = []
         for other in range(self.ranks):
-            here = self.words[other * WORDS + READY] > 2 * number
-            lines.append(f"  rank {other}: {self._text(other, number) if here else 'not there yet'}")
+            here = self.words[other * WORDS + READY] > MEETINGS * number
+            lines.append(
+                f"  rank {self.global_ranks[other]}: {self._text(other, number) if here else 'not there yet'}"
+            )
         return f"the ranks of group {self.name} called different collectives\n" + "\n".join(lines)
 
     def fail(self, text: str) -> SoliError:
@@ -246,6 +311,37 @@ class Board:
         return _error(text)
 
     # --- memory ---------------------------------------------------------------------------------------
+
+    def allocate(self, size: int) -> Tensor:
+        """`size` bytes of this rank that the others of the board see too. Collective.
+
+        The memory goes when the tensor and its views are gone, on all ranks.
+        """
+        self._allocated += 1
+        store = dist.PrefixStore(f"memory{self._allocated}", self._store)
+        stride = rounded(max(size, 1))
+        mapped = shared_map(store, self.rank, self.ranks, stride * self.ranks, self._timeout)
+        own = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.rank * stride, count=size)
+        self.regions[self._allocated] = Region(weakref.ref(mapped), own.data_ptr(), stride)
+        return own
+
+    def place_of(self, tensor: Tensor) -> int:
+        """Where the tensor lies in memory from `allocate`, for other ranks to find it; 0: not there."""
+        if not self.regions:
+            return 0
+        start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        for number, region in list(self.regions.items()):
+            if region.start <= start and start + size <= region.start + region.stride:
+                if region.map() is not None:
+                    return (number << PLACE_BITS) + start - region.start
+                del self.regions[number]
+        return 0
+
+    def at(self, other: int, place: int, like: Tensor) -> Tensor:
+        """The tensor that rank `other` has at `place`, which has the size and type of `like`."""
+        region = self.regions[place >> PLACE_BITS]
+        offset = other * region.stride + (place & ((1 << PLACE_BITS) - 1))
+        return torch.frombuffer(region.map(), dtype=like.dtype, offset=offset, count=like.numel())
 
     def slot(self, other: int, half: int, dtype: torch.dtype) -> Tensor:
         """Half a slot of a rank, as elements of `dtype`."""

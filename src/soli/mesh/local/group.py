@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError
-from soli.mesh.local import messages, operations
+from soli.mesh.local import between, identity, messages, operations, sums
 from soli.mesh.local.board import Board, Operation
+from soli.mesh.local.hosts import Hosts
 from soli.mesh.local.progress import LocalWork, engine
 from soli.mesh.record import call_site, recorder, watching
 
@@ -35,9 +36,20 @@ class LocalGroup(_Base):
 
     def __init__(self, store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> None:
         super().__init__(rank, ranks)
-        self.board = Board(store, rank, ranks, name or "default", timeout)
-        self.timeout = timeout
-        self._inboxes = [messages.Inbox(self.board, source) for source in range(ranks)]
+        self.timeout, self.ranks = timeout, ranks
+        people = identity.exchange(store, rank, ranks, timeout)
+        names = list(dict.fromkeys(person.host for person in people))
+        members = [[r for r, person in enumerate(people) if person.host == name] for name in names]
+        self._here = members[names.index(people[rank].host)]
+        host = dist.PrefixStore(f"host{self._here[0]}", store)
+        pids = [people[r].pid for r in self._here]
+        self.board = Board(host, self._here.index(rank), pids, name or "default", timeout, self._here)
+        self._inboxes = [messages.Inbox(self.board, source) for source in range(len(self._here))]
+        # One host: the operations of a board. Several: the same ones, of the hosts and their boards.
+        self._do: Any = operations
+        self._on: Any = self.board
+        if len(members) > 1:
+            self._do, self._on = between, Hosts(self.board, store, rank, members, timeout)
         self._batch: list[LocalWork] | None = None
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -51,32 +63,36 @@ class LocalGroup(_Base):
         return self.board.name
 
     def __repr__(self) -> str:
-        return f"LocalGroup({self.board.name}, rank {self.board.rank} of {self.board.ranks})"
+        return f"LocalGroup({self.board.name}, {self.board.ranks} of {self.ranks} ranks here)"
+
+    def allocate(self, size: int) -> Tensor:
+        """`size` bytes that the ranks of this host share; collectives on tensors in them copy nothing. Collective."""
+        return self.board.allocate(size)
 
     # --- reductions -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        op = operations.name_of(_op(opts))
+        op = sums.name_of(_op(opts))
         return self._each(
-            "all_reduce", op, tensors, lambda o, flat: operations.all_reduce(self.board, o, flat, op), tensors
+            "all_reduce", op, tensors, lambda o, flat: self._do.all_reduce(self._on, o, flat, op), tensors
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        op, root = operations.name_of(opts.reduceOp), opts.rootRank
-        run = lambda o, flat: operations.reduce(self.board, o, flat, op, root)
+        op, root = sums.name_of(opts.reduceOp), opts.rootRank
+        run = lambda o, flat: self._do.reduce(self._on, o, flat, op, root)
         return self._each("reduce", f"{op}, root {root}", tensors, run, tensors)
 
     def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any = None) -> Any:
-        op = operations.name_of(_op(opts))
+        op = sums.name_of(_op(opts))
         works = [self._reduce_scatter(out, part, op) for out, part in zip(outs, parts, strict=True)]
         return _joined(works, outs)
 
     def reduce_scatter_single(self, out: Tensor, whole: Tensor, opts: Any = None) -> Any:
-        parts = list(_flat(whole).view(self.board.ranks, -1).unbind(0))
-        return self._reduce_scatter(out, parts, operations.name_of(_op(opts)))
+        parts = list(_flat(whole).view(self.ranks, -1).unbind(0))
+        return self._reduce_scatter(out, parts, sums.name_of(_op(opts)))
 
     def reduce_scatter_single_coalesced(
         self, outs: list[Tensor], wholes: list[Tensor], opts: Any = None
@@ -88,14 +104,14 @@ class LocalGroup(_Base):
         flat, back = _target(out)
         sent = [_flat(part) for part in parts]
         _check_sizes("reduce_scatter", [flat.numel()] * len(sent), [part.numel() for part in sent])
-        make = lambda o: operations.reduce_scatter(self.board, o, flat, sent, op)
+        make = lambda o: self._do.reduce_scatter(self._on, o, flat, sent, op)
         return self._begin("reduce_scatter", op, out, make, [out], back)
 
     # --- movement -------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         root = opts.rootRank
-        run = lambda o, flat: operations.broadcast(self.board, o, _bytes(flat), root)
+        run = lambda o, flat: self._do.broadcast(self._on, o, _bytes(flat), root)
         return self._each("broadcast", f"root {root}", tensors, run, tensors)
 
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Any:
@@ -109,9 +125,9 @@ class LocalGroup(_Base):
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         flat, back = _target(out)
         mine = _flat(tensor)
-        _check_sizes("all_gather", [flat.numel()], [mine.numel() * self.board.ranks])
-        targets = [_bytes(part) for part in flat.view(self.board.ranks, -1).unbind(0)]
-        make = lambda o: operations.all_gather(self.board, o, targets, _bytes(mine))
+        _check_sizes("all_gather", [flat.numel()], [mine.numel() * self.ranks])
+        targets = [_bytes(part) for part in flat.view(self.ranks, -1).unbind(0)]
+        make = lambda o: self._do.all_gather(self._on, o, targets, _bytes(mine))
         return self._begin("all_gather", "", tensor, make, [out], back)
 
     def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
@@ -121,67 +137,81 @@ class LocalGroup(_Base):
         targets, back = _targets(outs)
         mine = _flat(tensor)
         _check_sizes("all_gather", [t.numel() for t in targets], [mine.numel()] * len(targets))
-        make = lambda o: operations.all_gather(self.board, o, [_bytes(t) for t in targets], _bytes(mine))
+        make = lambda o: self._do.all_gather(self._on, o, [_bytes(t) for t in targets], _bytes(mine))
         return self._begin("all_gather", "", tensor, make, outs, back)
 
     def gather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
         root, mine = opts.rootRank, _flat(tensors[0])
         targets, back = _targets(outs[0] if outs else [])
         _check_sizes("gather", [t.numel() for t in targets], [mine.numel()] * len(targets))
-        make = lambda o: operations.gather(self.board, o, [_bytes(t) for t in targets], _bytes(mine), root)
+        make = lambda o: self._do.gather(self._on, o, [_bytes(t) for t in targets], _bytes(mine), root)
         return self._begin("gather", f"root {root}", tensors[0], make, outs, back)
 
     def scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> Any:
         root, sent = opts.rootRank, [_bytes(_flat(part)) for part in (parts[0] if parts else [])]
         flat, back = _target(outs[0])
         _check_sizes("scatter", [_bytes(flat).numel()] * len(sent), [part.numel() for part in sent])
-        make = lambda o: operations.scatter(self.board, o, _bytes(flat), sent, root)
+        make = lambda o: self._do.scatter(self._on, o, _bytes(flat), sent, root)
         return self._begin("scatter", f"root {root}", outs[0], make, outs, back)
 
     def alltoall(self, outs: list[Tensor], parts: list[Tensor], opts: Any = None) -> Any:
         targets, back = _targets(outs)
         sent = [_bytes(_flat(part)) for part in parts]
-        make = lambda o: operations.all_to_all(self.board, o, [_bytes(t) for t in targets], sent)
+        make = lambda o: self._do.all_to_all(self._on, o, [_bytes(t) for t in targets], sent)
         return self._begin("all_to_all", "", outs[0], make, outs, back, sized=False)
 
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
     ) -> Any:
         flat, back = _target(out)
-        ranks = self.board.ranks
+        ranks = self.ranks
         row = lambda t: t.numel() // t.shape[0] if t.dim() and t.shape[0] else 1
         targets = _split(flat, [n * row(out) for n in out_sizes] or [flat.numel() // ranks] * ranks)
         sent = _split(_flat(tensor), [n * row(tensor) for n in sizes] or [tensor.numel() // ranks] * ranks)
-        make = lambda o: operations.all_to_all(
-            self.board, o, [_bytes(t) for t in targets], [_bytes(s) for s in sent]
+        make = lambda o: self._do.all_to_all(
+            self._on, o, [_bytes(t) for t in targets], [_bytes(s) for s in sent]
         )
         return self._begin("all_to_all", "", out, make, [out], back, sized=False)
 
     def barrier(self, opts: Any = None) -> Any:
         nothing = torch.empty(0)
-        return self._begin("barrier", "", nothing, lambda o: operations.barrier(self.board, o), [])
+        return self._begin("barrier", "", nothing, lambda o: self._do.barrier(self._on, o), [])
 
     # --- messages -------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Any:
         data = _flat(tensors[0])
         said = self._operation("send", f"to {target}, tag {tag}", tensors[0], checksum_of=str(data.dtype))
-        steps = messages.send(self.board, said, _bytes(data), target, tag)
-        return self._issue((id(self), "send", target), steps, tensors, None, target)
+        if target not in self._here:  # gloo has sent when it is received, so no tag may wait for another
+            far = between.send(self._on, said, _bytes(data), target, tag)
+            return self._issue((id(self), "send", target, tag), far, tensors, None, None)
+        place = self._here.index(target)
+        steps = messages.send(self.board, said, _bytes(data), place, tag)
+        return self._issue((id(self), "send", target), steps, tensors, None, place)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
         flat, back = _target(tensors[0])
         data, checksum = _bytes(flat), zlib.crc32(str(flat.dtype).encode())
         self._operation("recv", f"from {source}", tensors[0])  # recorded, where somebody watches
-        inbox = self._inboxes[source]
-        with engine.lock:
-            message = inbox.expect(tag, data, checksum)
-        steps = messages.receive(inbox, message, data, checksum)
-        work = self._issue(object(), steps, tensors, back, source)
+        if source not in self._here:
+            far = between.receive(self._on, data, source, tag, checksum)
+            work = self._issue((id(self), "receive", source, tag), far, tensors, back, None)
+        else:
+            inbox = self._inboxes[self._here.index(source)]
+            with engine.lock:
+                message = inbox.expect(tag, data, checksum)
+            steps = messages.receive(inbox, message, data, checksum)
+            work = self._issue(object(), steps, tensors, back, inbox.source)
         work.source.append(source)
         return work
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        if len(self._here) < self.ranks:
+            raise SoliError(
+                "the local backend receives from any source only inside one host",
+                got=f"a group of {self.ranks} ranks, {len(self._here)} of them here",
+                fix="name the source, or take SOLI_BACKEND=gloo",
+            )
         flat, back = _target(tensors[0])
         found: list[int] = []
         checksum = zlib.crc32(str(flat.dtype).encode())
@@ -240,7 +270,7 @@ class LocalGroup(_Base):
         self, name: str, more: str, tensor: Tensor, sized: bool = True, checksum_of: str | None = None
     ) -> Operation:
         if watching():
-            times = self.board.ranks if name in ("all_gather", "reduce_scatter") else 1
+            times = self.ranks if name in ("all_gather", "reduce_scatter") else 1
             nbytes = times * tensor.numel() * tensor.element_size()
             ranks = tuple(dist.get_process_group_ranks(self))
             recorder.add(name, self.board.name, nbytes, ranks, "", "torch")

@@ -1,7 +1,6 @@
 """The collectives of a group, as generators over its board: they yield where they wait.
 
-Sums run in the order of the ranks, p0 + p1 + ... + pN-1, element by element, whatever the size: two runs agree
-bitwise, and so do all ranks. bf16 and fp16 are summed in float32 and rounded once. Data is moved as bytes.
+Reductions are those of sums.py, in the order of the ranks, whatever the size. Data is moved as bytes.
 
 Shapes: n elements of a rank's tensor, N ranks. All tensors here are flat and contiguous.
 """
@@ -12,63 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from soli.core.errors import SoliError
+from soli.mesh.local import placed
 from soli.mesh.local.board import Board, Operation
+from soli.mesh.local.sums import combine
 
 ALONE_BYTES = 1 << 14
 """Up to here each rank sums everything itself; above, each sums its part and reads the parts of the others."""
-
-Combine = Callable[..., Any]
-COMBINE: tuple[tuple[Any, str, Combine], ...] = (
-    (dist.ReduceOp.SUM, "sum", torch.add),
-    (dist.ReduceOp.AVG, "avg", torch.add),
-    (dist.ReduceOp.PRODUCT, "product", torch.mul),
-    (dist.ReduceOp.MIN, "min", torch.minimum),
-    (dist.ReduceOp.MAX, "max", torch.maximum),
-    (dist.ReduceOp.BAND, "band", torch.bitwise_and),
-    (dist.ReduceOp.BOR, "bor", torch.bitwise_or),
-    (dist.ReduceOp.BXOR, "bxor", torch.bitwise_xor),
-)
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def name_of(op: Any) -> str:
-    """The name of a c10d reduction; SoliError for one that is not built."""
-    for known, name, _ in COMBINE:
-        if op == known:
-            return name
-    raise SoliError(
-        "the local backend does not have this reduction",
-        got=str(op),
-        allowed=", ".join(name for _, name, _ in COMBINE),
-        fix="take SOLI_BACKEND=gloo, or scale before the sum",
-    )
-
-
-def combine(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
-    """Reduce the parts in their order into `out`, which may be the last of them or none."""
-    function = next(f for _, name, f in COMBINE if name == op)
-    if len(parts) == 1:
-        if out.data_ptr() != parts[0].data_ptr():
-            out.copy_(parts[0])
-    elif out.dtype in HALVES and op in ("sum", "avg", "product"):
-        total = parts[0].float()
-        for part in parts[1:]:
-            function(total, part, out=total)
-        out.copy_(total.div_(len(parts)) if op == "avg" else total)
-        return
-    elif len(parts) == 2:
-        function(parts[0], parts[1], out=out)
-    else:
-        total = function(parts[0], parts[1])
-        for part in parts[2:-1]:
-            function(total, part, out=total)
-        function(total, parts[-1], out=out)
-    if op == "avg":
-        out.div_(len(parts)) if out.is_floating_point() or out.is_complex() else out.floor_divide_(len(parts))
 
 
 def everyone(board: Board) -> range:
@@ -85,6 +35,23 @@ def laid(board: Board, piece: Tensor) -> Callable[[int], None]:
     return write
 
 
+def opened(board: Board, operation: Operation, tensor: Tensor | None, write: Callable[[int], None]) -> Any:
+    """The first chunk of an operation whose tensors may lie in shared memory: (half of the slots, places or None).
+
+    Where only some ranks have placed theirs, those write their slots after all, and the ranks meet once more.
+    """
+    place = 0 if tensor is None else board.place_of(tensor)
+    half = yield from board.chunk_of(operation, None if place else write, everyone(board), place)
+    places = board.places()
+    if all(places):
+        return half, places
+    if any(places):
+        if place:
+            write(half)
+        yield from board.again(operation, everyone(board))
+    return half, None
+
+
 def all_reduce(board: Board, operation: Operation, tensor: Tensor, op: str) -> Any:
     """Reduce `tensor` [n] in place on every rank."""
     room = board.half // tensor.element_size()
@@ -92,7 +59,12 @@ def all_reduce(board: Board, operation: Operation, tensor: Tensor, op: str) -> A
     for start in range(0, max(tensor.numel(), 1), room):
         mine = tensor[start : start + room]
         count = mine.numel()
-        half = yield from board.chunk_of(operation, laid(board, mine), everyone(board))
+        if start:
+            half = yield from board.chunk_of(operation, laid(board, mine), everyone(board))
+        else:
+            half, places = yield from opened(board, operation, tensor, laid(board, mine))
+            if places:
+                return (yield from placed.all_reduce(board, operation, tensor, op, places))
         slots = [board.slot(r, half, dtype)[:count] for r in range(ranks)]
         if ranks == 2 or count * tensor.element_size() <= ALONE_BYTES:
             combine(slots, mine, op)
@@ -124,6 +96,8 @@ def reduce(board: Board, operation: Operation, tensor: Tensor, op: str, root: in
 
 def reduce_scatter(board: Board, operation: Operation, out: Tensor, parts: Sequence[Tensor], op: str) -> Any:
     """Reduce part r of every rank into `out` [n] of rank r; a rank's `parts` are N tensors [n]."""
+    in_a_row = len({part.data_ptr() - i * part.nbytes for i, part in enumerate(parts)}) == 1
+    whole = parts[0].as_strided((out.numel() * len(parts),), (1,)) if in_a_row else None
     ranks, dtype = board.ranks, out.dtype
     room = board.half // (out.element_size() * ranks)
     for start in range(0, max(out.numel(), 1), room):
@@ -134,7 +108,12 @@ def reduce_scatter(board: Board, operation: Operation, out: Tensor, parts: Seque
             for other in range(ranks):
                 slot[other * room : other * room + count].copy_(parts[other][start : start + count])
 
-        half = yield from board.chunk_of(operation, write, everyone(board))
+        if start:
+            half = yield from board.chunk_of(operation, write, everyone(board))
+        else:
+            half, places = yield from opened(board, operation, whole, write)
+            if places:
+                return (yield from placed.reduce_scatter(board, out, parts, op, places))
         own = slice(board.rank * room, board.rank * room + count)
         combine([board.slot(r, half, dtype)[own] for r in range(ranks)], out[start : start + count], op)
         board.read()
@@ -144,7 +123,12 @@ def all_gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine:
     """`mine` [b] bytes of rank r into `outs[r]` [b] on every rank."""
     for start in range(0, max(mine.numel(), 1), board.half):
         piece = mine[start : start + board.half]
-        half = yield from board.chunk_of(operation, laid(board, piece), everyone(board))
+        if start:
+            half = yield from board.chunk_of(operation, laid(board, piece), everyone(board))
+        else:
+            half, places = yield from opened(board, operation, mine, laid(board, piece))
+            if places:
+                return (yield from placed.all_gather(board, outs, mine, places))
         for other, out in enumerate(outs):
             target = out[start : start + board.half]
             if other != board.rank:
@@ -203,13 +187,7 @@ def all_to_all(board: Board, operation: Operation, outs: Sequence[Tensor], parts
     half = yield from board.chunk_of(operation, laid(board, sizes), everyone(board))
     table = torch.stack([board.slot(r, half, torch.int64)[:ranks].clone() for r in range(ranks)])
     board.read()
-    wrong = [
-        f"  rank {rank} expects {out.numel()} bytes of rank {other}, which sends {int(table[other, rank])}"
-        for other, out in enumerate(outs)
-        if out.numel() != table[other, rank]
-    ]
-    if wrong:
-        raise board.fail(f"the splits of all_to_all in group {board.name} do not fit\n" + "\n".join(wrong))
+    check_splits(board, rank, [out.numel() for out in outs], table)
     room = board.half // ranks
     for start in range(0, int(table.max()), room):
 
@@ -224,6 +202,17 @@ def all_to_all(board: Board, operation: Operation, outs: Sequence[Tensor], parts
             piece = out[start : start + room]
             piece.copy_(board.slot(other, half, torch.uint8)[rank * room : rank * room + piece.numel()])
         board.read()
+
+
+def check_splits(board: Board, rank: int, wanted: Sequence[int], table: Tensor) -> None:
+    """Whether the bytes that every rank sends, `table[s, r]` from s to r, are those that this rank expects."""
+    wrong = [
+        f"  rank {rank} expects {size} bytes of rank {other}, which sends {int(table[other, rank])}"
+        for other, size in enumerate(wanted)
+        if size != table[other, rank]
+    ]
+    if wrong:
+        raise board.fail(f"the splits of all_to_all in group {board.name} do not fit\n" + "\n".join(wrong))
 
 
 def barrier(board: Board, operation: Operation) -> Any:

@@ -155,7 +155,8 @@ class Engine:
         except StopIteration:
             pass
         except Exception as error:  # it is the operation's: whoever waits for it gets it
-            work.error = work.board.broken = error
+            work.error = error
+            work.board.breaks(error)
         work.done = True
         return True
 
@@ -185,8 +186,8 @@ class Engine:
                     if time.monotonic() - work.began > work.seconds:
                         raise work.board.late(work.seconds)
                 except Exception as error:
-                    work.error = work.board.broken = error
-                    work.done = True
+                    work.error, work.done = error, True
+                    work.board.breaks(error)
 
     def _serve(self) -> None:
         nap, looked = NAP_SECONDS, time.monotonic()

@@ -1,4 +1,4 @@
-"""The shared memory of one group of ranks on one host: made by the first, mapped by all.
+"""Shared memory of the ranks of one host: made by the first, mapped by all.
 
 It is a memfd, which has no name in any folder: nothing is left behind whatever dies when, and the size of
 /dev/shm (64 MB in a container) does not matter. The others open it through /proc/PID/fd of the rank that made
@@ -14,77 +14,83 @@ import mmap
 import os
 import uuid
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError, failure
 
-PROTOCOL = 1
 PAGE = mmap.PAGESIZE
 
 
-class Segment:
-    """`size` bytes that all ranks of a group see, zero at the start."""
+def rounded(size: int) -> int:
+    """Bytes in whole pages."""
+    return -(-size // PAGE) * PAGE
 
-    def __init__(self, store: Any, rank: int, ranks: int, size: int, timeout: timedelta) -> None:
-        self.size = -(-size // PAGE) * PAGE
-        self.pids: list[int] = []
-        if rank == 0:
-            file, path = _create(self.size)
-            store.set("segment", json.dumps({**_about(), "path": path, "size": self.size}))
-        else:
-            store.wait(["segment"], timeout)
-            file, path = _open(json.loads(store.get("segment")), self.size, rank)
-        self.map = mmap.mmap(file, self.size)
-        store.set(f"pid{rank}", str(os.getpid()))
-        for other in range(ranks):  # said after mapping: then nobody needs the file any more
-            store.wait([f"pid{other}"], timeout)
-            self.pids.append(int(store.get(f"pid{other}")))
-        os.close(file)
-        if rank == 0 and not path.startswith("/proc/"):
-            os.unlink(path)
-        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.words = memoryview(self.map).cast("q")
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+def shared_map(store: Any, rank: int, ranks: int, size: int, timeout: timedelta) -> mmap.mmap:
+    """`size` bytes that `ranks` ranks of one host see, zero at the start. Collective.
+
+    It is unmapped when the last object that refers to it is gone. SoliError if there is no room, if a rank
+    does not come in time, or if rank 0's memory cannot be opened from here.
+    """
+    size = rounded(size)
+    if rank == 0:
+        file, path = _create(size)
+        store.set("segment", json.dumps({"path": path, "size": size}))
+    else:
+        _await(store, {0: "segment"}, timeout)
+        made = json.loads(store.get("segment"))
+        if made["size"] != size:
+            raise failure(
+                f"rank {rank} and rank 0 of one host want shared memory of different sizes",
+                got=f"{size:,} bytes; rank 0 {made['size']:,}",
+                fix="allocate the same on every rank, in the same order",
+            )
+        file, path = _open(made["path"], rank)
+    mapped = mmap.mmap(file, size)
+    store.set(f"mapped{rank}", "1")
+    _await(store, {other: f"mapped{other}" for other in range(ranks)}, timeout)
+    os.close(file)
+    if rank == 0 and not path.startswith("/proc/"):  # all have mapped it: nobody needs the file any more
+        os.unlink(path)
+    return mapped
+
+
+class Segment:
+    """A shared map with the views of it that a board needs."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self.map = mapped
+        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.words = memoryview(mapped).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
     def tensor(self, start: int, count: int) -> Tensor:
         """Bytes [start, start + count) as a uint8 tensor."""
         return self.bytes[start : start + count]
 
 
-def _about() -> dict[str, Any]:
-    """What must be the same on all ranks."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return {
-        "host": boot.read_text().strip() if boot.exists() else os.uname().nodename,
-        "processes": os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else "",
-        "protocol": PROTOCOL,
-        "torch": torch.__version__.split("+")[0],
-    }
+def _await(store: Any, keys: dict[int, str], timeout: timedelta) -> None:
+    """Until every rank has set its key."""
+    try:
+        store.wait(list(keys.values()), timeout)
+    except dist.DistError as error:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        raise failure(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not join the "
+            f"group of ranks on this host in {timeout.total_seconds():g} s",
+            fix="look at what those ranks do: every rank makes the same groups in the same order",
+        ) from error
 
 
 def _create(size: int) -> tuple[int, str]:
     folder = os.environ.get("SOLI_LOCAL_FOLDER")
     if folder:
-        path = os.path.join(folder, f"soli-{uuid.uuid4().hex}")
-        try:
-            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
-                os.posix_fallocate(file, 0, size)
-            except OSError:
-                os.unlink(path)
-                raise
-        except OSError as error:
-            raise SoliError(
-                "SOLI_LOCAL_FOLDER has no room for the ranks' shared memory",
-                got=f"{folder}: {error.strerror}",
-                allowed=f"{size:,} bytes free",
-                fix="make room there, name another folder, or take SOLI_BACKEND=gloo",
-            ) from error
-        return file, path
+        return _create_file(folder, size)
     if not hasattr(os, "memfd_create"):
         raise SoliError(
             "this system has no memfd for the local backend",
@@ -92,29 +98,45 @@ def _create(size: int) -> tuple[int, str]:
             fix="name a folder in memory with SOLI_LOCAL_FOLDER, or take SOLI_BACKEND=gloo",
             everywhere=True,
         )
+    free = psutil.virtual_memory().available
+    if size > free:
+        raise SoliError(
+            "this machine has no room for the memory that the ranks share",
+            got=f"{free:,} bytes free",
+            allowed=f"{size:,} bytes and what the training needs",
+            fix="take fewer ranks, or name a folder on a disk with SOLI_LOCAL_FOLDER (slow)",
+        )
     file = os.memfd_create("soli", os.MFD_CLOEXEC)
     os.truncate(file, size)
     return file, f"/proc/{os.getpid()}/fd/{file}"
 
 
-def _open(made: dict[str, Any], size: int, rank: int) -> tuple[int, str]:
-    mine = _about() | {"size": size}
-    differ = [key for key, value in mine.items() if made[key] != value]
-    if differ:
-        fix = {
-            "host": "the local backend joins ranks of one host: use SOLI_BACKEND=gloo across hosts",
-            "processes": "the ranks are in different containers: share the PID namespace, or take SOLI_BACKEND=gloo",
-        }.get(differ[0], "start all ranks with the same versions of soli and torch")
-        raise SoliError(
-            f"rank {rank} and rank 0 do not fit together in the local backend",
-            got="; ".join(f"{key}: {mine[key]}, rank 0's {made[key]}" for key in differ),
-            fix=fix,
-        )
+def _create_file(folder: str, size: int) -> tuple[int, str]:
+    path = os.path.join(folder, f"soli-{uuid.uuid4().hex}")
     try:
-        return os.open(made["path"], os.O_RDWR), made["path"]
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size)
+        except OSError:
+            os.unlink(path)
+            raise
+    except OSError as error:
+        raise SoliError(
+            "SOLI_LOCAL_FOLDER has no room for the memory that the ranks share",
+            got=f"{folder}: {error.strerror}",
+            allowed=f"{size:,} bytes free",
+            fix="make room there, name another folder, or take SOLI_BACKEND=gloo",
+        ) from error
+    return file, path
+
+
+def _open(path: str, rank: int) -> tuple[int, str]:
+    try:
+        return os.open(path, os.O_RDWR), path
     except OSError as error:
         raise failure(
-            f"rank {rank} cannot open the shared memory of rank 0",
-            got=f"{made['path']}: {error.strerror}",
-            fix="run all ranks as one user in one container, or take SOLI_BACKEND=gloo",
+            f"rank {rank} cannot open the memory that rank 0 shares",
+            got=f"{path}: {error.strerror}",
+            fix="run all ranks of a host as one user in one container, give containers names of their own "
+            "with SOLI_HOST, or take SOLI_BACKEND=gloo",
         ) from error

@@ -1,0 +1,35 @@
+"""Which backend CPU ranks talk over, and why. Imports no torch: the launcher and `soli env` ask too."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+from soli.core.errors import SoliError
+
+CPU_BACKENDS = ("local", "gloo")
+TESTED = ("x86_64",)
+"""Processors on which the local backend has been run: its handshakes rest on the order of stores."""
+
+
+def cpu_backend(said: str | None = None) -> tuple[str, str]:
+    """(backend, why). `said` is the user's wish, else SOLI_BACKEND; without one the best that works here."""
+    wish = said or os.environ.get("SOLI_BACKEND")
+    if wish:
+        if wish not in CPU_BACKENDS:
+            raise SoliError(
+                f"{'--backend' if said else 'SOLI_BACKEND'} names a backend that soli does not have for CPU tensors",
+                got=wish,
+                allowed=", ".join(CPU_BACKENDS),
+                everywhere=True,
+            )
+        return wish, "--backend says so" if said else "SOLI_BACKEND says so"
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return "gloo", "the local backend needs Linux with memfd"
+    if platform.machine() not in TESTED:
+        return (
+            "gloo",
+            f"the local backend has not been tested on {platform.machine()}: ask for it if you like",
+        )
+    return "local", "ranks of one machine meet in shared memory, hosts over gloo"

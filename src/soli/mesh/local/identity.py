@@ -1,0 +1,81 @@
+"""Who the ranks of a group are: on which host, in which process, with which versions. Compared before all else.
+
+Ranks share memory if they run under one kernel and see each other's processes; others are on another host,
+as far as this backend goes. `SOLI_HOST` gives a rank's host a name of its own instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from soli.core.errors import failure
+
+PROTOCOL = 2
+"""Of what lies in the shared memory: goes up with every change of it."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One rank of a group. `kernel` and `processes` tell whether two ranks can share memory."""
+
+    host: str
+    kernel: str
+    processes: str
+    pid: int
+    protocol: int
+    torch: str
+
+
+def mine() -> Identity:
+    """This process."""
+    boot, space = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
+    kernel = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    processes = os.readlink(space) if os.path.exists(space) else ""
+    host = os.environ.get("SOLI_HOST") or f"{kernel} {processes}"
+    return Identity(host, kernel, processes, os.getpid(), PROTOCOL, torch.__version__.split("+")[0])
+
+
+def exchange(store: Any, rank: int, ranks: int, timeout: timedelta) -> list[Identity]:
+    """The identities of all ranks, on every rank; SoliError if they do not fit together, on every rank too."""
+    store.set(f"identity{rank}", json.dumps(asdict(mine())))
+    keys = [f"identity{other}" for other in range(ranks)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistError as error:
+        missing = [str(other) for other in range(ranks) if not store.check([keys[other]])]
+        raise failure(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of {ranks} did not come in "
+            f"{timeout.total_seconds():g} s",
+            fix="are they started, and do they make the same groups in the same order?",
+        ) from error
+    found = [Identity(**json.loads(store.get(key))) for key in keys]
+    _check(found)
+    return found
+
+
+def _check(ranks: list[Identity]) -> None:
+    for name, what in (("torch", "versions of torch"), ("protocol", "versions of soli's local backend")):
+        kinds = {str(getattr(rank, name)) for rank in ranks}
+        if len(kinds) > 1:
+            raise failure(
+                f"the ranks have different {what}",
+                got="; ".join(f"rank {i}: {getattr(rank, name)}" for i, rank in enumerate(ranks)),
+                fix="install the same versions of soli and torch for every rank",
+            )
+    for i, rank in enumerate(ranks):
+        first = next(j for j, other in enumerate(ranks) if other.host == rank.host)
+        if (rank.kernel, rank.processes) != (ranks[first].kernel, ranks[first].processes):
+            raise failure(
+                f"rank {first} and rank {i} say that they are on one host, {rank.host}, and are not",
+                got=f"kernel {ranks[first].kernel} and {rank.kernel}, "
+                f"processes {ranks[first].processes} and {rank.processes}",
+                fix="unset SOLI_HOST, or give every host a name of its own with it",
+            )

@@ -1,0 +1,79 @@
+"""Reductions: p0 + p1 + ... + pN-1 element by element, in the order of the ranks.
+
+So two runs agree bitwise, and so do all ranks, whatever the timing and the size of a message. bf16 and fp16
+are summed in float32 and rounded once. An average is the sum, divided (integers: rounded down).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from soli.core.errors import SoliError
+
+Combine = Callable[..., Any]
+COMBINE: tuple[tuple[Any, str, Combine], ...] = (
+    (dist.ReduceOp.SUM, "sum", torch.add),
+    (dist.ReduceOp.AVG, "avg", torch.add),
+    (dist.ReduceOp.PRODUCT, "product", torch.mul),
+    (dist.ReduceOp.MIN, "min", torch.minimum),
+    (dist.ReduceOp.MAX, "max", torch.maximum),
+    (dist.ReduceOp.BAND, "band", torch.bitwise_and),
+    (dist.ReduceOp.BOR, "bor", torch.bitwise_or),
+    (dist.ReduceOp.BXOR, "bxor", torch.bitwise_xor),
+)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def name_of(op: Any) -> str:
+    """The name of a c10d reduction; SoliError for one that is not built."""
+    for known, name, _ in COMBINE:
+        if op == known:
+            return name
+    raise SoliError(
+        "the local backend does not have this reduction",
+        got=str(op),
+        allowed=", ".join(name for _, name, _ in COMBINE),
+        fix="take SOLI_BACKEND=gloo, or scale before the sum",
+    )
+
+
+def widened(tensor: Tensor, op: str) -> Tensor:
+    """The tensor in which a sum is kept until it is complete: float32 for bf16 and fp16."""
+    return tensor.float() if tensor.dtype in HALVES and op in ("sum", "avg", "product") else tensor
+
+
+def average(total: Tensor, ranks: int) -> None:
+    """From a sum to a mean, in place."""
+    if total.is_floating_point() or total.is_complex():
+        total.div_(ranks)
+    else:
+        total.floor_divide_(ranks)
+
+
+def combine(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
+    """Reduce the parts in their order into `out`, which may be the last of them or none."""
+    function = next(f for _, name, f in COMBINE if name == op)
+    if len(parts) == 1:
+        if out.data_ptr() != parts[0].data_ptr():
+            out.copy_(parts[0])
+        return
+    total = widened(parts[0], op)
+    if total is not parts[0]:
+        for part in parts[1:]:
+            function(total, part, out=total)
+    elif len(parts) == 2:
+        total = function(parts[0], parts[1], out=out)
+    else:
+        total = function(parts[0], parts[1])
+        for part in parts[2:-1]:
+            function(total, part, out=total)
+        total = function(total, parts[-1], out=out)
+    if op == "avg":
+        average(total, len(parts))
+    if total is not out:
+        out.copy_(total)
