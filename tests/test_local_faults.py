@@ -141,3 +141,23 @@ def test_a_rank_that_does_not_arrive(tmp_path: Path, kind: str) -> None:
             process.send_signal(signal.SIGKILL)
             process.wait()
     assert set(os.listdir("/dev/shm")) == before
+
+
+def many_groups(count: int):
+    """Groups that come and go, each of them waited in; what this process keeps of them."""
+    kept = []
+    for _ in range(count):
+        group = dist.new_group(backend="local")
+        if dist.get_rank() == 0:
+            time.sleep(0.15)  # the others look whether this rank lives
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        del group
+        maps = Path("/proc/self/maps").read_text().count("memfd:soli")
+        kept.append((len(os.listdir("/proc/self/fd")), maps))
+    return kept
+
+
+def test_groups_leave_nothing_open(pool: Pool) -> None:
+    for kept in pool.run(many_groups, 5, ranks=3):
+        assert kept[0] == kept[-1]

@@ -259,7 +259,10 @@ class Board:
                 self._watch[other] = os.pidfd_open(self.pids[other])
             except ProcessLookupError:
                 return True
-        return bool(select.select([self._watch[other]], [], [], 0)[0])
+            weakref.finalize(self, os.close, self._watch[other])
+        ended = select.poll()  # not select.select, which knows no file number above 1023
+        ended.register(self._watch[other], select.POLLIN)
+        return bool(ended.poll(0))
 
     def breaks(self, error: Exception) -> None:
         """The first error is the group's."""
