@@ -87,12 +87,26 @@ def call_site() -> str:
     inside = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_SOLI, _TORCH, "<")):
+        kind = _kinds.get(name) or _kind(name)
+        if kind == "user":
             return f"{name}:{frame.f_lineno}" + (f" ({inside})" if inside else "")
-        if name.startswith(_SOLI) and "/mesh/" not in name and not inside:
+        if kind == "soli" and not inside:
             inside = f"{name[len(_SOLI) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return inside or "unknown"
+
+
+_kinds: dict[str, str] = {}
+
+
+def _kind(name: str) -> str:
+    """Whose file it is, kept: every collective asks for every frame."""
+    if name.startswith(_SOLI):
+        kind = "seam" if "/mesh/" in name else "soli"
+    else:
+        kind = "torch" if name.startswith((_TORCH, "<")) else "user"
+    _kinds[name] = kind
+    return kind
 
 
 @contextmanager

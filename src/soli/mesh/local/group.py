@@ -9,6 +9,8 @@ and move 0.75 GB/s. torch has no other backend for CPU tensors without a compile
 
 from __future__ import annotations
 
+import functools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -274,10 +276,9 @@ class LocalGroup(_Base):
             nbytes = times * tensor.numel() * tensor.element_size()
             ranks = tuple(dist.get_process_group_ranks(self))
             recorder.add(name, self.board.name, nbytes, ranks, "", "torch")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        text = f"{name}({more})" if more else name
-        same = checksum_of or f"{text} {dtype} {tensor.numel() if sized else ''}"
-        return Operation(f"{text} of {dtype}{list(tensor.shape)}", call_site(), zlib.crc32(same.encode()))
+        same = checksum_of or ""
+        text, checksum = _words(name, more, tensor.dtype, tuple(tensor.shape), sized, same)
+        return Operation(text, call_site(), checksum)
 
     def _issue(
         self,
@@ -293,6 +294,17 @@ class LocalGroup(_Base):
         if self._batch is not None:
             self._batch.append(work)
         return work
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(
+    name: str, more: str, dtype: torch.dtype, shape: tuple[int, ...], sized: bool, same: str
+) -> tuple[str, int]:
+    """What an operation is called, and the checksum of what has to be the same on all ranks."""
+    kind = str(dtype).removeprefix("torch.")
+    text = f"{name}({more})" if more else name
+    same = same or f"{text} {kind} {math.prod(shape) if sized else ''}"
+    return f"{text} of {kind}{list(shape)}", zlib.crc32(same.encode())
 
 
 def _then(steps: Any, back: Callable[[], None]) -> Any:
