@@ -17,7 +17,7 @@ import envs
 import probe
 import table
 import workload
-from entries import ENTRIES
+from entries import ENTRIES, Entry
 from launch import launch
 
 HERE = Path(__file__).resolve().parent
@@ -26,7 +26,8 @@ HERE = Path(__file__).resolve().parent
 def main() -> None:
     """Measure what was asked for and write it down."""
     args = arguments()
-    names = ["reference", *(n for n in ENTRIES if n != "reference" and (not args.only or n in args.only))]
+    wanted = args.only or [name for name, entry in ENTRIES.items() if not entry.asked]
+    names = ["reference", *(name for name in ENTRIES if name != "reference" and name in wanted)]
     result = describe(args, names)
     shares: list[dict[str, float]] = []
     for size in args.sizes:
@@ -76,10 +77,16 @@ def measure(name: str, size: str, args: argparse.Namespace) -> dict:
         "--warmup", str(args.warmup), "--steps", str(args.steps),
     ]  # fmt: skip
     before = probe.cpu_ticks()
-    outcome = launch(command, entry.world, args.deadline, envs.variables_of(entry.environment))
+    outcome = launch(command, entry.world, args.deadline, variables_of(entry))
     shares = probe.cpu_shares(before, probe.cpu_ticks(), outcome.cpu_seconds)
     found = {"error": outcome.error} if outcome.error else table.digest(outcome.records)
     return {**found, "seconds": round(outcome.seconds, 1), "shares": shares}
+
+
+def variables_of(entry: Entry) -> dict[str, str]:
+    """What the ranks of an entry find in their environment besides what all have."""
+    backend = {"BENCH_BACKEND": entry.backend, "SOLI_BACKEND": entry.backend}
+    return envs.variables_of(entry.environment) | backend
 
 
 def noise(sizes: dict[str, dict[str, dict]], shares: list[dict[str, float]]) -> dict[str, float]:

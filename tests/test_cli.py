@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -97,8 +98,12 @@ def test_train_trains(tmp_path: Path) -> None:
 def test_env_says_what_works_and_what_does_not() -> None:
     facts = json.loads(soli("env", "--json").stdout)
     assert facts["gloo"].startswith("works")
+    assert facts["local"].startswith("works")
+    assert (
+        facts["CPU ranks talk over"] == "local (ranks of one machine meet in shared memory, hosts over gloo)"
+    )
     assert facts["torch"].startswith(torch.__version__)
-    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["packages"]["torch"] == version("torch")
     assert any(problem.startswith("CUDA") for problem in facts["problems"]) == (not torch.cuda.is_available())
 
 

@@ -102,7 +102,7 @@ def mapped_bytes() -> int:
 def freed():
     axis = an_axis()
     before = mapped_bytes()
-    for turn in range(3):
+    for _ in range(3):
         memory = allocate(1_000_000, torch.float32, CPU, axis)
         part = memory[10:20]
         grown = mapped_bytes() - before

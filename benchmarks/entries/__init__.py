@@ -5,9 +5,11 @@ user of that system gets without asking for more) or the global one. rank.py wri
 run.py takes the mean over the ranks, which is the global loss either way.
 """
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import Tensor
 
 Step = Callable[[dict[str, Tensor]], Tensor | float]
@@ -24,6 +26,15 @@ class Entry:
     stage: str  # z0..z3, or "one" for the one-process reference
     world: int = 2
     by_hand: bool = False
+    backend: str = "gloo"  # local: ranks in shared memory, from `import soli.backend`
+    asked: bool = False  # measured only where --only names it
+
+
+def start() -> None:
+    """The process group of an entry that makes its own, over its backend."""
+    if os.environ["BENCH_BACKEND"] == "local":
+        import soli.backend  # noqa: F401
+    dist.init_process_group(os.environ["BENCH_BACKEND"])
 
 
 ENTRIES: dict[str, Entry] = {
@@ -32,10 +43,10 @@ ENTRIES: dict[str, Entry] = {
     "zero1-hand": Entry("PyTorch by hand", "byhand", "zero1", "base", "z1", by_hand=True),
     "fsdp2-noreshard": Entry("PyTorch by hand", "byhand", "fsdp2-noreshard", "base", "z2", by_hand=True),
     "fsdp2": Entry("PyTorch by hand", "byhand", "fsdp2", "base", "z3", by_hand=True),
-    "soli-z0": Entry("soli", "soli_engine", "dp=2,zero=0", "base", "z0"),
-    "soli-z1": Entry("soli", "soli_engine", "dp=2,zero=1", "base", "z1"),
-    "soli-z2": Entry("soli", "soli_engine", "dp=2,zero=2", "base", "z2"),
-    "soli-z3": Entry("soli", "soli_engine", "dp=2,zero=3", "base", "z3"),
+    "soli-z0": Entry("soli", "soli_engine", "dp=2,zero=0", "base", "z0", backend="local"),
+    "soli-z1": Entry("soli", "soli_engine", "dp=2,zero=1", "base", "z1", backend="local"),
+    "soli-z2": Entry("soli", "soli_engine", "dp=2,zero=2", "base", "z2", backend="local"),
+    "soli-z3": Entry("soli", "soli_engine", "dp=2,zero=3", "base", "z3", backend="local"),
     "accelerate-ddp": Entry("accelerate", "accelerate", "ddp", "lightweight", "z0"),
     "accelerate-fsdp2": Entry("accelerate", "accelerate", "fsdp2", "lightweight", "z3"),
     "fabric-ddp": Entry("Lightning Fabric", "fabric", "ddp", "lightweight", "z0"),
@@ -48,14 +59,32 @@ ENTRIES: dict[str, Entry] = {
     "colossalai-z1": Entry("Colossal-AI", "colossalai", "1", "colossalai", "z1"),
     "colossalai-z2": Entry("Colossal-AI", "colossalai", "2", "colossalai", "z2"),
 }
+BOTH: dict[str, Entry] = {
+    "ddp": ENTRIES["ddp"],
+    "fsdp2-noreshard": ENTRIES["fsdp2-noreshard"],
+    "fsdp2": ENTRIES["fsdp2"],
+    "tp": Entry("PyTorch by hand", "tensor", "hand", "base", "tp", by_hand=True),
+    "tp-dtensor": Entry("PyTorch by hand", "tensor", "dtensor", "base", "tp-dtensor", by_hand=True),
+    **{
+        name: Entry("PyTorch by hand", "pipeline", name, "base", name, by_hand=True)
+        for name in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+    },
+    **{f"soli-z{stage}": ENTRIES[f"soli-z{stage}"] for stage in range(4)},
+}
+"""What is measured over both backends, as NAME-gloo and NAME-local (make bench-backend)."""
+ENTRIES |= {
+    f"{name}-{backend}": replace(entry, backend=backend, asked=True)
+    for name, entry in BOTH.items()
+    for backend in ("gloo", "local")
+}
 
 # What a row is compared with: the fastest hand-written layout of its stage. A plain DDP step is counted in
 # for z1 (a user without memory trouble would write it), FSDP2 that reshards for z2 (it keeps less still);
 # at z3 only FSDP2 that reshards keeps as little.
 BASELINES: dict[str, tuple[str, ...]] = {
-    "z0": ("ddp",),
+    "z0": ("ddp", "ddp-gloo"),
     "z1": ("zero1-hand", "ddp"),
-    "z2": ("fsdp2-noreshard", "fsdp2"),
-    "z3": ("fsdp2",),
+    "z2": ("fsdp2-noreshard", "fsdp2", "fsdp2-noreshard-gloo"),
+    "z3": ("fsdp2", "fsdp2-gloo"),
     "one": (),
-}
+} | {entry.stage: (f"{name}-gloo",) for name, entry in BOTH.items() if entry.module in ("tensor", "pipeline")}

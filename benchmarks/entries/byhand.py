@@ -11,14 +11,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from entries import Step
+from entries import Step, start
 
 
 def build(mode: str, size: str) -> Step:
     """The training step of one layout."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if mode != "reference":
-        dist.init_process_group("gloo")
+        start()
     model = split(mode, workload.build_model(size))
     optimizer = build_optimizer(mode, model)
 

@@ -181,27 +181,36 @@ def scatter(board: Board, operation: Operation, out: Tensor, parts: Sequence[Ten
 
 
 def all_to_all(board: Board, operation: Operation, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Any:
-    """`parts[r]` bytes of rank s into `outs[s]` of rank r; the sizes may all differ, and must agree in pairs."""
+    """`parts[r]` bytes of rank s into `outs[s]` of rank r; the sizes may all differ, and must agree in pairs.
+
+    The first chunk begins with the sizes of this rank's parts; every chunk has `room` bytes for each rank.
+    """
     ranks, rank = board.ranks, board.rank
     sizes = torch.tensor([part.numel() for part in parts])
-    half = yield from board.chunk_of(operation, laid(board, sizes), everyone(board))
-    table = torch.stack([board.slot(r, half, torch.int64)[:ranks].clone() for r in range(ranks)])
-    board.read()
-    check_splits(board, rank, [out.numel() for out in outs], table)
-    room = board.half // ranks
-    for start in range(0, int(table.max()), room):
+    head = 8 * ranks
+    room = (board.half - head) // ranks // 8 * 8
+    start, longest = 0, 1
+    while start < longest:
 
         def fill(half: int, start: int = start) -> None:
-            slot = board.slot(rank, half, torch.uint8)
+            if not start:
+                board.slot(rank, half, torch.int64)[:ranks].copy_(sizes)
+            slot = board.slot(rank, half, torch.uint8)[head:]
             for other, part in enumerate(parts):
                 sent = part[start : start + room]
                 slot[other * room : other * room + sent.numel()].copy_(sent)
 
         half = yield from board.chunk_of(operation, fill, everyone(board))
+        if not start:
+            table = torch.stack([board.slot(r, half, torch.int64)[:ranks] for r in range(ranks)])
+            check_splits(board, rank, [out.numel() for out in outs], table)
+            longest = int(table.max())
         for other, out in enumerate(outs):
             piece = out[start : start + room]
-            piece.copy_(board.slot(other, half, torch.uint8)[rank * room : rank * room + piece.numel()])
+            slot = board.slot(other, half, torch.uint8)[head:]
+            piece.copy_(slot[rank * room : rank * room + piece.numel()])
         board.read()
+        start += room
 
 
 def check_splits(board: Board, rank: int, wanted: Sequence[int], table: Tensor) -> None:
