@@ -20,6 +20,9 @@ DTYPES = (
     torch.uint8,
     torch.bool,
     torch.bfloat16,
+    torch.float16,
+    torch.int8,
+    torch.int32,
 )  # that gloo moves
 SIZES = (0, 1, 7, 5000, HALF // 4 + 3)
 
@@ -158,7 +161,7 @@ def sums():
         if dtype == torch.bool:
             continue
         all_parts = [values(n * size, dtype, r) for r in range(size)]
-        for op, name in OPS.items():
+        for op, name in (OPS if dtype.is_floating_point else OPS | BITS).items():
             expected = ordered(all_parts, name)
             for turn in range(2):
                 mine = all_parts[rank].clone()
@@ -186,9 +189,21 @@ OPS = {
 }
 
 
+BITS = {dist.ReduceOp.BAND: "band", dist.ReduceOp.BOR: "bor", dist.ReduceOp.BXOR: "bxor"}
+STEPS = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
 def ordered(all_parts: list[torch.Tensor], name: str) -> torch.Tensor:
-    step = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}[name]
-    wide = all_parts[0].dtype == torch.bfloat16 and name in ("sum", "product")
+    step = STEPS[name]
+    wide = all_parts[0].dtype in (torch.bfloat16, torch.float16) and name in ("sum", "product")
     total = all_parts[0].float() if wide else all_parts[0].clone()
     for part in all_parts[1:]:
         total = step(total, part.float() if wide else part)
@@ -198,6 +213,63 @@ def ordered(all_parts: list[torch.Tensor], name: str) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums_have_one_order(pool: Pool, ranks: int) -> None:
     assert pool.run(sums, ranks=ranks, deadline=60) == [[]] * ranks
+
+
+def others():
+    """What gloo's sums do not have, or c10d rewrites: averages, booleans, complex numbers, lists, coalescing."""
+    ours, _ = groups()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [values(1000, torch.float32, r) for r in range(size)]
+    mean = parts[rank].clone()
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=ours)
+    flags = [values(100, torch.bool, r) for r in range(size)]
+    all_true = flags[rank].clone()
+    dist.all_reduce(all_true, dist.ReduceOp.MIN, group=ours)
+    numbers = [torch.complex(part, -part) for part in parts]
+    summed = numbers[rank].clone()
+    dist.all_reduce(summed, group=ours)
+    seen = [torch.empty_like(summed) for _ in range(size)]
+    dist.all_gather(seen, numbers[rank], group=ours)
+    listed = torch.empty(1000 // size)
+    dist.reduce_scatter(listed, list(parts[rank][: 1000 // size * size].chunk(size)), group=ours)
+    with dist._coalescing_manager(group=ours, async_ops=True) as manager:
+        many = [parts[rank][10 * i : 10 * i + 10].clone() for i in range(4)]
+        for tensor in many:
+            dist.all_reduce(tensor, group=ours)
+    manager.wait()
+    want = ordered(parts, "sum")
+    n = 1000 // size
+    return (
+        torch.equal(mean, want / size),
+        torch.equal(all_true, torch.stack(flags).all(0)),
+        torch.equal(summed, torch.complex(want, -want)),
+        all(torch.equal(a, b) for a, b in zip(seen, numbers, strict=True)),
+        torch.equal(listed, want[rank * n : rank * n + n]),
+        torch.equal(torch.cat(many), want[:40]),
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_other_calls(pool: Pool, ranks: int) -> None:
+    assert pool.run(others, ranks=ranks) == [(True,) * 6] * ranks
+
+
+def from_any_source():
+    ours, _ = groups()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank:
+        dist.send(torch.full((3,), float(rank)), 0, group=ours, tag=7)
+        return None
+    got = {}
+    for _ in range(size - 1):
+        tensor = torch.empty(3)
+        source = dist.recv(tensor, group=ours, tag=7)
+        got[source] = float(tensor[0])
+    return got
+
+
+def test_receive_from_any_source(pool: Pool) -> None:
+    assert pool.run(from_any_source, ranks=4)[0] == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
 def overlapping():
@@ -260,30 +332,51 @@ def test_torch_engines_run_on_it(pool: Pool, ranks: int) -> None:
     assert max(pool.run(engines, ranks=ranks)) <= 1e-15
 
 
+PIPELINES = {
+    "ScheduleGPipe": (1, "loop"),
+    "Schedule1F1B": (1, "loop"),
+    "ScheduleInterleaved1F1B": (2, "loop"),
+    "ScheduleInterleavedZeroBubble": (2, "loop"),
+    "ScheduleZBVZeroBubble": (2, "v"),
+    "ScheduleDualPipeV": (2, "v"),
+}
+"""Every schedule of torch.distributed.pipelining: stages of a rank, and which (rank + iN, or a V)."""
+
+
 def pipelined(name: str):
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    """The largest relative difference of a weight's gradient from the plain model's, over this rank's stages."""
+    from torch.distributed.pipelining import PipelineStage, schedules
 
     ours, _ = groups()
     rank, size = dist.get_rank(), dist.get_world_size()
+    each, kind = PIPELINES[name]
+    stages = each * size
+    numbers = [rank, stages - 1 - rank] if kind == "v" else [rank + size * i for i in range(each)]
     torch.manual_seed(0)
-    layers = [nn.Linear(64, 64).double() for _ in range(size)]
-    x = torch.randn(8, 64).double()
-    stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"), group=ours)
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
-    schedule = kind(stage, 4, loss_fn=lambda y, t: (y - t).square().sum(), scale_grads=False)
-    target = {"target": torch.zeros_like(x)} if rank == size - 1 else {}
-    schedule.step(*([x] if rank == 0 else []), **target)
-    got = layers[rank].weight.grad.clone()
+    layers = [nn.Linear(64, 64).double() for _ in range(stages)]
+    x = torch.randn(2 * stages, 64).double()
+    made = [PipelineStage(layers[n], n, stages, torch.device("cpu"), group=ours) for n in numbers]
+    loss = lambda y, t: (y - t).square().sum()
+    schedule = getattr(schedules, name)(
+        made[0] if each == 1 else made, 2 * stages, loss_fn=loss, scale_grads=False
+    )
+    target = {"target": torch.zeros_like(x)} if stages - 1 in numbers else {}
+    for _ in range(2):  # the second step must not trip over the first
+        for layer in layers:
+            layer.zero_grad()
+        schedule.step(*([x] if 0 in numbers else []), **target)
+    got = [layers[n].weight.grad.clone() for n in numbers]
     for layer in layers:
         layer.zero_grad()
     y = x
     for layer in layers:
         y = layer(y)
     y.square().sum().backward()
-    want = layers[rank].weight.grad
-    return float((got - want).abs().max() / want.abs().max())
+    wants = [layers[n].weight.grad for n in numbers]
+    return max(float((g - w).abs().max() / w.abs().max()) for g, w in zip(got, wants, strict=True))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_pipelines_run_on_it(pool: Pool, name: str) -> None:
-    assert max(pool.run(pipelined, name, ranks=3)) <= 1e-12
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_run_on_it(pool: Pool, name: str, ranks: int) -> None:
+    assert max(pool.run(pipelined, name, ranks=ranks)) <= 1e-12

@@ -43,7 +43,7 @@ def sums(layout: str):
             continue
         parts = [test_local.values(n * size, dtype, r) for r in range(size)]
         for op, name in test_local.OPS.items():
-            wide = dtype == torch.bfloat16 and name in ("sum", "product")
+            wide = dtype in (torch.bfloat16, torch.float16) and name in ("sum", "product")
             widened = [part.float() if wide else part for part in parts]
             of_hosts = [test_local.ordered([widened[r] for r in ranks], name) for ranks in members]
             want = test_local.ordered(of_hosts, name).to(dtype)

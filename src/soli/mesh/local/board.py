@@ -8,7 +8,8 @@ k - 2; no rank is ever more than two chunks ahead of another. In a chunk the ran
 A rank whose tensor lies in memory that the group shares (`allocate`) posts its place with the checksum. If all
 do, they work on the tensors themselves, and no slot is written.
 
-    words of a rank    ready, done, sleeping, bell; checksums and places of its last four chunks
+    words of a rank    ready, done, sleeping, bell; checksums and places of its last four chunks; whether it waits
+                       for another host
     text of a rank     its last four operations in words, with their call sites: read when something is wrong
     slot of a rank     two halves of `half` bytes
     channel s -> d     cells of a byte stream of messages, for send and receive
@@ -39,7 +40,7 @@ from soli.mesh.local.segment import Segment, rounded, shared_map
 from soli.mesh.local.waiting import sleep_on, wake
 
 WORDS = 16  # of a rank: 128 bytes, two cache lines
-READY, DONE, SLEEPING, BELL, SUMS, PLACES = 0, 1, 2, 3, 4, 8
+READY, DONE, SLEEPING, BELL, SUMS, PLACES, ABROAD = 0, 1, 2, 3, 4, 8, 12
 AHEAD = 4  # chunks whose checksums, places and texts are kept
 MEETINGS = 4  # ready counts in chunks times this, plus which meeting of the chunk it is
 PLACE_BITS = 40  # of a place for the offset in a region; the region's number stands above them
@@ -276,7 +277,7 @@ class Board:
         numbers = [self.words[r * WORDS + READY] for r in range(self.ranks)]
         behind = [r for r in range(self.ranks) if numbers[r] < max(numbers)]
         named = f"rank {self.global_ranks[behind[0]]} did not arrive" if behind else "no rank went on"
-        if not behind and self.on_late is not None:
+        if self.on_late is not None and any(self.words[r * WORDS + ABROAD] for r in range(self.ranks)):
             named = self.on_late() or named
         lines = [f"  rank {self.global_ranks[r]}: {self.said(r)}" for r in range(self.ranks)]
         return self.fail(f"{named} in {seconds:g} s in group {self.name}\n" + "\n".join(lines))

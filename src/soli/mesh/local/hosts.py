@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError
-from soli.mesh.local.board import Board, Operation, Step
+from soli.mesh.local.board import ABROAD, WORDS, Board, Operation, Step
 from soli.mesh.local.sums import combine
 
 SAID = 1024  # bytes of what leaders tell each other of an operation
@@ -103,8 +103,11 @@ class Hosts:
     def finish(self, work: Any) -> Step:
         """Until gloo has done it."""
         work.get_future().add_done_callback(lambda _: self.board.ring(self.board.rank))
+        waits = self.board.rank * WORDS + ABROAD
+        self.board.words[waits] = 1
         while not work.is_completed():
             yield
+        self.board.words[waits] = 0
         self._checked(work.wait)
 
     def in_thread(self, call: Callable[[], Any]) -> Step:
@@ -155,8 +158,6 @@ class Hosts:
 
     def _late(self) -> str:
         """Which hosts have not come as far as this one: they do not say that they wait."""
-        if not self.leads:
-            return ""
         self.store.set(f"waits{self.host}", "1")
         time.sleep(GRACE_SECONDS)
         absent = [r for h, r in enumerate(self.members) if not self.store.check([f"waits{h}"])]

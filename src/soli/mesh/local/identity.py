@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from soli.core.errors import failure
 
@@ -49,7 +48,7 @@ def exchange(store: Any, rank: int, ranks: int, timeout: timedelta) -> list[Iden
     keys = [f"identity{other}" for other in range(ranks)]
     try:
         store.wait(keys, timeout)
-    except dist.DistError as error:
+    except RuntimeError as error:  # a DistStoreError, or what a FileStore raises
         missing = [str(other) for other in range(ranks) if not store.check([keys[other]])]
         raise failure(
             f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of {ranks} did not come in "

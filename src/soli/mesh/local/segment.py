@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError, failure
@@ -78,7 +77,7 @@ def _await(store: Any, keys: dict[int, str], timeout: timedelta) -> None:
     """Until every rank has set its key."""
     try:
         store.wait(list(keys.values()), timeout)
-    except dist.DistError as error:
+    except RuntimeError as error:  # a DistStoreError, or what a FileStore raises
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         raise failure(
             f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not join the "
