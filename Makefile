@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity bench pictures gpu-check clean
+.PHONY: train test check parity bench bench-backend pictures gpu-check clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -35,6 +35,19 @@ bench: .venv/developed          ## step time and memory beside the peers -> benc
 	$(BIN)/python benchmarks/run.py --sizes big --steps 5 --warmup 1 --rounds 3
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python -m soli.verify.resume
+
+BOTH = ddp fsdp2-noreshard fsdp2 tp tp-dtensor gpipe 1f1b interleaved zero-bubble zbv dualpipev \
+	soli-z0 soli-z1 soli-z2 soli-z3
+PEERS = accelerate-ddp accelerate-fsdp2 fabric-ddp fabric-fsdp2 \
+	deepspeed-z0 deepspeed-z1 deepspeed-z2 deepspeed-z3 colossalai-ddp colossalai-z1 colossalai-z2
+
+bench-backend: .venv/developed  ## the local backend beside gloo: calls, waiting, step times -> benchmarks/results/
+	$(BIN)/python benchmarks/envs.py
+	$(BIN)/python benchmarks/backend.py --rounds 2
+	$(BIN)/python benchmarks/waiting.py
+	$(BIN)/python benchmarks/run.py --sizes small --steps 8 --warmup 2 --rounds 2 \
+		--out benchmarks/results/backend-steps \
+		--only $(foreach name,$(BOTH),$(name)-gloo $(name)-local) $(PEERS)
 
 pictures: .venv/installed       ## the documents' pictures, from the results -> docs/pictures/
 	$(BIN)/python docs/draw.py

@@ -74,7 +74,7 @@ def torch_run(system: str) -> Callable[[int], dict[str, Callable[[], object]]]:
         whole = torch.zeros(n)
         if system == "local-shared":
             whole = dist.group.WORLD.allocate(4 * n).view(torch.float32).zero_()
-        part = torch.zeros(n // world)
+        part, other = torch.zeros(n // world), torch.zeros(n)
         own = whole.view(world, -1)[rank]
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole),
@@ -82,10 +82,9 @@ def torch_run(system: str) -> Callable[[int], dict[str, Callable[[], object]]]:
             "all_gather": lambda: dist.all_gather_into_tensor(whole, own),
         }
         if system != "local-shared":
-            calls["all_to_all"] = lambda: dist.all_to_all_single(torch.empty_like(whole), whole)
+            calls["all_to_all"] = lambda: dist.all_to_all_single(other, whole)
             calls["broadcast"] = lambda: dist.broadcast(whole, 0)
         if system == "local":
-            other = torch.zeros(n)
             calls["copy"] = lambda: other.copy_(whole)
         if system != "local-shared" and world == 2:
             calls["send, and back"] = lambda: (

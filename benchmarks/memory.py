@@ -36,6 +36,7 @@ ROWS = {  # name: (what memory_rank.py runs, stage)
 TRANSIENT_LAYERS = {"z0": 0, "z1": 0, "z2": 2, "z3": 4}
 # glibc keeps freed memory unless told otherwise: one arena, and every tensor a mapping of its own, unmapped
 # when freed. With malloc_trim before each reading, what is measured is what is held.
+GLOO = {"SOLI_BACKEND": "gloo"}  # in shared memory a rank's resident size counts the pages of the others too
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -108,7 +109,7 @@ def measure(
         sys.executable, str(HERE / "memory_rank.py"), "--row", spec,
         "--layers", str(args.layers), "--width", str(args.width),
     ]  # fmt: skip
-    outcome = launch(command, ranks, args.deadline, MALLOC)
+    outcome = launch(command, ranks, args.deadline, MALLOC | GLOO)
     if outcome.error:
         return {**row, "verdict": f"FAILED: {outcome.error}"}, None
     losses = [statistics.fmean(v) for v in zip(*(r["losses"] for r in outcome.records), strict=True)]

@@ -21,7 +21,7 @@ plt.rcParams |= {"font.size": 9, "svg.hashsalt": "soli", "svg.fonttype": "none"}
 def main() -> None:
     """Draw all of them."""
     OUT.mkdir(exist_ok=True)
-    for picture in (batch, units, memory, steps):
+    for picture in (batch, units, memory, steps, backend):
         figure = picture()
         figure.savefig(OUT / f"{picture.__name__}.svg", bbox_inches="tight", metadata={"Date": None})
         plt.close(figure)
@@ -126,6 +126,29 @@ def steps() -> plt.Figure:
         axes.set_title(f"{size}: step time, 1 = best by hand on PyTorch", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+def backend() -> plt.Figure:
+    """Time of an all-reduce over its size, at each number of ranks: gloo, local, and local on shared tensors."""
+    rows = json.loads((RESULTS / "backend.json").read_text())["rows"]
+    systems = {"gloo": "#9aa5b1", "local": RANKS[1], "local-shared": RANKS[0], "deepspeed-shm": RANKS[3]}
+    named = {"local-shared": "local, shared tensors", "deepspeed-shm": "DeepSpeed's operator"}
+    figure, panels = plt.subplots(1, 3, figsize=(8.8, 3), sharey=True)
+    for axes, ranks in zip(panels, (2, 4, 8), strict=True):
+        found = [row for row in rows if row["operation"] == "all_reduce" and row["ranks"] == ranks]
+        for system, colour in systems.items():
+            points = [(row["bytes"], row[system]) for row in found if system in row]
+            axes.loglog(
+                *zip(*points, strict=True), "o-", color=colour, markersize=3, label=named.get(system, system)
+            )
+        axes.set_title(f"{ranks} ranks", fontsize=9)
+        axes.set_xticks([2**10, 2**20, 2**28], ["1 KB", "1 MB", "256 MB"], fontsize=8)
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("all-reduce, ms")
+    panels[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     return figure
 

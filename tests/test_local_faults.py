@@ -124,6 +124,55 @@ def test_a_rank_that_joins_late(pool: Pool) -> None:
         assert found[rank][1] < 3
 
 
+def in_a_folder(folder: str, limit: int):
+    """A group whose memory is a file; rank 0 may write files of `limit` bytes at most."""
+    import resource
+
+    os.environ["SOLI_LOCAL_FOLDER"] = folder
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0 and limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        group: list = []
+        said = caught(lambda: group.append(dist.new_group(backend="local")))
+        total = torch.ones(3)
+        if not said[0]:
+            dist.all_reduce(total, group=group[0])
+        return said, total.tolist(), os.listdir(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        del os.environ["SOLI_LOCAL_FOLDER"]
+
+
+def test_files_in_a_folder_leave_nothing(pool: Pool, tmp_path: Path) -> None:
+    for said, total, left in pool.run(in_a_folder, str(tmp_path), 0, ranks=3):
+        assert (said[0], total, left) == ("", [3.0] * 3, [])
+
+
+def test_a_folder_without_room_is_named_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for said, _, left in pool.run(in_a_folder, str(tmp_path), 1 << 20, ranks=3):
+        assert "SOLI_LOCAL_FOLDER has no room" in said[0]
+        assert str(tmp_path) in said[0]
+        assert "bytes free" in said[0]
+        assert said[1] < 2
+        assert left == []
+
+
+def too_much():
+    """Rank 1 allocates another size; then all allocate more than there is."""
+    group = dist.new_group(backend="local")
+    unequal = caught(group.allocate, 1 << 20 if dist.get_rank() == 1 else 1 << 12)
+    other = dist.new_group(backend="local")
+    return unequal, caught(other.allocate, 1 << 50)
+
+
+def test_memory_that_cannot_be_shared(pool: Pool) -> None:
+    for rank, (unequal, huge) in enumerate(pool.run(too_much, ranks=3)):
+        assert "shared memory of different sizes" in unequal[0], rank
+        assert "this machine has no room" in huge[0], rank
+        assert max(unequal[1], huge[1]) < 2
+
+
 SCRIPT = """
 import datetime, os, signal, sys, time
 import torch, torch.distributed as dist

@@ -19,6 +19,8 @@ from soli.mesh.local.sums import combine
 
 ALONE_BYTES = 1 << 14
 """Up to here each rank sums everything itself; above, each sums its part and reads the parts of the others."""
+PLACED_BYTES = 1 << 16
+"""From here on tensors in shared memory are used where they lie: that takes a meeting more than slots do."""
 
 
 def everyone(board: Board) -> range:
@@ -40,7 +42,7 @@ def opened(board: Board, operation: Operation, tensor: Tensor | None, write: Cal
 
     Where only some ranks have placed theirs, those write their slots after all, and the ranks meet once more.
     """
-    place = 0 if tensor is None else board.place_of(tensor)
+    place = 0 if tensor is None or tensor.nbytes < PLACED_BYTES else board.place_of(tensor)
     half = yield from board.chunk_of(operation, None if place else write, everyone(board), place)
     places = board.places()
     if all(places):
@@ -183,32 +185,35 @@ def scatter(board: Board, operation: Operation, out: Tensor, parts: Sequence[Ten
 def all_to_all(board: Board, operation: Operation, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Any:
     """`parts[r]` bytes of rank s into `outs[s]` of rank r; the sizes may all differ, and must agree in pairs.
 
-    The first chunk begins with the sizes of this rank's parts; every chunk has `room` bytes for each rank.
+    The first chunk begins with the sizes of this rank's parts; every chunk has `room` bytes for each other rank.
     """
     ranks, rank = board.ranks, board.rank
     sizes = torch.tensor([part.numel() for part in parts])
     head = 8 * ranks
-    room = (board.half - head) // ranks // 8 * 8
+    room = (board.half - head) // max(ranks - 1, 1) // 8 * 8
+    place = lambda source, target: head + room * (target - (target > source))  # nobody sends to itself
     start, longest = 0, 1
     while start < longest:
 
         def fill(half: int, start: int = start) -> None:
             if not start:
                 board.slot(rank, half, torch.int64)[:ranks].copy_(sizes)
-            slot = board.slot(rank, half, torch.uint8)[head:]
+            slot = board.slot(rank, half, torch.uint8)
             for other, part in enumerate(parts):
-                sent = part[start : start + room]
-                slot[other * room : other * room + sent.numel()].copy_(sent)
+                sent, at = part[start : start + room], place(rank, other)
+                if other != rank:
+                    slot[at : at + sent.numel()].copy_(sent)
 
         half = yield from board.chunk_of(operation, fill, everyone(board))
         if not start:
             table = torch.stack([board.slot(r, half, torch.int64)[:ranks] for r in range(ranks)])
             check_splits(board, rank, [out.numel() for out in outs], table)
-            longest = int(table.max())
+            longest = int(table.fill_diagonal_(0).max())
+            outs[rank].copy_(parts[rank])
         for other, out in enumerate(outs):
-            piece = out[start : start + room]
-            slot = board.slot(other, half, torch.uint8)[head:]
-            piece.copy_(slot[rank * room : rank * room + piece.numel()])
+            piece, at = out[start : start + room], place(other, rank)
+            if other != rank:
+                piece.copy_(board.slot(other, half, torch.uint8)[at : at + piece.numel()])
         board.read()
         start += room
 

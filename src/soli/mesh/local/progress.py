@@ -104,6 +104,7 @@ class Engine:
         self.queues: dict[Hashable, deque[LocalWork]] = {}
         self._drivers = 0
         self._there_is_work = threading.Event()
+        self._nobody_drives = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends = False
 
@@ -111,6 +112,7 @@ class Engine:
         """End the thread before the interpreter goes: torch may not be called by a thread that outlives it."""
         self._ends = True
         self._there_is_work.set()
+        self._nobody_drives.set()
         if self._thread is not None:
             self._thread.join()
 
@@ -163,7 +165,8 @@ class Engine:
     def drive(self, work: LocalWork) -> None:
         """Advance everything until `work` has ended."""
         backoff = Backoff(work.board.ranks)
-        self._drivers += 1
+        with self.lock:
+            self._drivers += 1
         try:
             while not work.done:
                 if self.poll():
@@ -172,7 +175,10 @@ class Engine:
                     self.watch()
                     work.board.sleep(lambda: self.poll() or work.done)
         finally:
-            self._drivers -= 1
+            with self.lock:
+                self._drivers -= 1
+            if not self._drivers:
+                self._nobody_drives.set()
 
     def watch(self) -> None:
         """End what cannot end any more: a rank that is gone, an error elsewhere, a deadline that is over."""
@@ -198,7 +204,9 @@ class Engine:
                     self._there_is_work.wait()
                 nap = NAP_SECONDS
             if self._drivers:
-                time.sleep(LONGEST_NAP_SECONDS)
+                self._nobody_drives.clear()
+                if self._drivers and not self._ends:  # else it was set before it was cleared
+                    self._nobody_drives.wait()
                 continue
             nap = NAP_SECONDS if self.poll() else min(2 * nap, LONGEST_NAP_SECONDS)
             if time.monotonic() - looked > WATCH_SECONDS:

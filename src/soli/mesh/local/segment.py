@@ -37,25 +37,22 @@ def shared_map(store: Any, rank: int, ranks: int, size: int, timeout: timedelta)
     does not come in time, or if rank 0's memory cannot be opened from here.
     """
     size = rounded(size)
-    if rank == 0:
-        file, path = _create(size)
-        store.set("segment", json.dumps({"path": path, "size": size}))
-    else:
-        _await(store, {0: "segment"}, timeout)
-        made = json.loads(store.get("segment"))
-        if made["size"] != size:
-            raise failure(
-                f"rank {rank} and rank 0 of one host want shared memory of different sizes",
-                got=f"{size:,} bytes; rank 0 {made['size']:,}",
-                fix="allocate the same on every rank, in the same order",
-            )
-        file, path = _open(made["path"], rank)
-    mapped = mmap.mmap(file, size)
-    store.set(f"mapped{rank}", "1")
-    _await(store, {other: f"mapped{other}" for other in range(ranks)}, timeout)
-    os.close(file)
-    if rank == 0 and not path.startswith("/proc/"):  # all have mapped it: nobody needs the file any more
-        os.unlink(path)
+    key = f"mapped{rank}" if rank else "segment"
+    try:
+        file, path = _create(size) if rank == 0 else _join(store, rank, size, timeout)
+    except SoliError as error:
+        store.set(key, json.dumps({"error": str(error)}))  # or the others would wait for this rank
+        raise
+    try:
+        if rank == 0:
+            store.set(key, json.dumps({"path": path, "size": size}))
+        mapped = mmap.mmap(file, size)
+        store.set(f"mapped{rank}", "{}")
+        _await(store, {other: f"mapped{other}" for other in range(ranks)}, timeout)
+    finally:  # all have mapped it, or never will: nobody needs the file any more
+        os.close(file)
+        if rank == 0 and not path.startswith("/proc/"):
+            os.unlink(path)
     return mapped
 
 
@@ -73,8 +70,8 @@ class Segment:
         return self.bytes[start : start + count]
 
 
-def _await(store: Any, keys: dict[int, str], timeout: timedelta) -> None:
-    """Until every rank has set its key."""
+def _await(store: Any, keys: dict[int, str], timeout: timedelta) -> list[dict[str, Any]]:
+    """What the ranks have set for their keys, once all have."""
     try:
         store.wait(list(keys.values()), timeout)
     except RuntimeError as error:  # a DistStoreError, or what a FileStore raises
@@ -84,6 +81,23 @@ def _await(store: Any, keys: dict[int, str], timeout: timedelta) -> None:
             f"group of ranks on this host in {timeout.total_seconds():g} s",
             fix="look at what those ranks do: every rank makes the same groups in the same order",
         ) from error
+    found = [json.loads(store.get(key)) for key in keys.values()]
+    for rank, said in zip(keys, found, strict=True):
+        if "error" in said:
+            raise failure(f"rank {rank} of this host cannot share memory with the others", got=said["error"])
+    return found
+
+
+def _join(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[int, str]:
+    """Open what rank 0 has made."""
+    made = _await(store, {0: "segment"}, timeout)[0]
+    if made["size"] != size:
+        raise failure(
+            f"rank {rank} and rank 0 of one host want shared memory of different sizes",
+            got=f"{size:,} bytes; rank 0 {made['size']:,}",
+            fix="allocate the same on every rank, in the same order",
+        )
+    return _open(made["path"], rank)
 
 
 def _create(size: int) -> tuple[int, str]:
