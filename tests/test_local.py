@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import soli.backend  # noqa: F401
-from soli.mesh.local.board import HALF
+from soli.mesh.local.board import LANE_BYTES
 from soli.verify.pool import Pool
 
 DTYPES = (
@@ -24,7 +24,7 @@ DTYPES = (
     torch.int8,
     torch.int32,
 )  # that gloo moves
-SIZES = (0, 1, 7, 5000, HALF // 4 + 3)
+SIZES = (0, 1, 7, 5000, LANE_BYTES // 4 + 3)
 
 
 def values(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 A collective is a sequence of *chunks*, numbered through the life of the group: each rank may write its slot,
 posts that it is there (`ready`) with a checksum of what it is about to do, waits for those it reads from, and
-posts that it has read (`done`). A slot has two halves, so chunk k may be written once everyone has done chunk
-k - 2; no rank is ever more than two chunks ahead of another. In a chunk the ranks may meet up to three times.
+posts that it has read (`done`). A slot has three lanes, so chunk k may be written once everyone has done chunk
+k - 3: a rank can write one chunk while it sums the one before and others still read the one before that. In a
+chunk the ranks may meet up to three times.
 
 A rank whose tensor lies in memory that the group shares (`allocate`) posts its place with the checksum. If all
 do, they work on the tensors themselves, and no slot is written.
@@ -11,7 +12,7 @@ do, they work on the tensors themselves, and no slot is written.
     words of a rank    ready, done, sleeping, bell; checksums and places of its last four chunks; whether it waits
                        for another host
     text of a rank     its last four operations in words, with their call sites: read when something is wrong
-    slot of a rank     two halves of `half` bytes
+    slot of a rank     three lanes of `lane_bytes` bytes
     channel s -> d     cells of a byte stream of messages, for send and receive
 
 Plain loads and stores of aligned words are ordered on x86; elsewhere a lock, taken twice, is the barrier: a
@@ -46,7 +47,8 @@ MEETINGS = 4  # ready counts in chunks times this, plus which meeting of the chu
 PLACE_BITS = 40  # of a place for the offset in a region; the region's number stands above them
 TEXT = 512
 FAILED_TEXT = 8192
-HALF = 1 << 20  # bytes of half a slot
+LANES = 3
+LANE_BYTES = 1 << 20
 CELL = 1 << 18  # bytes of a cell of a channel
 CELLS = 2
 LOOK_SECONDS = 0.1  # between two looks at whether the others live
@@ -87,14 +89,14 @@ class Board:
         ranks = len(pids)
         self.rank, self.ranks, self.name, self.pids = rank, ranks, name, pids
         self.global_ranks = global_ranks  # the ranks' numbers in the group, of which a host may have a part
-        self.half = HALF
+        self.lane_bytes = LANE_BYTES
         place = 8 * WORDS * ranks
         self._failed, place = place, place + FAILED_TEXT
         self._texts, place = place, place + ranks * AHEAD * TEXT
         self._channels, place = place, place + 8 * ranks * ranks * (2 + CELLS * 4)
         place = -(-place // 4096) * 4096
         self._cells, place = place, place + ranks * ranks * CELLS * CELL
-        self._slots, place = place, place + ranks * 2 * self.half
+        self._slots, place = place, place + ranks * LANES * self.lane_bytes
         self._store, self._timeout = store, timeout
         self.segment = Segment(shared_map(dist.PrefixStore("board", store), rank, ranks, place, timeout))
         self.regions: dict[int, Region] = {}
@@ -118,25 +120,25 @@ class Board:
         sources: range | tuple[int, ...],
         place: int = 0,
     ) -> Any:
-        """One chunk up to the point where the slots of `sources` may be read; returns which half they are in.
+        """One chunk up to the point where the slots of `sources` may be read; returns the lane they are in.
 
-        A generator to be delegated to (`half = yield from board.chunk_of(...)`); `read()` ends the chunk.
+        A generator to be delegated to (`lane = yield from board.chunk_of(...)`); `read()` ends the chunk.
         `place`: where this rank's tensor lies in shared memory, from `place_of`; 0 if it does not.
         """
         number = self.chunk
         self.chunk = number + 1
         words = self.words
-        if number >= 2:
+        if number >= LANES:
             for other in range(self.ranks):
-                while words[other * WORDS + DONE] < number - 1:
+                while words[other * WORDS + DONE] <= number - LANES:
                     yield
         if write is not None:
-            write(number & 1)
+            write(number % LANES)
         self._post(number, operation, place)
         for other in sources:
             if other != self.rank:
                 yield from self._ready(other, number, 1, operation)
-        return number & 1
+        return number % LANES
 
     def again(self, operation: Operation, sources: range | tuple[int, ...]) -> Any:
         """Another meeting inside the chunk: what was written since is there on all `sources`."""
@@ -161,10 +163,10 @@ class Board:
         at = PLACES + (self.chunk - 1) % AHEAD
         return [self.words[other * WORDS + at] for other in range(self.ranks)]
 
-    def read(self) -> None:
-        """This rank has read all that it wanted of the chunk."""
+    def read(self, behind: int = 0) -> None:
+        """This rank has read all that it wanted of the chunk; of that so many chunks behind it."""
         self.order()
-        self.words[self.rank * WORDS + DONE] = self.chunk
+        self.words[self.rank * WORDS + DONE] = self.chunk - behind
         self._wake()
 
     def _post(self, number: int, operation: Operation, place: int) -> None:
@@ -347,15 +349,15 @@ class Board:
         offset = other * region.stride + (place & ((1 << PLACE_BITS) - 1))
         return torch.frombuffer(region.map(), dtype=like.dtype, offset=offset, count=like.numel())
 
-    def slot(self, other: int, half: int, dtype: torch.dtype) -> Tensor:
-        """Half a slot of a rank, as elements of `dtype`."""
+    def slot(self, other: int, lane: int, dtype: torch.dtype) -> Tensor:
+        """A lane of a rank's slot, as elements of `dtype`."""
         if dtype not in self._views:
-            place = lambda r, h: self._slots + (2 * r + h) * self.half
+            place = lambda r, lane: self._slots + (LANES * r + lane) * self.lane_bytes
             self._views[dtype] = [
-                [self.segment.tensor(place(r, h), self.half).view(dtype) for h in range(2)]
+                [self.segment.tensor(place(r, n), self.lane_bytes).view(dtype) for n in range(LANES)]
                 for r in range(self.ranks)
             ]
-        return self._views[dtype][other][half]
+        return self._views[dtype][other][lane]
 
     def cell(self, source: int, target: int, number: int) -> Tensor:
         """A cell of the channel from `source` to `target`, bytes."""

@@ -17,7 +17,7 @@ import torch
 
 from soli.core.errors import failure
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of what lies in the shared memory: goes up with every change of it."""
 
 

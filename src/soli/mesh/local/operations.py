@@ -31,67 +31,89 @@ def everyone(board: Board) -> range:
 def laid(board: Board, piece: Tensor) -> Callable[[int], None]:
     """What puts a piece at the beginning of this rank's slot."""
 
-    def write(half: int) -> None:
-        board.slot(board.rank, half, piece.dtype)[: piece.numel()].copy_(piece)
+    def write(lane: int) -> None:
+        board.slot(board.rank, lane, piece.dtype)[: piece.numel()].copy_(piece)
 
     return write
 
 
 def opened(board: Board, operation: Operation, tensor: Tensor | None, write: Callable[[int], None]) -> Any:
-    """The first chunk of an operation whose tensors may lie in shared memory: (half of the slots, places or None).
+    """The first chunk of an operation whose tensors may lie in shared memory: (lane of the slots, places or None).
 
     Where only some ranks have placed theirs, those write their slots after all, and the ranks meet once more.
     """
     place = 0 if tensor is None or tensor.nbytes < PLACED_BYTES else board.place_of(tensor)
-    half = yield from board.chunk_of(operation, None if place else write, everyone(board), place)
+    lane = yield from board.chunk_of(operation, None if place else write, everyone(board), place)
     places = board.places()
     if all(places):
-        return half, places
+        return lane, places
     if any(places):
         if place:
-            write(half)
+            write(lane)
         yield from board.again(operation, everyone(board))
-    return half, None
+    return lane, None
 
 
 def all_reduce(board: Board, operation: Operation, tensor: Tensor, op: str) -> Any:
-    """Reduce `tensor` [n] in place on every rank."""
-    room = board.half // tensor.element_size()
-    dtype, rank, ranks = tensor.dtype, board.rank, board.ranks
+    """Reduce `tensor` [n] in place on every rank.
+
+    Of more than two ranks each sums its part of a chunk into its slot, where the others fetch it. They do so
+    when they meet for the next chunk, so that a chunk takes one meeting and not two.
+    """
+    room = board.lane_bytes // tensor.element_size()
+    alone = board.ranks == 2 or tensor.nbytes <= ALONE_BYTES
+    before: tuple[Tensor, int] | None = None  # the last chunk and its lane: summed, not fetched
     for start in range(0, max(tensor.numel(), 1), room):
         mine = tensor[start : start + room]
-        count = mine.numel()
         if start:
-            half = yield from board.chunk_of(operation, laid(board, mine), everyone(board))
+            lane = yield from board.chunk_of(operation, laid(board, mine), everyone(board))
         else:
-            half, places = yield from opened(board, operation, tensor, laid(board, mine))
+            lane, places = yield from opened(board, operation, tensor, laid(board, mine))
             if places:
                 return (yield from placed.all_reduce(board, operation, tensor, op, places))
-        slots = [board.slot(r, half, dtype)[:count] for r in range(ranks)]
-        if ranks == 2 or count * tensor.element_size() <= ALONE_BYTES:
-            combine(slots, mine, op)
-        else:
-            cuts = [count * r // ranks for r in range(ranks + 1)]
-            own = slice(cuts[rank], cuts[rank + 1])
-            combine([slot[own] for slot in slots], mine[own], op)
-            slots[rank][own].copy_(mine[own])
-            yield from board.again(operation, everyone(board))
-            for other in range(ranks):
-                if other != rank:
-                    part = slice(cuts[other], cuts[other + 1])
-                    mine[part].copy_(slots[other][part])
+        if alone:
+            combine([_lane(board, r, lane, mine) for r in everyone(board)], mine, op)
+            board.read()
+            continue
+        if before is not None:
+            _fetch(board, *before)
+            board.read(behind=1)
+        own = _part(board, board.rank, mine)
+        combine([_lane(board, r, lane, mine)[own] for r in everyone(board)], mine[own], op)
+        _lane(board, board.rank, lane, mine)[own].copy_(mine[own])
+        before = mine, lane
+    if before is not None:
+        yield from board.again(operation, everyone(board))
+        _fetch(board, *before)
         board.read()
+
+
+def _lane(board: Board, other: int, lane: int, like: Tensor) -> Tensor:
+    return board.slot(other, lane, like.dtype)[: like.numel()]
+
+
+def _part(board: Board, other: int, chunk: Tensor) -> slice:
+    """The elements of a chunk that a rank sums."""
+    return slice(chunk.numel() * other // board.ranks, chunk.numel() * (other + 1) // board.ranks)
+
+
+def _fetch(board: Board, chunk: Tensor, lane: int) -> None:
+    """Every other rank's sums into `chunk`."""
+    for other in everyone(board):
+        part = _part(board, other, chunk)
+        if other != board.rank:
+            chunk[part].copy_(_lane(board, other, lane, chunk)[part])
 
 
 def reduce(board: Board, operation: Operation, tensor: Tensor, op: str, root: int) -> Any:
     """Reduce `tensor` [n] in place on the root alone."""
-    room = board.half // tensor.element_size()
+    room = board.lane_bytes // tensor.element_size()
     for start in range(0, max(tensor.numel(), 1), room):
         mine = tensor[start : start + room]
         sources = everyone(board) if board.rank == root else ()
-        half = yield from board.chunk_of(operation, laid(board, mine), sources)
+        lane = yield from board.chunk_of(operation, laid(board, mine), sources)
         if board.rank == root:
-            slots = [board.slot(r, half, mine.dtype)[: mine.numel()] for r in range(board.ranks)]
+            slots = [board.slot(r, lane, mine.dtype)[: mine.numel()] for r in range(board.ranks)]
             combine(slots, mine, op)
         board.read()
 
@@ -101,40 +123,40 @@ def reduce_scatter(board: Board, operation: Operation, out: Tensor, parts: Seque
     in_a_row = len({part.data_ptr() - i * part.nbytes for i, part in enumerate(parts)}) == 1
     whole = parts[0].as_strided((out.numel() * len(parts),), (1,)) if in_a_row else None
     ranks, dtype = board.ranks, out.dtype
-    room = board.half // (out.element_size() * ranks)
+    room = board.lane_bytes // (out.element_size() * ranks)
     for start in range(0, max(out.numel(), 1), room):
         count = min(room, out.numel() - start)
 
-        def write(half: int, start: int = start, count: int = count) -> None:
-            slot = board.slot(board.rank, half, dtype)
+        def write(lane: int, start: int = start, count: int = count) -> None:
+            slot = board.slot(board.rank, lane, dtype)
             for other in range(ranks):
                 slot[other * room : other * room + count].copy_(parts[other][start : start + count])
 
         if start:
-            half = yield from board.chunk_of(operation, write, everyone(board))
+            lane = yield from board.chunk_of(operation, write, everyone(board))
         else:
-            half, places = yield from opened(board, operation, whole, write)
+            lane, places = yield from opened(board, operation, whole, write)
             if places:
                 return (yield from placed.reduce_scatter(board, out, parts, op, places))
         own = slice(board.rank * room, board.rank * room + count)
-        combine([board.slot(r, half, dtype)[own] for r in range(ranks)], out[start : start + count], op)
+        combine([board.slot(r, lane, dtype)[own] for r in range(ranks)], out[start : start + count], op)
         board.read()
 
 
 def all_gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine: Tensor) -> Any:
     """`mine` [b] bytes of rank r into `outs[r]` [b] on every rank."""
-    for start in range(0, max(mine.numel(), 1), board.half):
-        piece = mine[start : start + board.half]
+    for start in range(0, max(mine.numel(), 1), board.lane_bytes):
+        piece = mine[start : start + board.lane_bytes]
         if start:
-            half = yield from board.chunk_of(operation, laid(board, piece), everyone(board))
+            lane = yield from board.chunk_of(operation, laid(board, piece), everyone(board))
         else:
-            half, places = yield from opened(board, operation, mine, laid(board, piece))
+            lane, places = yield from opened(board, operation, mine, laid(board, piece))
             if places:
                 return (yield from placed.all_gather(board, outs, mine, places))
         for other, out in enumerate(outs):
-            target = out[start : start + board.half]
+            target = out[start : start + board.lane_bytes]
             if other != board.rank:
-                target.copy_(board.slot(other, half, torch.uint8)[: piece.numel()])
+                target.copy_(board.slot(other, lane, torch.uint8)[: piece.numel()])
             elif target.data_ptr() != piece.data_ptr():
                 target.copy_(piece)
         board.read()
@@ -142,43 +164,43 @@ def all_gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine:
 
 def broadcast(board: Board, operation: Operation, data: Tensor, root: int) -> Any:
     """`data` [b] bytes of the root on every rank."""
-    for start in range(0, max(data.numel(), 1), board.half):
-        piece = data[start : start + board.half]
-        half = yield from board.chunk_of(
+    for start in range(0, max(data.numel(), 1), board.lane_bytes):
+        piece = data[start : start + board.lane_bytes]
+        lane = yield from board.chunk_of(
             operation, laid(board, piece) if board.rank == root else None, (root,)
         )
         if board.rank != root:
-            piece.copy_(board.slot(root, half, torch.uint8)[: piece.numel()])
+            piece.copy_(board.slot(root, lane, torch.uint8)[: piece.numel()])
         board.read()
 
 
 def gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine: Tensor, root: int) -> Any:
     """`mine` [b] bytes of rank r into `outs[r]` on the root."""
-    for start in range(0, max(mine.numel(), 1), board.half):
-        piece = mine[start : start + board.half]
-        half = yield from board.chunk_of(
+    for start in range(0, max(mine.numel(), 1), board.lane_bytes):
+        piece = mine[start : start + board.lane_bytes]
+        lane = yield from board.chunk_of(
             operation, laid(board, piece), everyone(board) if board.rank == root else ()
         )
         for other, out in enumerate(outs):  # none on the other ranks
-            out[start : start + board.half].copy_(board.slot(other, half, torch.uint8)[: piece.numel()])
+            out[start : start + board.lane_bytes].copy_(board.slot(other, lane, torch.uint8)[: piece.numel()])
         board.read()
 
 
 def scatter(board: Board, operation: Operation, out: Tensor, parts: Sequence[Tensor], root: int) -> Any:
     """`parts[r]` [b] bytes of the root into `out` [b] of rank r."""
-    room = board.half // board.ranks
+    room = board.lane_bytes // board.ranks
     for start in range(0, max(out.numel(), 1), room):
         piece = out[start : start + room]
 
-        def write(half: int, start: int = start) -> None:
-            slot = board.slot(root, half, torch.uint8)
+        def write(lane: int, start: int = start) -> None:
+            slot = board.slot(root, lane, torch.uint8)
             for other, part in enumerate(parts):
                 sent = part[start : start + room]
                 slot[other * room : other * room + sent.numel()].copy_(sent)
 
-        half = yield from board.chunk_of(operation, write if board.rank == root else None, (root,))
+        lane = yield from board.chunk_of(operation, write if board.rank == root else None, (root,))
         place = board.rank * room
-        piece.copy_(board.slot(root, half, torch.uint8)[place : place + piece.numel()])
+        piece.copy_(board.slot(root, lane, torch.uint8)[place : place + piece.numel()])
         board.read()
 
 
@@ -190,30 +212,30 @@ def all_to_all(board: Board, operation: Operation, outs: Sequence[Tensor], parts
     ranks, rank = board.ranks, board.rank
     sizes = torch.tensor([part.numel() for part in parts])
     head = 8 * ranks
-    room = (board.half - head) // max(ranks - 1, 1) // 8 * 8
+    room = (board.lane_bytes - head) // max(ranks - 1, 1) // 8 * 8
     place = lambda source, target: head + room * (target - (target > source))  # nobody sends to itself
     start, longest = 0, 1
     while start < longest:
 
-        def fill(half: int, start: int = start) -> None:
+        def fill(lane: int, start: int = start) -> None:
             if not start:
-                board.slot(rank, half, torch.int64)[:ranks].copy_(sizes)
-            slot = board.slot(rank, half, torch.uint8)
+                board.slot(rank, lane, torch.int64)[:ranks].copy_(sizes)
+            slot = board.slot(rank, lane, torch.uint8)
             for other, part in enumerate(parts):
                 sent, at = part[start : start + room], place(rank, other)
                 if other != rank:
                     slot[at : at + sent.numel()].copy_(sent)
 
-        half = yield from board.chunk_of(operation, fill, everyone(board))
+        lane = yield from board.chunk_of(operation, fill, everyone(board))
         if not start:
-            table = torch.stack([board.slot(r, half, torch.int64)[:ranks] for r in range(ranks)])
+            table = torch.stack([board.slot(r, lane, torch.int64)[:ranks] for r in range(ranks)])
             check_splits(board, rank, [out.numel() for out in outs], table)
             longest = int(table.fill_diagonal_(0).max())
             outs[rank].copy_(parts[rank])
         for other, out in enumerate(outs):
             piece, at = out[start : start + room], place(other, rank)
             if other != rank:
-                piece.copy_(board.slot(other, half, torch.uint8)[at : at + piece.numel()])
+                piece.copy_(board.slot(other, lane, torch.uint8)[at : at + piece.numel()])
         board.read()
         start += room
 
