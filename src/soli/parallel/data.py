@@ -3,9 +3,10 @@
 PyTorch has DDP and FSDP2 for this. On CPU over gloo FSDP2's step took 1.64 times DDP's (2 ranks, GPT of 12
 layers x 256: 1,099 and 670 ms), gloo's own reduce-scatter and all-gather being most of it (see
 mesh/collectives.py), and it waits forever where ranks use different blocks. Flat units serve all stages with
-one mechanism. Measured (benchmarks/results/step-time-*.md, 2 ranks, 12 x 256 and 8 x 768): zero=0 and 1 take
-0.89 to 1.00 of DDP's and ZeroRedundancyOptimizer's step (0.96 at 8 x 768, zero=0, step-time-big-z0), zero=2
-0.74 and 0.82 of FSDP2's without resharding, zero=3 0.83 and 0.76 of FSDP2's. On CUDA neither was measured yet.
+one mechanism, and lie in shared memory where the backend has it. Measured (benchmarks/results, 2 ranks): over gloo,
+12 x 256, zero=0 and 1 take 0.89 and 0.95 of DDP's and ZeroRedundancyOptimizer's step, zero=2 0.74 of FSDP2's
+without resharding, zero=3 0.83 of FSDP2's; over the local backend, 8 x 768, 0.89, 0.89, 0.72 and 0.66 of the same
+over gloo. On CUDA neither was measured yet.
 """
 
 from __future__ import annotations
