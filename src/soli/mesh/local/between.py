@@ -118,7 +118,7 @@ def all_to_all(hosts: Hosts, operation: Operation, outs: Sequence[Tensor], parts
     sent = torch.cat([part for r, part in enumerate(parts) if far[r]])
     got = torch.empty(sum(out_sizes), dtype=torch.uint8)
     yield from hosts.finish(
-        hosts.everyone.alltoall_base(got, sent, out_sizes, sent_sizes, dist.AllToAllOptions())
+        lambda: hosts.everyone.alltoall_base(got, sent, out_sizes, sent_sizes, dist.AllToAllOptions())
     )
     for rank, piece in enumerate(got.split(out_sizes)):
         if far[rank]:

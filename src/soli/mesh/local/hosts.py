@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError
-from soli.mesh.local.board import ABROAD, WORDS, Board, Operation, Step
+from soli.mesh.local.board import ABROAD, LOOK_SECONDS, WORDS, Board, Operation, Step
 from soli.mesh.local.sums import combine
 
 SAID = 1024  # bytes of what leaders tell each other of an operation
@@ -65,7 +65,7 @@ class Hosts:
     def gathered(self, rows: Tensor, mine: Tensor) -> Step:
         """Leaders only: `mine` [b] bytes of host h into `rows[h]` [H, b] of every host."""
         if mine.numel():
-            yield from self.finish(self.leaders.allgather([list(rows.unbind(0))], [mine]))
+            yield from self.finish(lambda: self.leaders.allgather([list(rows.unbind(0))], [mine]))
 
     def summed(self, tensor: Tensor, op: str) -> Step:
         """Leaders only: reduce `tensor` [n] in place over the hosts, in their order."""
@@ -88,7 +88,7 @@ class Hosts:
         if sum(out_sizes) + sum(sizes) == 0:
             return
         yield from self.finish(
-            self.leaders.alltoall_base(out, sent, out_sizes, sizes, dist.AllToAllOptions())
+            lambda: self.leaders.alltoall_base(out, sent, out_sizes, sizes, dist.AllToAllOptions())
         )
 
     def told(self, data: Tensor, host: int) -> Step:
@@ -96,12 +96,13 @@ class Hosts:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = host, 0
         if data.numel():
-            yield from self.finish(self.leaders.broadcast([data], options))
+            yield from self.finish(lambda: self.leaders.broadcast([data], options))
 
     # --- gloo's work, as steps ------------------------------------------------------------------------
 
-    def finish(self, work: Any) -> Step:
-        """Until gloo has done it."""
+    def finish(self, begin: Callable[[], Any]) -> Step:
+        """Until gloo has done what `begin` asks of it."""
+        work = self._checked(begin)
         work.get_future().add_done_callback(lambda _: self.board.ring(self.board.rank))
         waits = self.board.rank * WORDS + ABROAD
         self.board.words[waits] = 1
@@ -128,17 +129,21 @@ class Hosts:
         if ended[0] is not None:
             raise self._failed(ended[0])
 
-    def _checked(self, call: Callable[[], Any]) -> None:
+    def _checked(self, call: Callable[[], Any]) -> Any:
         try:
-            call()
+            return call()
         except RuntimeError as error:
             raise self._failed(error) from error
 
     # --- what goes wrong on another host --------------------------------------------------------------
 
     def _look(self) -> None:
-        if self.store.check(["failed"]):
-            raise self.board.fail(self.store.get("failed").decode())
+        try:
+            found = self.store.get("failed").decode() if self.store.check(["failed"]) else ""
+        except RuntimeError as error:
+            found = f"the host with the store of group {self.board.name} is gone\n  {error}"
+        if found:
+            raise self.board.fail(found)
 
     def _failed(self, error: Exception) -> Exception:
         until = time.monotonic() + GRACE_SECONDS
@@ -153,12 +158,20 @@ class Hosts:
         return self.board.fail(f"a host of group {self.board.name} is gone, one of ranks {others}\n  {first}")
 
     def _broken(self, error: Exception) -> None:
-        if self.store.add("failures", 1) == 1:
+        try:
+            first = self.store.add("failures", 1) == 1
+        except RuntimeError:  # the store is gone: that is what `error` says
+            return
+        if first:
             self.store.set("failed", str(error))
+        time.sleep(3 * LOOK_SECONDS)  # this process may end now, and the store with it: let the others look
 
     def _late(self) -> str:
-        """Which hosts have not come as far as this one: they do not say that they wait."""
-        self.store.set(f"waits{self.host}", "1")
-        time.sleep(GRACE_SECONDS)
-        absent = [r for h, r in enumerate(self.members) if not self.store.check([f"waits{h}"])]
+        """Which hosts have not come as far as this one: they do not say that they wait. Empty: not known."""
+        try:
+            self.store.set(f"waits{self.host}", "1")
+            time.sleep(GRACE_SECONDS)
+            absent = [r for h, r in enumerate(self.members) if not self.store.check([f"waits{h}"])]
+        except RuntimeError:  # the store is gone, with its host; who stands where is said all the same
+            return ""
         return f"none of ranks {', '.join(map(str, absent))} arrived from the other hosts" if absent else ""
