@@ -120,7 +120,7 @@ def joining_late():
 def test_a_rank_that_joins_late(pool: Pool) -> None:
     found = pool.run(joining_late, ranks=3)
     for rank in (0, 2):
-        assert "rank 1 of 3 did not come in 1 s" in found[rank][0]
+        assert "rank 1 of the group did not come in 1 s" in found[rank][0]
         assert found[rank][1] < 3
 
 

@@ -52,6 +52,7 @@ class LocalGroup(_Base):
         self._on: Any = self.board
         if len(members) > 1:
             self._do, self._on = between, Hosts(self.board, store, rank, members, timeout)
+        identity.leave_last(store, rank, ranks, timeout)
         self._batch: list[LocalWork] | None = None
 
     def getBackendName(self) -> str:  # noqa: N802

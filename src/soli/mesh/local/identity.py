@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import string
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -46,18 +47,31 @@ def exchange(store: Any, rank: int, ranks: int, timeout: timedelta) -> list[Iden
     """The identities of all ranks, on every rank; SoliError if they do not fit together, on every rank too."""
     store.set(f"identity{rank}", json.dumps(asdict(mine())))
     keys = [f"identity{other}" for other in range(ranks)]
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:  # a DistStoreError, or what a FileStore raises
-        missing = [str(other) for other in range(ranks) if not store.check([keys[other]])]
-        raise failure(
-            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of {ranks} did not come in "
-            f"{timeout.total_seconds():g} s",
-            fix="are they started, and do they make the same groups in the same order?",
-        ) from error
+    _await(store, keys, timeout)
     found = [Identity(**json.loads(store.get(key))) for key in keys]
     _check(found)
     return found
+
+
+def leave_last(store: Any, rank: int, ranks: int, timeout: timedelta) -> None:
+    """Rank 0, in whose process the store often is, goes on when the others need it no more to make the group."""
+    if rank:
+        store.set(f"made{rank}", "1")
+    elif ranks > 1:
+        _await(store, [f"made{other}" for other in range(1, ranks)], timeout)
+
+
+def _await(store: Any, keys: list[str], timeout: timedelta) -> None:
+    """Until every key is set; each ends in the number of the rank that sets it."""
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:  # a DistStoreError, or what a FileStore raises
+        missing = [key.strip(string.ascii_letters) for key in keys if not store.check([key])]
+        raise failure(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of the group did not come in "
+            f"{timeout.total_seconds():g} s",
+            fix="are they started, and do they make the same groups in the same order?",
+        ) from error
 
 
 def _check(ranks: list[Identity]) -> None:
