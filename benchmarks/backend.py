@@ -5,16 +5,12 @@ results/backend.json and .md; `docs/draw.py` makes the picture of them.
 """
 
 import argparse
-import datetime
-import json
-import shlex
 import statistics
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import envs
 import probe
+import record
 from launch import launch
 
 HERE = Path(__file__).resolve().parent
@@ -44,17 +40,13 @@ def main() -> None:
                     flush=True,
                 )
         result = {
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "command": shlex.join(["python", "benchmarks/backend.py", *sys.argv[1:]]),
-            "machine": probe.machine(),
-            "versions": {"torch": version("torch"), "soli": version("soli")},
+            **record.head(),
             "rounds": args.rounds,
             "noise": {k: round(statistics.fmean(s[k] for s in shares), 4) for k in ("steal", "others")},
             "rows": rows(raw, args.ranks),
             "raw": raw,
         }
-        args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(markdown(result))
+        record.write(result, markdown(result), args.out)
     print(markdown(result))
 
 

@@ -6,15 +6,11 @@ Measured: the peak in steps 2 to 4, over a rank that has imported, initialised a
 """
 
 import argparse
-import datetime
-import json
-import shlex
 import statistics
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
-import probe
+import record
 from launch import launch
 
 HERE = Path(__file__).resolve().parent
@@ -51,10 +47,7 @@ def main() -> None:
     args = arguments()
     parameters = args.layers * args.width**2
     result = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "benchmarks/memory.py", *sys.argv[1:]]),
-        "machine": probe.machine(),
-        "versions": {"torch": version("torch"), "soli": version("soli")},
+        **record.head(),
         "malloc": MALLOC,
         "parameters": parameters,
         "layers": args.layers,
@@ -78,7 +71,7 @@ def main() -> None:
                 else f"{row['growth_mib']:.0f} MiB, {row['verdict']}"
             )
             print(f"{ranks} ranks {name}: {said}", flush=True)
-            write(result, args.out)
+            record.write(result, markdown(result), args.out)
     print(markdown(result))
     print(f"written: {args.out}.json and {args.out}.md")
 
@@ -171,15 +164,6 @@ def markdown(result: dict) -> str:
             f"| {r['over_formula']:.3f} | {r['over_formula_and_transient']:.3f} | {verdict} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def write(result: dict, out: Path) -> None:
-    """Both files, whole or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", markdown(result))):
-        fresh = out.with_name(out.name + suffix + ".new")
-        fresh.write_text(text)
-        fresh.replace(out.with_name(out.name + suffix))
 
 
 if __name__ == "__main__":

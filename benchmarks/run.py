@@ -5,16 +5,12 @@ results/step-time-SIZES.json and .md after every round, so that a long measureme
 """
 
 import argparse
-import datetime
-import json
-import shlex
 import statistics
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import envs
 import probe
+import record
 import table
 import workload
 from entries import ENTRIES, Entry
@@ -34,17 +30,17 @@ def main() -> None:
         runs: dict[str, list[dict]] = {name: [] for name in names}
         for turn in range(args.rounds):
             for name in names:
-                record = measure(name, size, args)
-                runs[name].append(record)
-                if "shares" in record:
-                    shares.append(record["shares"])
-                said = record.get("error") or f"{record['step_ms']:.1f} ms a step"
+                found = measure(name, size, args)
+                runs[name].append(found)
+                if "shares" in found:
+                    shares.append(found["shares"])
+                said = found.get("error") or f"{found['step_ms']:.1f} ms a step"
                 print(f"{size} round {turn + 1}/{args.rounds} {name}: {said}", flush=True)
             first = next((r["losses"] for r in runs["reference"] if "losses" in r), None)
             result["sizes"][size] = table.rows(runs, first)
             result["raw"][size] = runs
             result["noise"] = noise(result["sizes"], shares)
-            write(result, args.out)
+            record.write(result, table.markdown(result), args.out)
     print(table.markdown(result))
     print(f"written: {args.out}.json and {args.out}.md")
 
@@ -102,14 +98,12 @@ def noise(sizes: dict[str, dict[str, dict]], shares: list[dict[str, float]]) -> 
 
 def describe(args: argparse.Namespace, names: list[str]) -> dict:
     """The head of the record: where, with what, when, how."""
-    versions = {"torch": version("torch"), "soli": version("soli")}
+    result = record.head()
     for environment in sorted({ENTRIES[n].environment for n in names} - {"base"}):
-        versions |= {k: v for k, v in envs.state_of(environment)["versions"].items() if k != "torch"}
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]]),
-        "machine": probe.machine(),
-        "versions": versions,
+        result["versions"] |= {
+            k: v for k, v in envs.state_of(environment)["versions"].items() if k != "torch"
+        }
+    return result | {
         "steps": args.steps,
         "warmup": args.warmup,
         "rounds": args.rounds,
@@ -118,15 +112,6 @@ def describe(args: argparse.Namespace, names: list[str]) -> dict:
         "sizes": {},
         "raw": {},
     }
-
-
-def write(result: dict, out: Path) -> None:
-    """Both files, whole or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", table.markdown(result))):
-        fresh = out.with_name(out.name + suffix + ".new")
-        fresh.write_text(text)
-        fresh.replace(out.with_name(out.name + suffix))
 
 
 if __name__ == "__main__":

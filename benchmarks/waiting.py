@@ -5,17 +5,14 @@ busy: two ranks compute while all others wait in a barrier; their time over that
 """
 
 import argparse
-import datetime
 import json
 import os
-import shlex
 import statistics
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
-import probe
+import record
 from launch import launch
 
 HERE = Path(__file__).resolve().parent
@@ -43,13 +40,9 @@ def main() -> None:
                 print(f"{backend}, {n} ranks: ok", flush=True)
     rows = [row(backend, n, records) for (backend, n), records in runs.items()]
     result = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "benchmarks/waiting.py", *sys.argv[1:]]),
-        "machine": probe.machine(),
-        "versions": {"torch": version("torch"), "soli": version("soli")},
+        **record.head(),
         "rows": rows,
     }
-    args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     lines = [
         f"{result['date']}, `{result['command']}`, {result['machine']['cores']} cores. Medians of {args.rounds} rounds.",
         "",
@@ -60,7 +53,7 @@ def main() -> None:
         "|---|---:|---:|---:|",
         *(f"| {r['backend']} | {r['ranks']} | {r['idle_ms']:.1f} | {r['busy']:.3f} |" for r in rows),
     ]
-    args.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    record.write(result, "\n".join(lines) + "\n", args.out)
     print("\n".join(lines))
 
 

@@ -225,9 +225,12 @@ def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
         [*SOLI, "run", "-n", "2", str(script)], env=clean_environment(), stderr=subprocess.DEVNULL
     )
     wait_until(lambda: len(list(marks.iterdir())) == 2)
+    ranks = [int(mark.name) for mark in marks.iterdir()]
+    assert [rank for rank in ranks if alive(rank)] == ranks
     job.kill()
     job.wait()
-    wait_until(lambda: not any(alive(int(mark.name)) for mark in marks.iterdir()))
+    wait_until(lambda: not any(alive(rank) for rank in ranks))
+    assert [rank for rank in ranks if alive(rank)] == []
 
 
 def test_an_interrupt_ends_all_with_130(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 PyTorch has DDP and FSDP2 for this. On CPU over gloo FSDP2's step took 1.64 times DDP's (2 ranks, GPT of 12
 layers x 256: 1,099 and 670 ms), gloo's own reduce-scatter and all-gather being most of it (see
 mesh/collectives.py), and it waits forever where ranks use different blocks. Flat units serve all stages with
-one mechanism, and lie in shared memory where the backend has it. Measured (benchmarks/results, 2 ranks): over gloo,
-12 x 256, zero=0 and 1 take 0.89 and 0.95 of DDP's and ZeroRedundancyOptimizer's step, zero=2 0.74 of FSDP2's
-without resharding, zero=3 0.83 of FSDP2's; over the local backend, 8 x 768, 0.89, 0.89, 0.72 and 0.66 of the same
-over gloo. On CUDA neither was measured yet.
+one mechanism, and lie in shared memory where the backend has it. Measured over the local backend (2 ranks,
+benchmarks/results), against PyTorch's engines over gloo: 8 x 768, zero=0 and 1 0.89 of DDP's step, zero=2 0.72 of
+FSDP2's without resharding, zero=3 0.66 of FSDP2's (step-time-big, three rounds); 12 x 256, zero=0 1.02 and 1.48,
+zero=1 1.02 and 1.05 of DDP's, zero=2 0.79 and 0.88, zero=3 0.76 and 0.91 (backend-steps, its two rounds).
+On CUDA neither was measured yet.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import string
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from soli.core.errors import failure
+from soli.mesh.local.keys import awaited
 
 PROTOCOL = 3
 """Of what lies in the shared memory: goes up with every change of it."""
@@ -46,9 +46,8 @@ def mine() -> Identity:
 def exchange(store: Any, rank: int, ranks: int, timeout: timedelta) -> list[Identity]:
     """The identities of all ranks, on every rank; SoliError if they do not fit together, on every rank too."""
     store.set(f"identity{rank}", json.dumps(asdict(mine())))
-    keys = [f"identity{other}" for other in range(ranks)]
-    _await(store, keys, timeout)
-    found = [Identity(**json.loads(store.get(key))) for key in keys]
+    keys = {other: f"identity{other}" for other in range(ranks)}
+    found = [Identity(**json.loads(said)) for said in awaited(store, keys, timeout, "the group")]
     _check(found)
     return found
 
@@ -58,20 +57,7 @@ def leave_last(store: Any, rank: int, ranks: int, timeout: timedelta) -> None:
     if rank:
         store.set(f"made{rank}", "1")
     elif ranks > 1:
-        _await(store, [f"made{other}" for other in range(1, ranks)], timeout)
-
-
-def _await(store: Any, keys: list[str], timeout: timedelta) -> None:
-    """Until every key is set; each ends in the number of the rank that sets it."""
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:  # a DistStoreError, or what a FileStore raises
-        missing = [key.strip(string.ascii_letters) for key in keys if not store.check([key])]
-        raise failure(
-            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of the group did not come in "
-            f"{timeout.total_seconds():g} s",
-            fix="are they started, and do they make the same groups in the same order?",
-        ) from error
+        awaited(store, {other: f"made{other}" for other in range(1, ranks)}, timeout, "the group")
 
 
 def _check(ranks: list[Identity]) -> None:

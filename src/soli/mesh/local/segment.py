@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from soli.core.errors import SoliError, failure
+from soli.mesh.local.keys import awaited
 
 PAGE = mmap.PAGESIZE
 
@@ -71,17 +72,8 @@ class Segment:
 
 
 def _await(store: Any, keys: dict[int, str], timeout: timedelta) -> list[dict[str, Any]]:
-    """What the ranks have set for their keys, once all have."""
-    try:
-        store.wait(list(keys.values()), timeout)
-    except RuntimeError as error:  # a DistStoreError, or what a FileStore raises
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
-        raise failure(
-            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not join the "
-            f"group of ranks on this host in {timeout.total_seconds():g} s",
-            fix="look at what those ranks do: every rank makes the same groups in the same order",
-        ) from error
-    found = [json.loads(store.get(key)) for key in keys.values()]
+    """What the ranks have set for their keys, once all have; SoliError if one of them set an error."""
+    found = [json.loads(said) for said in awaited(store, keys, timeout, "this host")]
     for rank, said in zip(keys, found, strict=True):
         if "error" in said:
             raise failure(f"rank {rank} of this host cannot share memory with the others", got=said["error"])

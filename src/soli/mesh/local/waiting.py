@@ -2,7 +2,8 @@
 
 First a short spin, if every rank has a core of its own; then `sched_yield`; then sleep in the kernel on a
 futex in shared memory, from which a rank that has news wakes us. A sleeper looks up at least every 10 ms, so
-a wake-up that is lost costs that and no more.
+a wake-up that is lost costs that and no more. On processors whose number of that system call is not known here
+a sleeper looks up every millisecond.
 """
 
 from __future__ import annotations

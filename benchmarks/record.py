@@ -1,0 +1,29 @@
+"""What every result says of its making, and how it is written."""
+
+import datetime
+import json
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import probe
+
+
+def head() -> dict[str, object]:
+    """When, with which command, where, and with what a result was made."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "machine": probe.machine(),
+        "versions": {"torch": version("torch"), "soli": version("soli")},
+    }
+
+
+def write(result: dict, text: str, out: Path) -> None:
+    """`out`.json and `out`.md, each whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, content in ((".json", json.dumps(result, indent=1) + "\n"), (".md", text)):
+        fresh = out.with_name(out.name + suffix + ".new")
+        fresh.write_text(content)
+        fresh.replace(out.with_name(out.name + suffix))
