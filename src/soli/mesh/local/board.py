@@ -217,14 +217,14 @@ class Board:
         self.words[place] = (self.words[place] + 1) & 0x7FFFFFFF
         wake(self.segment.address + 8 * place)
 
-    def sleep(self, look: Callable[[], bool]) -> None:
-        """Sleep until rung, unless `look()` finds news after all."""
+    def sleep(self, look: Callable[[], bool], seconds: float) -> None:
+        """Sleep until rung or so long, unless `look()` finds news after all."""
         base = self.rank * WORDS
         bell = self.words[base + BELL]
         self.words[base + SLEEPING] = 1
         try:
             if not look():
-                sleep_on(self.segment.address + 8 * (base + BELL), bell)
+                sleep_on(self.segment.address + 8 * (base + BELL), bell, seconds)
         finally:
             self.words[base + SLEEPING] = 0
 

@@ -103,10 +103,11 @@ class Hosts:
     def finish(self, begin: Callable[[], Any]) -> Step:
         """Until gloo has done what `begin` asks of it."""
         work = self._checked(begin)
-        work.get_future().add_done_callback(lambda _: self.board.ring(self.board.rank))
+        future = work.get_future()  # gloo completes it before the work: asking the work would miss the ring
+        future.add_done_callback(lambda _: self.board.ring(self.board.rank))
         waits = self.board.rank * WORDS + ABROAD
         self.board.words[waits] = 1
-        while not work.is_completed():
+        while not future.done():
             yield
         self.board.words[waits] = 0
         self._checked(work.wait)

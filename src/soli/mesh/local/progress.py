@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from soli.mesh.local.board import Board
-from soli.mesh.local.waiting import Backoff
+from soli.mesh.local.waiting import SLEEP_SECONDS, Backoff
 
 NAP_SECONDS = 50e-6
 LONGEST_NAP_SECONDS = 1e-3
@@ -173,12 +173,18 @@ class Engine:
                     backoff.reset()
                 elif backoff.pause():
                     self.watch()
-                    work.board.sleep(lambda: self.poll() or work.done)
+                    # Only its own group's ranks wake a sleeper: with more under way it looks up often.
+                    seconds = backoff.sleep_seconds() if self._only(work.board) else SLEEP_SECONDS
+                    work.board.sleep(lambda: self.poll() or work.done, seconds)
         finally:
             with self.lock:
                 self._drivers -= 1
             if not self._drivers:
                 self._nobody_drives.set()
+
+    def _only(self, board: Board) -> bool:
+        with self.lock:
+            return all(work.board is board for works in self.queues.values() for work in works)
 
     def watch(self) -> None:
         """End what cannot end any more: a rank that is gone, an error elsewhere, a deadline that is over."""

@@ -1,8 +1,8 @@
 """Waiting for another process, so that those who compute get the cores.
 
 First a short spin, if every rank has a core of its own; then `sched_yield`; then sleep in the kernel on a
-futex in shared memory, from which a rank that has news wakes us. A sleeper looks up at least every 10 ms, so
-a wake-up that is lost costs that and no more. On processors whose number of that system call is not known here
+futex in shared memory, from which a rank that has news wakes us. A sleeper looks up now and then: after 10 ms,
+then half as often each time, at least every 100 ms; a wake-up that is lost costs that and no more. On processors whose number of that system call is not known here
 a sleeper looks up every millisecond.
 """
 
@@ -15,7 +15,7 @@ import time
 
 SPIN_SECONDS = 50e-6
 YIELD_SECONDS = 500e-6
-SLEEP_SECONDS = 10e-3
+SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 10e-3, 100e-3
 SYSCALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # futex(2)
 WAIT, WAKE = 0, 1
 
@@ -25,7 +25,6 @@ class _Timespec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_SLEEP = _Timespec(0, int(SLEEP_SECONDS * 1e9))
 
 
 class Backoff:
@@ -34,10 +33,11 @@ class Backoff:
     def __init__(self, ranks: int) -> None:
         self.spin = SPIN_SECONDS if ranks <= cores() else 0.0
         self.began = 0.0
+        self.slept = SLEEP_SECONDS / 2
 
     def reset(self) -> None:
         """There was news: begin with the short waits again."""
-        self.began = 0.0
+        self.began, self.slept = 0.0, SLEEP_SECONDS / 2
 
     def pause(self) -> bool:
         """Wait a little. True: it is time to sleep in the kernel, which the caller does."""
@@ -52,20 +52,24 @@ class Backoff:
             return False
         return True
 
+    def sleep_seconds(self) -> float:
+        """How long the next sleep in the kernel may last."""
+        self.slept = min(2 * self.slept, LONGEST_SLEEP_SECONDS)
+        return self.slept
+
 
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def sleep_on(address: int, seen: int) -> None:
-    """Sleep until the 32-bit word at `address` is woken, or is no longer `seen`, or 10 ms are over."""
+def sleep_on(address: int, seen: int, seconds: float) -> None:
+    """Sleep until the 32-bit word at `address` is woken, or is no longer `seen`, or the time (below 1 s) is over."""
     if SYSCALL is None:
         time.sleep(SLEEP_SECONDS / 10)
         return
-    _libc.syscall(
-        SYSCALL, ctypes.c_void_p(address), WAIT, ctypes.c_uint32(seen), ctypes.byref(_SLEEP), None, 0
-    )
+    limit = ctypes.byref(_Timespec(0, int(seconds * 1e9)))
+    _libc.syscall(SYSCALL, ctypes.c_void_p(address), WAIT, ctypes.c_uint32(seen), limit, None, 0)
 
 
 def wake(address: int) -> None:
