@@ -5,8 +5,8 @@ layers x 256: 1,099 and 670 ms), gloo's own reduce-scatter and all-gather being 
 mesh/collectives.py), and it waits forever where ranks use different blocks. Flat units serve all stages with
 one mechanism, and lie in shared memory where the backend has it. Measured over the local backend (2 ranks,
 benchmarks/results), against PyTorch's engines over gloo: 8 x 768, zero=0 and 1 0.89 of DDP's step, zero=2 0.72 of
-FSDP2's without resharding, zero=3 0.66 of FSDP2's (step-time-big, three rounds); 12 x 256, zero=0 1.02 and 1.48,
-zero=1 1.02 and 1.05 of DDP's, zero=2 0.79 and 0.88, zero=3 0.76 and 0.91 (backend-steps, its two rounds).
+FSDP2's without resharding, zero=3 0.66 of FSDP2's (step-time-big, three rounds); 12 x 256, zero=0 1.01 and zero=1
+0.99 of DDP's, zero=2 0.78, zero=3 0.76 of FSDP2's (step-time-small, four rounds).
 On CUDA neither was measured yet.
 """
 
