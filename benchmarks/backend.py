@@ -57,6 +57,8 @@ def measure(system: str, environment: str, n: int, largest: int) -> tuple[dict, 
         return {"error": state["reason"]}, 0.0
     command = [str(envs.python_of(environment)), str(HERE / "backend_rank.py"), system, str(largest)]
     outcome = launch(command, n, 300.0, envs.variables_of(environment))
+    for left in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
+        left.unlink()  # 66 MB a rank that its operator leaves behind: after some runs the machine is full
     if outcome.error:
         return {"error": outcome.error}, outcome.cpu_seconds
     first = outcome.records[0]
