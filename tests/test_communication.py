@@ -26,10 +26,10 @@ def step_bytes(plan: str):
     for record in recorder.records:
         if record.label.startswith(("gradients", "parameters")):
             big[record.operation] += record.bytes
-    units = {u.name: u.padded * 4 for u in engine.parallel.units}
+    units = {u.name: u.padded * 4 for u in engine.laid.units}
     small = sum(r.bytes for r in recorder.records) - sum(big.values())
-    last = engine.parallel.gatherer.order[-1].name if engine.parallel.gatherer else ""
-    slots = sum(s.numel for u in engine.parallel.units for s in u.slots)
+    last = engine.laid.gatherer.order[-1].name if engine.laid.gatherer else ""
+    slots = sum(s.numel for u in engine.laid.units for s in u.slots)
     return big, units, small, last, slots
 
 

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from soli.engine import engine as engine_module
+from soli.parallel.lift import lifted
 from soli.parallel.reduce import Reducer
 from soli.verify import foreign
 from soli.verify.cases import CASES, PLANS
-from soli.verify.lift import lifted
 from soli.verify.parity import BOUND, check, compare, expected_of, under_plan
 from soli.verify.pool import Pool
 
@@ -43,9 +43,15 @@ def test_plan_equals_sequential(pool: Pool, name: str, ranks: int, plan: str) ->
     ranks=st.integers(2, 4),
     zero=st.integers(0, 3),
     accumulate=st.integers(1, 5),
+    tensor=st.sampled_from(["", "tp=2", "tp=2,sp=on"]),
 )
-def test_drawn_plans_equal_sequential(pool: Pool, name: str, ranks: int, zero: int, accumulate: int) -> None:
-    plan = f"dp={ranks},zero={zero},accumulate={accumulate}"
+def test_drawn_plans_equal_sequential(
+    pool: Pool, name: str, ranks: int, zero: int, accumulate: int, tensor: str
+) -> None:
+    ranks = 4 if tensor else ranks
+    plan = f"dp={2 if tensor else ranks},zero={zero},accumulate={accumulate}" + (
+        f",{tensor}" if tensor else ""
+    )
     for row in pool.run(one, name, plan, ranks, ranks=ranks):
         assert row.worst <= BOUND, row
 

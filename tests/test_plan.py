@@ -62,7 +62,7 @@ def test_all_problems_for_a_world_at_once_with_the_nearest_plan() -> None:
         "precision=fp8",
         "4 are there",
         "replicate=2 does not divide dp=3",
-        'plan="replicate=2,zero=2"',
+        'plan="replicate=2,zero=2,tp=2"',
     ):
         assert part in text
 

@@ -88,6 +88,35 @@ def from_flat(flat: Tensor, shape: tuple[int, ...], start: int) -> Sharded:
     return Sharded(tuple(shape), flat.dtype, pieces)
 
 
+@dataclass(frozen=True)
+class Portion:
+    """What a rank has of a tensor of `shape` that is cut along `dim`: these [start, stop) ranges, side by side."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def of_whole(self, local: Sharded) -> Sharded:
+        """Boxes of the local part, as boxes of the whole tensor."""
+        pieces = []
+        for box, tensor in local.pieces:
+            low, high = box.offsets[self.dim], box.offsets[self.dim] + box.sizes[self.dim]
+            at = 0
+            for start, stop in self.ranges:
+                a, b = max(low, at), min(high, at + stop - start)
+                if a < b:
+                    offsets, sizes = list(box.offsets), list(box.sizes)
+                    offsets[self.dim], sizes[self.dim] = start + a - at, b - a
+                    piece = tensor.narrow(self.dim, a - low, b - a)
+                    pieces.append((Box(tuple(offsets), tuple(sizes)), piece))
+                at += stop - start
+        return Sharded(self.shape, local.dtype, pieces)
+
+    def taken(self, whole: Tensor) -> Tensor:
+        """The local part of a whole tensor."""
+        return torch.cat([whole.narrow(self.dim, a, b - a) for a, b in self.ranges], self.dim)
+
+
 def even_parts(total: int, parts: int) -> list[tuple[int, int]]:
     """`total` things in `parts` contiguous [start, stop) ranges whose sizes differ by at most one."""
     size, more = divmod(total, parts)

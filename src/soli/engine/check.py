@@ -56,10 +56,10 @@ def _doubled(data: Any) -> Any:
 
 @torch.no_grad()
 def _run(engine: Engine, data: Any, rows: int) -> tuple[float, float]:
-    gatherer = engine.parallel.gatherer
+    gatherer = engine.laid.gatherer
     if gatherer is not None:
         gatherer.begin_forward(training=False)
-    with engine.randomness.probe(rows), precision.computing(engine.plan, engine.device):
+    with engine.randomness.probe(rows), engine.computing():
         total, count = engine._loss(engine._call(data), data)
     value: Tensor | float = total.double() if count else 0.0
     if gatherer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from soli.core.errors import SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
+from soli.engine import layout, norm
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, microbatches, part_of, to_device
@@ -27,8 +29,11 @@ from soli.mesh.mesh import build_mesh
 from soli.mesh.world import join
 from soli.parallel import data as data_parallel
 from soli.parallel import precision
-from soli.parallel.apply import apply
+from soli.parallel.apply import Parallel, apply
+from soli.parallel.data import DataParallel
 from soli.parallel.randomness import Randomness
+from soli.parallel.tensor.cut import Run, running
+from soli.parallel.tensor.moves import collected
 from soli.planner.legality import default_plan, resolve
 
 SUM_TO_MEAN = 4096.0
@@ -55,6 +60,8 @@ def parallelize(
     plan: str | Plan = "auto",
     seed: int = 0,
     deadline: float | None = None,
+    roles: dict[str, str] | None = None,
+    example: Any = None,
 ) -> Engine:
     """Lay a plain model over all ranks of this job. Collective; the model's parameters are taken over.
 
@@ -63,6 +70,10 @@ def parallelize(
     `scheduler`: a function of the optimizer; it is stepped once a step and saved with it. `clip`: the
     largest norm of the gradient. `plan`: "auto", text such as "dp=2,zero=1", or a Plan. `seed`: of
     dropout and of the order of the data. `deadline`: seconds a rank waits in a collective.
+
+    With tp > 1 what each weight is (a column, a row, a vocabulary) is found by running the model on a few rows
+    of `example`, a batch; left out, of the first batch. `roles` says it instead for weights whose names match:
+    {"*.out_proj": "replicated"}; also "column", "row", "vocabulary".
     """
     world = join(deadline)
     if isinstance(plan, str) and plan == "auto":
@@ -71,11 +82,16 @@ def parallelize(
             print(f"soli: {line}", flush=True)
     else:
         chosen = resolve(Plan.parse(plan) if isinstance(plan, str) else plan, world.size)
-    raise_all(data_parallel.problems(model, chosen), everywhere=True)
+    raise_all(data_parallel.problems(model, chosen) + layout.problems(roles, chosen), everywhere=True)
     made = optimizers.build(optimizer, model)
-    raise_all(optimizers.problems(made, model, chosen.zero), everywhere=True)
+    raise_all(optimizers.problems(made, model, chosen), everywhere=True)
     with busy(f"laying the model over {world.size} ranks", shown=world.is_first):
-        return Engine(model, loss_fn or from_model(), made, scheduler, clip, chosen, seed, world)
+        engine = Engine(
+            model, loss_fn or from_model(), made, scheduler, clip, chosen, seed, world, roles or {}
+        )
+        if example is not None:
+            engine.lay(example)
+        return engine
 
 
 class Engine:
@@ -91,13 +107,15 @@ class Engine:
         plan: Plan,
         seed: int,
         world: Any,
+        roles: dict[str, str],
     ) -> None:
         self.model, self.plan, self.world_info, self.seed, self.max_norm = model, plan, world, seed, clip
         self.rank, self.world, self.device = world.rank, world.size, world.device
         self.mesh = build_mesh(plan, world)
         self.tied = {n: names[0] for names, _ in data_parallel.named_once(model) for n in names[1:]}
-        self.parallel = apply(model, plan, self.mesh)
-        optimizers.exchange(optimizer, self.parallel.slots)
+        self.hints = roles
+        self.parallel: Parallel | None = None
+        self.to_load: Path | None = None  # a checkpoint that waits for the model to be laid over the ranks
         self.optimizer = optimizer
         self.scheduler = scheduler(optimizer) if scheduler is not None else None
         self.loss_fn, self._call = loss_fn, Caller(model)
@@ -116,6 +134,49 @@ class Engine:
         self._gathers: list[Pending] = []
         self._save_group: Any = None
         self.saving: Any = None
+        if plan.tp == 1:
+            self.lay(None)
+
+    def lay(self, example: Any) -> None:
+        """Lay the model over the ranks, once. `example`: a batch, from which tensor parallelism learns."""
+        if self.parallel is not None:
+            return
+        roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
+        self.parallel = apply(self.model, self.plan, self.mesh, roles)
+        optimizers.exchange(self.optimizer, self.laid.slots)
+        if self.to_load is not None:
+            states.fill(self, self.to_load)
+
+    @property
+    def laid(self) -> DataParallel:
+        """How the parameters lie on the ranks."""
+        if self.parallel is None:
+            raise SoliError(
+                "with tp > 1 the model is laid over the ranks when it has seen a batch, and there was none yet",
+                fix="give soli.parallelize(..., example=batch)",
+                everywhere=True,
+            )
+        return self.parallel.data
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around the model and its loss: cut tensors are logical ones, and the plan's precision holds."""
+        with running(self._run()), precision.computing(self.plan, self.device):
+            yield
+
+    def _run(self) -> Run | None:
+        return (
+            self.parallel.tensor.run
+            if self.parallel is not None and self.parallel.tensor is not None
+            else None
+        )
+
+    def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
+        """The whole tensor of which every rank of tp has the part that it has of a parameter. Collective."""
+        tensor = self.parallel.tensor if self.parallel is not None else None
+        if tensor is None or id(param) not in tensor.splits:
+            return local
+        return collected(local, tensor.splits[id(param)], self.mesh["tp"], "a cut tensor, whole")
 
     @property
     def dp(self) -> Axis:
@@ -142,12 +203,13 @@ class Engine:
             )
         self._check_frozen()
         part = part_of(batch, self.dp.size, self.dp.index)
+        self.lay(part)
         pieces = microbatches(part, self.dp.size, self.plan.accumulate)
         self.model.train()
         self._finish_gathers()
         if self._first.wanted(part, self.dp.size):
             self._first.check(self, part)
-        reducer = self.parallel.reducer
+        reducer = self.laid.reducer
         reducer.begin_step()
         if self.loss_scale is not None:
             # A sum over thousands of targets has larger gradients than the mean the scale is meant for.
@@ -162,14 +224,14 @@ class Engine:
 
     def _microbatch(self, piece: Part) -> tuple[float, float]:
         """Forward and backward of one microbatch; an empty one only joins the collectives of the others."""
-        gatherer = self.parallel.gatherer
+        gatherer = self.laid.gatherer
         with self.randomness.begin(self.step_count, piece.start, max(piece.rows, 1)):
             if gatherer is not None:
                 gatherer.begin_forward(training=True)
             total, count = None, 0.0
             if piece.rows:
                 data = to_device(piece.data, self.device)
-                with self.randomness.forward(), precision.computing(self.plan, self.device):
+                with self.randomness.forward(), self.computing():
                     total, count = self._loss(self._call(data), data)
             if gatherer is not None:
                 gatherer.end_forward()
@@ -178,7 +240,7 @@ class Engine:
             # A microbatch without counted targets has no gradient: its total may be 0/0.
             value = float(total.detach()) if total is not None and count else 0.0
             if total is not None and count:
-                with self.randomness.forward():
+                with self.randomness.forward(), running(self._run()):
                     (total * self._seed_scale).backward()
             if gatherer is not None:
                 gatherer.end_backward()
@@ -204,7 +266,7 @@ class Engine:
 
     def _agree(self, total: float, count: float) -> Tensor:
         """One small reduction: every rank's total and count in slots of their own, and which parameters were used."""
-        size, reducer = self.dp.size, self.parallel.reducer
+        size, reducer = self.dp.size, self.laid.reducer
         flags = reducer.used_flags()
         facts = torch.zeros(2 * size + len(flags), dtype=torch.float64)
         facts[self.dp.index], facts[size + self.dp.index] = total, count
@@ -225,7 +287,7 @@ class Engine:
         return loss
 
     def _refuse_loss(self, bad: list[str], totals: Tensor) -> None:
-        self.parallel.reducer.drop()
+        self.laid.reducer.drop()
         hint = (
             "; under zero=3 a parameter used outside its block's forward reads as NaN"
             if self.plan.zero == 3
@@ -249,7 +311,7 @@ class Engine:
             return None
         self._norm = self.gradient_norm()
         if self._norm - self._norm != 0 and self.loss_scale is None:
-            self._refuse_gradients()
+            norm.refuse(self)
         if limit is not None and self._norm > limit:
             self._factor *= limit / (self._norm + 1e-6)  # torch's clip_grad_norm_ has this 1e-6
         self.last.grad_norm = self._norm
@@ -257,25 +319,7 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each parameter counted once."""
-        square = torch.zeros(1, dtype=torch.float64)
-        for unit in self.parallel.reducer.units:
-            if unit.grad_shard is not None:
-                square += torch.linalg.vector_norm(unit.grad_shard).double().cpu() ** 2
-        all_reduce(square, self.mesh["shard"], label="gradient norm")
-        return float(square.sqrt()) / (self._count * self._seed_scale)
-
-    def _refuse_gradients(self) -> None:
-        bad = [s.name for u in self.parallel.reducer.units for s in u.slots if not self._finite(u, s)]
-        raise SoliError(
-            f"the gradient of step {self.step_count + 1} is not finite; nothing was updated",
-            got=f"in this rank's part of {', '.join(bad[:4]) or 'no parameter'}",
-            fix="lower the learning rate, clip, or look for a division by zero in the backward of that module",
-            exit_code=1,
-            everywhere=True,
-        )
-
-    def _finite(self, unit: Any, slot: Any) -> bool:
-        return all(bool(t.isfinite().all()) for _, t in states.gradient(unit, slot).pieces)
+        return norm.gradient_norm(self) / (self._count * self._seed_scale)
 
     def update(self) -> None:
         """The optimizer's step on this rank's shards, then the parameters that others need."""
@@ -294,7 +338,7 @@ class Engine:
 
     def _take_step(self) -> None:
         pieces = []
-        for unit in self.parallel.reducer.units:
+        for unit in self.laid.reducer.units:
             if unit.grad_shard is None:
                 raise AssertionError("every unit was reduced")
             if self._factor != 1.0:
@@ -308,11 +352,11 @@ class Engine:
         self.optimizer.step()
         for piece in pieces:
             piece.grad = None
-        self.parallel.reducer.drop()
+        self.laid.reducer.drop()
         if self.scheduler is not None:
             self.scheduler.step()
         if self.plan.zero in (1, 2):
-            for unit in self.parallel.units:
+            for unit in self.laid.units:
                 if unit.full is not None and unit.shard is not None:
                     label = f"parameters of {unit.name}"
                     self._gathers.append(
@@ -328,7 +372,7 @@ class Engine:
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         self.last.skipped = True
         events.emit("skip", step=self.step_count + 1, new_scale=scale)
-        self.parallel.reducer.drop()
+        self.laid.reducer.drop()
         if self.rank == 0:
             print(
                 f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}"
@@ -371,14 +415,15 @@ class Engine:
         was_training = self.model.training
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
-        gatherer = self.parallel.gatherer
         for batch in batches:
             part = part_of(batch, self.dp.size, self.dp.index)
+            self.lay(part)
+            gatherer = self.laid.gatherer
             if gatherer is not None:
                 gatherer.begin_forward(training=False)
             if part.rows:
                 data = to_device(part.data, self.device)
-                with precision.computing(self.plan, self.device):
+                with self.computing():
                     total, count = self._loss(self._call(data), data)
                 if count:
                     sums += torch.tensor([float(total), count], dtype=torch.float64)

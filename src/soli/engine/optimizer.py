@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from soli.core.errors import Problem, SoliError
+from soli.core.plan import Plan
 from soli.parallel.units import Slot
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -40,8 +41,8 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
     return made
 
 
-def problems(optimizer: torch.optim.Optimizer, model: nn.Module, zero: int) -> list[Problem]:
-    """What keeps this optimizer from training this model under a ZeRO stage."""
+def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> list[Problem]:
+    """What keeps this optimizer from training this model under a plan."""
     found = []
     known = {id(p) for p in model.parameters()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
@@ -59,21 +60,23 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, zero: int) -> l
                 fix="give soli.parallelize a fresh one; a run is continued with engine.load",
             )
         )
-    elif zero and any(t.is_meta for state in optimizer.state.values() for t in _tensors(state)):
+    elif (plan.zero or plan.tp > 1) and any(
+        t.is_meta for state in optimizer.state.values() for t in _tensors(state)
+    ):
         found.append(
             Problem(
                 f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
-                fix="build the model without soli.deferred(), or use zero=0",
+                fix="build the model without soli.deferred(), or use zero=0 and tp=1",
             )
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         found.append(Problem("LBFGS evaluates the loss several times a step, and engine.step does so once"))
-    elif zero > 0 and not elementwise(optimizer):
+    elif (plan.zero > 0 or plan.tp > 1) and not elementwise(optimizer):
         found.append(
             Problem(
                 f"{type(optimizer).__name__} does not update element by element, so its states cannot be cut",
-                got=f"zero={zero}",
-                allowed="zero=0, or an optimizer such as AdamW or SGD",
+                got=f"zero={plan.zero}, tp={plan.tp}",
+                allowed="zero=0 and tp=1, or an optimizer such as AdamW or SGD",
             )
         )
     return found
@@ -133,7 +136,7 @@ def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot]) -> None:
     """Put this rank's pieces in place of the plain parameters, group by group, in place, and cut their states."""
     for param in list(optimizer.state):
         slot = slots.get(id(param))
-        if slot is not None and slot.piece is not param:
+        if slot is not None and (slot.piece is not param or slot.portion is not None):
             state = optimizer.state.pop(param)
             if slot.piece is not None:
                 optimizer.state[slot.piece] = {k: _cut(v, slot) for k, v in state.items()}
@@ -152,9 +155,11 @@ def _cut(value: Any, slot: Slot) -> Any:
     if (
         slot.piece is None
         or not isinstance(value, Tensor)
-        or tuple(value.shape) != slot.shape
+        or tuple(value.shape) != slot.whole_shape
         or not slot.shape
     ):
         return value
+    if slot.portion is not None:
+        value = slot.portion.taken(value)
     start = slot.first
     return value.flatten()[start : start + slot.piece.numel()].reshape(slot.piece.shape).clone()

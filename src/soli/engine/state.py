@@ -33,13 +33,15 @@ def gradient(unit: Unit, slot: Slot) -> Sharded:
 def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
     """Parameters and buffers under every name that state_dict() gives them; optimizer.<param>.<key> beside."""
     found: dict[str, Tensor] = {}
-    for unit in engine.parallel.units:
+    for unit in engine.laid.units:
         flat = unit.whole(unit.shard, "parameters") if unit.zero and unit.shard is not None else None
         for slot in unit.slots:
             value = slot.param.detach().clone() if flat is None else _cut(flat, slot)
+            value = engine.whole(slot.param, value)
             found |= {name: value for name in slot.names}
-    for names, param in engine.parallel.plain:
-        found |= {name: param.detach().clone() for name in names}
+    for names, param in engine.laid.plain:
+        value = engine.whole(param, param.detach().clone())
+        found |= {name: value for name in names}
     found |= {name: buffer.detach().clone() for name, buffer in _buffers(engine)}
     order = {name: found[name] for name in engine.model.state_dict(keep_vars=True)}
     return order | (_global_optimizer(engine) if optimizer else {})
@@ -58,11 +60,12 @@ def _buffers(engine: Engine) -> list[tuple[str, Tensor]]:
 
 def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
-    for unit in engine.parallel.reducer.units:
+    for unit in engine.laid.reducer.units:
         if unit.grad_shard is None:
             raise AssertionError("every unit was reduced")
         flat = unit.whole(unit.grad_shard, "gradients")
-        found |= {slot.name: _cut(flat, slot) * factor if slot.used else None for slot in unit.slots}
+        for slot in unit.slots:
+            found[slot.name] = engine.whole(slot.param, _cut(flat, slot)) * factor if slot.used else None
     return found
 
 
@@ -70,6 +73,7 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
     """Each optimizer tensor, whole, on every rank: sums of parts that do not overlap."""
     local = optimizer_tensors(engine)
     shapes = _agreed_shapes(engine, local)
+    cut = {s.name: s.whole_shape for u in engine.laid.units for s in u.slots if s.portion is not None}
     found = {}
     for name, (shape, dtype) in shapes.items():
         whole = torch.full(shape, 0 if shape else _least(dtype), dtype=dtype, device=engine.device)
@@ -79,6 +83,8 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
             # A scalar is the same for all who hold it, and the others have less than any number.
             whole_sized = bool(shape)
             all_reduce(whole, engine.mesh["shard"], "sum" if whole_sized else "max", label=name)
+        if shape and cut.get(name.removeprefix("optimizer.").rpartition(".")[0]) == shape:
+            all_reduce(whole, engine.mesh["tp"], label=name)
         found[name] = whole
     return found
 
@@ -105,24 +111,31 @@ def optimizer_tensors(engine: Engine) -> dict[str, Sharded]:
             name = f"optimizer.{slot.name}.{key}"
             if not isinstance(value, Tensor):
                 value = torch.tensor(value, dtype=torch.float64)
-            if unit.zero and value.shape == param.shape and value.dim():
-                start, _ = unit.owned(slot)
-                found[name] = from_flat(value.detach(), slot.shape, start - slot.start)
+            if value.shape == param.shape and value.dim():
+                found[name] = _like_parameter(unit, slot, value.detach())
             else:
                 found[name] = from_whole(value.detach())
     return found
 
 
+def _like_parameter(unit: Unit, slot: Slot, value: Tensor) -> Sharded:
+    """What has the shape of the optimizer's piece of a parameter, as boxes of the parameter."""
+    if not unit.zero:
+        return slot.of_whole(from_whole(value))
+    start, _ = unit.owned(slot)
+    return slot.of_whole(from_flat(value, slot.shape, start - slot.start))
+
+
 def _held(engine: Engine) -> list[tuple[Unit, Slot, Tensor]]:
-    return [
-        (u, s, s.piece) for u in engine.parallel.units if u.trainable for s in u.slots if s.piece is not None
-    ]
+    return [(u, s, s.piece) for u in engine.laid.units if u.trainable for s in u.slots if s.piece is not None]
 
 
 def model_tensors(engine: Engine) -> dict[str, Sharded]:
     """model.<name> -> this rank's part of every parameter (once, under its first name) and buffer."""
-    found = {f"model.{s.name}": u.parameter(s) for u in engine.parallel.units for s in u.slots}
-    found |= {f"model.{names[0]}": from_whole(p.detach()) for names, p in engine.parallel.plain}
+    found = {f"model.{s.name}": u.parameter(s) for u in engine.laid.units for s in u.slots}
+    for names, param in engine.laid.plain:
+        portion, local = engine.laid.portions.get(id(param)), from_whole(param.detach())
+        found[f"model.{names[0]}"] = local if portion is None else portion.of_whole(local)
     return found | {f"model.{name}": from_whole(buffer.detach()) for name, buffer in _buffers(engine)}
 
 
@@ -165,35 +178,32 @@ def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(engine: Engine, path: Path) -> dict[str, Any]:
+    """See Engine.load. Where the model still waits to be laid over the ranks, its tensors are read then."""
     manifest = checkpoint.read_manifest(path)
     if engine.saving is not None:
         engine.saving.wait()
         engine.saving = None
-    wanted = model_tensors(engine)
     only_weights = not any(name.startswith(("optimizer.", RNG)) for name in manifest.tensors)
-    fresh: dict[Any, dict[str, Any]] = {}
-    drawn: dict[str, Tensor] = {}
     if not only_weights:
         _check_groups(engine, manifest.state)
-        wanted |= _optimizer_to_fill(engine, manifest, fresh)
-        drawn = {
-            name: torch.empty(saved.shape, dtype=saved.dtype)
-            for name, saved in manifest.tensors.items()
-            if name.startswith(RNG)
-        }
-        wanted |= {name: from_whole(value) for name, value in drawn.items()}
-    with torch.no_grad():
-        state = checkpoint.load(path, wanted, group=None if engine.world == 1 else dist.group.WORLD)
-        for unit in engine.parallel.units:
-            if unit.zero in (1, 2) and unit.full is not None and unit.shard is not None:
-                all_gather(unit.full, unit.shard, unit.shard_axis, label=f"parameters of {unit.name}")
+    drawn = {
+        name: torch.empty(saved.shape, dtype=saved.dtype)
+        for name, saved in manifest.tensors.items()
+        if name.startswith(RNG)
+    }
+    state = manifest.state
+    if engine.parallel is not None:
+        state = fill(engine, path, drawn)
+    else:
+        engine.to_load = path
+        if drawn:
+            wanted = {name: from_whole(value) for name, value in drawn.items()}
+            state = checkpoint.load(path, wanted, group=_everyone(engine), ignore=lambda n: n not in drawn)
     if only_weights:
         events.emit("note", text=f"{path} holds weights alone: optimizer, data position and step start anew")
         if engine.rank == 0:
             print(f"soli: {path} holds weights alone: optimizer, data position and step start anew")
         return {}
-    engine.optimizer.state.clear()
-    engine.optimizer.state.update(fresh)
     # More ranks than have saved go on from rank 0's: random numbers of one's own (in a dataset) then differ.
     rng.restore(drawn.get(f"{RNG}{engine.rank}", drawn[f"{RNG}0"]))
     _restore(engine, state)
@@ -202,13 +212,35 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     return extra
 
 
+def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    """Read parameters and optimizer states into their places, and the random states into `drawn`, if given."""
+    manifest = checkpoint.read_manifest(path)
+    fresh: dict[Any, dict[str, Any]] = {}
+    wanted = model_tensors(engine) | _optimizer_to_fill(engine, manifest, fresh)
+    wanted |= {name: from_whole(value) for name, value in (drawn or {}).items()}
+    ignore = None if drawn is not None else lambda name: name.startswith(RNG)
+    with torch.no_grad():
+        state = checkpoint.load(path, wanted, group=_everyone(engine), ignore=ignore)
+        for unit in engine.laid.units:
+            if unit.zero in (1, 2) and unit.full is not None and unit.shard is not None:
+                all_gather(unit.full, unit.shard, unit.shard_axis, label=f"parameters of {unit.name}")
+    if any(name.startswith("optimizer.") for name in manifest.tensors):
+        engine.optimizer.state.clear()
+        engine.optimizer.state.update(fresh)
+    return state
+
+
+def _everyone(engine: Engine) -> Any:
+    return None if engine.world == 1 else dist.group.WORLD
+
+
 def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str, Any]]) -> dict[str, Sharded]:
     """Make the optimizer's tensors, as the checkpoint lists them, for the parts this rank holds: `fresh`.
 
     The optimizer's own are left alone until everything is read.
     """
     by_name = {slot.name: (unit, slot, param) for unit, slot, param in _held(engine)}
-    everyone = {slot.name: slot for unit in engine.parallel.units for slot in unit.slots}
+    everyone = {slot.name: slot for unit in engine.laid.units for slot in unit.slots}
     found: dict[str, Sharded] = {}
     for name, saved in manifest.tensors.items():
         if not name.startswith("optimizer."):
@@ -221,10 +253,9 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
             found[name] = Sharded(tuple(saved.shape), saved.dtype)
             continue
         unit, slot, param = by_name[param_name]
-        if unit.zero and tuple(saved.shape) == slot.shape and slot.shape:
+        if tuple(saved.shape) == slot.whole_shape and slot.shape:
             value = torch.empty(param.shape, dtype=saved.dtype, device=param.device)
-            start, _ = unit.owned(slot)
-            found[name] = from_flat(value, slot.shape, start - slot.start)
+            found[name] = _like_parameter(unit, slot, value)
         else:
             scalar = not saved.shape and key == "step"  # torch keeps step numbers on the CPU
             value = torch.empty(saved.shape, dtype=saved.dtype, device="cpu" if scalar else param.device)

@@ -69,11 +69,11 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
         if world.size > 1
         else Axis("world", ranks=(world.rank,))
     )
-    return Mesh(world, axes, everyone, _data_axis(axes, everyone, plan), torch_mesh)
+    return Mesh(world, axes, everyone, _data_axis(axes, everyone, sizes), torch_mesh)
 
 
-def _data_axis(axes: dict[str, Axis], everyone: Axis, plan: Plan) -> Axis:
-    """replicate x shard as one axis. With data parallelism alone it is the whole world."""
+def _data_axis(axes: dict[str, Axis], everyone: Axis, sizes: dict[str, int]) -> Axis:
+    """replicate x shard as one axis. With data parallelism alone it is the whole world. Collective."""
     replicate, shard = axes[REPLICATE], axes[SHARD]
     if shard.size == 1:
         return Axis(
@@ -81,6 +81,16 @@ def _data_axis(axes: dict[str, Axis], everyone: Axis, plan: Plan) -> Axis:
         )
     if replicate.size == 1:
         return Axis("dp", shard.size, shard.index, shard.ranks, shard.group, shard.backend)
-    if plan.model_ranks > 1:
-        raise AssertionError("dp of two axes inside a larger mesh needs a group of its own")
-    return Axis("dp", everyone.size, everyone.index, everyone.ranks, everyone.group, everyone.backend)
+    size = replicate.size * shard.size
+    if size == everyone.size:
+        return Axis("dp", size, everyone.index, everyone.ranks, everyone.group, everyone.backend)
+
+    def family(rank: int) -> tuple[int, ...]:
+        copies = peers(rank, REPLICATE, sizes)
+        return tuple(sorted(r for copy in copies for r in peers(copy, SHARD, sizes)))
+
+    rank = everyone.index
+    families = sorted({family(r) for r in range(everyone.size)})
+    groups = [dist.new_group(list(ranks)) for ranks in families]
+    mine = family(rank)
+    return Axis("dp", size, mine.index(rank), mine, groups[families.index(mine)], everyone.backend)

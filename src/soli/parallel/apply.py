@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from soli.core.plan import Plan
 from soli.mesh.mesh import Mesh
 from soli.parallel import data, precision
 from soli.parallel.data import DataParallel
+from soli.parallel.tensor import oned
+from soli.parallel.tensor.finder import Role
+from soli.parallel.tensor.oned import TensorParallel
 
 
-def apply(model: nn.Module, plan: Plan, mesh: Mesh) -> DataParallel:
-    """Lay `model` over `mesh` by `plan`, in place. Collective: every rank calls it."""
-    precision.cast(model, plan)  # first: the flat units below have one dtype, and it is this one
-    return data.distribute(model, plan, mesh)  # last: shards whatever the passes before it left whole
+@dataclass
+class Parallel:
+    """A model laid over the mesh."""
+
+    data: DataParallel
+    tensor: TensorParallel | None
+
+
+def apply(model: nn.Module, plan: Plan, mesh: Mesh, roles: dict[str, Role] | None = None) -> Parallel:
+    """Lay `model` over `mesh` by `plan`, in place. Collective: every rank calls it. tp > 1 needs `roles`."""
+    data.agree_on_weights(model, mesh.all)  # first: ranks compare whole weights
+    precision.cast(model, plan)  # before what follows looks at types: the flat units have one, and it is this
+    tensor = (
+        oned.divide(model, roles, plan, mesh) if roles is not None else None
+    )  # what is left of each weight
+    portions = tensor.portions if tensor is not None else {}
+    return Parallel(data.distribute(model, plan, mesh, portions), tensor)  # last: shards what is left

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from soli.core.axes import REPLICATE, SHARD
 from soli.core.errors import Problem, SoliError
 from soli.core.events import events
+from soli.core.layout import Portion
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, all_reduce, broadcast
 from soli.mesh.mesh import Mesh
@@ -40,7 +41,8 @@ class DataParallel:
     units: list[Unit]
     reducer: Reducer
     gatherer: Gatherer | None
-    plain: list[Named]  # frozen parameters below ZeRO-3: whole on every rank
+    plain: list[Named]  # frozen parameters below ZeRO-3: whole on every rank of dp
+    portions: dict[int, Portion]  # of the parameters that tensor parallelism has cut, by id
 
     @property
     def slots(self) -> dict[int, Slot]:
@@ -71,19 +73,21 @@ def problems(model: nn.Module, plan: Plan) -> list[Problem]:
     return found
 
 
-def distribute(model: nn.Module, plan: Plan, mesh: Mesh) -> DataParallel:
-    """Lay the model's parameters over the mesh. The modules stay; the parameters are the same objects."""
-    _agree_on_weights(model, mesh.all)
+def distribute(model: nn.Module, plan: Plan, mesh: Mesh, portions: dict[int, Portion]) -> DataParallel:
+    """Lay the model's parameters over the mesh. The modules stay; the parameters are the same objects.
+
+    `portions`: of the parameters that tensor parallelism has cut, by id.
+    """
     device = mesh.world.device
     params = named_once(model)
     gather = mesh.another(mesh[SHARD]) if plan.zero == 3 else None
     if plan.zero == 3:
-        root, found = _blocks(model, params, plan, mesh, gather)
+        root, found = _blocks(model, params, plan, mesh, portions, gather)
         ordered = [*found, root]
         units = [unit for block in ordered for unit in block.units]
     else:
         trainable = [named for named in reversed(params) if named[1].requires_grad]
-        units = [_unit(f"bucket {i}", run, plan, mesh) for i, run in enumerate(buckets(trainable))]
+        units = [_unit(f"bucket {i}", run, plan, mesh, portions) for i, run in enumerate(buckets(trainable))]
     for unit in units:
         unit.fill(lambda slot: _values(slot.param, slot.name), device)
     covered = {id(slot.param) for unit in units for slot in unit.slots}
@@ -94,20 +98,32 @@ def distribute(model: nn.Module, plan: Plan, mesh: Mesh) -> DataParallel:
     _place_buffers(model, device)
     sweep()
     if plan.zero < 3:
-        return DataParallel(units, Reducer(units), None, plain)
+        return DataParallel(units, Reducer(units), None, plain, portions)
     reducer = Reducer([unit for block in [root, *found] for unit in block.units][::-1])
     gatherer = Gatherer(root, found, mesh.all)
     reducer.on_complete.append(gatherer.grads_complete)
-    return DataParallel(units, reducer, gatherer, plain)
+    return DataParallel(units, reducer, gatherer, plain, portions)
 
 
-def _unit(name: str, params: list[Named], plan: Plan, mesh: Mesh, gather: Axis | None = None) -> Unit:
+def _unit(
+    name: str,
+    params: list[Named],
+    plan: Plan,
+    mesh: Mesh,
+    portions: dict[int, Portion],
+    gather: Axis | None = None,
+) -> Unit:
     trainable = params[0][1].requires_grad
-    return Unit(name, slots_of(params), mesh[SHARD], mesh[REPLICATE], plan.zero, trainable, gather)
+    return Unit(name, slots_of(params, portions), mesh[SHARD], mesh[REPLICATE], plan.zero, trainable, gather)
 
 
 def _blocks(
-    model: nn.Module, params: list[Named], plan: Plan, mesh: Mesh, gather: Axis | None
+    model: nn.Module,
+    params: list[Named],
+    plan: Plan,
+    mesh: Mesh,
+    portions: dict[int, Portion],
+    gather: Axis | None,
 ) -> tuple[Block, list[Block]]:
     """The root and the repeated blocks. A parameter that two blocks share belongs to the root."""
     owners: dict[int, set[str]] = {}
@@ -123,7 +139,7 @@ def _blocks(
         for names, param in members:
             kinds.setdefault((param.dtype, param.requires_grad), []).append((names, param))
         return [
-            _unit(f"{name} {i}" if i else name, group, plan, mesh, gather)
+            _unit(f"{name} {i}" if i else name, group, plan, mesh, portions, gather)
             for i, group in enumerate(kinds.values())
         ]
 
@@ -165,7 +181,7 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = done[id(buffer)]
 
 
-def _agree_on_weights(model: nn.Module, world: Axis) -> None:
+def agree_on_weights(model: nn.Module, world: Axis) -> None:
     """All ranks must start from the same weights. Those that do not get rank 0's, and it is said."""
     if world.size == 1:
         return

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from soli.core.layout import Sharded, from_flat, from_whole
+from soli.core.layout import Portion, Sharded, from_flat, from_whole
 from soli.mesh.collectives import Axis, all_gather, allocate
 
 BUCKET_BYTES = 25 * 2**20
@@ -37,7 +37,10 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter's place in its unit. `names` are all its names in the model; the first is its own."""
+    """One parameter's place in its unit. `names` are all its names in the model; the first is its own.
+
+    `shape` is what this rank has. `portion` says of what, where tensor parallelism cut the parameter.
+    """
 
     names: tuple[str, ...]
     param: nn.Parameter
@@ -47,6 +50,7 @@ class Slot:
     arrived: bool = False  # a gradient arrived in this step
     used: bool = False  # ... on any rank
     piece: nn.Parameter | None = None  # what the optimizer holds: the part of it in this rank's shard
+    portion: Portion | None = None
     first: int = 0  # the element of the parameter that the piece starts with
 
     @property
@@ -56,6 +60,15 @@ class Slot:
     @property
     def stop(self) -> int:
         return self.start + self.numel
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the model's parameter."""
+        return self.shape if self.portion is None else self.portion.shape
+
+    def of_whole(self, local: Sharded) -> Sharded:
+        """Boxes of what this rank has, as boxes of the model's parameter."""
+        return local if self.portion is None else self.portion.of_whole(local)
 
 
 class Unit:
@@ -169,14 +182,29 @@ class Unit:
         """A slot's part of `flat`, a buffer that starts at element `base` of the unit, as boxes."""
         start, stop = self.owned(slot)
         if flat is None or start >= stop:
-            return Sharded(slot.shape, self.dtype)
-        return from_flat(flat[start - base : stop - base], slot.shape, start - slot.start)
+            return Sharded(slot.whole_shape, self.dtype)
+        return slot.of_whole(from_flat(flat[start - base : stop - base], slot.shape, start - slot.start))
 
     def parameter(self, slot: Slot) -> Sharded:
         """This rank's part of a parameter: views of live memory."""
         if self.zero == 0:
-            return from_whole(slot.param.detach())
+            return slot.of_whole(from_whole(slot.param.detach()))
         return self.owned_tensor(slot, self.shard, self.low)
+
+    def norm_parts(self) -> list[tuple[int, Tensor]]:
+        """The reduced gradient in runs: (1 if tensor parallelism cut it, this rank's elements)."""
+        if self.grad_shard is None:
+            return []
+        if all(slot.portion is None for slot in self.slots):
+            return [(0, self.grad_shard)]
+        found = []
+        for slot in self.slots:
+            start, stop = self.owned(slot)
+            if start < stop:
+                found.append(
+                    (int(slot.portion is not None), self.grad_shard[start - self.low : stop - self.low])
+                )
+        return found
 
     def whole(self, flat_shard: Tensor, label: str) -> Tensor:
         """The whole flat buffer [padded] of which every rank holds `flat_shard` [padded / size]."""
@@ -195,11 +223,14 @@ def become(param: nn.Parameter, values: Tensor) -> None:
         param.data = values.detach()
 
 
-def slots_of(params: Iterable[tuple[tuple[str, ...], nn.Parameter]]) -> list[Slot]:
-    """Slots side by side, in the given order."""
+def slots_of(
+    params: Iterable[tuple[tuple[str, ...], nn.Parameter]], portions: dict[int, Portion] | None = None
+) -> list[Slot]:
+    """Slots side by side, in the given order. `portions`: of the parameters that are cut, by id."""
     slots, at = [], 0
     for names, param in params:
-        slots.append(Slot(names, param, tuple(param.shape), at, param.numel()))
+        portion = (portions or {}).get(id(param))
+        slots.append(Slot(names, param, tuple(param.shape), at, param.numel(), portion=portion))
         at += param.numel()
     return slots
 

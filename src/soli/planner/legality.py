@@ -13,10 +13,8 @@ from soli.core.errors import Problem, SoliError
 from soli.core.plan import Plan
 
 BUILT: dict[str, tuple[object, ...]] = {
-    "tp": (1,),
     "tensor": ("1d",),
     "depth": (1,),
-    "sp": (False,),
     "cp": (1,),
     "context": ("ring",),
     "pp": (1,),
@@ -57,6 +55,14 @@ def problems(plan: Plan, world: int) -> list[Problem]:
                 allowed=f"degrees whose product is {world}",
             )
         )
+    if plan.sp and plan.tp == 1:
+        found.append(
+            Problem(
+                "'sp' cuts the sequence over the ranks of tp, and tp=1 has one",
+                got="sp=on, tp=1",
+                fix="leave sp out",
+            )
+        )
     dp = plan.dp if plan.dp is not None else world // plan.model_ranks
     if plan.replicate > 1 and plan.zero == 0:
         found.append(
@@ -84,24 +90,25 @@ def resolve(plan: Plan, world: int) -> Plan:
 def nearest(plan: Plan, world: int) -> Plan:
     """The legal plan that keeps the most of what was asked.
 
-    Distance: the number of keys that change, then how far dp and replicate move.
+    Distance: the number of keys that change, then how far dp, tp and replicate move.
     """
     base: dict[str, Any] = {
         key: (value if value in BUILT.get(key, (value,)) else BUILT[key][0])
         for key, value in asdict(plan).items()
     }
     options = [
-        Plan(**{**base, "dp": dp, "replicate": replicate, "zero": zero})
-        for dp, replicate, zero in product([None, world], _divisors(world), range(4))
+        Plan(**{**base, "dp": dp, "tp": tp, "sp": sp, "replicate": replicate, "zero": zero})
+        for dp, tp, sp, replicate, zero in product(
+            [None, *_divisors(world)], _divisors(world), {False, plan.sp}, _divisors(world), range(4)
+        )
     ]
     legal = [option for option in options if not problems(option, world)]
     asked = asdict(plan)
 
     def distance(option: Plan) -> tuple[int, int]:
         changed = sum(asked[key] != value for key, value in asdict(option).items())
-        return changed, abs(option.replicate - plan.replicate) + abs(
-            (option.dp or world) - (plan.dp or world)
-        )
+        moved = abs(option.replicate - plan.replicate) + abs(option.tp - plan.tp)
+        return changed, moved + abs((option.dp or world) - (plan.dp or world))
 
     return min(legal, key=distance)
 

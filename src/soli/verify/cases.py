@@ -134,6 +134,18 @@ CASES = {
 }
 PLANS: dict[int, tuple[str, ...]] = {
     1: ("dp=1", "dp=1,accumulate=4"),
-    2: tuple(f"dp=2,zero={z},accumulate={a}" for z in range(4) for a in (1, 4)),
-    4: (*(f"dp=4,zero={z}" for z in range(4)), *(f"dp=4,replicate=2,zero={z}" for z in (1, 2, 3))),
+    2: (
+        *(f"dp=2,zero={z},accumulate={a}" for z in range(4) for a in (1, 4)),
+        "tp=2",
+        "tp=2,sp=on",
+        "tp=2,sp=on,accumulate=3",
+    ),
+    4: (
+        *(f"dp=4,zero={z}" for z in range(4)),
+        *(f"dp=4,replicate=2,zero={z}" for z in (1, 2, 3)),
+        "tp=4",
+        "tp=4,sp=on",
+        *(f"dp=2,tp=2,zero={z}" for z in range(4)),
+        *(f"dp=2,tp=2,sp=on,zero={z},accumulate=2" for z in range(4)),
+    ),
 }

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from soli.engine.engine import parallelize
 from soli.losses import LossFn
-from soli.verify.lift import lifted
+from soli.parallel.lift import lifted
 from soli.verify.oracle import Trace, sequential
 
 BOUND = 1e-10

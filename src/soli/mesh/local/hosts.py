@@ -32,6 +32,7 @@ class Hosts:
         self, board: Board, store: Any, rank: int, members: list[list[int]], timeout: timedelta
     ) -> None:
         self.board, self.rank, self.members, self.store = board, rank, members, store
+        self._store_gone = 0.0  # since when
         self.ranks = sum(map(len, members))
         self.host = next(h for h, ranks in enumerate(members) if rank in ranks)
         self.leads = board.rank == 0
@@ -141,7 +142,12 @@ class Hosts:
     def _look(self) -> None:
         try:
             found = self.store.get("failed").decode() if self.store.check(["failed"]) else ""
+            self._store_gone = 0.0
         except RuntimeError as error:
+            # A rank that has all it needs may end, with the store, while what it sent is still on its way here.
+            self._store_gone = self._store_gone or time.monotonic()
+            if time.monotonic() - self._store_gone < GRACE_SECONDS:
+                return
             found = f"the host with the store of group {self.board.name} is gone\n  {error}"
         if found:
             raise self.board.fail(found)

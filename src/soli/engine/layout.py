@@ -1,0 +1,75 @@
+"""The layout of a model under tensor parallelism: found on a few rows of a batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from soli.core.errors import Problem
+from soli.core.plan import Plan
+from soli.engine.batch import Caller, part_of, take, to_device
+from soli.losses import LossFn
+from soli.mesh.mesh import Mesh
+from soli.parallel.randomness import Randomness
+from soli.parallel.tensor import check, oned
+from soli.parallel.tensor.finder import Finder, Role
+
+if TYPE_CHECKING:
+    from soli.engine.engine import Engine
+
+KINDS = ("column", "row", "vocabulary", "replicated")
+ROWS = 2  # one would hide which dim is the batch's
+
+
+def problems(roles: dict[str, str] | None, plan: Plan) -> list[Problem]:
+    """What is wrong with the roles that the user gave."""
+    return [
+        Problem(f"the role of '{name}' is not known", got=kind, allowed=", ".join(KINDS))
+        for name, kind in (roles or {}).items()
+        if kind not in KINDS
+    ]
+
+
+def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
+    """The role of every parameter, the same on every rank, each kind of block checked in float64. Collective."""
+    part = part_of(batch, 1, 0)
+    data = take(part.data, 0, min(part.rows, ROWS)) if part.rows else None
+    data = to_device(data, next(engine.model.parameters()).device)
+    runner = Runner(engine.model, engine._call, engine.loss_fn, data, min(part.rows, ROWS))
+    # A rank without rows has no roles of its own; rank 0 has rows, and its roles hold.
+    found = runner.search(engine.plan.tp, engine.plan.sp, engine.hints) if part.rows else {}
+    roles = oned.rank_0s(found, engine.mesh)
+    runner.check(roles, engine.mesh, engine.plan.sp)
+    return roles
+
+
+class Runner:
+    """Runs a model and its loss on a few rows, without gradients, and leaves its buffers as they were."""
+
+    def __init__(self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int) -> None:
+        self.model, self.call, self.loss_fn, self.data, self.rows = model, call, loss_fn, data, rows
+
+    @torch.no_grad()
+    def run(self) -> None:
+        before = [(b, b.clone()) for b in self.model.buffers()]
+        self.model.train()
+        with Randomness(self.model, 0).probe(self.rows):
+            self.loss_fn(self.call(self.data), self.data)
+        for buffer, value in before:
+            buffer.copy_(value)
+
+    def search(self, ranks: int, sequence: bool, hints: dict[str, str]) -> dict[str, Role]:
+        return Finder(self.model, ranks, hints, self.data).search(self.run, sequence)
+
+    def check(self, roles: dict[str, Role], mesh: Mesh, sequence: bool) -> None:
+        """Compare a block of each kind with itself, cut. What was deferred has no values to compare yet."""
+        if any(p.is_meta for p in self.model.parameters()):
+            return
+        with check.sampling(self.model, roles) as samples:
+            if self.data is not None:
+                self.run()
+        for sample in samples:
+            with Randomness(self.model, 0).probe(self.rows):
+                check.compare(sample, roles, mesh["tp"], sequence)

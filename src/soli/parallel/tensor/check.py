@@ -1,0 +1,160 @@
+"""Each kind of block, cut as it was found, against itself whole, in float64, before training.
+
+One block of each kind is copied and run on the inputs that it has in the model: whole on every rank, and cut over
+the real ranks. Outputs, gradients of the inputs and of every parameter must agree to rounding: epsilon for each
+operation that a number passes, which is taken as the block's modules times its largest dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from soli.core.errors import SoliError
+from soli.mesh.collectives import Axis, all_reduce
+from soli.parallel.lift import lifted
+from soli.parallel.tensor.cut import CutParameter, Run, running, whole
+from soli.parallel.tensor.finder import Role
+from soli.parallel.tensor.split import taken
+from soli.parallel.units import blocks
+
+SAFETY = 8
+
+
+@dataclass
+class Sample:
+    """A block and what it was called with."""
+
+    name: str
+    module: nn.Module
+    args: tuple
+    kwargs: dict
+
+
+@contextmanager
+def sampling(model: nn.Module, roles: dict[str, Role]) -> Iterator[list[Sample]]:
+    """Inside, the first call of the first block of each kind is kept."""
+    found: list[Sample] = []
+    kinds = set()
+    hooks = []
+    for name, module in blocks(model) or [("", model)]:
+        kind = (type(module), tuple(_said(p, roles) for p, _ in _named(name, module)))
+        if kind in kinds:
+            continue
+        kinds.add(kind)
+
+        def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+            if all(sample.name != name for sample in found):
+                found.append(Sample(name, module, *copy.deepcopy((args, kwargs))))
+
+        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _named(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(f"{name}.{n}" if name else n, p) for n, p in module.named_parameters()]
+
+
+def _said(name: str, roles: dict[str, Role]) -> Any:
+    split = roles[name].split if name in roles else None
+    return None if split is None else (split.dim, split.parts, split.atoms)
+
+
+def compare(sample: Sample, roles: dict[str, Role], axis: Axis, sequence: bool) -> None:
+    """Raises SoliError, on every rank, where the cut block computes something else. Collective."""
+    splits = {n: roles[full].split for (full, _), (n, _) in zip(
+        _named(sample.name, sample.module), sample.module.named_parameters(), strict=True
+    ) if full in roles}  # fmt: skip
+    if all(split is None for split in splits.values()):
+        return
+    expected = _traced(sample, lambda block: None, None)
+
+    def divide(block: nn.Module) -> None:
+        for name, param in block.named_parameters():
+            split = splits.get(name)
+            if split is not None:
+                param.data = taken(param.data, split, axis.size, axis.index).clone()
+                param.__class__ = CutParameter
+                param.cut_as = split  # type: ignore[attr-defined]
+
+    run = Run(axis, axis.size, sequence)
+    try:
+        got = _traced(sample, divide, run)
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        raise _refused(sample, f"{type(error).__name__}: {error}") from error
+    worst, where = 0.0, ""
+    # A small gradient carries the rounding of larger ones that it is made of: all are measured by the largest.
+    largest = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0)
+    for name, value in expected.items():
+        split = splits.get(name.removeprefix("gradient of "))
+        wanted = value if split is None else taken(value, split, axis.size, axis.index)
+        if wanted.shape != got[name].shape:
+            raise _refused(sample, f"{name} has shape {tuple(got[name].shape)}, not {tuple(wanted.shape)}")
+        if wanted.numel():
+            off = float((got[name] - wanted).abs().max()) / (largest or 1.0)
+            if not off <= worst:
+                worst, where = off, name
+    worst = worst if worst == worst else float("inf")
+    found = torch.tensor([worst], dtype=torch.float64)
+    all_reduce(found, axis, "max", label="check of the tensor-parallel layout")
+    dims = max((d for p in sample.module.parameters() for d in p.shape), default=1)
+    bound = SAFETY * torch.finfo(torch.float64).eps * len(list(sample.module.modules())) * dims
+    if float(found) > bound:
+        raise _refused(
+            sample, f"relative error {float(found):.1e} of {where or 'another rank'}, bound {bound:.1e}"
+        )
+
+
+def _refused(sample: Sample, got: str) -> SoliError:
+    name = sample.name or "the model"
+    return SoliError(
+        f"cut over the ranks of tp, {name} ({type(sample.module).__name__}) does not compute what it computes whole",
+        got=got,
+        fix=f'leave its weights whole: soli.parallelize(..., roles={{"{name}.*": "replicated"}}), and tell us of it',
+        everywhere=True,
+    )
+
+
+def _traced(sample: Sample, divide: Callable[[nn.Module], None], run: Run | None) -> dict[str, Tensor]:
+    """Outputs and gradients of a float64 copy of the block. Outputs are whole, parameters' gradients local."""
+    block = copy.deepcopy(sample.module).double()
+    for module in block.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+    block.eval()
+    args, kwargs = tree_map(_leaf, copy.deepcopy((sample.args, sample.kwargs)))
+    divide(block)
+    found: dict[str, Tensor] = {}
+    with torch.enable_grad(), lifted(), running(run):
+        leaves = [x for x in tree_leaves(block(*args, **kwargs)) if isinstance(x, Tensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            outputs = [whole(run, x) if run is not None else x for x in leaves]
+        floats = [x for x in outputs if x.is_floating_point() and x.requires_grad]
+        weights = [torch.cos(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape) for x in floats]
+        total = sum(((x * w).sum() for x, w in zip(floats, weights, strict=True)), torch.zeros(()))
+        if isinstance(total, Tensor) and total.requires_grad:
+            total.backward()
+    for number, x in enumerate(outputs):
+        if x.is_floating_point():
+            found[f"output {number}"] = x.detach()
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.grad is not None]
+    found |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
+    found |= {f"gradient of {n}": p.grad for n, p in block.named_parameters() if p.grad is not None}
+    return found
+
+
+def _leaf(x: Any) -> Any:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().double().clone().requires_grad_()

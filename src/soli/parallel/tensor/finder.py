@@ -1,0 +1,268 @@
+"""Which parameters are cut, and where: found by running the model, not by its names.
+
+The model runs on a few rows with every weight whole but *marked* as it would be cut. A product whose input is whole
+makes its weight a column, one whose input is cut along the summed dim makes it a row, a lookup of the batch's own
+indices cuts the vocabulary. The marks flow through the model's own views and operations; where one cannot follow
+(heads are split, a fused matrix is taken apart, a norm needs the whole), the layout gives way: fewer atoms, more
+parts, or that weight stays replicated. Then the model runs again, until nothing gives way. What is left is a layout
+that every operation of the model keeps, each decision with its reason.
+
+Layers of one kind (names that differ in numbers alone) are treated alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import gcd
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from soli.core.errors import SoliError
+from soli.mesh.collectives import Axis
+from soli.parallel.tensor.cut import Cut, CutParameter, Run, running, split_of
+from soli.parallel.tensor.split import Misfit, Split
+
+PASSES = 100
+"""Each pass but the last changes the layout of a kind of weights: a model with more is not known."""
+
+
+@dataclass
+class Role:
+    """What a parameter is to tensor parallelism: column, row, vocabulary, bias or replicated."""
+
+    name: str
+    kind: str
+    split: Split | None
+    why: str
+
+
+@dataclass
+class _Kind:
+    """What was learnt of the weights of one kind."""
+
+    atoms: int = 0  # no more than its divisors
+    borders: set[Fraction] = field(default_factory=set)
+    replicated: str = ""
+
+
+class _Again(Exception):  # noqa: N818 - no error: the layout changed and the model runs again
+    pass
+
+
+class Finder:
+    """One search. `hints`: name patterns (`*` for anything) -> "column", "row", "vocabulary" or "replicated"."""
+
+    def __init__(self, model: nn.Module, ranks: int, hints: dict[str, str], batch: Any) -> None:
+        self.model, self.ranks, self.hints = model, ranks, hints
+        self.names: dict[int, str] = {}
+        tied: dict[int, int] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(param), name)
+            tied[id(param)] = tied.get(id(param), 0) + 1
+        self._tied = {key for key, times in tied.items() if times > 1}
+        self._given = {x.untyped_storage().data_ptr() for x in tree_leaves(batch) if isinstance(x, Tensor)}
+        self._kinds: dict[str, _Kind] = {}
+        self.roles: dict[str, Role] = {}
+        self._changed = False
+
+    def search(self, run_model: Callable[[], Any], sequence: bool) -> dict[str, Role]:
+        """The role of every parameter. `run_model` runs the model and its loss once."""
+        params = list(self.model.parameters())
+        for param in params:
+            param.__class__ = CutParameter
+        run = Run(Axis("tp"), self.ranks, sequence, self)
+        try:
+            for _ in range(PASSES):
+                self.roles, self._changed = {}, False
+                for param in params:
+                    param.cut_as = None  # type: ignore[attr-defined]
+                try:
+                    with running(run):
+                        run_model()
+                except _Again:
+                    continue
+                if not self._changed:
+                    return {
+                        name: self.roles.get(name, Role(name, "replicated", None, "in no product"))
+                        for name in self.names.values()
+                    }
+        finally:
+            for param in params:
+                del param.cut_as  # type: ignore[attr-defined]
+                param.__class__ = nn.Parameter
+        raise SoliError(
+            f"no layout was found in {PASSES} runs of the model",
+            fix="run with tp=1, and tell us of this model",
+        )
+
+    # --- what the rules ask ---------------------------------------------------------------------------
+
+    def choose(self, inputs: list[Tensor], letters: list[str], out: str) -> None:
+        """Decide on the weights of a product that are not decided yet."""
+        for i, x in enumerate(inputs):
+            name = self._open(x)
+            if name is None or x.dim() < 2:
+                continue
+            others = [(y, w) for j, (y, w) in enumerate(zip(inputs, letters, strict=True)) if j != i]
+            cuts = [(w[s.dim], s) for y, w in others if (s := split_of(y)) and s.origins]
+            shared_cuts = [(letter, s) for letter, s in cuts if letter in letters[i]]
+            wish = self._hint(name)
+            if wish == "replicated" or self._kind(name).replicated:
+                self._replicate(x, name, self._kind(name).replicated or "said so")
+            elif shared_cuts and wish != "column":
+                letter, split = shared_cuts[0]
+                dim = letters[i].index(letter)
+                self._decide(x, name, "row", replace(split.at(dim), lead=()), "its input is cut")
+            elif cuts:
+                self._replicate(x, name, "its input is cut along another dim")
+            else:
+                new = [c for c in letters[i] if c in out and all(c not in w for _, w in others)]
+                if len(new) != 1:
+                    self._replicate(x, name, "its product has no dim of its own")
+                else:
+                    self._column(x, name, letters[i].index(new[0]), "column", "it reads what every rank has")
+
+    def choose_bias(self, bias: Tensor, column: Split | None) -> None:
+        name = self._open(bias)
+        if name is None:
+            return
+        if column is not None and column.dim == 0 and bias.dim() == 1 and column.size == bias.shape[0]:
+            self._decide(bias, name, "bias", column, "of a column")
+        else:
+            self._replicate(bias, name, "a bias that is added to a sum over the ranks")
+
+    def choose_embedding(self, indices: Tensor, weight: Tensor) -> None:
+        name = self._open(weight)
+        if name is None:
+            return
+        wish, kind = self._hint(name), self._kind(name)
+        from_batch = indices.untyped_storage().data_ptr() in self._given
+        if wish == "replicated" or kind.replicated:
+            self._replicate(weight, name, kind.replicated or "said so")
+        elif from_batch or id(weight) in self._tied or wish == "vocabulary":
+            self._column(weight, name, 0, "vocabulary", "it looks up what the batch holds")
+        else:
+            self._replicate(weight, name, "its indices are computed: a position or a kind of token")
+
+    def answer(self, misfit: Misfit, what: str, cuts: list[Tensor]) -> bool:
+        """Give way. True: the tensors are cut otherwise now, try again; False: they had better be whole."""
+        if not misfit.origins:
+            return False
+        why = f"{what}: {misfit.why}"
+        if misfit.atoms >= self.ranks:
+            for name in misfit.origins:
+                kind = self._kind(name)
+                kind.atoms = gcd(kind.atoms, misfit.atoms)
+            changed = False
+            for x in cuts:
+                split = split_of(x)
+                if split is not None and split.origins & misfit.origins:
+                    atoms = gcd(split.atoms, misfit.atoms)
+                    changed = changed or atoms != split.atoms
+                    x.cut_as = replace(split, atoms=atoms)  # type: ignore[attr-defined]
+            if changed:
+                self._changed = True
+                return True
+        for name in misfit.origins:
+            kind = self._kind(name)
+            new = {Fraction(*border) for border in misfit.borders} - kind.borders
+            if new and not kind.replicated:
+                kind.borders |= new
+                kind.atoms = 0
+            else:
+                kind.replicated = kind.replicated or why
+        raise _Again
+
+    # --- decisions ------------------------------------------------------------------------------------
+
+    def _open(self, x: Tensor) -> str | None:
+        """The name of a parameter that is not decided in this pass."""
+        name = self.names.get(id(_seen(x)[0])) if type(x) in (Cut, CutParameter) else None
+        return name if name is not None and name not in self.roles else None
+
+    def follow(self, result: Any, name: str, args: tuple, kwargs: dict) -> Any:
+        """A weight that is not decided yet, transposed or one matrix of a stack, is still that weight."""
+        x: Any = args[0] if args else None
+        if type(x) not in (Cut, CutParameter) or type(result) is not Tensor or self._open(x) is None:
+            return result
+        dims = _dims_of(x, _seen(x)[1], result, name, args)
+        if dims is None:
+            return result
+        weight = _seen(x)[0]
+        result.__class__ = Cut
+        result.cut_as, result.view_of = None, (weight, dims)  # type: ignore[attr-defined]
+        return result
+
+    def _column(self, x: Tensor, name: str, dim: int, role: str, why: str) -> None:
+        size, kind = x.shape[dim], self._kind(name)
+        places = [Fraction(0), *(border * size for border in sorted(kind.borders)), Fraction(size)]
+        if any(place.denominator != 1 for place in places):
+            return self._replicate(x, name, "it is taken apart at borders that are no whole elements")
+        parts = tuple(int(b) - int(a) for a, b in zip(places, places[1:], strict=False))
+        atoms = gcd(*parts, kind.atoms)
+        if atoms < self.ranks:
+            return self._replicate(x, name, f"{atoms} units for {self.ranks} ranks")
+        split = Split(dim, parts, atoms, frozenset({name}))
+        units = (
+            ""
+            if atoms == size
+            else f"; {atoms} units" + (f" in each of {len(parts)} parts" if parts[1:] else "")
+        )
+        self._decide(x, name, role, split, why + units)
+
+    def _decide(self, x: Tensor, name: str, kind: str, split: Split, why: str) -> None:
+        weight, dims = _seen(x)
+        if weight is not x:
+            x.cut_as = split  # type: ignore[attr-defined]
+            split = split.at(dims[split.dim])
+        self.roles[name] = Role(name, kind, split, why)
+        weight.cut_as = split  # type: ignore[attr-defined]
+
+    def _replicate(self, x: Tensor, name: str, why: str) -> None:
+        self.roles[name] = Role(name, "replicated", None, why)
+
+    def _kind(self, name: str) -> _Kind:
+        return self._kinds.setdefault(re.sub(r"\d+", "*", name), _Kind())
+
+    def _hint(self, name: str) -> str:
+        for pattern, wish in self.hints.items():
+            text = ".*".join(re.escape(piece) for piece in pattern.split("*"))
+            if re.fullmatch(text + r"(\.weight)?", name):
+                return wish
+        return ""
+
+
+def _dims_of(
+    x: Tensor, dims: tuple[int, ...], result: Tensor, name: str, args: tuple
+) -> tuple[int, ...] | None:
+    """Which dims of the weight the dims of `result` are, where a function only showed `x`, of `dims`, otherwise."""
+    if name in ("__get__", "t") and x.dim() == 2 and result.shape == (x.shape[1], x.shape[0]):
+        return dims[::-1]
+    if name in ("transpose", "swapaxes") and len(args) == 3:
+        order = list(dims)
+        order[args[1]], order[args[2]] = order[args[2]], order[args[1]]
+        return tuple(order)
+    if name == "permute" and x.dim() == 2 and result.stride() == x.stride()[::-1]:
+        return dims[::-1]
+    if name == "__getitem__" and _is_number(args[1]) and x.dim() > 2:
+        return dims[1:]
+    if name in ("to", "contiguous", "float", "type_as") and result.shape == x.shape:
+        return dims
+    return None
+
+
+def _seen(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The weight that a tensor shows, and which of its dims each dim is."""
+    view = getattr(x, "view_of", None) if type(x) is Cut else None
+    return view if view is not None else (x, tuple(range(x.dim())))
+
+
+def _is_number(index: Any) -> bool:
+    return isinstance(index, int) or (
+        isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point()
+    )

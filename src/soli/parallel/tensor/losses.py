@@ -1,0 +1,227 @@
+"""Rules of what is normalised over a dim that may be cut: softmax, log-sum-exp, cross-entropy, gather.
+
+Cross-entropy over a cut vocabulary never sees a whole row of logits (Megatron-LM, arXiv 1909.08053, 3): the ranks
+exchange three numbers a token, the largest logit, the sum of exponentials and the target's logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from soli.mesh.collectives import Axis
+from soli.parallel.tensor import moves
+from soli.parallel.tensor.cut import Run, call, cut, entered, part_of, shape_of, split_of
+from soli.parallel.tensor.pointwise import along, pointwise
+from soli.parallel.tensor.split import Misfit, Split
+
+
+def softmax(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """softmax, log_softmax along any dim."""
+    x, *rest = args
+    split = split_of(x)
+    dim = kwargs.get("dim", rest[0] if rest else None)
+    if split is None or dim is None or dim % x.dim() != split.dim:
+        return along(run, func, (x,), {**kwargs, "dim": dim} if split is not None else kwargs)
+    dtype = kwargs.get("dtype")
+    x = x.to(dtype) if dtype is not None else x
+    shifted = x - _largest(run, x, split.dim)
+    total = entered(run, moves.reduce(shifted.exp().sum(split.dim, keepdim=True), run.axis))
+    if "log" in getattr(func, "__name__", ""):
+        return cut(shifted - total.log(), split)
+    return cut(shifted.exp() / total, split)
+
+
+def logsumexp(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    x, *rest = args
+    split = split_of(x)
+    dim = kwargs.get("dim", rest[0] if rest else None)
+    keep = kwargs.get("keepdim", rest[1] if len(rest) > 1 else False)
+    if isinstance(dim, list | tuple) and len(dim) == 1:
+        dim = dim[0]
+    if split is None:
+        return func(*args, **kwargs)
+    if not isinstance(dim, int):
+        raise Misfit(split.origins, "logsumexp over several dims")
+    if dim % x.dim() != split.dim:
+        gone = 0 if keep else int(dim % x.dim() < split.dim)
+        return cut(torch.logsumexp(x, dim, keep), split.at(split.dim - gone))
+    most = _largest(run, x, split.dim)
+    total = moves.reduce((x - most).exp().sum(split.dim, keepdim=True), run.axis)
+    result = total.log() + most
+    return result if keep else result.squeeze(split.dim)
+
+
+def _largest(run: Run, x: Tensor, dim: int) -> Tensor:
+    """The largest of the whole dim, kept, as a constant."""
+    with torch.no_grad():
+        if x.shape[dim]:
+            most = x.amax(dim, keepdim=True)
+        else:
+            shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
+            most = x.new_full(shape, -float("inf"))
+        return moves.summed(most, run.axis, "largest logit", "max")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Losses [n] of logits [n, v / ranks] and targets [n]; `start`: the first class that is this rank's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, target: Tensor, start: int, classes: int, smoothing: float, axis: Axis
+    ) -> Tensor:
+        x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        own = x.shape[1]
+        most = x.amax(1) if own else x.new_full((x.shape[0],), -float("inf"))
+        most = moves.summed(most, axis, "largest logit", "max")
+        mine = (target >= start) & (target < start + own)
+        place = (target - start).masked_fill(~mine, 0)
+        shifted = x - most.unsqueeze(1)
+        picked = shifted.gather(1, place.unsqueeze(1)).squeeze(1) * mine if own else torch.zeros_like(most)
+        share = shifted.sum(1) if smoothing else torch.zeros_like(most)
+        weights = shifted.exp_()
+        sums = torch.stack([weights.sum(1), picked, share])
+        total, picked, share = moves.summed(sums, axis, "sums of the cross-entropy").unbind(0)
+        ctx.smoothing, ctx.classes = smoothing, classes
+        ctx.save_for_backward(weights.div_(total.unsqueeze(1)), mine, place)
+        loss = total.log() - picked
+        if smoothing:
+            loss = (1 - smoothing) * loss + smoothing * (total.log() - share / classes)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weights, mine, place = ctx.saved_tensors
+        found = weights * grad.unsqueeze(1)
+        if weights.shape[1]:
+            kept = (grad * mine * (ctx.smoothing - 1)).unsqueeze(1)
+            found.scatter_add_(1, place.unsqueeze(1), kept)
+        if ctx.smoothing:
+            found -= (ctx.smoothing / ctx.classes) * grad.unsqueeze(1)
+        return found, None, None, None, None, None
+
+
+def cross_entropy(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """F.cross_entropy of logits whose classes, or whose rows, are cut."""
+    names = (
+        "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+    )  # fmt: skip
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, target, split = given["input"], given["target"], split_of(given["input"])
+    if split is None:
+        return func(*args, **kwargs)
+    classes_dim = 1 if x.dim() > 1 else 0
+    ignore, weight = given.get("ignore_index", -100), given.get("weight")
+    smoothing, reduction = given.get("label_smoothing", 0.0), given.get("reduction", "mean")
+    if target.is_floating_point() or given.get("reduce") is not None or given.get("size_average") is not None:
+        raise Misfit(split.origins, "cross-entropy with shares of classes as targets")
+    if weight is not None and smoothing:
+        raise Misfit(split.origins, "cross-entropy with weights and smoothing")
+    if split.dim != classes_dim:
+        return _by_rows(run, x, target, split, given)
+    shape = shape_of(x)
+    _check_targets(target, shape[classes_dim], ignore)
+    flat = x.movedim(classes_dim, -1).reshape(-1, x.shape[classes_dim])
+    wanted = target.reshape(-1)
+    kept = wanted != ignore
+    if len(split.parts) > 1:
+        raise Misfit(split.origins, "a vocabulary in parts")
+    start = split.own(run.axis.size, run.axis.index)[0][0]
+    safe = wanted.masked_fill(~kept, 0)
+    losses = _CrossEntropy.apply(flat, safe, start, shape[classes_dim], smoothing, run.axis)
+    factors = kept.to(losses.dtype) if weight is None else kept * weight[safe]
+    losses = torch.where(kept, losses, 0.0) * factors
+    return _reduced(losses, factors, reduction, target.shape).to(x.dtype)
+
+
+def _reduced(losses: Tensor, factors: Tensor, reduction: str, shape: Any) -> Tensor:
+    if reduction == "sum":
+        return losses.sum()
+    if reduction == "mean":
+        return losses.sum() / factors.sum()
+    return losses.view(shape)
+
+
+def _by_rows(run: Run, x: Tensor, target: Tensor, split: Split, given: dict) -> Tensor:
+    """Every rank has whole rows of logits, and some of the rows."""
+    reduction, ignore = given.get("reduction", "mean"), given.get("ignore_index", -100)
+    dim = split.dim - (split.dim > 1)
+    mine = target if split_of(target) is not None else part_of(run, target, split.at(dim))
+    more = {k: given[k] for k in ("weight", "ignore_index", "label_smoothing") if k in given}
+    losses = cut(F.cross_entropy(x, mine, reduction="none", **more), split.at(dim))
+    if reduction == "none":
+        return losses
+    total = call(torch.sum, losses)
+    if reduction == "sum":
+        return total
+    kept = target != ignore
+    weight = given.get("weight")
+    return total / (kept.sum() if weight is None else weight[target.masked_fill(~kept, 0)][kept].sum())
+
+
+def _check_targets(target: Tensor, classes: int, ignore: int) -> None:
+    """As torch does: a target outside the classes is an error, not a zero."""
+    if target.device.type != "cpu" or not target.numel():
+        return
+    bad = ((target < 0) | (target >= classes)) & (target != ignore)
+    if bool(bad.any()):
+        raise IndexError(f"Target {int(target[bad][0])} is out of bounds.")
+
+
+def nll_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """F.nll_loss of log-probabilities whose classes are cut."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, target, split = given["input"], given["target"], split_of(given["input"])
+    if split is None:
+        return func(*args, **kwargs)
+    if split.dim != (1 if x.dim() > 1 else 0) or given.get("weight") is not None:
+        raise Misfit(split.origins, "nll_loss with weights, or of cut rows")
+    ignore, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
+    _check_targets(target, split.size, ignore)
+    kept = target != ignore
+    picked = _picked(run, x, split, target.masked_fill(~kept, 0).unsqueeze(split.dim)).squeeze(split.dim)
+    losses = torch.where(kept, -picked, 0.0)
+    return _reduced(losses, kept.to(x.dtype), reduction, target.shape)
+
+
+def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """torch.gather, take_along_dim: along the cut dim every rank gives what it has."""
+    given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    if getattr(func, "__name__", "") == "take_along_dim" and len(args) == 3:
+        given = {"input": args[0], "index": args[1], "dim": args[2]}
+    x, dim, index = given["input"], given["dim"] % given["input"].dim(), given["index"]
+    split = split_of(x)
+    if split is None or split_of(index) is not None:
+        raise Misfit((split or split_of(index)).origins, "a cut index")  # type: ignore[union-attr]
+    if dim == split.dim:
+        return _picked(run, x, split, index)
+    return cut(x.gather(dim, part_of(run, index, split)), split)
+
+
+def _picked(run: Run, x: Tensor, split: Split, index: Tensor) -> Tensor:
+    (start, stop), *more = split.own(run.axis.size, run.axis.index)
+    if more:
+        raise Misfit(split.origins, "elements of a dim in parts")
+    mine = (index >= start) & (index < stop)
+    if start == stop:
+        found = torch.zeros(index.shape, dtype=x.dtype, device=x.device) + 0 * x.sum()
+    else:
+        found = torch.where(mine, x.gather(split.dim, (index - start).masked_fill(~mine, 0)), 0.0)
+    return moves.reduce(found, run.axis)
+
+
+def elementwise_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """mse_loss, l1_loss, binary_cross_entropy_with_logits, ...: element by element, then a sum or a mean."""
+    kwargs = dict(kwargs)
+    reduction = kwargs.pop("reduction", "mean")
+    if len(args) > 3 or not isinstance(reduction, str):
+        splits = [s for x in args if isinstance(x, Tensor) and (s := split_of(x))]
+        raise Misfit(frozenset().union(*(s.origins for s in splits)), "a loss with reduction by position")
+    each = pointwise(run, func, args, {**kwargs, "reduction": "none"})
+    return each if reduction == "none" else call(torch.sum if reduction == "sum" else torch.mean, each)

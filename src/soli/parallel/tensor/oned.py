@@ -1,0 +1,67 @@
+"""One-dimensional tensor parallelism (Megatron-LM, arXiv 1909.08053), with sequence parallelism (arXiv 2205.05198).
+
+    column   A[B, D] W[D, H_T] -> A[B, H_T]        input entered: its gradient is summed
+    row      A[B, H_T] W[H_T, D] -> {A[B, D]_T}    summed, or scattered to A[B_T, D] under sp
+
+`finder.py` says which parameter is which; `cut.py` makes the model's own code run on the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from soli.core.layout import Portion
+from soli.core.plan import Plan
+from soli.mesh.collectives import gather_json
+from soli.mesh.mesh import Mesh
+from soli.parallel.init import materialise
+from soli.parallel.tensor.cut import CutParameter, Run
+from soli.parallel.tensor.finder import Role
+from soli.parallel.tensor.split import Split, taken
+from soli.parallel.units import become
+
+
+@dataclass
+class TensorParallel:
+    """A model whose parameters are cut: the roles, and what the forward runs under."""
+
+    roles: dict[str, Role]
+    run: Run
+    portions: dict[int, Portion]  # by the parameter's id
+    splits: dict[int, Split]
+
+
+def divide(model: nn.Module, roles: dict[str, Role], plan: Plan, mesh: Mesh) -> TensorParallel:
+    """Keep this rank's part of every parameter that a role cuts, in place."""
+    axis = mesh["tp"]
+    portions: dict[int, Portion] = {}
+    splits: dict[int, Split] = {}
+    for name, param in model.named_parameters():
+        split = roles[name].split
+        if split is None:
+            continue
+        values = materialise(param, name=name) if param.is_meta else param.detach()
+        with torch.no_grad():
+            become(param, taken(values, split, axis.size, axis.index).clone())
+        param.__class__ = CutParameter
+        param.cut_as = split  # type: ignore[attr-defined]
+        ranges = tuple(split.own(axis.size, axis.index))
+        portions[id(param)] = Portion(tuple(values.shape), split.dim, ranges)
+        splits[id(param)] = split
+    return TensorParallel(roles, Run(axis, axis.size, plan.sp), portions, splits)
+
+
+def rank_0s(roles: dict[str, Role], mesh: Mesh) -> dict[str, Role]:
+    """Rank 0's roles: all ranks cut alike, whatever paths their rows took through the model. Collective."""
+    said = {
+        name: [r.kind, None if r.split is None else [r.split.dim, r.split.parts, r.split.atoms], r.why]
+        for name, r in roles.items()
+    }
+    first = gather_json(said, mesh.all, label="roles")[0]
+    return {
+        name: Role(name, kind, None if s is None else Split(s[0], tuple(s[1]), s[2], frozenset({name})), why)
+        for name, (kind, s, why) in first.items()
+    }

@@ -1,0 +1,136 @@
+"""Rules of functions that work element by element, and of sums over dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soli.parallel.tensor import moves
+from soli.parallel.tensor.cut import Run, agreed, cut, entered, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.split import Misfit, Split
+
+KNOWN = {
+    "where", "masked_fill", "masked_fill_", "to", "type_as", "type", "float", "half", "double", "bfloat16", "int",
+    "long", "bool", "contiguous", "clone", "detach", "zeros_like", "ones_like", "empty_like", "full_like", "dropout",
+    "requires_grad_", "softplus", "silu", "gelu", "relu", "mish", "nan_to_num", "fill_", "zero_", "copy_", "cpu",
+    "is_nonzero", "clamp", "clip", "lerp", "addcmul", "addcdiv", "bernoulli", "mse_loss_none", "gelu_", "isin",
+    "hardswish", "leaky_relu", "elu", "selu", "celu", "logsigmoid", "softsign", "tanhshrink", "softshrink", "hardtanh",
+    "relu6", "threshold",
+}  # fmt: skip
+_DUNDER = {
+    "__add__": "add", "__radd__": "add", "__iadd__": "add", "__sub__": "sub", "__rsub__": "rsub", "__isub__": "sub",
+    "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul", "__truediv__": "div", "__rtruediv__": "div", "__div__": "div",
+    "__rdiv__": "div", "__itruediv__": "div", "__idiv__": "div", "__pow__": "pow", "__rpow__": "pow", "__ipow__": "pow",
+    "__neg__": "neg", "__pos__": "add", "__abs__": "abs", "__invert__": "bitwise_not", "__and__": "bitwise_and",
+    "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__rand__": "bitwise_and", "__ror__": "bitwise_or", "__eq__": "eq",
+    "__ne__": "ne", "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge", "__floordiv__": "div",
+    "__rfloordiv__": "div", "__mod__": "remainder",
+}  # fmt: skip
+
+
+def is_pointwise(name: str) -> bool:
+    """Whether torch says so of its operator of this name (the tag), or we do."""
+    if name in KNOWN:
+        return True
+    name = _DUNDER.get(name, name)
+    packet = getattr(torch.ops.aten, name.rstrip("_") if not hasattr(torch.ops.aten, name) else name, None)
+    if packet is None:
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+
+
+def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Broadcast: cut tensors agree on one dim of the result, whole ones give this rank's part of it."""
+    leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    dims = max(len(shape_of(x)) for x in leaves)
+    split = met(run, leaves, dims)
+    if split is None:
+        return func(*args, **kwargs)
+    if split_of(leaves[0]) is None and _in_place(func):
+        raise Misfit(split.origins, "a whole tensor is changed in place by a cut one")
+
+    def local(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        found = split_of(x)
+        if found is not None and found.dim + dims - x.dim() == split.dim:
+            return x
+        x = whole(run, x)
+        dim = split.dim - (dims - x.dim())
+        return entered(run, x) if dim < 0 else part_of(run, x, split.at(dim))
+
+    result = func(*(local(x) for x in args), **{k: local(v) for k, v in kwargs.items()})
+    return cut(result, split)
+
+
+def met(run: Run, leaves: list[Tensor], dims: int) -> Split | None:
+    """Where tensors that broadcast to so many dims are cut together."""
+    splits = [s.at(s.dim + dims - x.dim()) for x in leaves if (s := split_of(x))]
+    if not splits:
+        return None
+    owned = [s for s in splits if s.origins] or splits
+    if len({s.dim for s in owned}) > 1:
+        origins = frozenset().union(*(s.origins for s in owned))
+        raise Misfit(origins, "tensors meet that are cut along different dims")
+    if len(owned) < len(splits) and any(s.dim != owned[0].dim for s in splits):
+        return agreed(run, owned)  # what is cut along the sequence is made whole
+    return agreed(run, owned)
+
+
+def _in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.startswith("__")) or (
+        name.startswith("__i") and name != "__invert__"
+    )
+
+
+# --- sums over dims -------------------------------------------------------------------------------------
+
+
+def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    """sum, mean, any, all, amax, amin, ... over dims: local unless the cut dim is among them."""
+    x, *rest = args
+    split = split_of(x)
+    if split is None:
+        return func(*args, **kwargs)
+    names = ("dim", "keepdim")
+    given = dict(zip(names, rest, strict=False)) | {
+        ("dim" if k == "axis" else k): v for k, v in kwargs.items()
+    }
+    dim, keep = given.get("dim"), bool(given.get("keepdim", False))
+    count = x.dim()
+    dims = range(count) if dim is None or dim == () else [dim] if isinstance(dim, int) else list(dim)
+    over = {d % count for d in dims}
+    if split.dim not in over:
+        gone = 0 if keep else sum(d < split.dim for d in over)
+        result = func(*args, **kwargs)
+        at = split.at(split.dim - gone)
+        return cut(result, at) if isinstance(result, Tensor) else type(result)(cut(r, at) for r in result)
+    name = getattr(func, "__name__", "")
+    if name not in ("sum", "mean") or keep:
+        raise Misfit(split.origins, f"{name} over the dim that is cut")
+    total = moves.reduce(torch.sum(x, dim=tuple(over), dtype=given.get("dtype")), run.axis)
+    if name == "sum":
+        return total
+    shape = shape_of(x)
+    divisor = 1
+    for d in over:
+        divisor *= shape[d]
+    return total / divisor
+
+
+def along(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Functions along one dim that keep it: cumsum, softmax, sort, roll, ..."""
+    x, *rest = args
+    split = split_of(x)
+    if split is None:
+        return func(*args, **kwargs)
+    dim = kwargs.get("dim", kwargs.get("axis", rest[0] if rest else -1))
+    if isinstance(dim, int) and dim % x.dim() != split.dim:
+        result = func(*args, **kwargs)
+        return (
+            cut(result, split) if isinstance(result, Tensor) else type(result)(cut(r, split) for r in result)
+        )
+    raise Misfit(split.origins, f"{getattr(func, '__name__', func)} along the dim that is cut")

@@ -1,0 +1,238 @@
+"""Rules of products: linear, matmul, addmm, einsum and their kin, all as one contraction.
+
+Dims are letters. With W [n, k] cut along n (a column) the output is cut along n; with x and W cut along k (a row)
+every rank has a part of the sum, which is added up, or scattered along the sequence.
+
+    Legend: b batch, s sequence, k summed, n new; any lower-case letter in an equation
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from soli.parallel.tensor import moves
+from soli.parallel.tensor.cut import Run, agreed, call, cut, entered, part_of, shape_of, shared, split_of
+from soli.parallel.tensor.split import Misfit, Split
+
+
+def contraction(
+    run: Run, inputs: list[Tensor], letters: list[str], out: str, compute: Callable[..., Tensor]
+) -> tuple[Tensor, Split | None, bool]:
+    """The local result, how it is cut, and whether it is a part of a sum. `compute` takes the local inputs."""
+    if run.finder is not None:
+        run.finder.choose(inputs, letters, out)
+    inputs = _one_letter(run, list(inputs), letters, out)
+    cuts = [(word[s.dim], s) for x, word in zip(inputs, letters, strict=True) if (s := split_of(x))]
+    if not cuts:
+        return compute(*inputs), None, False
+    letter = cuts[0][0]
+    split = agreed(run, [s for _, s in cuts])
+    locals_ = []
+    for x, word in zip(inputs, letters, strict=True):
+        if split_of(x) is not None:
+            locals_.append(x)
+        elif letter in word:
+            locals_.append(part_of(run, x, split.at(word.index(letter))))
+        else:
+            locals_.append(entered(run, x))
+    result = compute(*locals_)
+    if letter in out:
+        return result, split.at(out.index(letter)), False
+    return result, split, True
+
+
+def _one_letter(run: Run, inputs: list[Tensor], letters: list[str], out: str) -> list[Tensor]:
+    """Inputs cut along one letter at most: what is cut along the sequence gives way to a parameter's cut."""
+    found = {word[s.dim] for x, word in zip(inputs, letters, strict=True) if (s := split_of(x))}
+    if len(found) < 2:
+        return inputs
+    for i, x in enumerate(inputs):
+        split = split_of(x)
+        if split is not None and not split.origins:
+            inputs[i] = shared(run, x)
+            return _one_letter(run, inputs, letters, out)
+    # A cut along the summed dim of one input alone gives way first: heads that are too few end there.
+    cuts = [(word[s.dim], s) for x, word in zip(inputs, letters, strict=True) if (s := split_of(x))]
+    blamed = [s for letter, s in cuts if letter not in out] or [s for _, s in cuts]
+    raise Misfit(_joined(blamed), "a product of tensors that are cut along different dims")
+
+
+def _joined(splits: list[Split]) -> frozenset[str]:
+    return frozenset().union(*(s.origins for s in splits))
+
+
+def finished(run: Run, result: Tensor, split: Split | None, partial: bool) -> Tensor:
+    """A contraction's result as a cut or a whole tensor."""
+    if not partial:
+        return result if split is None else cut(result, split)
+    if run.sequence and split is not None and (rows := _rows(run, result, split.lead)) is not None:
+        return cut(moves.scatter(result, rows, run.axis), rows)
+    return moves.reduce(result, run.axis, fresh=True)
+
+
+def _rows(run: Run, x: Tensor, lead: tuple[int, ...]) -> Split | None:
+    """The cut along the sequence of an output [.., s, n], or [b * s, n] of which `lead` = (b, s) is known."""
+    if x.dim() < 2:
+        return None
+    dim = x.dim() - 2
+    size = x.shape[dim]
+    parts = (lead[-1],) * (size // lead[-1]) if dim == 0 and lead else (size,)
+    return Split(dim, parts, parts[0]) if parts[0] >= run.ranks else None
+
+
+def linear(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """F.linear: x [.., k], W [n, k], bias [n]. A column's bias is cut with it, a row's is added to the sum."""
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    lead = string.ascii_lowercase[: len(shape_of(x)) - 1]
+    words = [lead + "k", "nk"]
+    if run.finder is not None:
+        run.finder.choose([x, weight], words, lead + "n")
+    if bias is None or _is_row(x, weight):
+        result = finished(run, *contraction(run, [x, weight], words, lead + "n", F.linear))
+        return result if bias is None else _biased(run, result, bias)
+    if run.finder is not None:
+        run.finder.choose_bias(bias, split_of(weight))
+    return finished(run, *contraction(run, [x, weight, bias], [*words, "n"], lead + "n", F.linear))
+
+
+def _is_row(x: Tensor, weight: Tensor, dim: int = 1) -> bool:
+    """Whether the sum is over a cut dim: of x its last, of the weight `dim`."""
+    a, b = split_of(x), split_of(weight)
+    return (a is not None and a.dim == x.dim() - 1) or (b is not None and b.dim == dim)
+
+
+def _biased(run: Run, result: Tensor, bias: Tensor) -> Tensor:
+    if run.finder is not None:
+        run.finder.choose_bias(bias, None)
+    return call(torch.add, result, bias)
+
+
+def conv1d(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """torch.addmm: bias + x [m, k] @ W [k, n], as GPT-2's Conv1D has it."""
+    if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
+        raise Misfit(_origins((*args, *kwargs.values())), "addmm with factors")
+    bias, x, weight = bound(("input", "mat1", "mat2"), args, kwargs)
+    words = ["mk", "kn"]
+    if run.finder is not None:
+        run.finder.choose([x, weight], words, "mn")
+    if bias.dim() != 1 or _is_row(x, weight, 0):
+        return _biased(run, finished(run, *contraction(run, [x, weight], words, "mn", torch.mm)), bias)
+    if run.finder is not None:
+        column = split_of(weight)
+        run.finder.choose_bias(bias, column.at(0) if column is not None else None)
+    compute = lambda x, w, b: torch.addmm(b, x, w)
+    return finished(run, *contraction(run, [x, weight, bias], [*words, "n"], "mn", compute))
+
+
+def matmul(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """torch.matmul, mm, bmm and @ on [.., m, k] and [.., k, n]; leading dims broadcast."""
+    a, b = (*args, *kwargs.values())
+    if getattr(func, "__name__", "") == "__rmatmul__":
+        a, b = b, a
+    x, y = len(shape_of(a)), len(shape_of(b))
+    if x < 2 or y < 2:
+        if x == 1 and y == 1:
+            words, out = ["k", "k"], ""
+        elif x == 1:
+            lead = string.ascii_lowercase[: y - 2]
+            words, out = ["k", f"{lead}kn"], f"{lead}n"
+        else:
+            lead = string.ascii_lowercase[: x - 2]
+            words, out = [f"{lead}mk", "k"], f"{lead}m"
+    else:
+        lead = string.ascii_lowercase[: max(x, y) - 2]
+        words = [lead[len(lead) - (x - 2) :] + "mk", lead[len(lead) - (y - 2) :] + "kn"]
+        out = f"{lead}mn"
+    return finished(run, *contraction(run, [a, b], words, out, torch.matmul))
+
+
+def baddbmm(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """torch.baddbmm: beta * c + alpha * (a @ b) on [b, m, k] and [b, k, n]."""
+    c, a, b = bound(("input", "batch1", "batch2"), args, kwargs)
+    product = finished(run, *contraction(run, [a, b], ["bmk", "bkn"], "bmn", torch.bmm))
+    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    product = call(torch.mul, product, alpha)
+    return product if beta == 0 else call(torch.add, product, call(torch.mul, c, beta))
+
+
+def einsum(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """torch.einsum with an equation; an ellipsis stands for the dims that are left."""
+    equation, *inputs = args
+    if len(inputs) == 1 and isinstance(inputs[0], list | tuple):
+        inputs = list(inputs[0])
+    words, out = _spelt(equation.replace(" ", ""), [len(shape_of(x)) for x in inputs])
+    if any(len(set(word)) < len(word) for word in words):
+        raise Misfit(_origins(inputs), "an einsum with a diagonal")
+    text = ",".join(words) + "->" + out
+    return finished(run, *contraction(run, inputs, words, out, lambda *xs: torch.einsum(text, *xs)))
+
+
+def bound(names: tuple[str, ...], args: tuple, kwargs: dict) -> tuple[Any, ...]:
+    """Arguments by position or by name, in the order of the names."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return tuple(given[name] for name in names)
+
+
+def _spelt(equation: str, dims: list[int]) -> tuple[list[str], str]:
+    """The letters of each input and of the output, with the ellipsis and the output written out."""
+    left, arrow, out = equation.partition("->")
+    words = left.split(",")
+    free = [c for c in string.ascii_letters if c not in equation]
+    more = max([d - len(w.replace("...", "")) for w, d in zip(words, dims, strict=True) if "..." in w] or [0])
+    dots = "".join(free[:more])
+    full = [
+        w.replace(
+            "...", dots[more - (d - len(w.replace("...", ""))) :] if d - len(w.replace("...", "")) else ""
+        )
+        for w, d in zip(words, dims, strict=True)
+    ]
+    if arrow:
+        return full, out.replace("...", dots)
+    once = sorted(c for c in set("".join(full)) if "".join(full).count(c) == 1 and c not in dots)
+    return full, dots + "".join(once)
+
+
+def _origins(args: Any) -> frozenset[str]:
+    return frozenset().union(*(s.origins for x in args if isinstance(x, Tensor) and (s := split_of(x))))
+
+
+def embedding(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """F.embedding: indices [..], W [v, n] cut along the vocabulary: a rank looks up what it has, the rest is zero."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    indices, weight = given["input"], given["weight"]
+    if run.finder is not None:
+        run.finder.choose_embedding(indices, weight)
+    split = split_of(weight)
+    if split_of(indices) is not None:
+        raise Misfit(split_of(indices).origins, "indices that are cut")  # type: ignore[union-attr]
+    if split is None:
+        return func(*args, **kwargs)
+    if given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse"):
+        raise Misfit(split.origins, "an embedding with max_norm, scale_grad_by_freq or sparse")
+    if split.dim == 1:
+        result = F.embedding(indices, weight, given.get("padding_idx"))
+        return cut(result, split.at(result.dim() - 1))
+    (start, stop), *more = split.own(run.axis.size, run.axis.index)
+    if more:
+        raise Misfit(split.origins, "a vocabulary in parts")
+    mine = (indices >= start) & (indices < stop)
+    pad = given.get("padding_idx")
+    if pad is not None:
+        pad = pad + split.size if pad < 0 else pad
+        pad = pad - start if start <= pad < stop else None
+    if start == stop:
+        rows = weight.new_zeros((*indices.shape, weight.shape[1])) + 0 * weight.sum()
+    else:
+        rows = F.embedding((indices - start).masked_fill(~mine, 0), weight, pad)
+    if run.axis.size > 1:
+        rows = rows * mine.unsqueeze(-1).to(rows.dtype)
+    return finished(run, rows, replace(split, lead=()), True)

@@ -1,0 +1,141 @@
+"""Which rule answers which function of torch: by its name, which `torch`, `Tensor` and `F` share."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from soli.parallel.tensor import attention, losses, pointwise, products, shapes
+from soli.parallel.tensor.cut import Rule, Run, name_of, shape_of
+
+ALWAYS: dict[str, Rule] = {
+    "linear": products.linear, "matmul": products.matmul, "__matmul__": products.matmul,
+    "__rmatmul__": products.matmul, "mm": products.matmul, "bmm": products.matmul, "addmm": products.conv1d,
+    "baddbmm": products.baddbmm, "einsum": products.einsum, "embedding": products.embedding,
+}  # fmt: skip
+"""Rules that also see parameters whose layout is still to be chosen."""
+
+_REDUCTIONS = (
+    "sum",
+    "mean",
+    "any",
+    "all",
+    "amax",
+    "amin",
+    "prod",
+    "var",
+    "std",
+    "count_nonzero",
+    "norm",
+    "max",
+    "min",
+)
+_ALONG = ("cumsum", "cumprod", "sort", "argsort", "topk", "flip", "roll", "cummax", "cummin", "glu", "renorm")
+_LOSSES = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
+    "binary_cross_entropy", "kl_div", "soft_margin_loss",
+)  # fmt: skip
+_WHOLE = ("argmax", "argmin", "equal", "allclose", "item", "tolist", "numpy", "__bool__", "__float__", "__int__",
+          "__index__", "__contains__", "__array__", "__format__", "__repr__", "__str__", "unique", "nonzero")  # fmt: skip
+_LOCAL = (
+    "dim", "is_floating_point", "is_complex", "element_size", "get_device", "is_contiguous", "data_ptr",
+    "requires_grad_", "register_hook", "retain_grad", "backward", "__hash__", "is_leaf", "storage", "untyped_storage",
+    "register_post_accumulate_grad_hook", "is_inference", "_is_view", "numpy_T", "is_pinned", "ndimension",
+    "__reduce_ex__", "is_nested", "is_sparse", "storage_offset",
+)  # fmt: skip
+"""What a local part answers as the whole would."""
+
+
+def _shape(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    return torch.Size(shape_of(args[0]))
+
+
+def _size(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    shape = shape_of(args[0])
+    return torch.Size(shape) if dim is None else shape[dim]
+
+
+def _length(run: Run, func: Any, args: tuple, kwargs: dict) -> int:
+    return shape_of(args[0])[0]
+
+
+def _count(run: Run, func: Any, args: tuple, kwargs: dict) -> int:
+    return torch.Size(shape_of(args[0])).numel()
+
+
+def _local(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    return func(*args, **kwargs)
+
+
+def _items(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    return iter(shapes.unbind(run, func, args, kwargs))
+
+
+def _new(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.new_zeros(shape) and its kin: shapes are logical, the result is whole."""
+    return func(*args, **kwargs)
+
+
+def _body(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    """A function that torch writes in Python: its own lines, on cut tensors."""
+    never = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
+    copy = types.FunctionType(
+        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    with torch._C._EnableTorchFunction():
+        return copy(*args, **kwargs)
+
+
+CUT: dict[str, Rule] = {
+    **{n: shapes.view for n in ("view", "reshape", "_unsafe_view")},
+    **{n: shapes.view_as for n in ("view_as", "reshape_as")},
+    "flatten": shapes.flatten, "unflatten": shapes.unflatten, "squeeze": shapes.squeeze, "unsqueeze": shapes.unsqueeze,
+    "permute": shapes.permute, **{n: shapes.transpose for n in ("transpose", "swapaxes", "swapdims", "t")},
+    **{n: shapes.movedim for n in ("movedim", "moveaxis")}, **{n: shapes.expand for n in ("expand", "expand_as")},
+    "repeat_interleave": shapes.repeat_interleave, "repeat": shapes.repeat, "narrow": shapes.narrow,
+    **{n: shapes.pieces for n in ("split", "split_with_sizes", "chunk")}, "unbind": shapes.unbind,
+    "select": shapes.select_, "__getitem__": shapes.getitem, "cat": shapes.cat, "concat": shapes.cat,
+    "concatenate": shapes.cat, "stack": shapes.stack, "__iter__": _items,
+    **dict.fromkeys(_REDUCTIONS, pointwise.reduction), **dict.fromkeys(_ALONG, pointwise.along),
+    **dict.fromkeys(_LOSSES, losses.elementwise_loss), **dict.fromkeys(_WHOLE, shapes.gathered),
+    **dict.fromkeys(_LOCAL, _local), "softmax": losses.softmax, "log_softmax": losses.softmax,
+    "logsumexp": losses.logsumexp, "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
+    "gather": losses.gather, "take_along_dim": losses.gather, "layer_norm": attention.layer_norm,
+    "rms_norm": attention.layer_norm, "scaled_dot_product_attention": attention.attention, "size": _size,
+    "__len__": _length, **dict.fromkeys(("numel", "nelement"), _count),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), _new),
+}  # fmt: skip
+
+GETTERS: dict[str, Rule] = {
+    "shape": _shape, **dict.fromkeys(("T", "mT", "H", "mH"), shapes.transpose),
+    **dict.fromkeys(
+        ("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_meta", "ndim", "is_cuda", "is_cpu",
+         "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "is_mkldnn", "is_vulkan", "_version", "names",
+         "output_nr", "_backward_hooks", "itemsize", "grad", "_grad", "_base", "data", "is_xla", "is_ipu", "is_mtia",
+         "is_ort", "is_maia", "retains_grad"),
+        _local,
+    ),
+}  # fmt: skip
+
+_found: dict[Any, Rule | None] = {}
+
+
+def rule_of(func: Any, name: str) -> Rule | None:
+    """The rule for a function that was called with a cut tensor; None: there is none."""
+    if name == "__get__":
+        return GETTERS.get(name_of(func))
+    if name in ("__set__", "__delete__"):
+        return _local
+    if func in _found:
+        return _found[func]
+    rule = CUT.get(name)
+    if rule is None and pointwise.is_pointwise(name):
+        rule = pointwise.pointwise
+    if rule is None and isinstance(func, types.FunctionType) and func.__module__.startswith("torch"):
+        rule = _body
+    _found[func] = rule
+    return rule

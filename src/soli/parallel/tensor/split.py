@@ -1,0 +1,175 @@
+"""Where a tensor is cut over the tensor axis: one dim, in parts, each of the same number of atoms.
+
+    dim of size 3C, a fused QKV       parts (C, C, C), atoms = heads
+    rank 0 of 2                       [first half of Q's heads | of K's | of V's]
+
+An *atom* is what may not be torn apart: a head, a group of heads that share a key, an element. Rank r owns the
+same atoms of every part, as even as they go. So two dims with equal numbers of parts and atoms are cut at the
+same fractions, whatever their sizes, and every view, slice or product keeps that: the number of atoms is what
+tensors that meet must agree on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import gcd, prod
+
+import torch
+from torch import Tensor
+
+from soli.core.layout import even_parts
+
+
+@dataclass(frozen=True)
+class Split:
+    """A cut of `dim` (>= 0, of the logical tensor). `origins`: the parameters whose layout led to it.
+
+    Without origins it is a cut along the sequence: a choice of the plan's, which a whole tensor can always replace.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+    atoms: int
+    origins: frozenset[str] = field(default=frozenset(), compare=False)
+    lead: tuple[int, ...] = field(default=(), compare=False)  # what a view merged into the first dim
+
+    @property
+    def size(self) -> int:
+        """Of the whole dim."""
+        return sum(self.parts)
+
+    def own(self, ranks: int, rank: int) -> list[tuple[int, int]]:
+        """The [start, stop) ranges of the dim that a rank owns, one for each part."""
+        first, last = even_parts(self.atoms, ranks)[rank]
+        found, at = [], 0
+        for part in self.parts:
+            atom = part // self.atoms
+            found.append((at + first * atom, at + last * atom))
+            at += part
+        return found
+
+    def local(self, ranks: int, rank: int) -> int:
+        """The size of a rank's part of the dim."""
+        return sum(stop - start for start, stop in self.own(ranks, rank))
+
+    def at(self, dim: int) -> Split:
+        return replace(self, dim=dim)
+
+    def fits(self, other: Split) -> bool:
+        """Cut at the same fractions: same number of atoms, parts in the same proportions."""
+        scaled = tuple(p * other.size for p in self.parts) == tuple(p * self.size for p in other.parts)
+        return scaled and self.atoms == other.atoms
+
+    def join(self, other: Split) -> Split:
+        return replace(self, origins=self.origins | other.origins)
+
+
+class Misfit(Exception):  # noqa: N818 - it is no error: a finder answers it with another layout
+    """A layout that an operation cannot keep. What to change: fewer atoms, more parts, or replicate."""
+
+    def __init__(
+        self,
+        origins: frozenset[str],
+        why: str,
+        *,
+        atoms: int = 0,
+        borders: tuple[tuple[int, int], ...] = (),  # fractions of the dim, as (numerator, denominator)
+    ) -> None:
+        super().__init__(why)
+        self.origins, self.why, self.atoms, self.borders = origins, why, atoms, borders
+
+
+def taken(whole: Tensor, split: Split, ranks: int, rank: int) -> Tensor:
+    """A rank's part of a whole tensor. A view where it is one piece."""
+    if ranks == 1:
+        return whole
+    pieces = [whole.narrow(split.dim, a, b - a) for a, b in split.own(ranks, rank)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, split.dim)
+
+
+def together(locals_: list[Tensor], split: Split) -> Tensor:
+    """The whole tensor from all ranks' parts."""
+    if len(locals_) == 1:
+        return locals_[0]
+    ranks = len(locals_)
+    pieces = []
+    offsets = [0] * ranks
+    owned = [split.own(ranks, r) for r in range(ranks)]
+    for part in range(len(split.parts)):
+        for r in range(ranks):
+            start, stop = owned[r][part]
+            pieces.append(locals_[r].narrow(split.dim, offsets[r], stop - start))
+            offsets[r] += stop - start
+    return torch.cat(pieces, split.dim)
+
+
+# --- views ----------------------------------------------------------------------------------------------
+
+
+def viewed(split: Split, old: tuple[int, ...], new: tuple[int, ...], ranks: int) -> Split:
+    """The cut of a tensor of logical shape `old` seen as `new` (row-major). Misfit where there is none."""
+    low, high, first, last = _group(old, new, split.dim)
+    outer, inner = prod(old[low : split.dim]), prod(old[split.dim + 1 : high])
+    parts = tuple(p * inner for p in split.parts) * outer
+    dims = list(range(first, last))
+    while dims:
+        dim = dims.pop(0)
+        size = new[dim]
+        if size == 1:
+            continue
+        equal = len(set(parts)) == 1
+        if len(parts) > 1 and equal and len(parts) % size == 0:
+            parts = parts[: len(parts) // size]
+            continue
+        if not (equal and size % len(parts) == 0) and dims_left(new, dims):
+            raise Misfit(split.origins, f"a view as {new} tears its parts apart")
+        each = size // len(parts) if equal and size % len(parts) == 0 else 0
+        if not each:  # the last dim of the group: it is the flat dim itself
+            return replace(split, dim=dim, parts=parts)
+        atoms = gcd(split.atoms, each)
+        if atoms != split.atoms:
+            more = len([d for d in dims if new[d] > 1])
+            if atoms < ranks and more > 1 and len(parts) == 1:
+                borders = tuple((i, size) for i in range(1, size))
+                raise Misfit(split.origins, f"a dim of {size} is outermost in {new}", borders=borders)
+            raise Misfit(split.origins, f"seen as {new}, it has {atoms} units to share", atoms=atoms)
+        return replace(split, dim=dim, parts=(each,) * len(parts))
+    raise Misfit(split.origins, f"a view as {new} leaves nothing to cut")
+
+
+def dims_left(new: tuple[int, ...], dims: list[int]) -> bool:
+    return any(new[d] > 1 for d in dims)
+
+
+def _group(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> tuple[int, int, int, int]:
+    """The smallest run of old dims with `dim` in it, and the run of new dims of the same elements."""
+    i = j = 0
+    while True:
+        low, first = i, j
+        a = b = 1
+        i, j = i + 1, j + 1
+        a *= old[low]
+        b *= new[first] if first < len(new) else 1
+        while a != b:
+            if a < b:
+                a *= old[i]
+                i += 1
+            else:
+                b *= new[j]
+                j += 1
+        if low <= dim < i:
+            # Ones that follow belong to the run too: a dim that is split off last may be one of them.
+            while j < len(new) and new[j] == 1 and i == len(old):
+                j += 1
+            return low, i, first, j
+
+
+def sliced(split: Split, start: int, stop: int) -> Split:
+    """The cut of elements [start, stop) of the cut dim: whole parts only."""
+    borders = [0]
+    for part in split.parts:
+        borders.append(borders[-1] + part)
+    if start in borders and stop in borders:
+        return replace(split, parts=split.parts[borders.index(start) : borders.index(stop)], lead=())
+    wanted = tuple((b, split.size) for b in (start, stop) if b not in borders)
+    raise Misfit(split.origins, f"elements {start} to {stop} of {split.size} are used apart", borders=wanted)
