@@ -11,7 +11,6 @@ from soli.core.errors import Problem
 from soli.core.plan import Plan
 from soli.engine.batch import Caller, part_of, take, to_device
 from soli.losses import LossFn
-from soli.mesh.mesh import Mesh
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor import check, oned
 from soli.parallel.tensor.finder import Finder, Role
@@ -38,10 +37,14 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     data = take(part.data, 0, min(part.rows, ROWS)) if part.rows else None
     data = to_device(data, next(engine.model.parameters()).device)
     runner = Runner(engine.model, engine._call, engine.loss_fn, data, min(part.rows, ROWS))
+    plan, mesh = engine.plan, engine.mesh
     # A rank without rows has no roles of its own; rank 0 has rows, and its roles hold.
-    found = runner.search(engine.plan.tp, engine.plan.sp, engine.hints) if part.rows else {}
-    roles = oned.rank_0s(found, engine.mesh)
-    runner.check(roles, engine.mesh, engine.plan.sp)
+    roles, samples = runner.search(plan.tp, plan.sp, engine.hints) if part.rows else ({}, {})
+    roles = oned.rank_0s(roles, mesh)
+    if not any(p.is_meta for p in engine.model.parameters()):  # what is deferred has no values to compare
+        for sample in check.one_of_each(samples, roles):
+            with Randomness(engine.model, 0).probe(runner.rows):
+                check.compare(sample, roles, mesh["tp"], plan.sp)
     return roles
 
 
@@ -60,16 +63,10 @@ class Runner:
         for buffer, value in before:
             buffer.copy_(value)
 
-    def search(self, ranks: int, sequence: bool, hints: dict[str, str]) -> dict[str, Role]:
-        return Finder(self.model, ranks, hints, self.data).search(self.run, sequence)
-
-    def check(self, roles: dict[str, Role], mesh: Mesh, sequence: bool) -> None:
-        """Compare a block of each kind with itself, cut. What was deferred has no values to compare yet."""
-        if any(p.is_meta for p in self.model.parameters()):
-            return
-        with check.sampling(self.model, roles) as samples:
-            if self.data is not None:
-                self.run()
-        for sample in samples:
-            with Randomness(self.model, 0).probe(self.rows):
-                check.compare(sample, roles, mesh["tp"], sequence)
+    def search(
+        self, ranks: int, sequence: bool, hints: dict[str, str]
+    ) -> tuple[dict[str, Role], dict[str, check.Sample]]:
+        """The roles, and what every block was called with."""
+        with check.sampling(self.model) as samples:
+            roles = Finder(self.model, ranks, hints, self.data).search(self.run, sequence)
+        return roles, samples

@@ -32,9 +32,8 @@ def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     q, k, v = given["query"], given["key"], given["value"]
     mask, gqa = given.get("attn_mask"), given.get("enable_gqa", False)
     dims = q.dim()
-    rows = [s for x in (q, k, v) if (s := split_of(x)) and not s.origins and s.dim >= dims - 2]
-    if rows:
-        q, k, v = (whole(run, x) for x in (q, k, v))
+    along_rows = lambda x: (s := split_of(x)) is not None and not s.origins and s.dim >= dims - 2
+    q, k, v = (whole(run, x) if along_rows(x) else x for x in (q, k, v))
     splits = [s for x in (q, k, v) if (s := split_of(x))]
     if not splits:
         return func(*(whole(run, x) for x in args), **{n: whole(run, x) for n, x in kwargs.items()})

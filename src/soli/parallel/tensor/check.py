@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis, all_reduce
 from soli.parallel.lift import lifted
-from soli.parallel.tensor.cut import CutParameter, Run, running, whole
+from soli.parallel.tensor.cut import CutParameter, Run, cut, part_of, running, split_of, whole
 from soli.parallel.tensor.finder import Role
 from soli.parallel.tensor.split import taken
 from soli.parallel.units import blocks
@@ -39,20 +39,15 @@ class Sample:
 
 
 @contextmanager
-def sampling(model: nn.Module, roles: dict[str, Role]) -> Iterator[list[Sample]]:
-    """Inside, the first call of the first block of each kind is kept."""
-    found: list[Sample] = []
-    kinds = set()
+def sampling(model: nn.Module) -> Iterator[dict[str, Sample]]:
+    """Inside, the newest call of every block is kept, by the block's name."""
+    found: dict[str, Sample] = {}
     hooks = []
     for name, module in blocks(model) or [("", model)]:
-        kind = (type(module), tuple(_said(p, roles) for p, _ in _named(name, module)))
-        if kind in kinds:
-            continue
-        kinds.add(kind)
 
         def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
-            if all(sample.name != name for sample in found):
-                found.append(Sample(name, module, *copy.deepcopy((args, kwargs))))
+            with torch._C.DisableTorchFunctionSubclass():
+                found[name] = Sample(name, module, *copy.deepcopy(tree_map(_plain, (args, kwargs))))
 
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     try:
@@ -60,6 +55,25 @@ def sampling(model: nn.Module, roles: dict[str, Role]) -> Iterator[list[Sample]]
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def one_of_each(samples: dict[str, Sample], roles: dict[str, Role]) -> list[Sample]:
+    """The first block of each kind: same class, weights that are cut alike."""
+    kinds: dict[Any, Sample] = {}
+    for name, sample in samples.items():
+        kind = (type(sample.module), tuple(_said(n, roles) for n, _ in _named(name, sample.module)))
+        kinds.setdefault(kind, sample)
+    return list(kinds.values())
+
+
+def _plain(x: Any) -> Any:
+    """A cut tensor as a plain one that remembers how it was cut."""
+    split = split_of(x)
+    if split is None:
+        return x
+    x = x.view_as(x).detach()
+    x._was_cut = split
+    return x
 
 
 def _named(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -134,6 +148,9 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], run: Run | None
         module._forward_hooks.clear()
     block.eval()
     args, kwargs = tree_map(_leaf, copy.deepcopy((sample.args, sample.kwargs)))
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if run is not None:
+        args, kwargs = tree_map(lambda x: _as_it_was(run, x), (args, kwargs))
     divide(block)
     found: dict[str, Tensor] = {}
     with torch.enable_grad(), lifted(), running(run):
@@ -148,7 +165,6 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], run: Run | None
     for number, x in enumerate(outputs):
         if x.is_floating_point():
             found[f"output {number}"] = x.detach()
-    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.grad is not None]
     found |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
     found |= {f"gradient of {n}": p.grad for n, p in block.named_parameters() if p.grad is not None}
     return found
@@ -157,4 +173,12 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], run: Run | None
 def _leaf(x: Any) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    return x.detach().double().clone().requires_grad_()
+    leaf = x.detach().double().clone().requires_grad_()
+    leaf._was_cut = getattr(x, "_was_cut", None)  # type: ignore[attr-defined]
+    return leaf
+
+
+def _as_it_was(run: Run, x: Any) -> Any:
+    """Cut as in the model, where the block's input was."""
+    split = getattr(x, "_was_cut", None) if isinstance(x, Tensor) else None
+    return x if split is None else cut(part_of(run, x, split), split)

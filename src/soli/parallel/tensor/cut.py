@@ -66,6 +66,14 @@ class Cut(Tensor):
     cut_as: Split | None
     view_of: tuple[CutParameter, tuple[int, ...]] | None  # the weight, and which of its dims each dim is
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = self.detach().clone()
+            if self.cut_as is not None:
+                copied = cut(copied, self.cut_as)
+        memo[id(self)] = copied
+        return copied
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})

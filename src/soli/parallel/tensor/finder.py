@@ -168,14 +168,15 @@ class Finder:
             if changed:
                 self._changed = True
                 return True
-        for name in misfit.origins:
-            kind = self._kind(name)
-            new = {Fraction(*border) for border in misfit.borders} - kind.borders
-            if new and not kind.replicated:
+        kinds = [self._kind(name) for name in self.roles if name in misfit.origins]
+        lacking = [{Fraction(*border) for border in misfit.borders} - kind.borders for kind in kinds]
+        if any(lacking):
+            for kind, new in zip(kinds, lacking, strict=True):
                 kind.borders |= new
                 kind.atoms = 0
-            else:
-                kind.replicated = kind.replicated or why
+        else:
+            # The first that was decided: what came after it may be cut well once it is whole.
+            kinds[0].replicated = why
         raise _Again
 
     # --- decisions ------------------------------------------------------------------------------------

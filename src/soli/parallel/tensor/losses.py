@@ -126,8 +126,8 @@ def cross_entropy(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         return _by_rows(run, x, target, split, given)
     shape = shape_of(x)
     _check_targets(target, shape[classes_dim], ignore)
-    flat = x.movedim(classes_dim, -1).reshape(-1, x.shape[classes_dim])
     wanted = target.reshape(-1)
+    flat = x.movedim(classes_dim, -1).reshape(wanted.numel(), x.shape[classes_dim])
     kept = wanted != ignore
     if len(split.parts) > 1:
         raise Misfit(split.origins, "a vocabulary in parts")

@@ -18,7 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import Run, agreed, call, cut, entered, part_of, shape_of, shared, split_of
+from soli.parallel.tensor.cut import (
+    Run,
+    agreed,
+    call,
+    cut,
+    entered,
+    part_of,
+    shape_of,
+    shared,
+    split_of,
+    whole,
+)
 from soli.parallel.tensor.split import Misfit, Split
 
 
@@ -56,7 +67,9 @@ def _one_letter(run: Run, inputs: list[Tensor], letters: list[str], out: str) ->
     for i, x in enumerate(inputs):
         split = split_of(x)
         if split is not None and not split.origins:
-            inputs[i] = shared(run, x)
+            others = found - {letters[i][split.dim]}
+            # Cut again along another dim, each rank's gradient is whole; read as it is, it is a part of a sum.
+            inputs[i] = whole(run, x) if others & set(letters[i]) else shared(run, x)
             return _one_letter(run, inputs, letters, out)
     # A cut along the summed dim of one input alone gives way first: heads that are too few end there.
     cuts = [(word[s.dim], s) for x, word in zip(inputs, letters, strict=True) if (s := split_of(x))]

@@ -161,7 +161,7 @@ def _group(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> tuple[int, i
             # Ones that follow belong to the run too: a dim that is split off last may be one of them.
             while j < len(new) and new[j] == 1 and i == len(old):
                 j += 1
-            return low, i, first, j
+            return low, i, first, min(j, len(new))
 
 
 def sliced(split: Split, start: int, stop: int) -> Split:

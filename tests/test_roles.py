@@ -1,0 +1,313 @@
+"""Roles: found from the model's run, said by the user, checked in float64; checkpoints and errors under tp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from soli import losses
+from soli.core.errors import SoliError
+from soli.engine.batch import Caller
+from soli.engine.engine import parallelize
+from soli.engine.layout import Runner
+from soli.mesh.record import recorder
+from soli.models.gpt import GPT, GPTConfig
+from soli.parallel.tensor import products
+from soli.verify import foreign
+from soli.verify.cases import CASES
+from soli.verify.parity import adamw
+from soli.verify.pool import Pool
+
+
+def roles(model: nn.Module, batch: Any, ranks: int, loss=None, hints=None) -> dict[str, tuple]:
+    runner = Runner(model, Caller(model), loss or losses.from_model(), batch, len(next(iter(batch.values()))))
+    found, _ = runner.search(ranks, False, hints or {})
+    return {
+        n: (r.kind, None if r.split is None else (r.split.dim, r.split.parts, r.split.atoms))
+        for n, r in found.items()
+    }
+
+
+class Attention(nn.Module):
+    """One way to write attention: how q, k and v are fused, and how many heads share a key."""
+
+    def __init__(self, fused: str, heads: int, groups: int, head: int = 4) -> None:
+        super().__init__()
+        self.fused, self.heads, self.groups, self.head = fused, heads, groups, head
+        self.qkv = nn.Linear(12, (heads + 2 * groups) * head)
+        self.out = nn.Linear(heads * head, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        h, g, e = self.heads, self.groups, self.head
+        made = self.qkv(x)
+        if self.fused == "thirds":  # [q | k | v], as GPT-2
+            q, k, v = made.split([h * e, g * e, g * e], -1)
+            q, k, v = q.view(b, s, h, e), k.view(b, s, g, e), v.view(b, s, g, e)
+        elif self.fused == "outer three":  # ViTs: [3, heads, head]
+            q, k, v = made.reshape(b, s, 3, h, e).permute(2, 0, 1, 3, 4)
+        elif self.fused == "inner three":  # GPT-NeoX: [heads, 3 * head]
+            q, k, v = made.view(b, s, h, 3 * e).chunk(3, -1)
+        else:  # groups of [queries..., key, value], as Falcon 40B
+            grouped = made.view(b, s, g, h // g + 2, e)
+            q, k, v = grouped[..., :-2, :].reshape(b, s, h, e), grouped[..., -2, :], grouped[..., -1, :]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(h // g, 1) for t in (k, v))
+        weights = (q @ k.transpose(-2, -1) / e**0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, s, h * e))
+
+
+class Block(nn.Module):
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(12), Attention(*args)
+        self.gate_up, self.down = nn.Linear(12, 20, bias=False), nn.Linear(10, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Stack(nn.Module):
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(*args) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+BATCH = {"x": torch.linspace(-1, 1, 120).view(2, 5, 12), "targets": torch.ones(2, 5, 12)}
+MSE = losses.mse("targets")
+
+
+@pytest.mark.parametrize(
+    ("fused", "heads", "groups", "expected"),
+    [
+        ("thirds", 4, 4, ((16, 16, 16), 4)),
+        ("thirds", 4, 2, ((16, 8, 8), 2)),
+        ("thirds", 3, 3, ((12, 12, 12), 3)),
+        ("outer three", 4, 4, ((16, 16, 16), 4)),
+        ("inner three", 4, 4, ((48,), 4)),
+        ("groups", 4, 2, ((32,), 2)),
+    ],
+)
+def test_fused_matrices_are_taken_apart_by_heads(
+    fused: str, heads: int, groups: int, expected: tuple
+) -> None:
+    found = roles(Stack(fused, heads, groups), BATCH, 2, MSE)
+    parts, atoms = expected
+    for layer in ("blocks.0", "blocks.1"):
+        assert found[f"{layer}.attention.qkv.weight"] == ("column", (0, parts, atoms))
+        assert found[f"{layer}.attention.qkv.bias"] == ("bias", (0, parts, atoms))
+        assert found[f"{layer}.attention.out.weight"] == ("row", (1, (heads * 4,), atoms))
+        assert found[f"{layer}.attention.out.bias"] == ("replicated", None)
+        assert found[f"{layer}.gate_up.weight"] == ("column", (0, (10, 10), 10))
+        assert found[f"{layer}.down.weight"] == ("row", (1, (10,), 10))
+
+
+def test_too_few_heads_stay_whole_and_the_rest_is_cut() -> None:
+    found = roles(Stack("thirds", 3, 1), BATCH, 4, MSE)
+    assert found["blocks.0.attention.qkv.weight"] == ("replicated", None)
+    assert found["blocks.0.attention.out.weight"] == ("replicated", None)
+    assert found["blocks.0.down.weight"] == ("row", (1, (10,), 10))
+
+
+def test_what_the_user_says_holds() -> None:
+    hints = {"*.attention.qkv": "replicated", "*.1.gate_up": "replicated"}
+    found = roles(Stack("thirds", 4, 4), BATCH, 2, MSE, hints)
+    assert found["blocks.0.attention.qkv.weight"] == ("replicated", None)
+    assert found["blocks.0.gate_up.weight"][0] == "column"
+    assert found["blocks.1.gate_up.weight"] == ("replicated", None)
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(vocab=29, context=7, dim=12, layers=2, heads=3, dropout=0.1, tied=True))
+
+
+def test_gpt() -> None:
+    tokens = torch.arange(14).view(2, 7)
+    found = roles(gpt(), {"tokens": tokens, "targets": tokens}, 2, losses.cross_entropy("targets"))
+    assert found["embedding.weight"] == ("vocabulary", (0, (29,), 29))
+    assert found["positions.weight"] == ("replicated", None)
+    assert found["blocks.1.attention.key.weight"] == ("column", (0, (12,), 3))
+    assert found["blocks.1.mlp.down.weight"] == ("row", (1, (48,), 48))
+    assert found["norm.weight"] == ("replicated", None)
+
+
+def test_the_search_leaves_the_model_as_it_was() -> None:
+    model = gpt()
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    tokens = torch.arange(14).view(2, 7)
+    roles(model, {"tokens": tokens, "targets": tokens}, 2, losses.cross_entropy("targets"))
+    assert all(type(p) is nn.Parameter and not hasattr(p, "cut_as") for p in model.parameters())
+    assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
+
+
+# --- on ranks -------------------------------------------------------------------------------------------
+
+
+def fused_parity(fused: str, heads: int, groups: int) -> float:
+    """The worst error of the loss and the gradients of a stack under tp, in float64."""
+    torch.manual_seed(0)
+    model = Stack(fused, heads, groups).double()
+    batch = {n: t.double() for n, t in BATCH.items()}
+    total, count = MSE(model(batch["x"]), batch)
+    (total / count).backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = None
+    torch.manual_seed(0)
+    engine = parallelize(Stack(fused, heads, groups).double(), MSE, optimizer=adamw, plan="tp=3,sp=on")
+    loss = engine.forward_backward(batch)
+    got = engine.global_gradients()
+    largest = max(float(g.abs().max()) for g in expected.values())
+    return max(
+        abs(float(loss) - float(total / count)),
+        *(float((got[n] - g).abs().max()) / largest for n, g in expected.items()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fused", "heads", "groups"), [("thirds", 4, 2), ("outer three", 5, 5), ("groups", 4, 4)]
+)
+def test_fused_matrices_compute_the_same(pool: Pool, fused: str, heads: int, groups: int) -> None:
+    assert max(pool.run(fused_parity, fused, heads, groups, ranks=3)) < 1e-12
+
+
+def wrong_rule() -> str:
+    """A rule that forgets the sum of a column's input: the check must refuse the layout before training."""
+    real = products.entered
+    products.entered = lambda run, x: x
+    try:
+        engine = parallelize(
+            Stack("thirds", 4, 4), MSE, optimizer=adamw, plan="tp=2", example=BATCH, roles={"*.qkv": "column"}
+        )
+        engine.step(BATCH)
+    except SoliError as error:
+        return str(error)
+    finally:
+        products.entered = real
+    return ""
+
+
+def test_a_layout_that_computes_something_else_is_refused(pool: Pool) -> None:
+    for said in pool.run(wrong_rule, ranks=2):
+        assert "blocks.0 (Block) does not compute what it computes whole" in said
+        assert 'roles={"blocks.0.*": "replicated"}' in said
+
+
+def bad_input() -> list[str]:
+    found = []
+    for make in (
+        lambda: parallelize(gpt(), MSE, optimizer=adamw, plan="tp=2", roles={"*.up": "rows"}),
+        lambda: parallelize(gpt(), MSE, optimizer=adamw, plan="tp=2").global_state_dict(),
+        lambda: parallelize(
+            gpt(),
+            MSE,
+            optimizer=lambda p: torch.optim.Muon([w for w in p if w.dim() == 2], lr=0.1),
+            plan="tp=2",
+        ),
+    ):
+        try:
+            make()
+            found.append("")
+        except SoliError as error:
+            found.append(str(error))
+    return found
+
+
+def test_bad_input(pool: Pool) -> None:
+    for role, early, muon in pool.run(bad_input, ranks=2):
+        assert "the role of '*.up' is not known" in role
+        assert "row" in role
+        assert "example=batch" in early
+        assert "does not update element by element" in muon
+
+
+DATA = [{"tokens": r[:-1], "targets": r[1:]} for r in torch.arange(30 * 8).view(30, 8) * 7 % 29]
+
+
+def trained(plan: str, path: str, load: bool, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(5)
+    engine = parallelize(
+        gpt().double(), losses.cross_entropy("targets"), optimizer=adamw, clip=1.0, plan=plan
+    )
+    found = []
+    if load:
+        assert engine.load(path) == {"a": 1}
+    for batch in engine.batches(DATA, 7, epochs=3):
+        found.append(float(engine.step(batch)))
+        if engine.step_count == steps:
+            break
+    if not load:
+        engine.save(path, extra={"a": 1})
+    return found, engine.global_state_dict(optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "n", "second", "m"),
+    [
+        ("tp=2,sp=on", 2, "tp=2,sp=on", 2),
+        ("tp=3", 3, "dp=2,zero=3", 2),
+        ("dp=2,zero=2", 2, "dp=2,tp=2,zero=1", 4),
+    ],
+)
+def test_checkpoints_across_plans(
+    pool: Pool, tmp_path: Path, first: str, n: int, second: str, m: int
+) -> None:
+    straight, whole = pool.run(trained, "dp=1", str(tmp_path / "s"), False, 6, ranks=1)[0]
+    one, _ = pool.run(trained, first, str(tmp_path / "c"), False, 3, ranks=n)[0]
+    two, state = pool.run(trained, second, str(tmp_path / "c"), True, 6, ranks=m)[0]
+    assert one + two == pytest.approx(straight, rel=1e-11)
+    assert whole.keys() == state.keys()
+    for name, value in whole.items():
+        assert state[name].shape == value.shape
+    if n == m:
+        both = pool.run(trained, first, str(tmp_path / "b"), False, 6, ranks=n)[0]
+        assert one + two == both[0]
+        assert all(torch.equal(both[1][name], state[name]) for name in state)
+
+
+def tensor_bytes(plan: str) -> dict[str, int]:
+    model, loss_fn, batches = CASES["gpt"].make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
+    engine.step(batches[0])
+    recorder.clear()
+    engine.step(batches[1])
+    found: dict[str, int] = {}
+    for record in recorder.records:
+        if record.axis == "tp":
+            found[record.operation] = found.get(record.operation, 0) + record.bytes
+    return found
+
+
+def test_bytes_of_a_step(pool: Pool) -> None:
+    """Four all-reduces of b * s * h a layer, one of the embedding, one of the head's input, and the loss's numbers."""
+    b, s, h, layers, float32 = 8, 7, 12, 3, 4
+    stream, logits = b * s * h * float32, 4 * b * s * float32  # the largest logit, and three sums
+    for found in pool.run(tensor_bytes, "tp=2", ranks=2):
+        assert found == {"all_reduce": (4 * layers + 2) * stream + logits}
+
+
+def test_bytes_of_a_step_with_a_cut_sequence(pool: Pool) -> None:
+    """Each all-reduce as a pair, of s rounded up to the ranks; norms, positions and biases are summed besides."""
+    b, s, h, layers, float32 = 8, 8, 12, 3, 4
+    stream = b * s * h * float32
+    for found in pool.run(tensor_bytes, "tp=2,sp=on", ranks=2):
+        assert found["reduce_scatter"] == (4 * layers + 2) * stream
+        # Columns gather their input again for nobody: it is kept. Positions' gradient is gathered, b = 1.
+        assert found["all_gather"] == (4 * layers + 2) * stream + s * h * float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _foreign_ready(pool: Pool) -> None:
+    pool.run(foreign.ready, ranks=4, deadline=120)
