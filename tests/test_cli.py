@@ -30,7 +30,7 @@ def test_neither_help_nor_the_launcher_imports_torch() -> None:
 def test_help_names_every_verb() -> None:
     done = soli("--help")
     assert done.returncode == 0
-    for verb in ("run", "train", "plan", "env", "checkpoint"):
+    for verb in ("run", "train", "plan", "roles", "env", "checkpoint"):
         assert f" {verb} " in done.stdout
 
 

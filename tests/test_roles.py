@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +314,66 @@ def test_bytes_of_a_step_with_a_cut_sequence(pool: Pool) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _foreign_ready(pool: Pool) -> None:
     pool.run(foreign.ready, ranks=4, deadline=120)
+
+
+PROGRAM = """
+import torch
+from torch import nn
+from soli.losses import mse
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)) for _ in range(3))
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+def make():
+    return Net(), {"x": torch.ones(2, 6), "targets": torch.ones(2, 6)}, mse("targets")
+
+def half():
+    return Net()
+"""
+
+
+def soli_roles(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "soli.cli.main", "roles", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(PROGRAM, encoding="utf-8")
+    done = soli_roles(f"{file}:make", "--tp", "3", "--json", "--role", "layers.1.0=replicated")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["layers.0.0.weight"]["cut"] == {"dim": 0, "parts": [10], "atoms": 10}
+    assert found["layers.1.0.weight"] == {
+        "role": "replicated",
+        "shape": [10, 6],
+        "cut": None,
+        "why": "you said so",
+    }
+    text = soli_roles(f"{file}:make").stdout
+    assert "layers.*.2.weight" in text
+    assert "390 of 408 parameters (96%) are cut over tp=2" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("net.py:nothing",), "has no function 'nothing'"),
+        (("net.py:half",), "(model, batch) or (model, batch, loss_fn)"),
+        (("net.py:make", "--role", "layers.*=rows"), "the role of 'layers.*' is not known"),
+        (("gone.py:make",), "there is no such file"),
+        (("gone",), "there is no such model"),
+    ],
+)
+def test_the_command_refuses(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    (tmp_path / "net.py").write_text(PROGRAM, encoding="utf-8")
+    done = soli_roles(str(tmp_path / words[0]), *words[1:])
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

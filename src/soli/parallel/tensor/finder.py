@@ -58,7 +58,10 @@ class Finder:
     """One search. `hints`: name patterns (`*` for anything) -> "column", "row", "vocabulary" or "replicated"."""
 
     def __init__(self, model: nn.Module, ranks: int, hints: dict[str, str], batch: Any) -> None:
-        self.model, self.ranks, self.hints = model, ranks, hints
+        self.model, self.ranks = model, ranks
+        self.hints = {name: (wish, "you said so") for name, wish in hints.items()}
+        for name, wish in said_by(model).items():
+            self.hints.setdefault(name, (wish, "the model's tp_plan says so"))
         self.names: dict[int, str] = {}
         tied: dict[int, int] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
@@ -111,21 +114,25 @@ class Finder:
             others = [(y, w) for j, (y, w) in enumerate(zip(inputs, letters, strict=True)) if j != i]
             cuts = [(w[s.dim], s) for y, w in others if (s := split_of(y)) and s.origins]
             shared_cuts = [(letter, s) for letter, s in cuts if letter in letters[i]]
-            wish = self._hint(name)
+            wish, who = self._hint(name)
             if wish == "replicated" or self._kind(name).replicated:
-                self._replicate(x, name, self._kind(name).replicated or "said so")
+                self._replicate(x, name, self._kind(name).replicated or who)
             elif shared_cuts and wish != "column":
                 letter, split = shared_cuts[0]
                 dim = letters[i].index(letter)
                 self._decide(x, name, "row", replace(split.at(dim), lead=()), "its input is cut")
             elif cuts:
                 self._replicate(x, name, "its input is cut along another dim")
+            elif wish == "row":
+                summed = next(d for d, c in enumerate(letters[i]) if c not in out)
+                self._column(x, name, summed, "row", who)
             else:
                 new = [c for c in letters[i] if c in out and all(c not in w for _, w in others)]
                 if len(new) != 1:
                     self._replicate(x, name, "its product has no dim of its own")
                 else:
-                    self._column(x, name, letters[i].index(new[0]), "column", "it reads what every rank has")
+                    why = who or "it reads what every rank has"
+                    self._column(x, name, letters[i].index(new[0]), "column", why)
 
     def choose_bias(self, bias: Tensor, column: Split | None) -> None:
         name = self._open(bias)
@@ -140,12 +147,12 @@ class Finder:
         name = self._open(weight)
         if name is None:
             return
-        wish, kind = self._hint(name), self._kind(name)
+        (wish, who), kind = self._hint(name), self._kind(name)
         from_batch = indices.untyped_storage().data_ptr() in self._given
         if wish == "replicated" or kind.replicated:
-            self._replicate(weight, name, kind.replicated or "said so")
+            self._replicate(weight, name, kind.replicated or who)
         elif from_batch or id(weight) in self._tied or wish == "vocabulary":
-            self._column(weight, name, 0, "vocabulary", "it looks up what the batch holds")
+            self._column(weight, name, 0, "vocabulary", who or "it looks up what the batch holds")
         else:
             self._replicate(weight, name, "its indices are computed: a position or a kind of token")
 
@@ -230,12 +237,25 @@ class Finder:
     def _kind(self, name: str) -> _Kind:
         return self._kinds.setdefault(re.sub(r"\d+", "*", name), _Kind())
 
-    def _hint(self, name: str) -> str:
-        for pattern, wish in self.hints.items():
+    def _hint(self, name: str) -> tuple[str, str]:
+        """What somebody says that a weight is, and who."""
+        for pattern, said in self.hints.items():
             text = ".*".join(re.escape(piece) for piece in pattern.split("*"))
             if re.fullmatch(text + r"(\.weight)?", name):
-                return wish
-        return ""
+                return said
+        return "", ""
+
+
+SAID = {"colwise": "column", "rowwise": "row", "embedding_rowwise": "vocabulary"}
+"""transformers' words for what stands in its configurations; its others are about norms and experts."""
+
+
+def said_by(model: nn.Module) -> dict[str, str]:
+    """The tensor-parallel plan that a transformers model carries, as hints."""
+    plan = getattr(model, "tp_plan", None)
+    if not isinstance(plan, dict):
+        return {}
+    return {name: SAID[word] for name, word in plan.items() if word in SAID}
 
 
 def _dims_of(

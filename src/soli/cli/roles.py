@@ -1,0 +1,175 @@
+"""`soli roles`: what each weight of a model is to tensor parallelism, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from soli.core.errors import SoliError
+
+FORMS = "FILE.py:NAME, a function that returns (model, batch) or (model, batch, loss_fn); or a transformers config.json"
+TOKENS, ROWS = 8, 2  # of the batch that is made for a transformers model
+
+
+def roles(
+    model: Annotated[str, typer.Argument(help=FORMS)],
+    tp: Annotated[int, typer.Option(help="Ranks of the tensor axis.")] = 2,
+    sp: Annotated[bool, typer.Option("--sp", help="Cut the sequence too.")] = False,
+    role: Annotated[list[str] | None, typer.Option(help="PATTERN=ROLE, as parallelize(roles=...).")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every weight, not one row for each kind.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False,
+) -> None:
+    """Find what each weight is to tensor parallelism: column, row, vocabulary or replicated, with the reason."""
+    made, batch, loss_fn = _made(model)
+    found, sizes = find(made, batch, loss_fn, tp, sp, _hints(role or []))
+    if as_json:
+        print(json.dumps({n: _as_dict(r, sizes[n]) for n, r in found.items()}, indent=1))
+        return
+    print(table(found, sizes, tp, every))
+
+
+def find(
+    model: Any, batch: Any, loss_fn: Any, tp: int, sp: bool, hints: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """The role and the shape of every weight."""
+    from soli.core.errors import raise_all
+    from soli.core.plan import Plan
+    from soli.engine import layout
+    from soli.engine.batch import Caller, rows_of, take
+    from soli.losses import from_model
+
+    raise_all(layout.problems(hints, Plan(tp=tp, sp=sp)), everywhere=True)
+    rows = min(rows_of(batch), layout.ROWS)
+    runner = layout.Runner(model, Caller(model), loss_fn or from_model(), take(batch, 0, rows), rows)
+    found, _ = runner.search(tp, sp, hints)
+    return found, {name: tuple(model.get_parameter(name).shape) for name in found}
+
+
+def table(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, every: bool) -> str:
+    """The roles as text, layers of one kind in one row."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    kinds: dict[Any, list[str]] = {}
+    for name, role in found.items():
+        shown = name if every else re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name, count=1)
+        kinds.setdefault((shown, sizes[name], role.kind, _cut(role)), []).append(name)
+    rows = Table("weight", "of", "shape", "role", "cut", "why", box=box.SIMPLE)
+    for (shown, shape, kind, cut), names in kinds.items():
+        why = found[names[0]].why
+        rows.add_row(shown, str(len(names)), " x ".join(map(str, shape)), kind, cut, why)
+    numel = {name: _numel(shape) for name, shape in sizes.items()}
+    whole = sum(numel.values())
+    cut_count = sum(numel[name] for name, role in found.items() if role.split is not None)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    with console.capture() as capture:
+        console.print(rows)
+    return (
+        f"{capture.get().rstrip()}\n\n{cut_count:,} of {whole:,} parameters ({cut_count / max(whole, 1):.0%}) are cut over "
+        f"tp={tp}; a rank holds about {whole - cut_count + cut_count // tp:,}"
+    )
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _cut(role: Any) -> str:
+    if role.split is None:
+        return ""
+    parts = " + ".join(str(p) for p in role.split.parts)
+    return f"dim {role.split.dim}: {parts} in {role.split.atoms}"
+
+
+def _as_dict(role: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    split = None
+    if role.split is not None:
+        split = {"dim": role.split.dim, "parts": role.split.parts, "atoms": role.split.atoms}
+    return {"role": role.kind, "shape": shape, "cut": split, "why": role.why}
+
+
+def _hints(given: list[str]) -> dict[str, str]:
+    wrong = [text for text in given if "=" not in text]
+    if wrong:
+        raise SoliError("--role has no value", got=", ".join(wrong), allowed="PATTERN=ROLE")
+    return dict(text.split("=", 1) for text in given)
+
+
+def _made(text: str) -> tuple[Any, Any, Any]:
+    """The model, a batch and its loss (None: the model's own)."""
+    path, _, name = text.rpartition(":")
+    if path.endswith(".py"):
+        return _from_file(Path(path), name)
+    place = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+    if place.name.endswith(".json") and place.is_file():
+        return _from_config(place)
+    raise SoliError("there is no such model", got=text, allowed=FORMS)
+
+
+def _from_file(path: Path, name: str) -> tuple[Any, Any, Any]:
+    if not path.is_file():
+        raise SoliError("there is no such file", got=str(path), allowed=FORMS)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise SoliError("the file is no Python module", got=str(path))
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function) or inspect.isclass(function):
+        here = [
+            n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
+        ]
+        raise SoliError(f"{path} has no function '{name}'", allowed=", ".join(here) or "none", fix=FORMS)
+    result = function()
+    if not (isinstance(result, tuple) and len(result) in (2, 3)):
+        raise SoliError(
+            f"{name}() returned {type(result).__name__}", allowed="(model, batch) or (model, batch, loss_fn)"
+        )
+    return result if len(result) == 3 else (*result, None)
+
+
+def _from_config(place: Path) -> tuple[Any, Any, Any]:
+    """A transformers model of random weights, as its configuration names it, and a batch that it takes."""
+    import torch
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise SoliError("transformers is not installed", fix="pip install transformers") from error
+    config = transformers.AutoConfig.from_pretrained(place)
+    names = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+    if kind is None:
+        raise SoliError("transformers has no such model", got=names[0])
+    model = kind(config) if names else kind.from_config(config)
+    takes = inspect.signature(model.forward).parameters
+    if model.main_input_name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        shape = (ROWS, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
+        batch = {"pixel_values": torch.zeros(shape)}
+        if "labels" in takes:
+            batch["labels"] = torch.zeros(ROWS, dtype=torch.int64)
+    else:
+        tokens = (
+            torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % (config.get_text_config().vocab_size - 1) + 1
+        )
+        batch = (
+            {"input_ids": tokens, "labels": tokens.clone()} if "labels" in takes else {"input_ids": tokens}
+        )
+    return model, batch, None if "labels" in takes else _first_output
+
+
+def _first_output(output: Any, batch: Any) -> tuple[Any, int]:
+    return output[0].sum(), 1
