@@ -70,6 +70,8 @@ BOTH: dict[str, Entry] = {
         for name in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
     },
     **{f"soli-z{stage}": ENTRIES[f"soli-z{stage}"] for stage in range(4)},
+    "soli-tp": Entry("soli", "soli_engine", "tp=2", "base", "tp"),
+    "soli-tp-sp": Entry("soli", "soli_engine", "tp=2,sp=on", "base", "tp"),
 }
 """What is measured over both backends, as NAME-gloo and NAME-local (make bench-backend)."""
 ENTRIES |= {
@@ -87,4 +89,9 @@ BASELINES: dict[str, tuple[str, ...]] = {
     "z2": ("fsdp2-noreshard", "fsdp2", "fsdp2-noreshard-gloo"),
     "z3": ("fsdp2", "fsdp2-gloo"),
     "one": (),
-} | {entry.stage: (f"{name}-gloo",) for name, entry in BOTH.items() if entry.module in ("tensor", "pipeline")}
+    "tp": ("tp-local", "tp-gloo"),
+} | {
+    entry.stage: (f"{name}-gloo",)
+    for name, entry in BOTH.items()
+    if entry.module in ("tensor", "pipeline") and name != "tp"
+}

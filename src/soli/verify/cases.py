@@ -10,7 +10,11 @@ from torch import Tensor, nn
 
 from soli import losses
 from soli.losses import LossFn
+from soli.models.bert import Bert, BertConfig
 from soli.models.gpt import GPT, GPTConfig
+from soli.models.llama import Llama, LlamaConfig
+from soli.models.t5 import T5, T5Config
+from soli.models.vit import ViT, ViTConfig
 from soli.verify import foreign
 from soli.verify.parity import Case, adamw
 
@@ -117,6 +121,45 @@ def skipping() -> tuple[nn.Module, LossFn, list[Any]]:
     return model, losses.mse("targets"), batches
 
 
+def llama() -> Any:
+    """Grouped queries: six heads on two keys. Rotary positions, gated MLP, a head of its own."""
+    torch.manual_seed(12)
+    model = Llama(LlamaConfig(vocab=29, dim=24, layers=2, heads=6, groups=2, hidden=20, dropout=0.1))
+    return model, losses.cross_entropy("targets"), [_tokens(n, seed=i) for i, n in enumerate((8, 9, 5))]
+
+
+def bert() -> Any:
+    """A fused projection, padding, dropout everywhere, and a head that is the embedding with a bias."""
+    torch.manual_seed(13)
+    model = Bert(BertConfig(vocab=29, dim=12, layers=2, heads=3, context=7, dropout=0.1))
+    batches = [_tokens(8, seed=i) for i in range(STEPS)]
+    for batch in batches:
+        batch["mask"] = torch.arange(7)[None, :] < torch.tensor([7, 5, 7, 3, 7, 7, 6, 4])[:, None]
+        batch["targets"][~batch["mask"]] = IGNORE
+    return model, losses.cross_entropy("targets"), batches
+
+
+def t5() -> Any:
+    """Encoder and decoder of other lengths, relative biases, one embedding for three uses."""
+    torch.manual_seed(14)
+    model = T5(T5Config(vocab=29, dim=12, layers=2, heads=3, head_dim=4, hidden=20, buckets=8, farthest=16))
+    batches = [_tokens(8, length=7, seed=i) for i in range(STEPS)]
+    for number, batch in enumerate(batches):
+        target = _tokens(8, length=5, seed=9 + number)
+        batch |= {"source": batch.pop("tokens"), "target": target["tokens"], "targets": target["targets"]}
+    return model, losses.cross_entropy("targets"), batches
+
+
+def vit() -> Any:
+    """Patches, a class token, torch's own MultiheadAttention with dropout, five classes."""
+    torch.manual_seed(15)
+    model = ViT(ViTConfig(classes=5, size=8, patch=4, dim=12, layers=2, heads=3, dropout=0.1))
+    generator = torch.Generator().manual_seed(4)
+    images = [torch.randn(8, 3, 8, 8, generator=generator).double() for _ in range(STEPS)]
+    batches = [{"images": x, "targets": torch.arange(8) % 5} for x in images]
+    return model, losses.cross_entropy("targets"), batches
+
+
 CASES = {
     name: Case(name, make, adamw)
     for name, make in {
@@ -124,6 +167,10 @@ CASES = {
         "gpt-dropout": gpt_dropout,
         "gpt-ragged": gpt_ragged,
         "gpt-masked": gpt_masked,
+        "llama": llama,
+        "bert": bert,
+        "t5": t5,
+        "vit": vit,
         "odd": odd,
         "skipping": skipping,
         "hf-gpt2": foreign.hf_gpt2,

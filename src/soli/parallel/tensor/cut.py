@@ -95,15 +95,22 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if run is None:
             return func(*args, **kwargs)
-        from soli.parallel.tensor.rules import ALWAYS, rule_of  # they are made of what stands here
+        from soli.parallel.tensor.rules import (
+            ALWAYS,
+            rule_of,
+            written_in_python,
+        )  # they are made of what stands here
 
         name = getattr(func, "__name__", "")
         try:
             if name in ALWAYS:
                 return ALWAYS[name](run, func, args, kwargs)
             if not _any_cut(args) and not (kwargs and _any_cut(kwargs.values())):
-                result = func(*args, **kwargs)
-                return result if run.finder is None else run.finder.follow(result, name, args, kwargs)
+                if run.finder is None:
+                    return func(*args, **kwargs)
+                if written_in_python(func) and (rule := rule_of(func, name)) is not None:
+                    return rule(run, func, args, kwargs)  # its lines may hold products
+                return run.finder.follow(func(*args, **kwargs), name, args)
             rule = rule_of(func, name)
             return rule(run, func, args, kwargs) if rule is not None else unknown(run, func, args, kwargs)
         except Misfit as misfit:

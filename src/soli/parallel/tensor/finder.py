@@ -193,7 +193,7 @@ class Finder:
         name = self.names.get(id(_seen(x)[0])) if type(x) in (Cut, CutParameter) else None
         return name if name is not None and name not in self.roles else None
 
-    def follow(self, result: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    def follow(self, result: Any, name: str, args: tuple) -> Any:
         """A weight that is not decided yet, transposed or one matrix of a stack, is still that weight."""
         x: Any = args[0] if args else None
         if type(x) not in (Cut, CutParameter) or type(result) is not Tensor or self._open(x) is None:

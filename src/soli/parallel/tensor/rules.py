@@ -121,6 +121,16 @@ GETTERS: dict[str, Rule] = {
     ),
 }  # fmt: skip
 
+
+def written_in_python(func: Any) -> bool:
+    """Whether torch wrote it in Python, of functions that have no rule of their own."""
+    return (
+        isinstance(func, types.FunctionType)
+        and func.__module__.startswith("torch")
+        and func.__name__ not in CUT
+    )
+
+
 _found: dict[Any, Rule | None] = {}
 
 
@@ -135,7 +145,7 @@ def rule_of(func: Any, name: str) -> Rule | None:
     rule = CUT.get(name)
     if rule is None and pointwise.is_pointwise(name):
         rule = pointwise.pointwise
-    if rule is None and isinstance(func, types.FunctionType) and func.__module__.startswith("torch"):
+    if rule is None and written_in_python(func):
         rule = _body
     _found[func] = rule
     return rule
