@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -314,6 +315,34 @@ def test_bytes_of_a_step_with_a_cut_sequence(pool: Pool) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _foreign_ready(pool: Pool) -> None:
     pool.run(foreign.ready, ranks=4, deadline=120)
+
+
+def tensors_alive(plan: str) -> tuple[list[int], int]:
+    """Tensors after each of three steps without a garbage collection, and what the collector then finds of them."""
+    model, loss_fn, batches = CASES["gpt"].make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
+    engine.step(batches[0])
+    gc.collect()
+    gc.disable()
+    alive = []
+    for batch in batches:
+        engine.step(batch)
+        alive.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    found = sum(issubclass(type(o), Tensor) for o in gc.garbage)
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+    return alive, found
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,sp=on"])
+def test_what_a_step_made_goes_with_it(pool: Pool, plan: str) -> None:
+    """Activations remember what was entered or gathered of them: no cycle may hold them past the step."""
+    for alive, found in pool.run(tensors_alive, plan, ranks=2):
+        assert len(set(alive)) == 1
+        assert found == 0
 
 
 PROGRAM = """

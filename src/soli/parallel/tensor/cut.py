@@ -205,7 +205,7 @@ def whole(run: Run, x: Any) -> Any:
 
 def entered(run: Run, x: Tensor) -> Tensor:
     """A whole tensor that cut computations read. Asked again it is the same one, so that gradients sum once."""
-    if run.axis.size == 1 or not x.requires_grad or not torch.is_grad_enabled():
+    if run.axis.size == 1 or not x.requires_grad or not torch.is_grad_enabled() or hasattr(x, "_is_entered"):
         return x
     kept = x.__dict__.get("_entered")
     if kept is None or kept[0] != x._version:
@@ -225,7 +225,7 @@ def shared(run: Run, x: Tensor) -> Tensor:
     kept = x.__dict__.get("_shared")
     if kept is None or kept[0] != x._version:
         result = moves.share(x, split, run.axis)  # which is gather, then enter
-        result._entered = (result._version, result)  # type: ignore[attr-defined]
+        result._is_entered = True  # type: ignore[attr-defined]
         kept = (x._version, result)
         x._shared = kept  # type: ignore[attr-defined]
     return kept[1]

@@ -63,7 +63,8 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return x.view_as(x)
+        # Not a view: a view holds its base, and the base remembers what was entered of it (cut.entered).
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)  # type: ignore[call-overload]
 
     @staticmethod
     @once_differentiable
