@@ -281,6 +281,27 @@ def test_checkpoints_across_plans(
         assert all(torch.equal(both[1][name], state[name]) for name in state)
 
 
+def copied(plan: str) -> tuple[bool, float]:
+    """A plain copy of the model: its parameters are plain and tied as before; how far its output is from one rank's."""
+    torch.manual_seed(5)
+    engine = parallelize(gpt().double(), losses.cross_entropy("targets"), optimizer=adamw, plan=plan)
+    engine.step({"tokens": torch.arange(28).view(4, 7), "targets": torch.arange(28).view(4, 7)})
+    plain = engine.copy_model().eval()
+    tidy = (
+        all(type(p) is nn.Parameter for p in plain.parameters())
+        and plain.head.weight is plain.embedding.weight
+    )
+    return tidy, float(plain(torch.arange(14).view(2, 7)).double().square().sum())
+
+
+def test_a_copy_is_the_plain_model(pool: Pool) -> None:
+    _, expected = pool.run(copied, "dp=1", ranks=1)[0]
+    for plan, ranks in (("tp=2,sp=on", 2), ("dp=2,tp=2,zero=3,recompute=full", 4)):
+        for tidy, got in pool.run(copied, plan, ranks=ranks):
+            assert tidy
+            assert got == pytest.approx(expected, rel=1e-12)
+
+
 def tensor_bytes(plan: str) -> dict[str, int]:
     model, loss_fn, batches = CASES["gpt"].make()
     engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import SoliError, raise_all
+from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
@@ -28,7 +28,7 @@ from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
 from soli.mesh.mesh import build_mesh
 from soli.mesh.world import join
 from soli.parallel import data as data_parallel
-from soli.parallel import precision
+from soli.parallel import precision, recompute
 from soli.parallel.apply import Parallel, apply
 from soli.parallel.data import DataParallel
 from soli.parallel.randomness import Randomness
@@ -82,7 +82,7 @@ def parallelize(
             print(f"soli: {line}", flush=True)
     else:
         chosen = resolve(Plan.parse(plan) if isinstance(plan, str) else plan, world.size)
-    raise_all(data_parallel.problems(model, chosen) + layout.problems(roles, chosen), everywhere=True)
+    raise_all(_problems(model, roles, chosen), everywhere=True)
     made = optimizers.build(optimizer, model)
     raise_all(optimizers.problems(made, model, chosen), everywhere=True)
     with busy(f"laying the model over {world.size} ranks", shown=world.is_first):
@@ -92,6 +92,12 @@ def parallelize(
         if example is not None:
             engine.lay(example)
         return engine
+
+
+def _problems(model: nn.Module, roles: dict[str, str] | None, plan: Plan) -> list[Problem]:
+    """What keeps this model from this plan, all of it."""
+    found = data_parallel.problems(model, plan) + recompute.problems(model, plan)
+    return found + layout.problems(roles, plan)
 
 
 class Engine:
@@ -469,8 +475,14 @@ class Engine:
         """A plain copy of the model with whole weights, on every rank (collective)."""
         weights = self.global_state_dict()
         plain = copy.deepcopy(self.model)
+        recompute.unwrap(plain)
         for module in plain.modules():
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
-        plain.load_state_dict(weights, assign=True)
+        fresh: dict[int, nn.Parameter] = {}  # a tied one stays tied
+        for name, param in list(plain.named_parameters(remove_duplicate=False)):
+            owner, _, leaf = name.rpartition(".")
+            value = fresh.setdefault(id(param), nn.Parameter(weights[name], param.requires_grad))
+            plain.get_submodule(owner)._parameters[leaf] = value
+        plain.load_state_dict(weights)
         return plain

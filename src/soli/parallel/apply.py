@@ -8,7 +8,7 @@ from torch import nn
 
 from soli.core.plan import Plan
 from soli.mesh.mesh import Mesh
-from soli.parallel import data, precision
+from soli.parallel import data, precision, recompute
 from soli.parallel.data import DataParallel
 from soli.parallel.tensor import oned
 from soli.parallel.tensor.finder import Role
@@ -30,5 +30,6 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, roles: dict[str, Role] | Non
     tensor = (
         oned.divide(model, roles, plan, mesh) if roles is not None else None
     )  # what is left of each weight
+    recompute.wrap(model, plan)  # after what changes how a block computes, before what hooks its call
     portions = tensor.portions if tensor is not None else {}
     return Parallel(data.distribute(model, plan, mesh, portions), tensor)  # last: shards what is left

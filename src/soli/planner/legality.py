@@ -22,7 +22,7 @@ BUILT: dict[str, tuple[object, ...]] = {
     "chunks": (1,),
     "microbatches": (1,),
     "ep": (1,),
-    "recompute": ("none",),
+    "recompute": ("none", "full"),
     "precision": ("fp32", "bf16", "fp16", "fp64"),
     "offload": ("none",),
 }

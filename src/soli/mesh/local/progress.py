@@ -11,12 +11,14 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from soli.mesh.local.board import Board
 from soli.mesh.local.waiting import SLEEP_SECONDS, Backoff
@@ -30,6 +32,20 @@ if TYPE_CHECKING:  # torch's stub of it has signatures of its own
     _Base = Any
 else:
     _Base = dist.Work
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Modes of whoever waits (a recorder, torch's selective checkpoint) are not to see the work that others asked for.
+
+    How much of it falls into one wait depends on timing.
+    """
+    with torch._C.DisableTorchFunction():
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                yield
+        else:
+            yield
 
 
 class LocalWork(_Base):
@@ -131,7 +147,7 @@ class Engine:
     def poll(self) -> bool:
         """Advance everything; whether anything moved."""
         finished: list[LocalWork] = []
-        with self.lock, torch.no_grad():
+        with self.lock, torch.no_grad(), _unseen():
             before = Board.moves
             for queue in list(self.queues):
                 works = self.queues[queue]

@@ -82,7 +82,7 @@ class Cut(Tensor):
 class CutParameter(nn.Parameter):
     """A parameter that is cut, or, while a layout is sought, may be (`cut_as` is None until it is)."""
 
-    cut_as: Split | None
+    cut_as: Split | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

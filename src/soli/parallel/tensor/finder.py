@@ -78,7 +78,7 @@ class Finder:
         params = list(self.model.parameters())
         for param in params:
             param.__class__ = CutParameter
-        run = Run(Axis("tp"), self.ranks, sequence, self)
+        run = Run(Axis("tp"), self.ranks, sequence, finder=self)
         try:
             for _ in range(PASSES):
                 self.roles, self._changed = {}, False

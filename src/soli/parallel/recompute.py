@@ -1,0 +1,63 @@
+"""Recompute: what a block's forward made is dropped and made again in backward (arXiv 1604.06174), by torch's checkpoint.
+
+    none        every activation is kept
+    full        a block keeps its inputs alone
+
+`selective` (arXiv 2205.05198) is not built: torch's selective contexts refused a transformers GPT-2 (docs/log.md).
+Blocks are the repeated parts of the model. Dropout draws the same numbers again (parallel/randomness.py), ZeRO-3's
+parameters are there because the block's output has its gradient by then, and tensor parallelism's sums run again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from soli.core.errors import Problem
+from soli.core.plan import Plan
+from soli.parallel.units import blocks
+
+
+def problems(model: nn.Module, plan: Plan) -> list[Problem]:
+    """What keeps this model from being recomputed."""
+    if plan.recompute == "none" or blocks(model):
+        return []
+    return [
+        Problem(
+            "the model has no repeated blocks to recompute",
+            got=f"recompute={plan.recompute}, {type(model).__name__}",
+            allowed="a model with a list of modules (nn.ModuleList, nn.Sequential)",
+            fix="recompute=none, or torch.utils.checkpoint inside the model",
+        )
+    ]
+
+
+def wrap(model: nn.Module, plan: Plan) -> None:
+    """Let each block's forward be made again in backward, in place."""
+    if plan.recompute == "none":
+        return
+    for _, module in blocks(model):
+        module.forward = _again(module.forward)
+
+
+def unwrap(model: nn.Module) -> None:
+    """Take it back."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("forward"), "soli_recompute", False):
+            del module.forward
+
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    wrapped.soli_recompute = True  # type: ignore[attr-defined]
+    return wrapped
