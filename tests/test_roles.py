@@ -281,6 +281,18 @@ def test_checkpoints_across_plans(
         assert all(torch.equal(both[1][name], state[name]) for name in state)
 
 
+def evaluated_first(plan: str) -> float:
+    """The evaluation that lays the model out runs without dropout too."""
+    torch.manual_seed(5)
+    engine = parallelize(gpt().double(), losses.cross_entropy("targets"), optimizer=adamw, plan=plan)
+    return engine.evaluate([{"tokens": torch.arange(28).view(4, 7), "targets": torch.arange(28).view(4, 7)}])
+
+
+def test_an_evaluation_may_come_first(pool: Pool) -> None:
+    expected = pool.run(evaluated_first, "dp=1", ranks=1)[0]
+    assert pool.run(evaluated_first, "tp=2", ranks=2) == pytest.approx([expected] * 2, rel=1e-12)
+
+
 def copied(plan: str) -> tuple[bool, float]:
     """A plain copy of the model: its parameters are plain and tied as before; how far its output is from one rank's."""
     torch.manual_seed(5)

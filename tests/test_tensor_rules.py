@@ -119,6 +119,15 @@ RULES = {
     "softmax of rows": (lambda x: x.softmax(1), CUTS),
     "logsumexp": (lambda x: torch.logsumexp(x, -1), CUTS),
     "cumsum": (lambda x: x.cumsum(0), CUTS),
+    "topk": (lambda x: x.topk(1)[0] + x.topk(2, 0)[0].sum(), CUTS),
+    "flip": (lambda x: x.flip(0, 2), CUTS),
+    "norm": (lambda x: x.norm(2, 1), CUTS),
+    "variance": (lambda x: x.var(0, False, True) + x.std(0, True), CUTS),
+    "larger of two": (lambda x: torch.max(x, -x), CUTS),
+    "data": (lambda x: x * x.data, CUTS),
+    "as another": (lambda x: x + torch.eye(6)[:5].type_as(x)[None], CUTS),
+    "softmax in a type": (lambda x: torch.softmax(x.float(), 1, torch.float64), CUTS),
+    "short index": (lambda x: x.gather(0, torch.zeros(1, 5, 1, dtype=torch.int64)), ["last"]),
     "gather": (lambda x: x.gather(-1, torch.tensor([0, 5, 2, 3, 1] * 2).view(2, 5, 1)), ["last", "middle"]),
     "linear": (lambda x: F.linear(x, COLUMN, COLUMN[:, 0]), CUTS),
     "matmul": (lambda x: x @ COLUMN.t(), CUTS),
@@ -188,7 +197,7 @@ def _differences(what: str, shape: tuple, got: Tensor, expected: Tensor, a: Tens
     if shape != tuple(expected.shape) or got.shape != expected.shape:
         return [f"{what}: logical shape {shape}, local {tuple(got.shape)}, not {tuple(expected.shape)}"]
     bound = 64 * EPSILON * 60  # sixty elements, and some roundings for each
-    if what.startswith("to and back"):
+    if what.startswith(("to and back", "softmax in a type")):
         bound = 64 * torch.finfo(torch.float32).eps
     pairs = (("value", got, expected), ("gradient", b.grad, a.grad))
     return [
@@ -285,3 +294,10 @@ def test_targets_outside_the_vocabulary_are_an_error() -> None:
     x = cut(torch.zeros(2, 4), Split(1, (4,), 4))
     with running(Run(Axis("tp"), 2)), pytest.raises(IndexError, match="Target 9 is out of bounds"):
         F.cross_entropy(x, torch.tensor([0, 9]))
+
+
+def test_indices_outside_the_vocabulary_are_an_error() -> None:
+    weight = nn.Parameter(torch.zeros(4, 3))
+    weight.__class__, weight.cut_as = CutParameter, Split(0, (4,), 4)
+    with running(Run(Axis("tp"), 2)), pytest.raises(IndexError, match="out of range"):
+        F.embedding(torch.tensor([0, 4]), weight)

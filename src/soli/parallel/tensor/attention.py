@@ -48,7 +48,14 @@ def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         gqa = False
     split = agreed(run, splits)
     local = [x if split_of(x) is not None else part_of(run, x, _sized(split, x)) for x in (q, k, v)]
-    if mask is not None and split_of(mask) is None:
+    known = split_of(mask) if mask is not None else None
+    if (
+        mask is not None
+        and known is not None
+        and not (known.dim + dims - mask.dim() == split.dim and known.fits(split))
+    ):
+        mask, known = whole(run, mask), None
+    if mask is not None and known is None:
         dim = split.dim + mask.dim() - dims
         mask = entered(run, mask) if dim < 0 else part_of(run, mask, split.at(dim))
     if 0 in local[0].shape:

@@ -112,6 +112,8 @@ def compare(sample: Sample, roles: dict[str, Role], axis: Axis, sequence: bool) 
     largest = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0)
     for name, value in expected.items():
         split = splits.get(name.removeprefix("gradient of "))
+        if name not in got:
+            raise _refused(sample, f"{name} is not there")
         wanted = value if split is None else taken(value, split, axis.size, axis.index)
         if wanted.shape != got[name].shape:
             raise _refused(sample, f"{name} has shape {tuple(got[name].shape)}, not {tuple(wanted.shape)}")

@@ -26,8 +26,8 @@ def softmax(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     split = split_of(x)
     dim = kwargs.get("dim", rest[0] if rest else None)
     if split is None or dim is None or dim % x.dim() != split.dim:
-        return along(run, func, (x,), {**kwargs, "dim": dim} if split is not None else kwargs)
-    dtype = kwargs.get("dtype")
+        return along(run, func, args, kwargs)
+    dtype = kwargs.get("dtype", next((a for a in rest if isinstance(a, torch.dtype)), None))
     x = x.to(dtype) if dtype is not None else x
     shifted = x - _largest(run, x, split.dim)
     total = entered(run, moves.reduce(shifted.exp().sum(split.dim, keepdim=True), run.axis))
@@ -201,6 +201,8 @@ def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         raise Misfit((split or split_of(index)).origins, "a cut index")  # type: ignore[union-attr]
     if dim == split.dim:
         return _picked(run, x, split, index)
+    if index.shape[split.dim] != split.size:
+        raise Misfit(split.origins, "an index that is shorter than the cut dim")
     return cut(x.gather(dim, part_of(run, index, split)), split)
 
 

@@ -12,6 +12,7 @@ A gradient of a whole tensor is whole and the same on every rank, one of a local
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from soli.parallel.tensor.split import Split, taken, together
+
+Way = Callable[[Tensor], Tensor]
 
 
 def summed(x: Tensor, axis: Axis, label: str, op: str = "sum") -> Tensor:
@@ -59,108 +62,73 @@ def scattered(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
     return mine[: sizes[axis.index]].movedim(0, split.dim).contiguous()
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        # Not a view: a view holds its base, and the base remembers what was entered of it (cut.entered).
-        return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)  # type: ignore[call-overload]
+class _Move(torch.autograd.Function):
+    """`there` forward, `back` on the gradient."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return summed(grad, ctx.axis, "gradient of a column's input"), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        all_reduce(x, axis, label="output of a row")
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, there: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, axis: Axis) -> Tensor:
-        ctx.split, ctx.axis = split, axis
-        return collected(x, split, axis, "a cut tensor, whole")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return taken(grad, ctx.split, ctx.axis.size, ctx.axis.index), None, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, axis: Axis) -> Tensor:
-        ctx.split, ctx.axis = split, axis
-        return collected(x, split, axis, "a column's input")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return scattered(grad, ctx.split, ctx.axis, "gradient of a column's input"), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, axis: Axis) -> Tensor:
-        ctx.split, ctx.axis = split, axis
-        return scattered(x, split, axis, "output of a row")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return collected(grad, ctx.split, ctx.axis, "gradient of a row's output"), None, None
-
-
-class _Pick(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, axis: Axis) -> Tensor:
-        ctx.split, ctx.axis = split, axis
-        mine = taken(x, split, axis.size, axis.index)
-        return mine.view_as(mine)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return collected(grad, ctx.split, ctx.axis, "gradient of a tensor cut for a part"), None, None
+        return ctx.back(grad), None, None
 
 
 def enter(x: Tensor, axis: Axis) -> Tensor:
-    return _Enter.apply(x, axis) if axis.size > 1 and x.requires_grad and torch.is_grad_enabled() else x
+    """A whole tensor, for computations of parts: its gradient is summed."""
+    return _Move.apply(x, _alias, lambda grad: summed(grad, axis, "gradient of a column's input"))
+
+
+def _alias(x: Tensor) -> Tensor:
+    """The same memory, but no view: a view holds its base, and the base remembers what was entered of it."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)  # type: ignore[call-overload]
 
 
 def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
     """The sum over the axis. `fresh`: a product that nobody else has or saved, which may be summed in place."""
     if axis.size == 1:
         return x
-    own = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    return _Reduce.apply(own, axis)
+
+    def there(x: Tensor) -> Tensor:
+        own = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        all_reduce(own, axis, label="output of a row")
+        return own.view_as(own)
+
+    return _Move.apply(x, there, lambda grad: grad)
 
 
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
-    return _Gather.apply(x, split, axis) if axis.size > 1 else x
+    """The whole of a cut tensor, with which every rank goes on alike."""
+    if axis.size == 1:
+        return x
+    there = lambda x: collected(x, split, axis, "a cut tensor, whole")
+    return _Move.apply(x, there, lambda grad: taken(grad, split, axis.size, axis.index))
 
 
 def share(x: Tensor, split: Split, axis: Axis) -> Tensor:
-    return _Share.apply(x, split, axis) if axis.size > 1 else x
+    """The whole of a cut tensor, for computations of parts."""
+    if axis.size == 1:
+        return x
+    there = lambda x: collected(x, split, axis, "a column's input")
+    return _Move.apply(x, there, lambda grad: scattered(grad, split, axis, "gradient of a column's input"))
 
 
 def scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
-    return _Scatter.apply(x, split, axis) if axis.size > 1 else x
+    """This rank's part of a sum over the axis."""
+    if axis.size == 1:
+        return x
+    there = lambda x: scattered(x, split, axis, "output of a row")
+    return _Move.apply(x, there, lambda grad: collected(grad, split, axis, "gradient of a row's output"))
 
 
 def pick(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's part of a whole tensor."""
     if axis.size == 1:
         return x
+    mine = lambda x: taken(x, split, axis.size, axis.index)
     if not x.requires_grad or not torch.is_grad_enabled():
-        return taken(x, split, axis.size, axis.index)
-    return _Pick.apply(x, split, axis)
+        return mine(x)
+    back = lambda grad: collected(grad, split, axis, "gradient of a tensor cut for a part")
+    return _Move.apply(x, lambda x: mine(x).clone(), back)

@@ -12,10 +12,10 @@ from soli.parallel.tensor.cut import Run, agreed, cut, entered, part_of, shape_o
 from soli.parallel.tensor.split import Misfit, Split
 
 KNOWN = {
-    "where", "masked_fill", "masked_fill_", "to", "type_as", "type", "float", "half", "double", "bfloat16", "int",
+    "where", "masked_fill", "masked_fill_", "type", "float", "half", "double", "bfloat16", "int",
     "long", "bool", "contiguous", "clone", "detach", "zeros_like", "ones_like", "empty_like", "full_like", "dropout",
     "requires_grad_", "softplus", "silu", "gelu", "relu", "mish", "nan_to_num", "fill_", "zero_", "copy_", "cpu",
-    "is_nonzero", "clamp", "clip", "lerp", "addcmul", "addcdiv", "bernoulli", "mse_loss_none", "gelu_", "isin",
+    "clamp", "clip", "lerp", "addcmul", "addcdiv", "gelu_",
     "hardswish", "leaky_relu", "elu", "selu", "celu", "logsigmoid", "softsign", "tanhshrink", "softshrink", "hardtanh",
     "relu6", "threshold",
 }  # fmt: skip
@@ -45,9 +45,11 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     """Broadcast: cut tensors agree on one dim of the result, whole ones give this rank's part of it."""
     leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     dims = max(len(shape_of(x)) for x in leaves)
-    split = met(run, leaves, dims)
+    split = met(leaves, dims, run)
     if split is None:
         return func(*args, **kwargs)
+    if "out" in kwargs:
+        raise Misfit(split.origins, "a result that is written to a given tensor")
     if split_of(leaves[0]) is None and _in_place(func):
         raise Misfit(split.origins, "a whole tensor is changed in place by a cut one")
 
@@ -55,7 +57,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         if not isinstance(x, Tensor):
             return x
         found = split_of(x)
-        if found is not None and found.dim + dims - x.dim() == split.dim:
+        if found is not None and found.dim + dims - x.dim() == split.dim and found.fits(split):
             return x
         x = whole(run, x)
         dim = split.dim - (dims - x.dim())
@@ -65,18 +67,21 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     return cut(result, split)
 
 
-def met(run: Run, leaves: list[Tensor], dims: int) -> Split | None:
-    """Where tensors that broadcast to so many dims are cut together."""
+def met(leaves: list[Tensor], dims: int, run: Run) -> Split | None:
+    """Where tensors that broadcast to so many dims are cut together. A cut along the sequence gives way to others."""
     splits = [s.at(s.dim + dims - x.dim()) for x in leaves if (s := split_of(x))]
-    if not splits:
-        return None
-    owned = [s for s in splits if s.origins] or splits
+    owned = [s for s in splits if s.origins] or splits[:1]
     if len({s.dim for s in owned}) > 1:
         origins = frozenset().union(*(s.origins for s in owned))
         raise Misfit(origins, "tensors meet that are cut along different dims")
-    if len(owned) < len(splits) and any(s.dim != owned[0].dim for s in splits):
-        return agreed(run, owned)  # what is cut along the sequence is made whole
-    return agreed(run, owned)
+    return agreed(run, owned) if owned else None
+
+
+def cast(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """x.to(...), x.type_as(y): y says a type and nothing of the layout."""
+    split = split_of(args[0])
+    result = func(*args, **kwargs)
+    return result if split is None else cut(result, split)
 
 
 def _in_place(func: Any) -> bool:
@@ -100,12 +105,15 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         ("dim" if k == "axis" else k): v for k, v in kwargs.items()
     }
     dim, keep = given.get("dim"), bool(given.get("keepdim", False))
+    if isinstance(dim, Tensor):  # torch.max of two tensors
+        return pointwise(run, func, args, kwargs)
     count = x.dim()
     dims = range(count) if dim is None or dim == () else [dim] if isinstance(dim, int) else list(dim)
     over = {d % count for d in dims}
     if split.dim not in over:
-        gone = 0 if keep else sum(d < split.dim for d in over)
         result = func(*args, **kwargs)
+        first = result if isinstance(result, Tensor) else result[0]
+        gone = sum(d < split.dim for d in over) if first.dim() < count else 0
         at = split.at(split.dim - gone)
         return cut(result, at) if isinstance(result, Tensor) else type(result)(cut(r, at) for r in result)
     name = getattr(func, "__name__", "")
@@ -122,12 +130,13 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def along(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Functions along one dim that keep it: cumsum, softmax, sort, roll, ..."""
+    """Functions along one dim that keep it: cumsum, softmax, sort, topk, ..."""
     x, *rest = args
     split = split_of(x)
     if split is None:
         return func(*args, **kwargs)
-    dim = kwargs.get("dim", kwargs.get("axis", rest[0] if rest else -1))
+    place = 1 if getattr(func, "__name__", "") == "topk" else 0  # after k
+    dim = kwargs.get("dim", kwargs.get("axis", rest[place] if len(rest) > place else -1))
     if isinstance(dim, int) and dim % x.dim() != split.dim:
         result = func(*args, **kwargs)
         return (

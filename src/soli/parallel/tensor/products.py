@@ -237,6 +237,8 @@ def embedding(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     (start, stop), *more = split.own(run.axis.size, run.axis.index)
     if more:
         raise Misfit(split.origins, "a vocabulary in parts")
+    if indices.device.type == "cpu" and bool(((indices < 0) | (indices >= split.size)).any()):
+        raise IndexError("index out of range in self")  # as torch says it; a device checks only its own rows
     mine = (indices >= start) & (indices < stop)
     pad = given.get("padding_idx")
     if pad is not None:

@@ -28,11 +28,10 @@ _REDUCTIONS = (
     "var",
     "std",
     "count_nonzero",
-    "norm",
     "max",
     "min",
 )
-_ALONG = ("cumsum", "cumprod", "sort", "argsort", "topk", "flip", "roll", "cummax", "cummin", "glu", "renorm")
+_ALONG = ("cumsum", "cumprod", "sort", "argsort", "topk", "cummax", "cummin", "glu")
 _LOSSES = (
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
     "binary_cross_entropy", "kl_div", "soft_margin_loss",
@@ -42,7 +41,7 @@ _WHOLE = ("argmax", "argmin", "equal", "allclose", "item", "tolist", "numpy", "_
 _LOCAL = (
     "dim", "is_floating_point", "is_complex", "element_size", "get_device", "is_contiguous", "data_ptr",
     "requires_grad_", "register_hook", "retain_grad", "backward", "__hash__", "is_leaf", "storage", "untyped_storage",
-    "register_post_accumulate_grad_hook", "is_inference", "_is_view", "numpy_T", "is_pinned", "ndimension",
+    "register_post_accumulate_grad_hook", "is_inference", "_is_view", "is_pinned", "ndimension",
     "__reduce_ex__", "is_nested", "is_sparse", "storage_offset",
 )  # fmt: skip
 """What a local part answers as the whole would."""
@@ -106,16 +105,16 @@ CUT: dict[str, Rule] = {
     "logsumexp": losses.logsumexp, "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
     "gather": losses.gather, "take_along_dim": losses.gather, "layer_norm": attention.layer_norm,
     "rms_norm": attention.layer_norm, "scaled_dot_product_attention": attention.attention, "size": _size,
-    "__len__": _length, **dict.fromkeys(("numel", "nelement"), _count),
+    **dict.fromkeys(("to", "type_as"), pointwise.cast), "__len__": _length, **dict.fromkeys(("numel", "nelement"), _count),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), _new),
 }  # fmt: skip
 
 GETTERS: dict[str, Rule] = {
-    "shape": _shape, **dict.fromkeys(("T", "mT", "H", "mH"), shapes.transpose),
+    "shape": _shape, **dict.fromkeys(("T", "mT"), shapes.transpose), "data": pointwise.cast,
     **dict.fromkeys(
         ("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_meta", "ndim", "is_cuda", "is_cpu",
          "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "is_mkldnn", "is_vulkan", "_version", "names",
-         "output_nr", "_backward_hooks", "itemsize", "grad", "_grad", "_base", "data", "is_xla", "is_ipu", "is_mtia",
+         "output_nr", "_backward_hooks", "itemsize", "grad", "_grad", "is_xla", "is_ipu", "is_mtia",
          "is_ort", "is_maia", "retains_grad"),
         _local,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -103,13 +103,13 @@ def permute(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def transpose(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """transpose, swapaxes, swapdims, t, T, mT, H of a real matrix."""
+    """transpose, swapaxes, swapdims, t, T, mT."""
     x, *dims = args
     name = getattr(func, "__name__", "")
     order = list(range(x.dim()))
     if name in ("transpose", "swapaxes", "swapdims"):
         a, b = dims or list(kwargs.values())
-    elif name in ("t", "numpy_T"):
+    elif name == "t":
         if x.dim() < 2:
             return x
         a, b = 0, 1
@@ -189,7 +189,8 @@ def narrow(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def pieces(run: Run, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
     """split and chunk."""
-    x, how, *rest = args if len(args) > 1 else (args[0], next(iter(kwargs.values())))
+    named = [v for k, v in kwargs.items() if k != "dim"]
+    x, how, *rest = args if len(args) > 1 else (args[0], *named)
     dim = kwargs.get("dim", rest[0] if rest else 0) % x.dim()
     size = shape_of(x)[dim]
     if getattr(func, "__name__", "") in ("chunk", "tensor_split"):
@@ -278,8 +279,6 @@ def _sliced(run: Run, x: Tensor, dim: int, item: slice) -> Tensor:
         return cut(x[(slice(None),) * dim + (item,)], split)
     if stop < size or start >= step or any(p % (split.atoms * step) for p in split.parts):
         each = split.parts[0] // step if len(set(split.parts)) == 1 and split.parts[0] % step == 0 else 0
-        from math import gcd
-
         if each and start < step and stop >= size and gcd(split.atoms, each) < split.atoms:
             raise Misfit(split.origins, f"every {step}th element", atoms=gcd(split.atoms, each))
         raise Misfit(split.origins, f"every {step}th element of the cut dim")
