@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16", "fp16", "fp8", "fp64"),
     "offload": ("none", "optimizer", "parameters", "all"),
 }
+V_SHAPED = ("zbv", "dualpipev")
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -42,8 +43,8 @@ class Plan:
     context: str = "ring"
     pp: int = 1
     schedule: str = "1f1b"
-    chunks: int = 1
-    microbatches: int = 1
+    chunks: int = 1  # stages a rank has
+    microbatches: int = 1  # that fill the pipeline; accumulate=K fills it K times
     accumulate: int = 1  # parts that a rank's share of the batch is computed in
     ep: int = 1
     recompute: str = "none"  # none, selective, full, or a budget such as "0.5"
@@ -59,6 +60,11 @@ class Plan:
         dp = self.dp or 1
         replicas = dp if self.zero == 0 else self.replicate
         return {PP: self.pp, REPLICATE: replicas, SHARD: dp // replicas, CP: self.cp, TP: self.tp}
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline: `chunks` a rank, two in the schedules that lie in a V."""
+        return self.pp * (2 if self.schedule in V_SHAPED else self.chunks)
 
     @property
     def model_ranks(self) -> int:

@@ -13,11 +13,10 @@ import torch
 
 from soli.core.errors import SoliError
 from soli.engine.batch import Part, take, to_device
+from soli.mesh.collectives import all_reduce
 from soli.parallel import precision
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from soli.engine.engine import Engine
 
 
@@ -54,18 +53,12 @@ def _doubled(data: Any) -> Any:
     return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.dim() else x, data)
 
 
-@torch.no_grad()
 def _run(engine: Engine, data: Any, rows: int) -> tuple[float, float]:
-    gatherer = engine.laid.gatherer
-    if gatherer is not None:
-        gatherer.begin_forward(training=False)
-    with engine.randomness.probe(rows), engine.computing():
-        total, count = engine._loss(engine._call(data), data)
-    value: Tensor | float = total.double() if count else 0.0
-    if gatherer is not None:
-        gatherer.end_forward()
-        gatherer.end_pass()
-    return float(value), count
+    with engine.randomness.probe(rows):
+        sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
+    all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")
+    total, count = sums.tolist()
+    return total, count
 
 
 def _explain(sums: list[tuple[float, float]], rows: list[int], engine: Engine) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import layout, norm
+from soli.engine import layout, norm, pipelined
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, microbatches, part_of, to_device
@@ -31,6 +31,8 @@ from soli.parallel import data as data_parallel
 from soli.parallel import precision, recompute
 from soli.parallel.apply import Parallel, apply
 from soli.parallel.data import DataParallel
+from soli.parallel.pipeline.run import Pipeline
+from soli.parallel.pipeline.watch import unwatch
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor.cut import Run, running
 from soli.parallel.tensor.moves import collected
@@ -71,8 +73,8 @@ def parallelize(
     largest norm of the gradient. `plan`: "auto", text such as "dp=2,zero=1", or a Plan. `seed`: of
     dropout and of the order of the data. `deadline`: seconds a rank waits in a collective.
 
-    With tp > 1 what each weight is (a column, a row, a vocabulary) is found by running the model on a few rows
-    of `example`, a batch; left out, of the first batch. `roles` says it instead for weights whose names match:
+    With tp > 1 what each weight is (a column, a row, a vocabulary), and with pp > 1 where the model may be cut into
+    stages, is found by running it on a few rows of `example`, a batch; left out, of the first batch. `roles` says it instead for weights whose names match:
     {"*.out_proj": "replicated"}; also "column", "row", "vocabulary".
     """
     world = join(deadline)
@@ -121,12 +123,13 @@ class Engine:
         self.tied = {n: names[0] for names, _ in data_parallel.named_once(model) for n in names[1:]}
         self.hints = roles
         self.parallel: Parallel | None = None
+        self.pipeline: Pipeline | None = None
         self.to_load: Path | None = None  # a checkpoint that waits for the model to be laid over the ranks
         self.optimizer = optimizer
         self.scheduler = scheduler(optimizer) if scheduler is not None else None
         self.loss_fn, self._call = loss_fn, Caller(model)
         self.randomness = Randomness(model, seed)
-        self.randomness.shared = (plan.dp or 1) * plan.accumulate > 1
+        self.randomness.shared = (plan.dp or 1) * plan.accumulate * plan.pp > 1
         self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
         self.step_count = 0
         self.last = Last()
@@ -140,16 +143,19 @@ class Engine:
         self._gathers: list[Pending] = []
         self._save_group: Any = None
         self.saving: Any = None
-        if plan.tp == 1:
+        if plan.tp == 1 and plan.pp == 1:
             self.lay(None)
 
     def lay(self, example: Any) -> None:
-        """Lay the model over the ranks, once. `example`: a batch, from which tensor parallelism learns."""
+        """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
         if self.parallel is not None:
             return
+        cutting = pipelined.cutting_of(self, example) if self.plan.pp > 1 else None
         roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
-        self.parallel = apply(self.model, self.plan, self.mesh, roles)
-        optimizers.exchange(self.optimizer, self.laid.slots)
+        self.parallel = apply(self.model, self.plan, self.mesh, roles, cutting)
+        optimizers.exchange(self.optimizer, self.laid.slots, self.laid.absent)
+        if cutting is not None:
+            self.pipeline = pipelined.build(self, cutting)
         if self.to_load is not None:
             states.fill(self, self.to_load)
 
@@ -158,7 +164,7 @@ class Engine:
         """How the parameters lie on the ranks."""
         if self.parallel is None:
             raise SoliError(
-                "with tp > 1 the model is laid over the ranks when it has seen a batch, and there was none yet",
+                "with tp > 1 or pp > 1 the model is laid over the ranks when it has seen a batch, and there was none yet",
                 fix="give soli.parallelize(..., example=batch)",
                 everywhere=True,
             )
@@ -169,6 +175,10 @@ class Engine:
         """Around the model and its loss: cut tensors are logical ones, and the plan's precision holds."""
         with running(self._run()), precision.computing(self.plan, self.device):
             yield
+
+    def again(self) -> AbstractContextManager[None]:
+        """Around a backward, which may recompute: torch's checkpoint restores the precision itself."""
+        return running(self._run())
 
     def _run(self) -> Run | None:
         return (
@@ -210,7 +220,7 @@ class Engine:
         self._check_frozen()
         part = part_of(batch, self.dp.size, self.dp.index)
         self.lay(part)
-        pieces = microbatches(part, self.dp.size, self.plan.accumulate)
+        pieces = microbatches(part, self.dp.size, self.plan.accumulate * self.plan.microbatches)
         self.model.train()
         self._finish_gathers()
         if self._first.wanted(part, self.dp.size):
@@ -220,6 +230,8 @@ class Engine:
         if self.loss_scale is not None:
             # A sum over thousands of targets has larger gradients than the mean the scale is meant for.
             self._seed_scale = self.loss_scale.scale / SUM_TO_MEAN
+        if self.pipeline is not None:
+            return self._agree(*pipelined.forward_backward(self, self.pipeline, pieces))
         total, count = 0.0, 0.0
         for number, piece in enumerate(pieces):
             reducer.begin_backward(last=number == len(pieces) - 1)
@@ -246,7 +258,7 @@ class Engine:
             # A microbatch without counted targets has no gradient: its total may be 0/0.
             value = float(total.detach()) if total is not None and count else 0.0
             if total is not None and count:
-                with self.randomness.forward(), running(self._run()):
+                with self.randomness.forward(), self.again():
                     (total * self._seed_scale).backward()
             if gatherer is not None:
                 gatherer.end_backward()
@@ -276,9 +288,12 @@ class Engine:
         flags = reducer.used_flags()
         facts = torch.zeros(2 * size + len(flags), dtype=torch.float64)
         facts[self.dp.index], facts[size + self.dp.index] = total, count
+        all_reduce(facts[: 2 * size], self.mesh["pp"], label="loss and count of the last stage")
         facts[2 * size :] = torch.tensor(flags, dtype=torch.float64)
         all_reduce(facts, self.dp, label="loss, count and used parameters")
         reducer.set_used([bool(flag) for flag in facts[2 * size :].tolist()])
+        if self.pipeline is not None:
+            pipelined.agree_on_use(self)
         totals, counts = facts[:size], facts[size : 2 * size]
         bad = [f"rank {r}" for r, t in zip(self.dp.ranks, totals.tolist(), strict=True) if t - t != 0]
         if bad:
@@ -424,23 +439,33 @@ class Engine:
         for batch in batches:
             part = part_of(batch, self.dp.size, self.dp.index)
             self.lay(part)
-            gatherer = self.laid.gatherer
-            if gatherer is not None:
-                gatherer.begin_forward(training=False)
-            if part.rows:
-                data = to_device(part.data, self.device)
-                with self.computing():
-                    total, count = self._loss(self._call(data), data)
-                if count:
-                    sums += torch.tensor([float(total), count], dtype=torch.float64)
-            if gatherer is not None:
-                gatherer.end_forward()
-                gatherer.end_pass()
+            data = to_device(part.data, self.device) if part.rows else None
+            sums += torch.tensor(self.forward_only(data), dtype=torch.float64)
         self.model.train(was_training)
+        all_reduce(sums, self.mesh["pp"], label="evaluation loss and count")
         all_reduce(sums, self.dp, label="evaluation loss and count")
         if not sums[1]:
             raise SoliError("no target was counted in the evaluation", everywhere=True)
         return float(sums[0] / sums[1])
+
+    @torch.no_grad()
+    def forward_only(self, data: Any) -> tuple[float, float]:
+        """Total and count of this rank's rows (None: none), in the model's mode. Under pp, on the last stage's rank."""
+        gatherer, pipeline = self.laid.gatherer, self.pipeline
+        if gatherer is not None:
+            gatherer.begin_forward(training=False) if pipeline is None else gatherer.hold_all()
+        total, count = 0.0, 0.0
+        if pipeline is not None:
+            total, count = pipeline.forward_only(data) if data is not None else (0.0, 0.0)
+        elif data is not None:
+            with self.computing():
+                found, count = self._loss(self._call(data), data)
+            total = float(found) if count else 0.0
+        if gatherer is not None:
+            if pipeline is None:
+                gatherer.end_forward()
+            gatherer.end_pass()
+        return total, count
 
     # --- state ----------------------------------------------------------------------------------------
 
@@ -475,6 +500,8 @@ class Engine:
         """A plain copy of the model with whole weights, on every rank (collective)."""
         weights = self.global_state_dict()
         plain = copy.deepcopy(self.model)
+        for module in plain.modules():
+            unwatch(module)
         recompute.unwrap(plain)
         for module in plain.modules():
             module._forward_hooks.clear()

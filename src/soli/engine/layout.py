@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from soli.core.errors import Problem
 from soli.core.events import events
 from soli.core.plan import Plan
-from soli.engine.batch import Caller, part_of, take, to_device
+from soli.engine.batch import Caller, Part, part_of, take, to_device
 from soli.losses import LossFn
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor import check, oned
@@ -35,9 +37,7 @@ def problems(roles: dict[str, str] | None, plan: Plan) -> list[Problem]:
 def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     """The role of every parameter, the same on every rank, each kind of block checked in float64. Collective."""
     part = part_of(batch, 1, 0)
-    data = take(part.data, 0, min(part.rows, ROWS)) if part.rows else None
-    data = to_device(data, next(engine.model.parameters()).device)
-    runner = Runner(engine.model, engine._call, engine.loss_fn, data, min(part.rows, ROWS))
+    runner = Runner.of(engine, part)
     plan, mesh = engine.plan, engine.mesh
     # A rank without rows has no roles of its own; rank 0 has rows, and its roles hold.
     roles, samples = runner.search(plan.tp, plan.sp, engine.hints) if part.rows else ({}, {})
@@ -62,13 +62,27 @@ class Runner:
     def __init__(self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int) -> None:
         self.model, self.call, self.loss_fn, self.data, self.rows = model, call, loss_fn, data, rows
 
+    @classmethod
+    def of(cls, engine: Engine, part: Part) -> Runner:
+        """On the first rows of a part of a batch."""
+        rows = min(part.rows, ROWS)
+        data = take(part.data, 0, rows) if rows else None
+        data = to_device(data, next(engine.model.parameters()).device)
+        return cls(engine.model, engine._call, engine.loss_fn, data, rows)
+
     @torch.no_grad()
-    def run(self) -> None:
+    def run(
+        self,
+        around: Callable[[Randomness], AbstractContextManager[Any]] | None = None,
+        training: bool = True,
+    ) -> None:
+        """One forward and its loss. `around`: a context for them."""
         before = [(b, b.clone()) for b in self.model.buffers()]
         modes = [(module, module.training) for module in self.model.modules()]
-        self.model.train()
+        self.model.train(training)
+        randomness = Randomness(self.model, 0)
         try:
-            with Randomness(self.model, 0).probe(self.rows):
+            with randomness.probe(self.rows), around(randomness) if around is not None else nullcontext():
                 self.loss_fn(self.call(self.data), self.data)
         finally:
             for module, training in modes:

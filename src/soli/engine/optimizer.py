@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -132,9 +132,14 @@ def _stepped(
     return [param.detach() for param in params]
 
 
-def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot]) -> None:
-    """Put this rank's pieces in place of the plain parameters, group by group, in place, and cut their states."""
+def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot], absent: Container[int] = ()) -> None:
+    """Put this rank's pieces in place of the plain parameters, group by group, in place, and cut their states.
+
+    `absent`: ids of the parameters that are not on this rank.
+    """
     for param in list(optimizer.state):
+        if id(param) in absent:
+            del optimizer.state[param]
         slot = slots.get(id(param))
         if slot is not None and (slot.piece is not param or slot.portion is not None):
             state = optimizer.state.pop(param)
@@ -144,7 +149,8 @@ def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot]) -> None:
         group["params"] = [
             piece
             for param in group["params"]
-            if (piece := slots[id(param)].piece if id(param) in slots else param) is not None
+            if id(param) not in absent
+            and (piece := slots[id(param)].piece if id(param) in slots else param) is not None
         ]
         if "param_names" in group:
             group.pop("param_names")  # they no longer match; engine.save writes names of its own

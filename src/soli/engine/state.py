@@ -16,8 +16,8 @@ from soli.core.events import events
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import rng
 from soli.engine.data import Position
-from soli.mesh.collectives import all_gather, all_reduce, gather_json
-from soli.parallel.units import Slot, Unit
+from soli.mesh.collectives import all_gather, all_reduce, broadcast, gather_json
+from soli.parallel.units import Slot, Unit, named_once
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -43,8 +43,27 @@ def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
         value = engine.whole(param, param.detach().clone())
         found |= {name: value for name in names}
     found |= {name: buffer.detach().clone() for name, buffer in _buffers(engine)}
+    if engine.pipeline is not None:
+        found = _from_stages(engine, found)
     order = {name: found[name] for name in engine.model.state_dict(keep_vars=True)}
     return order | (_global_optimizer(engine) if optimizer else {})
+
+
+def _from_stages(engine: Engine, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every stage's tensors on all of them: one whole tensor after another, from the first stage that has it."""
+    cutting, axis = engine.pipeline.cutting, engine.mesh["pp"]  # type: ignore[union-attr]
+    whole = dict(found)
+    for names, param in named_once(engine.model):
+        source = cutting.first_owner(names[0])
+        value = found.get(names[0])
+        if value is None:
+            value = torch.empty(param.shape, dtype=param.dtype, device=engine.device)
+        broadcast(value, axis, source, label=names[0])
+        whole |= {name: value for name in names}
+    for name, source in cutting.buffers.items():
+        if name in whole:
+            broadcast(whole[name], axis, source, label=name)
+    return whole
 
 
 def _cut(flat: Tensor, slot: Slot) -> Tensor:
@@ -66,7 +85,18 @@ def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:
         flat = unit.whole(unit.grad_shard, "gradients")
         for slot in unit.slots:
             found[slot.name] = engine.whole(slot.param, _cut(flat, slot)) * factor if slot.used else None
-    return found
+    if engine.pipeline is None:
+        return found
+    used = {
+        name for one in gather_json(_used(found), engine.mesh["pp"], label="used parameters") for name in one
+    }
+    whole = _from_stages(engine, {name: value for name, value in found.items() if value is not None})
+    trained = [names[0] for names, param in named_once(engine.model) if param.requires_grad]
+    return {name: whole[name] if name in used else None for name in trained}
+
+
+def _used(gradients: dict[str, Tensor | None]) -> list[str]:
+    return [name for name, value in gradients.items() if value is not None]
 
 
 def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
@@ -83,8 +113,11 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
             # A scalar is the same for all who hold it, and the others have less than any number.
             whole_sized = bool(shape)
             all_reduce(whole, engine.mesh["shard"], "sum" if whole_sized else "max", label=name)
-        if shape and cut.get(name.removeprefix("optimizer.").rpartition(".")[0]) == shape:
+        param = name.removeprefix("optimizer.").rpartition(".")[0]
+        if shape and cut.get(param) == shape:
             all_reduce(whole, engine.mesh["tp"], label=name)
+        if engine.pipeline is not None:
+            broadcast(whole, engine.mesh["pp"], engine.pipeline.cutting.first_owner(param), label=name)
         found[name] = whole
     return found
 
@@ -98,8 +131,9 @@ def _agreed_shapes(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     mine = {name: [list(s.shape), str(s.dtype).removeprefix("torch.")] for name, s in local.items()}
     merged: dict[str, Any] = {}
-    for other in gather_json(mine, engine.mesh["shard"], label="optimizer state names"):
-        merged |= other
+    for axis in (engine.mesh["shard"], engine.mesh["pp"]):
+        for other in gather_json(merged or mine, axis, label="optimizer state names"):
+            merged |= other
     return {n: (tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in sorted(merged.items())}
 
 
@@ -130,13 +164,23 @@ def _held(engine: Engine) -> list[tuple[Unit, Slot, Tensor]]:
     return [(u, s, s.piece) for u in engine.laid.units if u.trainable for s in u.slots if s.piece is not None]
 
 
-def model_tensors(engine: Engine) -> dict[str, Sharded]:
-    """model.<name> -> this rank's part of every parameter (once, under its first name) and buffer."""
+def model_tensors(engine: Engine, filling: bool = False) -> dict[str, Sharded]:
+    """model.<name> -> this rank's part of every parameter (once, under its first name) and buffer.
+
+    A buffer is saved from the stage whose unit it is in, and filled on every rank.
+    """
     found = {f"model.{s.name}": u.parameter(s) for u in engine.laid.units for s in u.slots}
     for names, param in engine.laid.plain:
         portion, local = engine.laid.portions.get(id(param)), from_whole(param.detach())
         found[f"model.{names[0]}"] = local if portion is None else portion.of_whole(local)
-    return found | {f"model.{name}": from_whole(buffer.detach()) for name, buffer in _buffers(engine)}
+    for names, param in engine.laid.absent.values():
+        found[f"model.{names[0]}"] = Sharded(tuple(param.shape), param.dtype)
+    whose = engine.pipeline.cutting.buffers if engine.pipeline is not None else {}
+    for name, buffer in _buffers(engine):
+        mine = whose.get(name, engine.mesh["pp"].index) == engine.mesh["pp"].index
+        elsewhere = Sharded(tuple(buffer.shape), buffer.dtype)
+        found[f"model.{name}"] = from_whole(buffer.detach()) if mine or filling else elsewhere
+    return found
 
 
 def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wait: bool) -> None:
@@ -216,7 +260,7 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
     """Read parameters and optimizer states into their places, and the random states into `drawn`, if given."""
     manifest = checkpoint.read_manifest(path)
     fresh: dict[Any, dict[str, Any]] = {}
-    wanted = model_tensors(engine) | _optimizer_to_fill(engine, manifest, fresh)
+    wanted = model_tensors(engine, filling=True) | _optimizer_to_fill(engine, manifest, fresh)
     wanted |= {name: from_whole(value) for name, value in (drawn or {}).items()}
     ignore = None if drawn is not None else lambda name: name.startswith(RNG)
     with torch.no_grad():
@@ -240,12 +284,16 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
     The optimizer's own are left alone until everything is read.
     """
     by_name = {slot.name: (unit, slot, param) for unit, slot, param in _held(engine)}
+    elsewhere = {names[0] for names, _ in engine.laid.absent.values()}
     everyone = {slot.name: slot for unit in engine.laid.units for slot in unit.slots}
     found: dict[str, Sharded] = {}
     for name, saved in manifest.tensors.items():
         if not name.startswith("optimizer."):
             continue
         param_name, _, key = name.removeprefix("optimizer.").rpartition(".")
+        if param_name in elsewhere:
+            found[name] = Sharded(tuple(saved.shape), saved.dtype)
+            continue
         if param_name not in everyone:
             continue  # checkpoint.load reports it as unexpected, with all others
         slot = everyone[param_name]

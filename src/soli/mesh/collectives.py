@@ -173,6 +173,60 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0, *, label: str = "", w
     return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
 
 
+def wire(axis: Axis, device: torch.device) -> torch.device:
+    """Where tensors that the axis's backend sends and receives lie."""
+    return device if axis.backend == "nccl" else torch.device("cpu")
+
+
+def send_later(tensor: Tensor, axis: Axis, to: int, label: str) -> Any:
+    """For a batch of torch's: send `tensor` to rank number `to` of the axis."""
+    _record("send", axis, tensor, label)
+    return dist.P2POp(dist.isend, tensor.to(wire(axis, tensor.device)), group=axis.group, group_peer=to)
+
+
+def receive_later(tensor: Tensor, axis: Axis, source: int, label: str) -> Any:
+    """For a batch of torch's: receive `tensor`, which lies on the wire's device, from rank number `source`."""
+    _record("recv", axis, tensor, label)
+    return dist.P2POp(dist.irecv, tensor, group=axis.group, group_peer=source)
+
+
+def send(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = True) -> Pending:
+    """Send `tensor` to rank number `to` of the axis."""
+    record = _record("send", axis, tensor, label)
+    moved = tensor.detach().to(wire(axis, tensor.device)).contiguous()
+    works = _issue(record, lambda: [dist.isend(moved, group=axis.group, group_dst=to)])
+    return _done(Pending(works, record, lambda: _keep(moved)), wait)
+
+
+def _keep(tensor: Tensor) -> None:
+    """Its memory must stay until the collective is done."""
+
+
+def receive(tensor: Tensor, axis: Axis, source: int, *, label: str = "") -> None:
+    """Receive into `tensor` from rank number `source` of the axis."""
+    record = _record("recv", axis, tensor, label)
+    on = wire(axis, tensor.device)
+    moved = tensor if on == tensor.device else torch.empty_like(tensor, device=on)
+    works = _issue(record, lambda: [dist.irecv(moved, group=axis.group, group_src=source)])
+    Pending(works, record, _copy_back(tensor, moved)).wait()
+
+
+def send_json(value: Any, axis: Axis, to: int, *, label: str = "") -> None:
+    """Send a JSON-able value. Small and rare things only."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    send(torch.tensor([data.numel()]), axis, to, label=label)
+    send(data, axis, to, label=label)
+
+
+def receive_json(axis: Axis, source: int, *, label: str = "") -> Any:
+    """Receive what `send_json` sent."""
+    size = torch.empty(1, dtype=torch.int64)
+    receive(size, axis, source, label=label)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    receive(data, axis, source, label=label)
+    return json.loads(bytes(data.tolist()))
+
+
 def gather_json(value: Any, axis: Axis, *, label: str = "") -> list[Any]:
     """Every rank's JSON-able `value`, on every rank, in the order of the axis. Small and rare things only."""
     if axis.size == 1:

@@ -43,6 +43,27 @@ class Mesh:
         mine = [dist.new_group(list(family)) for family in families][families.index(axis.ranks)]
         return Axis(axis.name, axis.size, axis.index, axis.ranks, mine, axis.backend)
 
+    def subset(self, axis: Axis, members: tuple[int, ...]) -> Axis:
+        """Those ranks of an axis whose numbers on it are `members`, as an axis; size 1 for the others.
+
+        Collective over the whole world: every rank calls it, for the same members in the same order.
+        """
+        if len(members) == axis.size or axis.size == 1:
+            return axis
+        sizes = {name: a.size for name, a in self.axes.items()}
+        families = sorted(
+            {
+                tuple(peers(rank, axis.name, sizes)[member] for member in members)
+                for rank in range(self.world.size)
+            }
+        )
+        groups = [dist.new_group(list(family)) for family in families]
+        if axis.index not in members:
+            return Axis(axis.name, ranks=(self.world.rank,))
+        mine = tuple(axis.ranks[member] for member in members)
+        index = members.index(axis.index)
+        return Axis(axis.name, len(members), index, mine, groups[families.index(mine)], axis.backend)
+
 
 def build_mesh(plan: Plan, world: World) -> Mesh:
     """The mesh of a resolved plan. Collective: every rank calls it."""

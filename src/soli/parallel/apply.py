@@ -10,6 +10,8 @@ from soli.core.plan import Plan
 from soli.mesh.mesh import Mesh
 from soli.parallel import data, precision, recompute
 from soli.parallel.data import DataParallel
+from soli.parallel.pipeline.own import keep_own
+from soli.parallel.pipeline.run import Cutting
 from soli.parallel.tensor import oned
 from soli.parallel.tensor.finder import Role
 from soli.parallel.tensor.oned import TensorParallel
@@ -23,13 +25,26 @@ class Parallel:
     tensor: TensorParallel | None
 
 
-def apply(model: nn.Module, plan: Plan, mesh: Mesh, roles: dict[str, Role] | None = None) -> Parallel:
-    """Lay `model` over `mesh` by `plan`, in place. Collective: every rank calls it. tp > 1 needs `roles`."""
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    roles: dict[str, Role] | None = None,
+    cutting: Cutting | None = None,
+) -> Parallel:
+    """Lay `model` over `mesh` by `plan`, in place. Collective: every rank calls it.
+
+    tp > 1 needs `roles`, pp > 1 `cutting`.
+    """
     data.agree_on_weights(model, mesh.all)  # first: ranks compare whole weights
     precision.cast(model, plan)  # before what follows looks at types: the flat units have one, and it is this
+    absent, copies = (
+        keep_own(model, cutting, mesh) if cutting is not None else ({}, {})
+    )  # before what works on weights: it need not on those of other stages
     tensor = (
-        oned.divide(model, roles, plan, mesh) if roles is not None else None
+        oned.divide(model, roles, plan, mesh, absent) if roles is not None else None
     )  # what is left of each weight
     recompute.wrap(model, plan)  # after what changes how a block computes, before what hooks its call
     portions = tensor.portions if tensor is not None else {}
-    return Parallel(data.distribute(model, plan, mesh, portions), tensor)  # last: shards what is left
+    laid = data.distribute(model, plan, mesh, portions, absent, copies)  # last: shards what is left
+    return Parallel(laid, tensor)

@@ -43,6 +43,7 @@ class DataParallel:
     gatherer: Gatherer | None
     plain: list[Named]  # frozen parameters below ZeRO-3: whole on every rank of dp
     portions: dict[int, Portion]  # of the parameters that tensor parallelism has cut, by id
+    absent: dict[int, Named]  # what other stages of a pipeline have
 
     @property
     def slots(self) -> dict[int, Slot]:
@@ -56,7 +57,7 @@ def problems(model: nn.Module, plan: Plan) -> list[Problem]:
         found.append(
             Problem("the model has no parameters", got=type(model).__name__, fix="there is nothing to train")
         )
-    if (plan.dp or 1) * plan.accumulate > 1:
+    if (plan.dp or 1) * plan.accumulate * plan.microbatches > 1:
         norms = [
             n
             for n, m in model.named_modules()
@@ -67,27 +68,38 @@ def problems(model: nn.Module, plan: Plan) -> list[Problem]:
                 Problem(
                     "batch normalisation couples the rows of a batch, so no part of it can be computed alone",
                     got=", ".join(norms[:4]) + (f" and {len(norms) - 4} more" if len(norms) > 4 else ""),
-                    fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1,accumulate=1",
+                    fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1 and no microbatches",
                 )
             )
     return found
 
 
-def distribute(model: nn.Module, plan: Plan, mesh: Mesh, portions: dict[int, Portion]) -> DataParallel:
+def distribute(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    portions: dict[int, Portion],
+    absent: dict[int, Named] | None = None,
+    copies: dict[int, Axis] | None = None,
+) -> DataParallel:
     """Lay the model's parameters over the mesh. The modules stay; the parameters are the same objects.
 
-    `portions`: of the parameters that tensor parallelism has cut, by id.
+    `portions`: of the parameters that tensor parallelism has cut, by id. `absent`: what other stages of a pipeline
+    have. `copies`: the stages that share a parameter with this one.
     """
     device = mesh.world.device
-    params = named_once(model)
+    absent, copies = absent or {}, copies or {}
+    params = [named for named in named_once(model) if id(named[1]) not in absent]
     gather = mesh.another(mesh[SHARD]) if plan.zero == 3 else None
     if plan.zero == 3:
-        root, found = _blocks(model, params, plan, mesh, portions, gather)
+        root, found = _blocks(model, params, plan, mesh, portions, copies, gather)
         ordered = [*found, root]
         units = [unit for block in ordered for unit in block.units]
     else:
         trainable = [named for named in reversed(params) if named[1].requires_grad]
-        units = [_unit(f"bucket {i}", run, plan, mesh, portions) for i, run in enumerate(buckets(trainable))]
+        alone = [named for named in trainable if id(named[1]) not in copies]
+        units = [_unit(f"bucket {i}", run, plan, mesh, portions) for i, run in enumerate(buckets(alone))]
+        units += _copied(trainable, plan, mesh, portions, copies)
     for unit in units:
         unit.fill(lambda slot: _values(slot.param, slot.name), device)
     covered = {id(slot.param) for unit in units for slot in unit.slots}
@@ -98,11 +110,11 @@ def distribute(model: nn.Module, plan: Plan, mesh: Mesh, portions: dict[int, Por
     _place_buffers(model, device)
     sweep()
     if plan.zero < 3:
-        return DataParallel(units, Reducer(units), None, plain, portions)
+        return DataParallel(units, Reducer(units), None, plain, portions, absent)
     reducer = Reducer([unit for block in [root, *found] for unit in block.units][::-1])
     gatherer = Gatherer(root, found, mesh.all)
     reducer.on_complete.append(gatherer.grads_complete)
-    return DataParallel(units, reducer, gatherer, plain, portions)
+    return DataParallel(units, reducer, gatherer, plain, portions, absent)
 
 
 def _unit(
@@ -123,6 +135,7 @@ def _blocks(
     plan: Plan,
     mesh: Mesh,
     portions: dict[int, Portion],
+    copies: dict[int, Axis],
     gather: Axis | None,
 ) -> tuple[Block, list[Block]]:
     """The root and the repeated blocks. A parameter that two blocks share belongs to the root."""
@@ -132,7 +145,7 @@ def _blocks(
         for param in module.parameters():
             owners.setdefault(id(param), set()).add(name)
     outside = {id(p) for p in _outside(model, {id(module) for _, module in modules})}
-    shared = {key for key, names in owners.items() if len(names) > 1} | outside
+    shared = {key for key, names in owners.items() if len(names) > 1} | outside | copies.keys()
 
     def units(name: str, members: list[Named]) -> list[Unit]:
         kinds: dict[Any, list[Named]] = {}
@@ -148,7 +161,29 @@ def _blocks(
 
     found = [Block(name, module, units(name, members(name))) for name, module in modules if members(name)]
     rest = [(n, p) for n, p in params if id(p) in shared or id(p) not in owners]
-    return Block("root", None, units("root", rest)), found
+    alone = units("root", [(n, p) for n, p in rest if id(p) not in copies])
+    return Block("root", None, alone + _copied(rest, plan, mesh, portions, copies, gather)), found
+
+
+def _copied(
+    params: list[Named],
+    plan: Plan,
+    mesh: Mesh,
+    portions: dict[int, Portion],
+    copies: dict[int, Axis],
+    gather: Axis | None = None,
+) -> list[Unit]:
+    """Units of what several stages have, laid alike on all of them: their sums then round alike."""
+    groups: dict[Any, list[Named]] = {}
+    for names, param in sorted((n for n in params if id(n[1]) in copies), key=lambda named: named[0]):
+        groups.setdefault((copies[id(param)].ranks, param.requires_grad), []).append((names, param))
+    found = []
+    for key in sorted(groups):
+        for run in buckets(groups[key]):
+            unit = _unit(f"shared by stages of ranks {key[0]}", run, plan, mesh, portions, gather)
+            unit.copies = copies[id(run[0][1])]
+            found.append(unit)
+    return found
 
 
 def _outside(model: nn.Module, inside: set[int]) -> list[nn.Parameter]:

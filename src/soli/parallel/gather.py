@@ -78,6 +78,14 @@ class Gatherer:
                 block.release()
         self._agree_on_order()
 
+    def hold_all(self) -> None:
+        """Gather everything and keep it until `end_pass`: a pipeline's microbatches come and go in between."""
+        self.phase = "held"
+        for block in [self.root, *self.order]:
+            self._issue(block)
+        for block in [self.root, *self.order]:
+            self._wait(block)
+
     def begin_backward(self) -> None:
         self.phase, self._cursor = "backward", len(self.order) - 1
         for block in self.order:

@@ -90,16 +90,41 @@ class Randomness:
     # --- contexts -------------------------------------------------------------------------------------
 
     @contextmanager
-    def begin(self, step: int, first_row: int, rows: int) -> Iterator[None]:
+    def begin(self, step: int, first_row: int, rows: int) -> Iterator[_Microbatch]:
         """One microbatch, forward and backward. torch's default generator is as before at the end."""
         before = torch.get_rng_state()
         torch.manual_seed(_hash(self.seed, step, first_row))
         self._now = _Microbatch(step, first_row, rows)
         try:
-            yield
+            yield self._now
         finally:
             self._now = None
             torch.set_rng_state(before)
+
+    @contextmanager
+    def resume(self, microbatch: _Microbatch) -> Iterator[None]:
+        """The backward of a microbatch that began before others did (in a pipeline)."""
+        self._now = microbatch
+        microbatch.backward = True
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def restart(self) -> None:
+        """Another stage's part of the same forward begins: calls are numbered from the start."""
+        if self._now is not None:
+            self._now.calls = {}
+
+    def counted(self) -> dict[str, int]:
+        """How many random calls each module has made so far."""
+        return dict(self._now.calls) if self._now is not None else {}
+
+    def skip(self, calls: dict[str, int]) -> None:
+        """Count calls that another stage makes."""
+        if self._now is not None:
+            for name, number in calls.items():
+                self._now.calls[name] = self._now.calls.get(name, 0) + number
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -151,7 +176,7 @@ class Randomness:
                 f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step",
                 fix="let it call dropout in every training forward (p=0 draws nothing and is seen)",
             )
-        if p >= 1:
+        if p >= 1 or like.is_meta:  # without values: of another stage
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         mask = self._filled(key, shape, lambda part, g: part.bernoulli_(1 - p, generator=g), like)
         return mask.div_(1 - p)

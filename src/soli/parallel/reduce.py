@@ -40,7 +40,7 @@ class Reducer:
                 unit.grad[unit.numel :].zero_()
             for slot in unit.slots:
                 self._unit_of[id(slot.param)] = (number, slot)
-                slot.param.register_post_accumulate_grad_hook(self._arrive)
+                slot.param.register_post_accumulate_grad_hook(self.arrive)
         self._seen: set[int] = set()
 
     def begin_step(self) -> None:
@@ -54,7 +54,8 @@ class Reducer:
         self._missing = [len(unit.slots) for unit in self.units]
         self._seen.clear()
 
-    def _arrive(self, param: nn.Parameter) -> None:
+    def arrive(self, param: nn.Parameter) -> None:
+        """Take the gradient of a parameter: autograd's hook, or whoever computed it without autograd's hooks."""
         number, slot = self._unit_of[id(param)]
         unit = self.units[number]
         grad = param.grad

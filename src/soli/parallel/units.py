@@ -100,6 +100,12 @@ class Unit:
         self.grad: Tensor | None = None
         self.grad_shard: Tensor | None = None
         self.gathered = zero < 3
+        self.copies = Axis("copies")  # the stages of a pipeline that have these parameters too
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank's copy is the one that the gradient norm counts."""
+        return self.copies.index == 0
 
     # --- building -------------------------------------------------------------------------------------
 

@@ -10,17 +10,13 @@ from itertools import product
 from typing import Any
 
 from soli.core.errors import Problem, SoliError
-from soli.core.plan import Plan
+from soli.core.plan import V_SHAPED, Plan
 
 BUILT: dict[str, tuple[object, ...]] = {
     "tensor": ("1d",),
     "depth": (1,),
     "cp": (1,),
     "context": ("ring",),
-    "pp": (1,),
-    "schedule": ("1f1b",),
-    "chunks": (1,),
-    "microbatches": (1,),
     "ep": (1,),
     "recompute": ("none", "full"),
     "precision": ("fp32", "bf16", "fp16", "fp64"),
@@ -63,6 +59,7 @@ def problems(plan: Plan, world: int) -> list[Problem]:
                 fix="leave sp out",
             )
         )
+    found += _pipeline_problems(plan)
     dp = plan.dp if plan.dp is not None else world // plan.model_ranks
     if plan.replicate > 1 and plan.zero == 0:
         found.append(
@@ -78,6 +75,46 @@ def problems(plan: Plan, world: int) -> list[Problem]:
     return found
 
 
+def _pipeline_problems(plan: Plan) -> list[Problem]:
+    found = []
+    if plan.pp == 1:
+        pointless = {
+            "schedule": ("orders the stages of a pipeline", "leave schedule out"),
+            "chunks": ("cuts a rank's part of a pipeline into stages", "leave chunks out"),
+            "microbatches": (
+                "fills a pipeline",
+                f"accumulate={plan.microbatches} cuts the batch without one",
+            ),
+        }
+        for key, (what, fix) in pointless.items():
+            value = getattr(plan, key)
+            if value != getattr(Plan, key):
+                found.append(
+                    Problem(f"'{key}' {what}, and pp=1 has none", got=f"pp=1, {key}={value}", fix=fix)
+                )
+    elif plan.schedule == "interleaved" and plan.chunks < 2:
+        found.append(
+            Problem("'interleaved' needs several stages a rank", got=f"chunks={plan.chunks}", fix="chunks=2")
+        )
+    elif plan.schedule in V_SHAPED and plan.chunks > 2:
+        found.append(
+            Problem(
+                f"'{plan.schedule}' has two stages a rank",
+                got=f"chunks={plan.chunks}",
+                fix="leave chunks out",
+            )
+        )
+    elif plan.schedule not in (*V_SHAPED, "interleaved") and plan.chunks > 1:
+        found.append(
+            Problem(
+                f"'{plan.schedule}' has one stage a rank",
+                got=f"chunks={plan.chunks}",
+                fix=f"schedule=interleaved,chunks={plan.chunks}",
+            )
+        )
+    return found
+
+
 def resolve(plan: Plan, world: int) -> Plan:
     """The plan with every degree filled in, or one error with all its problems and the nearest plan."""
     found = problems(plan, world)
@@ -90,16 +127,31 @@ def resolve(plan: Plan, world: int) -> Plan:
 def nearest(plan: Plan, world: int) -> Plan:
     """The legal plan that keeps the most of what was asked.
 
-    Distance: the number of keys that change, then how far dp, tp and replicate move.
+    Distance: the number of keys that change, then how far degrees move.
     """
     base: dict[str, Any] = {
         key: (value if value in BUILT.get(key, (value,)) else BUILT[key][0])
         for key, value in asdict(plan).items()
     }
+    if plan.schedule not in (*V_SHAPED, "interleaved"):
+        base["chunks"] = 1
+    elif plan.chunks != 2:
+        base["chunks"] = 2 if plan.schedule == "interleaved" else 1
+    degrees: list[dict[str, Any]] = [
+        {"tp": tp, "pp": pp, "dp": dp}
+        for tp, pp in product(_divisors(world), repeat=2)
+        if world % (tp * pp) == 0
+        for dp in {None, world // (tp * pp)}
+    ]
+    no_pipeline = {"schedule": Plan.schedule, "chunks": 1, "microbatches": 1}
     options = [
-        Plan(**{**base, "dp": dp, "tp": tp, "sp": sp, "replicate": replicate, "zero": zero})
-        for dp, tp, sp, replicate, zero in product(
-            [None, *_divisors(world)], _divisors(world), {False, plan.sp}, _divisors(world), range(4)
+        Plan(**{**base, **degree, **(no_pipeline if degree["pp"] == 1 else {}), **more})
+        for degree in degrees
+        for more in (
+            {"sp": sp, "replicate": replicate, "zero": zero}
+            for sp, replicate, zero in product(
+                {False, plan.sp}, _divisors(world // (degree["tp"] * degree["pp"])), {plan.zero, 0, 1}
+            )
         )
     ]
     legal = [option for option in options if not problems(option, world)]
@@ -107,7 +159,7 @@ def nearest(plan: Plan, world: int) -> Plan:
 
     def distance(option: Plan) -> tuple[int, int]:
         changed = sum(asked[key] != value for key, value in asdict(option).items())
-        moved = abs(option.replicate - plan.replicate) + abs(option.tp - plan.tp)
+        moved = abs(option.replicate - plan.replicate) + abs(option.tp - plan.tp) + abs(option.pp - plan.pp)
         return changed, moved + abs((option.dp or world) - (plan.dp or world))
 
     return min(legal, key=distance)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -34,14 +35,16 @@ class TensorParallel:
     splits: dict[int, Split]
 
 
-def divide(model: nn.Module, roles: dict[str, Role], plan: Plan, mesh: Mesh) -> TensorParallel:
-    """Keep this rank's part of every parameter that a role cuts, in place."""
+def divide(
+    model: nn.Module, roles: dict[str, Role], plan: Plan, mesh: Mesh, absent: Container[int] = ()
+) -> TensorParallel:
+    """Keep this rank's part of every parameter that a role cuts, in place; not of those with ids in `absent`."""
     axis = mesh["tp"]
     portions: dict[int, Portion] = {}
     splits: dict[int, Split] = {}
     for name, param in model.named_parameters():
         split = roles[name].split
-        if split is None:
+        if split is None or id(param) in absent:
             continue
         values = materialise(param, name=name) if param.is_meta else param.detach()
         with torch.no_grad():

@@ -1,0 +1,183 @@
+"""The engine under pp > 1: how the model is cut, and what of a step is done otherwise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from soli.core.errors import SoliError
+from soli.core.events import events
+from soli.core.layout import even_parts
+from soli.engine.batch import Part, part_of, to_device
+from soli.engine.layout import Runner
+from soli.mesh.collectives import all_reduce, gather_json
+from soli.parallel.pipeline import schedules, stages, watch
+from soli.parallel.pipeline.run import Cutting, Pipeline, needs_of
+from soli.parallel.pipeline.units import Unit, can_be_finer, units
+from soli.parallel.units import named_once
+
+if TYPE_CHECKING:
+    from soli.engine.engine import Engine
+
+
+def cutting_of(engine: Engine, batch: Any) -> Cutting:
+    """Run the whole model on a few rows, in training and in evaluation, and cut it into balanced stages. Collective."""
+    part = part_of(batch, 1, 0)
+    if not part.rows:
+        raise SoliError(
+            "the model is cut into stages on the first batch, and this rank has no row of it",
+            fix="give soli.parallelize(..., example=batch), or a first batch with a row for each rank of dp",
+        )
+    runner = Runner.of(engine, part)
+    parts, traces = _traces(engine, runner)
+    _agree(engine, traces)
+    ranks = schedules.rank_of_stages(engine.plan)
+    cut = stages.cut(traces[True], parts, ranks, part.rows * (engine.plan.dp or 1) / runner.rows)
+    starts = gather_json(cut.starts, engine.mesh.all, label="stages")[0]
+    cut = stages.Stages(tuple(starts), cut.costs, cut.rank_of)
+    for trace in traces.values():
+        stages.check(trace, cut)
+    found = {training: stages.owners(engine.model, trace, parts, cut) for training, trace in traces.items()}
+    owners = {
+        names[0]: sorted(found[True][id(param)] | _used(traces[False], param, found[False]))
+        for names, param in named_once(engine.model)
+    }
+    buffers = stages.buffer_owners(traces[True], parts, cut)
+    _announce(engine, cut, traces[True])
+    return Cutting(cut, parts, traces, owners, buffers, needs_of(engine.model, cut, traces))
+
+
+def _used(trace: watch.Trace, param: torch.nn.Parameter, owners: dict[int, set[int]]) -> set[int]:
+    """The ranks that use a parameter in evaluation; that nobody uses it there makes no owner."""
+    return owners[id(param)] if id(param) in trace.uses_of else set()
+
+
+def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watch.Trace]]:
+    """Units in a number that is enough for the stages, and the traces of their calls."""
+    finer, wanted = 0, engine.plan.stages
+    while True:
+        parts = units(engine.model, finer)
+        traces = {training: _trace(runner, parts, training) for training in (True, False)}
+        calls = [call.unit for call in traces[True].calls]
+        if calls != [call.unit for call in traces[False].calls]:
+            raise SoliError(
+                "the model calls other blocks in evaluation than in training, and has one set of stages for both",
+                got=f"{len(calls)} and {len(traces[False].calls)} calls",
+                fix="call the same blocks in both, or use pp=1",
+                everywhere=True,
+            )
+        if len(calls) >= wanted:
+            return parts, traces
+        if not can_be_finer(engine.model, finer):
+            raise SoliError(
+                f"the model has fewer parts to cut between than the pipeline has stages: {len(calls)} < {wanted}",
+                got=", ".join(calls)
+                or f"no module of {type(engine.model).__name__} with parameters is called",
+                allowed=f"pp x stages a rank <= {len(calls)}",
+                fix="use a smaller pp, or fewer chunks",
+                everywhere=True,
+            )
+        finer += 1
+
+
+def _trace(runner: Runner, parts: list[Unit], training: bool) -> watch.Trace:
+    tracers = []
+
+    def around(randomness: Any) -> watch.Tracer:
+        tracers.append(watch.Tracer(randomness.counted))
+        return tracers[0]
+
+    with watch.watched(parts):
+        runner.run(around, training)
+    return tracers[0].trace
+
+
+def _agree(engine: Engine, traces: dict[bool, watch.Trace]) -> None:
+    """All ranks must have seen the same forward."""
+    said = [trace.summary() for trace in traces.values()]
+    everyone = gather_json(said, engine.mesh.all, label="traces")
+    odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if odd:
+        raise SoliError(
+            "the model's forward takes different paths on the rows of different ranks",
+            got=f"rank {odd[0]} called {sum(map(len, everyone[odd[0]][0][1]))} operations between the blocks, "
+            f"rank 0 {sum(map(len, everyone[0][0][1]))}",
+            fix="put what depends on the rows inside a block, or use pp=1",
+            everywhere=True,
+        )
+
+
+def _announce(engine: Engine, cut: stages.Stages, trace: watch.Trace) -> None:
+    """One line with the stages, and one with what the bubble costs."""
+    plan, count = engine.plan, schedules.microbatches(engine.plan)
+    ends = [*cut.starts[1:], len(trace.calls)]
+    runs = [
+        f"{trace.calls[a].unit}..{trace.calls[b - 1].unit}" if b - a > 1 else trace.calls[a].unit
+        for a, b in zip(cut.starts, ends, strict=True)
+    ]
+    whole = sum(cut.costs) or 1.0
+    text = " | ".join(f"{run} {cost / whole:.0%}" for run, cost in zip(runs, cut.costs, strict=True))
+    share = schedules.bubble(plan)
+    waits = f"{plan.schedule} with {plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}: ranks wait for {share:.0%} of a step"
+    if count > plan.microbatches:
+        waits += f" ({count - plan.microbatches} empty microbatches are added: {plan.schedule} takes {count} or more)"
+    if share > 0.2:
+        more = plan.with_(microbatches=4 * plan.pp)
+        waits += f"; microbatches={more.microbatches} would make it {schedules.bubble(more):.0%}"
+    events.emit("note", text=f"stages: {text}; {waits}")
+    if engine.rank == 0:
+        print(f"soli: stages {text}\nsoli: {waits}", flush=True)
+
+
+def build(engine: Engine, cutting: Cutting) -> Pipeline:
+    """This rank's stages, once the model is laid over the ranks."""
+    watch.watch_units(cutting.units)  # around what recomputes them: a unit of another stage is not entered
+    return Pipeline(
+        engine.model,
+        engine.plan,
+        engine.mesh["pp"],
+        engine.device,
+        cutting,
+        engine.laid.reducer,
+        engine.randomness,
+        lambda data: engine._loss(engine._call(data), data),
+        engine.computing,
+        engine.again,
+    )
+
+
+def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> tuple[float, float]:
+    """Total and count of this rank's pieces (zero but on the last stage); the gradients are reduced."""
+    reducer, gatherer = engine.laid.reducer, engine.laid.gatherer
+    if gatherer is not None:
+        gatherer.hold_all()
+    reducer.begin_backward(last=False)
+    total, count = 0.0, 0.0
+    for a, b in even_parts(len(pieces), min(engine.plan.accumulate, len(pieces))):
+        flush = [_placed(piece, engine.device) for piece in pieces[a:b]]
+        # Shorter than the schedule's: the rest is empty.
+        flush += [Part(None, 0, 0, pieces[0].total)] * (pipeline.count - len(flush))
+        more, counted = pipeline.step(flush, engine.step_count, engine._seed_scale)
+        total, count = total + more, count + counted
+    reducer.begin_backward(last=True)
+    reducer.finish_backward()
+    for unit in reducer.units:
+        if unit.grad_shard is not None:
+            all_reduce(unit.grad_shard, unit.copies, label=f"gradients of {unit.name}")
+    if gatherer is not None:
+        gatherer.end_pass()
+    return total, count
+
+
+def _placed(piece: Part, device: torch.device) -> Part:
+    return Part(to_device(piece.data, device), piece.start, piece.stop, piece.total)
+
+
+def agree_on_use(engine: Engine) -> None:
+    """A parameter that several stages have is used if one of them used it."""
+    for unit in engine.laid.reducer.units:
+        flags = torch.tensor([float(slot.used) for slot in unit.slots])
+        all_reduce(flags, unit.copies, "max", label="used parameters")
+        for slot, flag in zip(unit.slots, flags.tolist(), strict=True):
+            slot.used = bool(flag)

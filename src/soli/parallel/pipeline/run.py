@@ -1,0 +1,289 @@
+"""A rank's stages, and how microbatches go through them.
+
+A step is one flush of torch's schedule. What a stage must know of a microbatch before it arrives (the shapes of what
+crosses, and of what earlier units returned) is sent along once for each shape of microbatch, in a forward without
+gradients (`forward_only`); evaluation is that forward too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+from soli.mesh.collectives import Axis, receive, receive_json, send, send_json
+from soli.parallel.pipeline import schedules
+from soli.parallel.pipeline.stage import Crossing, Flight, Known, Stage, handed
+from soli.parallel.pipeline.stage_forward import Finished, Shapes, StageForward
+from soli.parallel.pipeline.stages import Stages, requiring
+from soli.parallel.pipeline.units import Unit
+from soli.parallel.pipeline.watch import Name, Trace
+from soli.parallel.randomness import Randomness
+from soli.parallel.reduce import Reducer
+from soli.parallel.tensor.cut import Cut, split_of
+from soli.parallel.tensor.split import Split
+
+
+@dataclass
+class Cutting:
+    """How a model is cut into stages: what the dry runs in training and in evaluation found."""
+
+    stages: Stages
+    units: list[Unit]
+    traces: dict[bool, Trace]  # by training
+    owners: dict[str, list[int]]  # parameter's first name -> pp ranks
+    buffers: dict[str, int]
+    needs: dict[tuple[bool, int], list[tuple[Name, bool]]]  # (training, stage) -> what it is given
+
+    def first_owner(self, name: str) -> int:
+        return self.owners[name][0]
+
+
+def needs_of(
+    model: nn.Module, stages: Stages, traces: dict[bool, Trace]
+) -> dict[tuple[bool, int], list[tuple[Name, bool]]]:
+    """What each stage is given, and whether it has a gradient; by (training, stage)."""
+    found = {}
+    for training, trace in traces.items():
+        for stage in range(stages.count):
+            names = stages.incoming(trace, stage)
+            found[training, stage] = list(zip(names, requiring(model, trace, names), strict=True))
+    return found
+
+
+class Pipeline:
+    """`call(data) -> (total, count)`: the model and its loss. `computing()`, `again()`: what it runs in, forward
+    and when it is recomputed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        axis: Axis,
+        device: torch.device,
+        cutting: Cutting,
+        reducer: Reducer,
+        randomness: Randomness,
+        call: Callable[[Any], tuple[Tensor, float]],
+        computing: Callable[[], AbstractContextManager[Any]],
+        again: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.model, self.plan, self.axis, self.device = model, plan, axis, device
+        self.cutting, self.stages, self.reducer, self.randomness = (
+            cutting,
+            cutting.stages,
+            reducer,
+            randomness,
+        )
+        self.call, self.computing, self.again = call, computing, again
+        self.split = schedules.SCHEDULES[plan.schedule].split
+        self.mine = [Stage(self, index, self._weights) for index in self.stages.of_rank(axis.index)]
+        self.pieces: list[Any] = []
+        self.keys: list[Any] = []
+        self.count = schedules.microbatches(plan)
+        self.schedule = schedules.build(plan, self.mine, self.count)
+        self._params = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+        self._step, self._scale = 0, 1.0
+        self._total, self._counted = 0.0, 0.0
+
+    def _weights(self) -> list[nn.Parameter]:
+        return self._params
+
+    # --- a step ---------------------------------------------------------------------------------------
+
+    def step(self, pieces: list[Any], step: int, scale: float) -> tuple[float, float]:
+        """Forward and backward of `count` microbatches (some without rows). The sums of the last stage's rank.
+
+        `scale` multiplies what is differentiated. The gradients are in the reducer.
+        """
+        self.pieces, self._step, self._scale = pieces, step, scale
+        self.keys = [key_of(piece.data) if piece.rows else None for piece in pieces]
+        for piece, key in zip(pieces, self.keys, strict=True):
+            if piece.rows and key not in self.mine[0].known:
+                self._learn(piece)
+        self._total, self._counted = 0.0, 0.0
+        self.schedule._step_microbatches(target_mbs=[None] * len(pieces), return_outputs=False)
+        self.collect()
+        self.pieces = []
+        return self._total, self._counted
+
+    def _learn(self, piece: Any) -> None:
+        """Let the shapes of a microbatch be known on every stage; nothing of the model changes."""
+        before = [(b, b.clone()) for b in self.model.buffers()]
+        with self.randomness.begin(self._step, piece.start, piece.rows), self.randomness.forward():
+            self.forward_only(piece.data)
+        for buffer, value in before:
+            buffer.copy_(value)
+
+    def compute(self, stage: Stage, number: int, flight: Flight, known: Known) -> None:
+        """The forward of one microbatch on one stage; `flight` gets what is sent, or the loss."""
+        piece = self.pieces[number]
+        began = self.randomness.begin(self._step, piece.start, piece.rows)
+        with began as flight.randomness, self.randomness.forward():
+            forward, result = self._forward(stage, piece.data, known, flight.leaves)
+            if result is None:
+                flight.outputs = [self._apart(x) for x in _outputs(forward, known)]
+                return
+            total, count = result
+            if count:  # without counted targets there is no gradient: the total may be 0/0
+                self._total, self._counted = self._total + float(total.detach()), self._counted + count
+                flight.outputs = [total * self._scale]
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """Where weights have a backward of their own, outputs are detached, which views cannot be."""
+        return x.clone() if self.split and x._is_view() else x
+
+    @contextmanager
+    def backward(self, flight: Flight) -> Iterator[None]:
+        """Around a backward: recomputation draws as the forward did."""
+        with self.randomness.resume(flight.randomness), self.randomness.forward(), self.again():
+            yield
+
+    def collect(self) -> None:
+        """Give the reducer the gradients that came without autograd's hooks."""
+        for param in self._params:
+            if param.grad is not None:
+                self.reducer.arrive(param)
+
+    # --- a forward ------------------------------------------------------------------------------------
+
+    def _forward(
+        self, stage: Stage, data: Any, known: Known, leaves: list[Tensor]
+    ) -> tuple[StageForward, tuple[Tensor, float] | None]:
+        index, training = stage.stage_index, self.model.training
+        received = {v.name: handed(x, v) for v, x in zip(known.incoming, leaves, strict=True)}
+        following = self.cutting.needs.get((training, index + 1), [])
+        forward = StageForward(
+            self.cutting.traces[training],
+            self.stages,
+            index,
+            received,
+            [name for name, _ in following],
+            known.shapes,
+            self.device,
+            self.randomness.skip,
+        )
+        self.randomness.restart()
+        result = None
+        with self.computing(), forward, suppress(Finished):
+            result = self.call(data)
+        if (result is None) == stage.is_last:
+            raise SoliError(
+                "the forward took another path than on the first batch: it ended before the next stage's blocks",
+                got=f"stage {index}",
+                fix="call the same blocks for every batch, or use pp=1",
+            )
+        return forward, result
+
+    @torch.no_grad()
+    def forward_only(self, data: Any) -> tuple[float, float]:
+        """Total and count of a batch, on the last stage's rank (0 on the others), in the model's present mode."""
+        key, total, count = key_of(data, self.model.training), 0.0, 0.0
+        before: tuple[Stage, list[Tensor], Any] | None = None
+        pending = []
+        for stage in self.mine:
+            index = stage.stage_index
+            new = key not in stage.known
+            local = before is not None and before[0].stage_index == index - 1
+            if stage.is_first:
+                known, leaves = stage.known.get(key) or Known(Shapes(), [], []), []
+            elif before is not None and local:
+                known = stage.known.get(key) or self._known(index, before[2])
+                leaves = before[1]
+            else:
+                source = stage.peer(index - 1)
+                known = stage.known.get(key) or self._known(
+                    index, receive_json(self.axis, source, label="shapes of a microbatch")
+                )
+                leaves = [torch.empty(v.form[0], dtype=v.form[1], device=self.device) for v in known.incoming]
+                for x in leaves:
+                    receive(x, self.axis, source, label="activation")
+            forward, result = self._forward(stage, data, known, leaves)
+            if result is not None:
+                total, count = float(result[0]) if result[1] else 0.0, result[1]
+                stage.known[key] = known
+                break
+            outputs, header = self._outgoing(stage, known, forward)
+            stage.known[key] = known
+            before = (stage, outputs, header)
+            if self.stages.rank_of[index + 1] != self.axis.index:
+                to = stage.peer(index + 1)
+                if new:
+                    send_json(header, self.axis, to, label="shapes of a microbatch")
+                pending += [send(x, self.axis, to, label="activation", wait=False) for x in outputs]
+        for one in pending:
+            one.wait()
+        return total, count
+
+    def _outgoing(self, stage: Stage, known: Known, forward: StageForward) -> tuple[list[Tensor], Any]:
+        """What goes to the next stage, and what that one must know to receive it; kept in `known`."""
+        following = self.cutting.needs[self.model.training, stage.stage_index + 1]
+        values = [_found(forward, name) for name, _ in following]
+        known.outgoing = [
+            Crossing(name, (tuple(plain(x).shape), x.dtype), split_of(x), requires)
+            for (name, requires), x in zip(following, values, strict=True)
+        ]
+        forms = [*known.shapes.calls, *forward.forms]
+        header = [
+            [[[list(shape), _word(dtype)] for shape, dtype in call] for call in forms],
+            [[list(v.form[0]), _word(v.form[1]), _said(v.split)] for v in known.outgoing],
+        ]
+        return [plain(x) for x in values], header
+
+    def _known(self, stage: int, header: Any) -> Known:
+        calls, values = header
+        names = self.cutting.needs[self.model.training, stage]
+        incoming = [
+            Crossing(name, (tuple(shape), getattr(torch, dtype)), _read(split), requires)
+            for (name, requires), (shape, dtype, split) in zip(names, values, strict=True)
+        ]
+        forms = [[(tuple(shape), getattr(torch, dtype)) for shape, dtype in call] for call in calls]
+        return Known(Shapes(forms), incoming, [])
+
+
+def key_of(data: Any, training: bool = True) -> Any:
+    """What of a batch the shapes inside a model depend on."""
+    leaves = tree_leaves(data)
+    return training, tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+
+
+def plain(x: Tensor) -> Tensor:
+    """What this rank has of a tensor, as a tensor of torch's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.view_as(x) if type(x) is Cut else x
+
+
+def _outputs(forward: StageForward, known: Known) -> list[Tensor]:
+    return [plain(_found(forward, value.name)) for value in known.outgoing]
+
+
+def _found(forward: StageForward, name: Name) -> Tensor:
+    if name not in forward.made:
+        raise SoliError(
+            "the forward took another path than on the first batch: a value that a later stage uses was not made",
+            got=f"stage {forward.stage}, value {name}",
+            fix="call the same operations between the blocks for every batch, or use pp=1",
+        )
+    return forward.made[name]
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _said(split: Split | None) -> Any:
+    return None if split is None else [split.dim, split.parts, split.atoms, sorted(split.origins), split.lead]
+
+
+def _read(said: Any) -> Split | None:
+    if said is None:
+        return None
+    dim, parts, atoms, origins, lead = said
+    return Split(dim, tuple(parts), atoms, frozenset(origins), tuple(lead))

@@ -1,0 +1,93 @@
+"""Schedules: which of torch's classes does which, how many stages a rank has, and what each costs.
+
+    gpipe        all forwards, then all backwards (arXiv 1811.06965)
+    1f1b         one forward, one backward in turn (PipeDream-flush, arXiv 2006.09503)
+    interleaved  1f1b over several stages a rank (arXiv 2104.04473)
+    zbh1         1f1b; gradients of weights fill the bubble (arXiv 2401.10241)
+    zbv          the same over two stages a rank that lie in a V (arXiv 2405.15362)
+    dualpipev    forwards and backwards in pairs over the same V (DeepSeek's DualPipe, cut in half)
+
+Legend: S stages, P ranks, M microbatches.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.pipelining import schedules as torchs
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+from soli.core.plan import Plan
+
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+"""torch logs the whole schedule when a rank fails; the error itself says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`single`: one stage a rank. `style`: how stages lie on the ranks. `split`: weights have a backward of their own."""
+
+    made_by: Any
+    single: bool = False
+    style: str = "loop"
+    split: bool = False
+
+
+SCHEDULES = {
+    "gpipe": Schedule(torchs.ScheduleGPipe, single=True),
+    "1f1b": Schedule(torchs.Schedule1F1B, single=True),
+    "interleaved": Schedule(torchs.ScheduleInterleaved1F1B),
+    "zbh1": Schedule(torchs.ScheduleInterleavedZeroBubble, split=True),
+    "zbv": Schedule(torchs.ScheduleZBVZeroBubble, style="v", split=True),
+    "dualpipev": Schedule(torchs.ScheduleDualPipeV, style="v", split=True),
+}
+
+
+def rank_of_stages(plan: Plan) -> list[int]:
+    """The pp rank of each stage."""
+    mapping = generate_stage_to_rank_mapping(plan.pp, plan.stages, SCHEDULES[plan.schedule].style)
+    return [mapping[stage] for stage in range(plan.stages)]
+
+
+def microbatches(plan: Plan) -> int:
+    """The least number that the schedule takes and that is not below the plan's: the others are empty."""
+    count = plan.microbatches
+    if plan.schedule == "1f1b":
+        return max(count, plan.pp)
+    if plan.schedule == "dualpipev":
+        return max(count, plan.stages)
+    if plan.schedule in ("interleaved", "zbh1"):
+        while count % max(1, count // plan.pp):  # whole rounds
+            count += 1
+    return count
+
+
+def build(plan: Plan, stages: list[Any], count: int) -> Any:
+    """torch's schedule over this rank's stages, for `count` microbatches. Gradients are sums."""
+    kind = SCHEDULES[plan.schedule]
+    made = kind.made_by(
+        stages[0] if kind.single else stages, count, loss_fn=lambda output, target: output, scale_grads=False
+    )
+    for stage in stages:
+        stage.has_backward = True
+    # What torch would learn by sending shapes around is known (run.py).
+    made._initialize_stage = made._initialize_stages = lambda *args, **kwargs: None
+    return made
+
+
+def bubble(plan: Plan) -> float:
+    """The share of a step in which a rank waits, where a backward costs two forwards and sending nothing.
+
+    gpipe, 1f1b (P-1)/(M+P-1); interleaved (P-1)/(VM+P-1) for V stages a rank; zbh1 (P-1)/(3M+P-1): a third of
+    1f1b's; zbv and dualpipev none but what M < 2P leaves. arXiv 2104.04473, 2401.10241, 2405.15362.
+    """
+    wait, count, per_rank = plan.pp - 1, plan.microbatches, plan.stages // plan.pp
+    if plan.schedule in ("gpipe", "1f1b"):
+        return wait / (count + wait)
+    if plan.schedule == "interleaved":
+        return wait / (per_rank * count + wait)
+    if plan.schedule == "zbh1":
+        return wait / (3 * count + wait)
+    return max(0, 2 * plan.pp - count) / (2 * plan.pp + count) if count < 2 * plan.pp else 0.0

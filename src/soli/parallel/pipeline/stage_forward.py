@@ -1,0 +1,234 @@
+"""One stage's part of a forward: the user's whole forward runs, and only this stage's units and glue compute.
+
+What earlier stages computed is absent: a tensor on the meta device, which has the shape and no values, unless it
+crossed the border; then it is what was received. The forward ends where the next stage's first unit is called.
+Units of earlier stages are not entered; the shapes of what they returned were sent along once (see `Shapes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from soli.core.errors import SoliError
+from soli.parallel.pipeline.stages import Stages
+from soli.parallel.pipeline.watch import (
+    OUTPUT,
+    Name,
+    Trace,
+    Watch,
+    inside,
+    name_of,
+    results_of,
+)
+from soli.parallel.tensor.cut import Cut, shape_of
+
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor; of a cut one the logical shape."""
+
+
+class Finished(BaseException):
+    """Raised where the next stage begins. No Exception, so that a model's own handlers let it pass."""
+
+
+@dataclass
+class Shapes:
+    """The results of the units of earlier stages, by call, for one shape of the microbatch."""
+
+    calls: list[list[Form]] = field(default_factory=list)
+
+
+class StageForward(Watch):
+    """`received`: the values that crossed the border before this stage. `outgoing`: names to keep for the next."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        stages: Stages,
+        stage: int,
+        received: dict[Name, Tensor],
+        outgoing: list[Name],
+        shapes: Shapes,
+        device: torch.device,
+        skip: Callable[[dict[str, int]], None],
+    ) -> None:
+        super().__init__()
+        self.trace, self.stages, self.stage = trace, stages, stage
+        self.received, self.wanted = received, set(outgoing)
+        self.shapes, self.device, self.skip = shapes, device, skip
+        self.made: dict[Name, Tensor] = {n: x for n, x in received.items() if n in self.wanted}
+        self.forms: list[list[Form]] = []  # of the calls of this stage
+        self.last = stage == stages.count - 1
+        for name, x in received.items():
+            x._live = name  # type: ignore[attr-defined]
+
+    # --- glue -----------------------------------------------------------------------------------------
+
+    def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
+        if self.stages.of_gap(self.gap) == self.stage:
+            out = func(*args, **kwargs)
+            if not self.last:
+                self._seen(func, results_of(func, args, out))
+            return out
+        if name_of(func) == "device":
+            return self.device
+        try:
+            with torch.no_grad():
+                out = func(*tree_map(_absent, args), **tree_map(_absent, kwargs))
+        except (RuntimeError, NotImplementedError) as error:
+            raise SoliError(
+                f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split(
+                    "\n"
+                )[0],
+                got=f"stage {self.stage}, {self._place()}",
+                fix="do it inside a block, or use pp=1",
+                everywhere=True,
+            ) from error
+        return self._replaced(func, args, out)
+
+    def _replaced(self, func: Any, args: tuple, out: Any) -> Any:
+        """The result of an absent operation, in which what was received is there."""
+        made = results_of(func, args, out)
+        if not made:
+            return out
+        number = self._counted(func)
+        real = [self.received.get((self.gap, number, leaf)) for leaf in range(len(made))]
+        for leaf, x in enumerate(made):
+            x._live = (self.gap, number, leaf)  # type: ignore[attr-defined]
+        if _in_place(func):
+            return self._rewritten(args[0], made[0] if real[0] is None else real[0], (self.gap, number, 0))
+        if isinstance(out, Tensor):
+            return out if real[0] is None else real[0]
+        pairs = iter(real)
+        values = [x if not isinstance(x, Tensor) or (r := next(pairs)) is None else r for x in out]
+        return type(out)(values)
+
+    def _rewritten(self, target: Tensor, result: Tensor, name: Name) -> Tensor:
+        """An operation in place: the object that the model's code holds becomes the result."""
+        if target is not result:
+            torch.utils.swap_tensors(target, result)
+        target._live = name  # type: ignore[attr-defined]
+        if name in self.received:
+            self.received[name] = target
+            if name in self.made:
+                self.made[name] = target
+        return target
+
+    def _seen(self, func: Any, made: list[Tensor]) -> None:
+        if not made:
+            return
+        number = self._counted(func)
+        for leaf, x in enumerate(made):
+            self._keep((self.gap, number, leaf), x)
+
+    def _keep(self, name: Name, x: Tensor) -> None:
+        x._live = name  # type: ignore[attr-defined]
+        if name in self.wanted:
+            self.made[name] = x
+
+    def _counted(self, func: Any) -> int:
+        """The operation's number in its gap; it must be the one that the trace has there."""
+        number, expected = self.number, self.trace.operations[self.gap]
+        self.number += 1
+        got = name_of(func)
+        if number >= len(expected) or expected[number] != got:
+            wanted = expected[number] if number < len(expected) else "the next block"
+            raise self._strayed(f"{got} where there was {wanted}")
+        return number
+
+    def _strayed(self, what: str) -> SoliError:
+        return SoliError(
+            f"the forward took another path than on the first batch: {self._place()} came {what}",
+            got=f"stage {self.stage}",
+            allowed="the same calls between the blocks for every batch",
+            fix="put what depends on the batch inside a block, or use pp=1",
+        )
+
+    def _place(self) -> str:
+        return f"after {self.trace.calls[self.gap - 1].unit}" if self.gap else "before the first block"
+
+    # --- units ----------------------------------------------------------------------------------------
+
+    def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        call = self.gap
+        expected = self.trace.calls[call].unit if call < len(self.trace.calls) else "the end"
+        if name != expected:
+            raise self._strayed(f"{name} where there was {expected}")
+        stage, before = self.stages.of_call(call), self.trace.operations[call]
+        uncounted = self.last and self.stages.of_gap(call) == self.stage
+        if not uncounted and self.number != len(before):
+            raise self._strayed(f"{name} where there was {before[self.number]}")
+        if stage > self.stage:
+            raise Finished
+        self.gap, self.number = call + 1, 0
+        if stage < self.stage:
+            self.skip(self.trace.calls[call].draws)
+            return self._result(call, args, kwargs)
+        with inside(self):
+            out = forward(*args, **kwargs)
+        if not self.last:
+            self._returned(call, out)
+        return out
+
+    def _result(self, call: int, args: tuple, kwargs: dict) -> Any:
+        """What an earlier stage's unit returned: absent, or received."""
+        told, forms = self.trace.calls[call], iter(self.shapes.calls[call])
+        given = tree_flatten((args, kwargs))[0]
+        leaves: list[Any] = []
+        for number, leaf in enumerate(told.leaves):
+            if leaf == "tensor":
+                shape, dtype = next(forms)
+                name = (self.gap, OUTPUT, number)
+                x = self.received.get(name)
+                if x is None:
+                    x = torch.empty(shape, dtype=dtype, device="meta")
+                    x._live = name  # type: ignore[attr-defined]
+                leaves.append(x)
+            else:
+                leaves.append(leaf[0] if isinstance(leaf, tuple) else given[leaf])
+        return tree_unflatten(leaves, told.spec)
+
+    def _returned(self, call: int, out: Any) -> None:
+        leaves, spec = tree_flatten(out)
+        told = self.trace.calls[call]
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            raise SoliError(
+                f"{told.unit} read a value of an earlier stage that was not among its arguments",
+                allowed="tensors in the arguments of blocks, in tuples, lists and dicts",
+                fix="pass it as an argument and not inside an object or an attribute, or use pp=1",
+                everywhere=True,
+            )
+        if spec != told.spec:
+            raise self._strayed(f"{spec} where there was {told.spec}")
+        forms = []
+        for number, (leaf, kind) in enumerate(zip(leaves, told.leaves, strict=True)):
+            if kind == "tensor":
+                forms.append((tuple(shape_of(leaf)), leaf.dtype))
+                self._keep((self.gap, OUTPUT, number), leaf)
+        self.forms.append(forms)
+
+
+def _in_place(func: Any) -> bool:
+    name = name_of(func)
+    if name.startswith("__"):
+        return name.startswith("__set") or (
+            name.startswith("__i") and name not in ("__invert__", "__index__")
+        )
+    return name.endswith("_")
+
+
+def _absent(x: Any) -> Any:
+    """A tensor without its values; where it was to lie, too."""
+    if isinstance(x, torch.device):
+        return torch.device("meta")
+    if not isinstance(x, Tensor) or x.is_meta:
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(x, Cut) or getattr(x, "cut_as", None) is not None:
+            return torch.empty(shape_of(x), dtype=x.dtype, device="meta")
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

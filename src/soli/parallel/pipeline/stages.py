@@ -1,0 +1,143 @@
+"""Which stage runs which calls, so that the slowest is as fast as it can be; what crosses each border; who has what.
+
+Legend: K calls of units in the order of the forward, S stages. A stage runs a contiguous run of calls and the glue
+after each (stage 0 also the glue before the first). A value crosses the border before call c if it was made before
+and is used from then on; a stage passes on what only later ones use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from soli.core.errors import SoliError
+from soli.parallel.pipeline.units import Unit
+from soli.parallel.pipeline.watch import Name, Trace
+
+FLOPS_PER_PARAMETER = 200.0
+"""What a parameter costs a step beside its products: optimizer, zeroing, reduction (memory-bound; about 64 bytes
+moved, at some three operations a byte). It orders stages whose products cost the same."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The cut of one forward. `starts`: the first call of each stage; `costs` in flops of a step."""
+
+    starts: tuple[int, ...]
+    costs: tuple[float, ...]
+    rank_of: tuple[int, ...]  # stage -> index on the pp axis
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+    def of_call(self, call: int) -> int:
+        return sum(start <= call for start in self.starts) - 1
+
+    def of_gap(self, gap: int) -> int:
+        return self.of_call(max(gap - 1, 0))
+
+    def of_rank(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+    def incoming(self, trace: Trace, stage: int) -> list[Name]:
+        """What stage `stage` is given by the one before it, in a fixed order."""
+        border = self.starts[stage]
+        return sorted(
+            name for name, last in trace.last_use.items() if stage and name[0] <= border and last > border
+        )
+
+
+def cut(trace: Trace, units: list[Unit], rank_of: list[int], rows: float) -> Stages:
+    """Balanced stages. `rows`: how many times the trace's rows a step has."""
+    modules = dict(units)
+    costs = []
+    for number, call in enumerate(trace.calls):
+        flops = trace.flops[number + 1] + (trace.flops[0] if number == 0 else 0.0)
+        size = sum(p.numel() for p in modules[call.unit].parameters())
+        costs.append(3 * flops * rows + FLOPS_PER_PARAMETER * size)
+    starts = balanced(costs, len(rank_of))
+    ends = [*starts[1:], len(costs)]
+    return Stages(
+        tuple(starts),
+        tuple(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)),
+        tuple(rank_of),
+    )
+
+
+def balanced(costs: list[float], parts: int) -> list[int]:
+    """Where each of `parts` contiguous, non-empty runs starts, so that the largest sum is least.
+
+    Among those, the one whose squares add up to least: the others are even too.
+    """
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    count = len(costs)
+    best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
+    for part in range(1, parts + 1):
+        for end in range(part, count - (parts - part) + 1):
+            options = []
+            for start in range(part - 1, end):
+                if (part - 1, start) in best:
+                    worst, squares, _ = best[part - 1, start]
+                    size = total[end] - total[start]
+                    options.append((max(worst, size), squares + size * size, start))
+            best[part, end] = min(options)
+    starts, end = [], count
+    for part in range(parts, 0, -1):
+        end = best[part, end][2]
+        starts.append(end)
+    return starts[::-1]
+
+
+def check(trace: Trace, stages: Stages) -> None:
+    """Refuse what a forward in stages cannot repeat."""
+    last = stages.count - 1
+    bad = sorted({(gap, name) for gap, name in trace.reads if stages.of_gap(gap) < last})
+    if bad:
+        gap, name = bad[0]
+        where = f"after {trace.calls[gap - 1].unit}" if gap else "before the first block"
+        raise SoliError(
+            f"the forward looks at a value with {name} {where}, between its blocks; later stages do not have it",
+            got=f"{len(bad)} such places",
+            allowed="Python that does not depend on what is in activations, outside the blocks",
+            fix="do it inside a block, or after the last one, or use pp=1",
+            everywhere=True,
+        )
+
+
+def owners(model: nn.Module, trace: Trace, units: list[Unit], stages: Stages) -> dict[int, set[int]]:
+    """The pp ranks that have each parameter, by its id: those that use it; unused, that of its unit or the first."""
+    found = {key: {stages.rank_of[stages.of_gap(gap)] for gap in gaps} for key, gaps in trace.uses_of.items()}
+    called = {call.unit: stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls)}
+    for name, module in units:
+        for param in module.parameters():
+            found.setdefault(id(param), {called.get(name, stages.rank_of[0])})
+    for param in model.parameters():
+        found.setdefault(id(param), {stages.rank_of[0]})
+    return found
+
+
+def buffer_owners(trace: Trace, units: list[Unit], stages: Stages) -> dict[str, int]:
+    """The pp rank whose value of a unit's buffer holds; others' units did not run. By the buffer's name."""
+    found: dict[str, int] = {}
+    modules = dict(units)
+    for number, call in enumerate(trace.calls):
+        for name, _ in modules[call.unit].named_buffers():
+            found.setdefault(f"{call.unit}.{name}", stages.rank_of[stages.of_call(number)])
+    return found
+
+
+def requiring(model: nn.Module, trace: Trace, names: list[Name]) -> list[bool]:
+    """Whether each value has a gradient: it is floating, and a parameter that trains was used before it."""
+    trains = {id(p) for p in model.parameters() if p.requires_grad}
+    first = min((min(gaps) for key, gaps in trace.uses_of.items() if key in trains), default=None)
+    return [trace.floating[name] and first is not None and first <= name[0] for name in names]
+
+
+def sizes(starts: tuple[int, ...], calls: int) -> list[int]:
+    """Calls of each stage."""
+    return [b - a for a, b in pairwise([*starts, calls])]

@@ -1,0 +1,257 @@
+"""Watching a forward: which values depend on parameters, where they are made and where they are used.
+
+The model's own Python runs, under a TorchFunctionMode. A value is *live* if it depends on a parameter. What depends
+on the batch alone (masks, positions, rotary tables) is not: every stage makes it for itself. Calls of units divide a
+forward into gaps: gap g is what happens after g calls and before the next. A live value has a name that is the same
+in every run and on every rank: (gap, number among the gap's live operations, leaf of the result).
+
+A trace is taken once, of the whole model, before it is cut (`Tracer`); afterwards each stage runs its part of the
+same forward (`stage_forward.py`) and compares what it meets with the trace.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from soli.core.errors import SoliError
+from soli.mesh.versions import mode_popped
+from soli.parallel.pipeline.units import Unit
+
+Name = tuple[int, int, int]
+"""(gap, number, leaf); number is OUTPUT for what a unit's call returned, whose gap is the one after it."""
+OUTPUT = -1
+READS = {
+    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__",
+    "__nonzero__", "equal", "allclose", "is_nonzero", "nonzero", "argwhere", "masked_select", "unique", "__iter__",
+}  # fmt: skip
+"""Functions that tell Python what is in a tensor, or whose result's shape does."""
+
+
+@dataclass
+class Call:
+    """A call of a unit: its name, and what it returned. `leaves`: "tensor", an input's number, or the value itself."""
+
+    unit: str
+    spec: TreeSpec
+    leaves: list[Any]
+    draws: dict[str, int]  # how many random calls each module inside made
+
+
+@dataclass
+class Trace:
+    """What a forward and its loss did. Lists by gap have one entry more than there are calls."""
+
+    calls: list[Call] = field(default_factory=list)
+    operations: list[list[str]] = field(default_factory=lambda: [[]])
+    flops: list[float] = field(default_factory=lambda: [0.0])
+    last_use: dict[Name, int] = field(default_factory=dict)
+    uses_of: dict[int, set[int]] = field(default_factory=dict)  # parameter's id -> gaps
+    floating: dict[Name, bool] = field(default_factory=dict)
+    reads: list[tuple[int, str]] = field(default_factory=list)
+
+    def summary(self) -> list[Any]:
+        """What all ranks must agree on, as JSON."""
+        return [[call.unit for call in self.calls], self.operations, sorted(map(list, self.last_use))]
+
+
+class _State:
+    watch: Watch | None = None
+
+
+class Watch(TorchFunctionMode):
+    """Sees every function of torch that the model's own code calls outside its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gap, self.number, self.inside = 0, 0, False
+
+    def __enter__(self) -> Any:
+        _State.watch = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _State.watch = None
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        live = live_in(args) + (live_in(kwargs.values()) if kwargs else [])
+        return self.met(func, args, kwargs, live) if live else func(*args, **kwargs)
+
+    def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
+        raise NotImplementedError
+
+    def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        raise NotImplementedError
+
+
+def live_in(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            if hasattr(x, "_live") or isinstance(x, nn.Parameter):
+                found.append(x)
+        elif isinstance(x, list | tuple):
+            found += live_in(x)
+        elif isinstance(x, dict):
+            found += live_in(x.values())
+    return found
+
+
+def results_of(func: Any, args: tuple, out: Any) -> list[Tensor]:
+    """The tensors that an operation made. One that writes in place made its first argument anew."""
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, list | tuple):
+        return [x for x in out if isinstance(x, Tensor)]
+    if out is None and args and isinstance(args[0], Tensor) and name_of(func).startswith("__set"):
+        return [args[0]]
+    return []
+
+
+def name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return str(func.__self__.__name__) if name == "__get__" else str(name)
+
+
+@contextmanager
+def watched(units: list[Unit]) -> Iterator[None]:
+    """Units tell the watch of their calls in this block."""
+    watch_units(units)
+    try:
+        yield
+    finally:
+        for _, module in units:
+            unwatch(module)
+
+
+def watch_units(units: list[Unit]) -> None:
+    """Let units tell the watch, where there is one, that they are called."""
+    for name, module in units:
+        module.forward = _told(name, module, module.forward)
+
+
+def unwatch(module: nn.Module) -> None:
+    """Take it back."""
+    inner = getattr(module.__dict__.get("forward"), "soli_watched", None)
+    if inner is not None:
+        del module.forward
+        if getattr(inner, "__self__", None) is not module or inner.__func__ is not type(module).forward:
+            module.forward = inner
+
+
+def _told(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        watch = _State.watch
+        if watch is None or watch.inside:  # in backward (recomputation), or a unit inside a unit
+            return forward(*args, **kwargs)
+        return watch.unit(name, module, forward, args, kwargs)
+
+    told.soli_watched = forward  # type: ignore[attr-defined]
+    return told
+
+
+@contextmanager
+def inside(watch: Watch) -> Iterator[None]:
+    """A unit computes: its own operations are not looked at."""
+    watch.inside = True
+    try:
+        with mode_popped():
+            yield
+    finally:
+        watch.inside = False
+
+
+class Tracer(Watch):
+    """Takes a trace of one forward and loss. `draws()` tells the random calls so far, by module."""
+
+    def __init__(self, draws: Callable[[], dict[str, int]]) -> None:
+        super().__init__()
+        self.trace, self.draws = Trace(), draws
+        self._counter = FlopCounterMode(display=False)
+        self._counted = 0.0
+
+    def __enter__(self) -> Any:
+        self._counter.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._count()
+        self._counter.__exit__(*error)
+
+    def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
+        out = func(*args, **kwargs)
+        name, made = name_of(func), results_of(func, args, out)
+        if name in READS:
+            self.trace.reads.append((self.gap, name))
+        if made or name in READS:
+            self._used(live, self.gap)
+        if made:
+            self.trace.operations[self.gap].append(name)
+            for leaf, x in enumerate(made):
+                self._made(x, (self.gap, self.number, leaf))
+            self.number += 1
+        return out
+
+    def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        self._count()
+        self.gap, self.number = self.gap + 1, 0
+        self.trace.operations.append([])
+        self.trace.flops.append(0.0)
+        given = tree_flatten((args, kwargs))[0]
+        self._used([x for x in given if isinstance(x, Tensor) and hasattr(x, "_live")], self.gap)
+        for param in module.parameters():
+            self.trace.uses_of.setdefault(id(param), set()).add(self.gap)
+        before = self.draws()
+        with inside(self):
+            out = forward(*args, **kwargs)
+        drawn = {m: n - before.get(m, 0) for m, n in self.draws().items() if n != before.get(m, 0)}
+        leaves, spec = tree_flatten(out)
+        kept = [self._leaf(name, number, leaf, given) for number, leaf in enumerate(leaves)]
+        self.trace.calls.append(Call(name, spec, kept, drawn))
+        return out
+
+    def _leaf(self, unit: str, number: int, leaf: Any, given: list[Any]) -> Any:
+        for place, x in enumerate(given):
+            if x is leaf and not isinstance(leaf, bool | int | float | str | None):
+                return place
+        if isinstance(leaf, Tensor):
+            self._made(leaf, (self.gap, OUTPUT, number))
+            return "tensor"
+        if leaf is None or isinstance(leaf, bool | int | float | str):
+            return (leaf,)
+        raise SoliError(
+            f"{unit} returns an object that a pipeline cannot hand on",
+            got=type(leaf).__name__,
+            allowed="tensors, numbers, text and None, in tuples, lists, dicts and dataclasses of Hugging Face",
+            fix="return the tensors themselves, or use pp=1",
+            everywhere=True,
+        )
+
+    def _made(self, x: Tensor, name: Name) -> None:
+        x._live = name  # type: ignore[attr-defined]
+        self.trace.floating[name] = x.is_floating_point()
+
+    def _used(self, live: list[Tensor], gap: int) -> None:
+        for x in live:
+            if isinstance(x, nn.Parameter):
+                self.trace.uses_of.setdefault(id(x), set()).add(gap)
+            else:
+                name = x._live  # type: ignore[attr-defined]
+                self.trace.last_use[name] = max(gap, self.trace.last_use.get(name, 0))
+
+    def _count(self) -> None:
+        total = float(self._counter.get_total_flops())
+        self.trace.flops[self.gap] += total - self._counted
+        self._counted = total
