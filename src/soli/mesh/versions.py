@@ -8,13 +8,9 @@ initialisation asks for.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward as run_backward
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.overrides import _pop_mode_temporarily as mode_popped
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,24 +21,8 @@ if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_standard_gamma", "
     _kernels.impl("_standard_gamma", lambda alpha, generator=None: torch.empty_like(alpha), "Meta")
 
 
-def backward_of_inputs(
-    outputs: list[Tensor], gradients: list[Tensor | None], inputs: list[Tensor], weights: list[nn.Parameter]
-) -> tuple[list[Tensor | None], Any]:
-    """The gradients of the inputs, and what `backward_of_weights` goes on with (zero bubble, arXiv 2401.10241)."""
-    whole = None if all(g is None for g in gradients) else gradients
-    found, groups = stage_backward_input(outputs, whole, inputs, iter(weights))  # type: ignore[arg-type]
-    return list(found), groups
-
-
-def backward_of_weights(weights: list[nn.Parameter], groups: Any) -> None:
-    """Add the gradients of the weights to their `.grad`."""
-    stage_backward_weight(iter(weights), groups)
-
-
 __all__ = [
     "all_gather_flat",
-    "backward_of_inputs",
-    "backward_of_weights",
     "mode_popped",
     "reduce_scatter_flat",
     "run_backward",

@@ -83,7 +83,6 @@ class Pipeline:
             randomness,
         )
         self.call, self.computing, self.again = call, computing, again
-        self.split = schedules.SCHEDULES[plan.schedule].split
         self.mine = [Stage(self, index, self._weights) for index in self.stages.of_rank(axis.index)]
         self.pieces: list[Any] = []
         self.keys: list[Any] = []
@@ -129,16 +128,12 @@ class Pipeline:
         with began as flight.randomness, self.randomness.forward():
             forward, result = self._forward(stage, piece.data, known, flight.leaves)
             if result is None:
-                flight.outputs = [self._apart(x) for x in _outputs(forward, known)]
+                flight.outputs = _outputs(forward, known)
                 return
             total, count = result
             if count:  # without counted targets there is no gradient: the total may be 0/0
                 self._total, self._counted = self._total + float(total.detach()), self._counted + count
                 flight.outputs = [total * self._scale]
-
-    def _apart(self, x: Tensor) -> Tensor:
-        """Where weights have a backward of their own, outputs are detached, which views cannot be."""
-        return x.clone() if self.split and x._is_view() else x
 
     @contextmanager
     def backward(self, flight: Flight) -> Iterator[None]:

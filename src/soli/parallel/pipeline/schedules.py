@@ -27,21 +27,20 @@ logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRI
 
 @dataclass(frozen=True)
 class Schedule:
-    """`single`: one stage a rank. `style`: how stages lie on the ranks. `split`: weights have a backward of their own."""
+    """`single`: one stage a rank. `style`: how stages lie on the ranks."""
 
     made_by: Any
     single: bool = False
     style: str = "loop"
-    split: bool = False
 
 
 SCHEDULES = {
     "gpipe": Schedule(torchs.ScheduleGPipe, single=True),
     "1f1b": Schedule(torchs.Schedule1F1B, single=True),
     "interleaved": Schedule(torchs.ScheduleInterleaved1F1B),
-    "zbh1": Schedule(torchs.ScheduleInterleavedZeroBubble, split=True),
-    "zbv": Schedule(torchs.ScheduleZBVZeroBubble, style="v", split=True),
-    "dualpipev": Schedule(torchs.ScheduleDualPipeV, style="v", split=True),
+    "zbh1": Schedule(torchs.ScheduleInterleavedZeroBubble),
+    "zbv": Schedule(torchs.ScheduleZBVZeroBubble, style="v"),
+    "dualpipev": Schedule(torchs.ScheduleDualPipeV, style="v"),
 }
 
 

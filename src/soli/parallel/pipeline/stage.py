@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from soli.mesh.collectives import Axis, receive_later, send_later, wire
-from soli.mesh.versions import backward_of_inputs, backward_of_weights
+from soli.parallel.pipeline.split_backward import inputs_first, weights_later
 from soli.parallel.pipeline.stage_forward import Form, Shapes
 from soli.parallel.pipeline.watch import Name
 from soli.parallel.tensor.cut import cut
@@ -60,7 +60,7 @@ class Flight:
     gradients: list[Tensor | None] = field(default_factory=list)  # of the outputs
     passed: list[Tensor | None] = field(default_factory=list)  # of the leaves
     randomness: Any = None
-    groups: Any = None
+    rest: Any = None  # what is left to do for the weights
 
 
 class Stage(PipelineStage):
@@ -152,32 +152,23 @@ class Stage(PipelineStage):
                     torch.autograd.backward(outputs, gradients)
                 flight.passed = [leaf.grad for leaf in flight.leaves]
             else:
-                self._inputs(flight)
+                outputs, gradients = _differentiable(flight)
+                seeds = [
+                    torch.ones_like(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)
+                ]
+                flight.passed, flight.rest = inputs_first(outputs, seeds, flight.leaves, self.weights())
         self._pass(flight, bwd_chunk_id)
         if full_backward and self.is_first:
             self._land(bwd_chunk_id)
-
-    def _inputs(self, flight: Flight) -> None:
-        """The gradients of what was received; those of the weights come later. The first stage has none of these."""
-        outputs, gradients = _differentiable(flight)
-        if not flight.leaves or not any(leaf.requires_grad for leaf in flight.leaves):
-            flight.groups = "all"
-            return
-        flight.passed, flight.groups = backward_of_inputs(outputs, gradients, flight.leaves, self.weights())
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self._empty(bwd_chunk_id):
             return
         flight = self.flights[bwd_chunk_id]
         with self.pipeline.backward(flight):
-            if flight.groups == "all":
-                outputs, gradients = _differentiable(flight)
-                if outputs:
-                    torch.autograd.backward(outputs, gradients)
-            else:
-                backward_of_weights(self.weights(), flight.groups)
+            weights_later(flight.rest, self.weights())
         self.pipeline.collect()
-        flight.groups = None
+        flight.rest = None
         self._land(bwd_chunk_id)
 
     def _pass(self, flight: Flight, number: int) -> None:
@@ -209,7 +200,7 @@ class Stage(PipelineStage):
     def _land(self, number: int) -> None:
         """Forget a microbatch once its gradients are on their way and its weights have theirs."""
         flight = self.flights[number]
-        if flight.groups is None:
+        if flight.rest is None:
             del self.flights[number]
 
     # --- what torch's schedules ask besides -----------------------------------------------------------

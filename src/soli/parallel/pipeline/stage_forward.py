@@ -22,6 +22,7 @@ from soli.parallel.pipeline.watch import (
     Name,
     Trace,
     Watch,
+    in_place,
     inside,
     name_of,
     results_of,
@@ -96,12 +97,12 @@ class StageForward(Watch):
         made = results_of(func, args, out)
         if not made:
             return out
-        number = self._counted(func)
-        real = [self.received.get((self.gap, number, leaf)) for leaf in range(len(made))]
-        for leaf, x in enumerate(made):
-            x._live = (self.gap, number, leaf)  # type: ignore[attr-defined]
-        if _in_place(func):
-            return self._rewritten(args[0], made[0] if real[0] is None else real[0], (self.gap, number, 0))
+        names = self._names(func, made)
+        real = [self.received.get(name) for name in names]
+        for name, x in zip(names, made, strict=True):
+            x._live = name  # type: ignore[attr-defined]
+        if in_place(func):
+            return self._rewritten(args[0], made[0] if real[0] is None else real[0], names[0])
         if isinstance(out, Tensor):
             return out if real[0] is None else real[0]
         pairs = iter(real)
@@ -122,24 +123,24 @@ class StageForward(Watch):
     def _seen(self, func: Any, made: list[Tensor]) -> None:
         if not made:
             return
-        number = self._counted(func)
-        for leaf, x in enumerate(made):
-            self._keep((self.gap, number, leaf), x)
+        for name, x in zip(self._names(func, made), made, strict=True):
+            self._keep(name, x)
 
     def _keep(self, name: Name, x: Tensor) -> None:
         x._live = name  # type: ignore[attr-defined]
         if name in self.wanted:
             self.made[name] = x
 
-    def _counted(self, func: Any) -> int:
-        """The operation's number in its gap; it must be the one that the trace has there."""
+    def _names(self, func: Any, made: list[Tensor]) -> list[Name]:
+        """The names of an operation's results; it must be the one that the trace has there."""
         number, expected = self.number, self.trace.operations[self.gap]
         self.number += 1
         got = name_of(func)
         if number >= len(expected) or expected[number] != got:
             wanted = expected[number] if number < len(expected) else "the next block"
             raise self._strayed(f"{got} where there was {wanted}")
-        return number
+        names = [(self.gap, number, leaf) for leaf in range(len(made))]
+        return [self.trace.same.get(name, name) for name in names]
 
     def _strayed(self, what: str) -> SoliError:
         return SoliError(
@@ -211,15 +212,6 @@ class StageForward(Watch):
                 forms.append((tuple(shape_of(leaf)), leaf.dtype))
                 self._keep((self.gap, OUTPUT, number), leaf)
         self.forms.append(forms)
-
-
-def _in_place(func: Any) -> bool:
-    name = name_of(func)
-    if name.startswith("__"):
-        return name.startswith("__set") or (
-            name.startswith("__i") and name not in ("__invert__", "__index__")
-        )
-    return name.endswith("_")
 
 
 def _absent(x: Any) -> Any:

@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from soli.core.errors import SoliError
 from soli.mesh.versions import mode_popped
@@ -56,6 +57,9 @@ class Trace:
     last_use: dict[Name, int] = field(default_factory=dict)
     uses_of: dict[int, set[int]] = field(default_factory=dict)  # parameter's id -> gaps
     floating: dict[Name, bool] = field(default_factory=dict)
+    same: dict[Name, Name] = field(
+        default_factory=dict
+    )  # a result that is an argument itself, and whose name holds
     reads: list[tuple[int, str]] = field(default_factory=list)
 
     def summary(self) -> list[Any]:
@@ -109,6 +113,8 @@ def live_in(values: Any) -> list[Tensor]:
 
 def results_of(func: Any, args: tuple, out: Any) -> list[Tensor]:
     """The tensors that an operation made. One that writes in place made its first argument anew."""
+    if name_of(func) == "requires_grad_":
+        return []
     if isinstance(out, Tensor):
         return [out]
     if isinstance(out, list | tuple):
@@ -116,6 +122,14 @@ def results_of(func: Any, args: tuple, out: Any) -> list[Tensor]:
     if out is None and args and isinstance(args[0], Tensor) and name_of(func).startswith("__set"):
         return [args[0]]
     return []
+
+
+def in_place(func: Any) -> bool:
+    """Whether a function writes into its first argument."""
+    name = name_of(func)
+    if name.startswith("__"):
+        return name.startswith(("__set", "__i")) and name not in ("__invert__", "__index__")
+    return name.endswith("_")
 
 
 def name_of(func: Any) -> str:
@@ -172,35 +186,53 @@ def inside(watch: Watch) -> Iterator[None]:
         watch.inside = False
 
 
+class _Flops(TorchDispatchMode):
+    """Sums the flops of products. torch's FlopCounterMode also follows modules, with operations of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
 class Tracer(Watch):
     """Takes a trace of one forward and loss. `draws()` tells the random calls so far, by module."""
 
     def __init__(self, draws: Callable[[], dict[str, int]]) -> None:
         super().__init__()
         self.trace, self.draws = Trace(), draws
-        self._counter = FlopCounterMode(display=False)
+        self._flops = _Flops()
         self._counted = 0.0
 
     def __enter__(self) -> Any:
-        self._counter.__enter__()
+        self._flops.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._count()
-        self._counter.__exit__(*error)
+        self._flops.__exit__(*error)
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
         out = func(*args, **kwargs)
-        name, made = name_of(func), results_of(func, args, out)
-        if name in READS:
-            self.trace.reads.append((self.gap, name))
-        if made or name in READS:
+        called, made = name_of(func), results_of(func, args, out)
+        if called in READS:
+            self.trace.reads.append((self.gap, called))
+        if made or called in READS:
             self._used(live, self.gap)
         if made:
-            self.trace.operations[self.gap].append(name)
+            self.trace.operations[self.gap].append(called)
             for leaf, x in enumerate(made):
-                self._made(x, (self.gap, self.number, leaf))
+                name = (self.gap, self.number, leaf)
+                if not in_place(func) and hasattr(x, "_live") and any(x is one for one in live):
+                    self.trace.same[name] = x._live
+                else:
+                    self._made(x, name)
             self.number += 1
         return out
 
@@ -252,6 +284,5 @@ class Tracer(Watch):
                 self.trace.last_use[name] = max(gap, self.trace.last_use.get(name, 0))
 
     def _count(self) -> None:
-        total = float(self._counter.get_total_flops())
-        self.trace.flops[self.gap] += total - self._counted
-        self._counted = total
+        self.trace.flops[self.gap] += self._flops.total - self._counted
+        self._counted = self._flops.total
