@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,9 +176,11 @@ class Engine:
         with running(self._run()), precision.computing(self.plan, self.device):
             yield
 
-    def again(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def again(self) -> Iterator[None]:
         """Around a backward, which may recompute: torch's checkpoint restores the precision itself."""
-        return running(self._run())
+        with running(self._run()), recompute.explained():
+            yield
 
     def _run(self) -> Run | None:
         return (

@@ -31,14 +31,12 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
         )
     runner = Runner.of(engine, part)
     parts, traces = _traces(engine, runner)
-    _agree(engine, traces)
     ranks = schedules.rank_of_stages(engine.plan)
     cut = stages.cut(traces[True], parts, ranks, part.rows * (engine.plan.dp or 1) / runner.rows)
     starts = gather_json(cut.starts, engine.mesh.all, label="stages")[0]
     cut = stages.Stages(tuple(starts), cut.costs, cut.rank_of)
-    for trace in traces.values():
-        stages.check(trace, cut)
-    found = {training: stages.owners(engine.model, trace, parts, cut) for training, trace in traces.items()}
+    _agree(engine, traces, cut.starts[-1])
+    found = {training: stages.owners(engine.model, trace, cut) for training, trace in traces.items()}
     owners = {
         names[0]: sorted(found[True][id(param)] | _used(traces[False], param, found[False]))
         for names, param in named_once(engine.model)
@@ -60,13 +58,6 @@ def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watc
         parts = units(engine.model, finer)
         traces = {training: _trace(runner, parts, training) for training in (True, False)}
         calls = [call.unit for call in traces[True].calls]
-        if calls != [call.unit for call in traces[False].calls]:
-            raise SoliError(
-                "the model calls other blocks in evaluation than in training, and has one set of stages for both",
-                got=f"{len(calls)} and {len(traces[False].calls)} calls",
-                fix="call the same blocks in both, or use pp=1",
-                everywhere=True,
-            )
         if len(calls) >= wanted:
             return parts, traces
         if not can_be_finer(engine.model, finer):
@@ -93,16 +84,22 @@ def _trace(runner: Runner, parts: list[Unit], training: bool) -> watch.Trace:
     return tracers[0].trace
 
 
-def _agree(engine: Engine, traces: dict[bool, watch.Trace]) -> None:
-    """All ranks must have seen the same forward."""
-    said = [trace.summary() for trace in traces.values()]
-    everyone = gather_json(said, engine.mesh.all, label="traces")
+def _agree(engine: Engine, traces: dict[bool, watch.Trace], last: int) -> None:
+    """All ranks, in training and in evaluation, must take the same path up to the last stage, which call `last` starts."""
+    paths = {training: trace.until(last) for training, trace in traces.items()}
+    if paths[True][0] != paths[False][0] or traces[False].first_read() <= last:
+        raise SoliError(
+            "the model calls other blocks in evaluation than in training, and has one set of stages for both",
+            got=f"{', '.join(paths[False][0])} and {', '.join(paths[True][0])}",
+            fix="call the same blocks in both, or use pp=1",
+            everywhere=True,
+        )
+    everyone = gather_json(list(paths.values()), engine.mesh.all, label="traces")
     odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if odd:
         raise SoliError(
             "the model's forward takes different paths on the rows of different ranks",
-            got=f"rank {odd[0]} called {sum(map(len, everyone[odd[0]][0][1]))} operations between the blocks, "
-            f"rank 0 {sum(map(len, everyone[0][0][1]))}",
+            got=f"ranks {', '.join(map(str, odd))} took another than rank 0",
             fix="put what depends on the rows inside a block, or use pp=1",
             everywhere=True,
         )

@@ -11,14 +11,15 @@ parameters are there because the block's output has its gradient by then, and te
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from soli.core.errors import Problem
+from soli.core.errors import Problem, SoliError
 from soli.core.plan import Plan
 from soli.parallel.units import blocks
 
@@ -43,6 +44,21 @@ def wrap(model: nn.Module, plan: Plan) -> None:
         return
     for _, module in blocks(model):
         module.forward = _again(module.forward)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say in words what torch found when a block did not compute the same again."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise SoliError(
+            "a block did not compute the same when it was recomputed in backward",
+            got=str(error).split("\n")[0],
+            allowed="a block whose forward depends on its inputs and weights alone",
+            fix="a key-value cache that blocks write into is the usual cause (model.config.use_cache = False); "
+            "or recompute=none",
+        ) from error
 
 
 def unwrap(model: nn.Module) -> None:

@@ -186,6 +186,13 @@ PLANS: dict[int, tuple[str, ...]] = {
         "tp=2",
         "tp=2,sp=on",
         "tp=2,sp=on,accumulate=3",
+        "pp=2",
+        "pp=2,microbatches=4",
+        "pp=2,microbatches=3,schedule=gpipe",
+        "pp=2,microbatches=4,schedule=interleaved,chunks=2,recompute=full",
+        "pp=2,microbatches=4,schedule=zbh1,recompute=full",
+        "pp=2,microbatches=5,schedule=zbv",
+        "pp=2,microbatches=4,schedule=dualpipev",
     ),
     4: (
         *(f"dp=4,zero={z}" for z in range(4)),
@@ -194,5 +201,55 @@ PLANS: dict[int, tuple[str, ...]] = {
         "tp=4,sp=on",
         *(f"dp=2,tp=2,zero={z}" for z in range(4)),
         *(f"dp=2,tp=2,sp=on,zero={z},accumulate=2" for z in range(4)),
+        "dp=2,tp=2,sp=on,zero=3,recompute=full",
+        "pp=4,microbatches=4",
+        *(f"dp=2,pp=2,zero={z},microbatches=2" for z in range(4)),
+        "dp=2,pp=2,zero=3,microbatches=2,accumulate=2,schedule=zbv",
+        "pp=2,tp=2,microbatches=2,schedule=gpipe",
+        "pp=2,tp=2,sp=on,microbatches=2,schedule=zbh1",
+        "pp=2,tp=2,sp=on,microbatches=4,schedule=dualpipev,recompute=full",
+    ),
+    8: (
+        "dp=8,zero=3",
+        "dp=4,replicate=2,tp=2,zero=2",
+        "dp=2,pp=2,tp=2,zero=1,microbatches=2",
+        "dp=2,pp=2,tp=2,sp=on,zero=3,microbatches=2,schedule=zbv,recompute=full",
+        "dp=2,pp=4,zero=2,microbatches=4",
+        "pp=4,tp=2,sp=on,microbatches=4,schedule=zbh1",
     ),
 }
+
+
+def refused(name: str, plan: str) -> bool:
+    """Whether soli refuses this model under this plan: one whose rows choose among blocks has no stages."""
+    return name == "skipping" and "pp=" in plan
+
+
+def rows() -> list[tuple[str, str, int]]:
+    """(model, plan, ranks): the whole matrix."""
+    return [
+        (name, plan, ranks)
+        for ranks, plans in PLANS.items()
+        for plan in plans
+        for name in CASES
+        if not refused(name, plan)
+    ]
+
+
+def selection(most_ranks: int) -> list[tuple[str, str, int]]:
+    """Rows that cover, together, every pair of choices that the matrix has: of two keys of a plan, of model and key.
+
+    Greedy: the row that covers the most that is left, and so on.
+    """
+    pairs: dict[tuple[str, str, int], set[frozenset[str]]] = {}
+    for name, plan, ranks in rows():
+        if ranks <= most_ranks:
+            choices = [name, *plan.split(",")]
+            pairs[name, plan, ranks] = {frozenset((a, b)) for a in choices for b in choices if a != b}
+    left: set[frozenset[str]] = set().union(*pairs.values())
+    chosen = []
+    while left:
+        best = max(pairs, key=lambda row: len(pairs[row] & left))
+        chosen.append(best)
+        left -= pairs[best]
+    return chosen

@@ -58,7 +58,11 @@ def cut(trace: Trace, units: list[Unit], rank_of: list[int], rows: float) -> Sta
         flops = trace.flops[number + 1] + (trace.flops[0] if number == 0 else 0.0)
         size = sum(p.numel() for p in modules[call.unit].parameters())
         costs.append(3 * flops * rows + FLOPS_PER_PARAMETER * size)
-    starts = balanced(costs, len(rank_of))
+    # Where Python looks at values, the path may turn: that is the last stage's, which has all that follows.
+    limit = max(trace.first_read() - 1, 0)
+    if limit < len(rank_of) - 1:
+        raise _reads(trace, limit, len(rank_of))
+    starts = balanced(costs, len(rank_of), limit)
     ends = [*starts[1:], len(costs)]
     return Stages(
         tuple(starts),
@@ -67,10 +71,10 @@ def cut(trace: Trace, units: list[Unit], rank_of: list[int], rows: float) -> Sta
     )
 
 
-def balanced(costs: list[float], parts: int) -> list[int]:
+def balanced(costs: list[float], parts: int, limit: int | None = None) -> list[int]:
     """Where each of `parts` contiguous, non-empty runs starts, so that the largest sum is least.
 
-    Among those, the one whose squares add up to least: the others are even too.
+    Among those, the one whose squares add up to least: the others are even too. The last starts at `limit` or before.
     """
     total = [0.0]
     for cost in costs:
@@ -81,11 +85,12 @@ def balanced(costs: list[float], parts: int) -> list[int]:
         for end in range(part, count - (parts - part) + 1):
             options = []
             for start in range(part - 1, end):
-                if (part - 1, start) in best:
+                if (part - 1, start) in best and (part < parts or limit is None or start <= limit):
                     worst, squares, _ = best[part - 1, start]
                     size = total[end] - total[start]
                     options.append((max(worst, size), squares + size * size, start))
-            best[part, end] = min(options)
+            if options:
+                best[part, end] = min(options)
     starts, end = [], count
     for part in range(parts, 0, -1):
         end = best[part, end][2]
@@ -93,31 +98,26 @@ def balanced(costs: list[float], parts: int) -> list[int]:
     return starts[::-1]
 
 
-def check(trace: Trace, stages: Stages) -> None:
-    """Refuse what a forward in stages cannot repeat."""
-    last = stages.count - 1
-    bad = sorted({(gap, name) for gap, name in trace.reads if stages.of_gap(gap) < last})
-    if bad:
-        gap, name = bad[0]
-        where = f"after {trace.calls[gap - 1].unit}" if gap else "before the first block"
-        raise SoliError(
-            f"the forward looks at a value with {name} {where}, between its blocks; later stages do not have it",
-            got=f"{len(bad)} such places",
-            allowed="Python that does not depend on what is in activations, outside the blocks",
-            fix="do it inside a block, or after the last one, or use pp=1",
-            everywhere=True,
-        )
+def _reads(trace: Trace, limit: int, stages: int) -> SoliError:
+    gap, name = min(trace.reads)
+    where = f"after {trace.calls[gap - 1].unit}" if gap else "before the first block"
+    return SoliError(
+        f"the forward looks at a value ({name}) {where}, between its blocks: all that follows must be one stage",
+        got=f"{limit + 1} stages at most, {stages} wanted",
+        allowed="Python that depends on what is in activations, inside the blocks or after the last one",
+        fix="do it inside a block, use a smaller pp, or pp=1",
+        everywhere=True,
+    )
 
 
-def owners(model: nn.Module, trace: Trace, units: list[Unit], stages: Stages) -> dict[int, set[int]]:
-    """The pp ranks that have each parameter, by its id: those that use it; unused, that of its unit or the first."""
+def owners(model: nn.Module, trace: Trace, stages: Stages) -> dict[int, set[int]]:
+    """The pp ranks that have each parameter, by its id: those that use it; unused ones, the last stage's.
+
+    A unit that was not called may be called by another batch, in the last stage.
+    """
     found = {key: {stages.rank_of[stages.of_gap(gap)] for gap in gaps} for key, gaps in trace.uses_of.items()}
-    called = {call.unit: stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls)}
-    for name, module in units:
-        for param in module.parameters():
-            found.setdefault(id(param), {called.get(name, stages.rank_of[0])})
     for param in model.parameters():
-        found.setdefault(id(param), {stages.rank_of[0]})
+        found.setdefault(id(param), {stages.rank_of[-1]})
     return found
 
 

@@ -62,9 +62,13 @@ class Trace:
     )  # a result that is an argument itself, and whose name holds
     reads: list[tuple[int, str]] = field(default_factory=list)
 
-    def summary(self) -> list[Any]:
-        """What all ranks must agree on, as JSON."""
-        return [[call.unit for call in self.calls], self.operations, sorted(map(list, self.last_use))]
+    def until(self, call: int) -> list[Any]:
+        """What every run must repeat: the calls before `call`, and the operations between them; as JSON."""
+        return [[one.unit for one in self.calls[:call]], self.operations[: call + 1]]
+
+    def first_read(self) -> int:
+        """The first gap in which Python looks at a live value; after the last one if there is none."""
+        return min((gap for gap, _ in self.reads), default=len(self.calls))
 
 
 class _State:
