@@ -13,8 +13,8 @@ import torch
 
 from soli.core.errors import SoliError
 from soli.engine.batch import Part, take, to_device
+from soli.engine.contract import rounding
 from soli.mesh.collectives import all_reduce
-from soli.parallel import precision
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -72,12 +72,7 @@ def _explain(sums: list[tuple[float, float]], rows: list[int], engine: Engine) -
             allowed="the number of targets that were counted",
             fix="a count of 1 usually means a mean: return the sum and the number of counted targets",
         )
-    # Two ways to add the same terms differ by rounding alone: epsilon for each term and layer they pass.
-    dtype = next(p.dtype for p in engine.model.parameters() if p.is_floating_point())
-    epsilon = torch.finfo(precision.AUTOCAST.get(engine.plan.precision, dtype)).eps
-    layers = sum(1 for m in engine.model.modules() if next(m.children(), None) is None)
-    bound = min(0.1, epsilon * (layers + 1) * max(count, 1) ** 0.5 * 8) * (abs(first) + abs(second))
-    if abs(whole - first - second) <= bound:
+    if abs(whole - first - second) <= rounding(engine, count) * (abs(first) + abs(second)):
         return
     mean = (first * count1 + second * count2) / max(count, 1)
     looks_mean = abs(whole - mean) < abs(whole - first - second) / 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,11 +16,12 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import layout, norm, pipelined
+from soli.engine import layout, norm, pipelined, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, microbatches, part_of, to_device
 from soli.engine.check import FirstStep
+from soli.engine.contract import total_and_count
 from soli.engine.data import Order, Position, batches
 from soli.losses import LossFn, from_model
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
@@ -32,7 +32,6 @@ from soli.parallel import precision, recompute
 from soli.parallel.apply import Parallel, apply
 from soli.parallel.data import DataParallel
 from soli.parallel.pipeline.run import Pipeline
-from soli.parallel.pipeline.watch import unwatch
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor.cut import Run, running
 from soli.parallel.tensor.moves import collected
@@ -152,10 +151,13 @@ class Engine:
             return
         cutting = pipelined.cutting_of(self, example) if self.plan.pp > 1 else None
         roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
+        sample = same.sample(self, example) if roles or cutting else None
         self.parallel = apply(self.model, self.plan, self.mesh, roles, cutting)
         optimizers.exchange(self.optimizer, self.laid.slots, self.laid.absent)
         if cutting is not None:
             self.pipeline = pipelined.build(self, cutting)
+        if sample is not None:
+            same.check_loss(self, sample)
         if self.to_load is not None:
             states.fill(self, self.to_load)
 
@@ -267,22 +269,7 @@ class Engine:
         return value, count
 
     def _loss(self, output: Any, data: Any) -> tuple[Tensor, float]:
-        result = self.loss_fn(output, data)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise SoliError(
-                "the loss function returned no (total, count)",
-                got=f"{type(result).__name__}",
-                allowed="the sum over the counted targets, and how many were counted",
-                fix="sum instead of averaging (reduction='sum') and return the count too; soli.losses has the usual ones",
-                everywhere=True,
-            )
-        total, count = result
-        if not isinstance(total, Tensor) or total.dim() != 0:
-            shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-            raise SoliError(
-                "the loss's total is no 0-d tensor", got=shape, fix="return total.sum()", everywhere=True
-            )
-        return total, float(count)
+        return total_and_count(self.loss_fn(output, data))
 
     def _agree(self, total: float, count: float) -> Tensor:
         """One small reduction: every rank's total and count in slots of their own, and which parameters were used."""
@@ -453,19 +440,18 @@ class Engine:
     @torch.no_grad()
     def forward_only(self, data: Any) -> tuple[float, float]:
         """Total and count of this rank's rows (None: none), in the model's mode. Under pp, on the last stage's rank."""
-        gatherer, pipeline = self.laid.gatherer, self.pipeline
+        gatherer = self.laid.gatherer
+        if self.pipeline is not None:
+            return pipelined.forward_only(self, self.pipeline, data)
         if gatherer is not None:
-            gatherer.begin_forward(training=False) if pipeline is None else gatherer.hold_all()
+            gatherer.begin_forward(training=False)
         total, count = 0.0, 0.0
-        if pipeline is not None:
-            total, count = pipeline.forward_only(data) if data is not None else (0.0, 0.0)
-        elif data is not None:
+        if data is not None:
             with self.computing():
                 found, count = self._loss(self._call(data), data)
             total = float(found) if count else 0.0
         if gatherer is not None:
-            if pipeline is None:
-                gatherer.end_forward()
+            gatherer.end_forward()
             gatherer.end_pass()
         return total, count
 
@@ -500,18 +486,4 @@ class Engine:
 
     def copy_model(self) -> nn.Module:
         """A plain copy of the model with whole weights, on every rank (collective)."""
-        weights = self.global_state_dict()
-        plain = copy.deepcopy(self.model)
-        for module in plain.modules():
-            unwatch(module)
-        recompute.unwrap(plain)
-        for module in plain.modules():
-            module._forward_hooks.clear()
-            module._forward_pre_hooks.clear()
-        fresh: dict[int, nn.Parameter] = {}  # a tied one stays tied
-        for name, param in list(plain.named_parameters(remove_duplicate=False)):
-            owner, _, leaf = name.rpartition(".")
-            value = fresh.setdefault(id(param), nn.Parameter(weights[name], param.requires_grad))
-            plain.get_submodule(owner)._parameters[leaf] = value
-        plain.load_state_dict(weights)
-        return plain
+        return states.copy_model(self)

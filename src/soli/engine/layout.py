@@ -75,15 +75,15 @@ class Runner:
         self,
         around: Callable[[Randomness], AbstractContextManager[Any]] | None = None,
         training: bool = True,
-    ) -> None:
-        """One forward and its loss. `around`: a context for them."""
+    ) -> Any:
+        """One forward and its loss, which is returned. `around`: a context for them."""
         before = [(b, b.clone()) for b in self.model.buffers()]
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.train(training)
         randomness = Randomness(self.model, 0)
         try:
             with randomness.probe(self.rows), around(randomness) if around is not None else nullcontext():
-                self.loss_fn(self.call(self.data), self.data)
+                return self.loss_fn(self.call(self.data), self.data)
         finally:
             for module, training in modes:
                 module.training = training

@@ -36,6 +36,8 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
     starts = gather_json(cut.starts, engine.mesh.all, label="stages")[0]
     cut = stages.Stages(tuple(starts), cut.costs, cut.rank_of)
     _agree(engine, traces, cut.starts[-1])
+    for trace in traces.values():
+        stages.check_hidden(trace, cut)
     found = {training: stages.owners(engine.model, trace, cut) for training, trace in traces.items()}
     owners = {
         names[0]: sorted(found[True][id(param)] | _used(traces[False], param, found[False]))
@@ -63,8 +65,7 @@ def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watc
         if not can_be_finer(engine.model, finer):
             raise SoliError(
                 f"the model has fewer parts to cut between than the pipeline has stages: {len(calls)} < {wanted}",
-                got=", ".join(calls)
-                or f"no module of {type(engine.model).__name__} with parameters is called",
+                got=f"the first rows call {', '.join(calls) or 'none'} of {len(parts)} parts",
                 allowed=f"pp x stages a rank <= {len(calls)}",
                 fix="use a smaller pp, or fewer chunks",
                 everywhere=True,
@@ -165,6 +166,17 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
     if gatherer is not None:
         gatherer.end_pass()
     return total, count
+
+
+def forward_only(engine: Engine, pipeline: Pipeline, data: Any) -> tuple[float, float]:
+    """See Engine.forward_only."""
+    gatherer = engine.laid.gatherer
+    if gatherer is not None:
+        gatherer.hold_all()
+    found = pipeline.forward_only(data) if data is not None else (0.0, 0.0)
+    if gatherer is not None:
+        gatherer.end_pass()
+    return found
 
 
 def _placed(piece: Part, device: torch.device) -> Part:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from soli import checkpoint
 from soli.core.errors import Problem, SoliError, raise_all
@@ -17,6 +18,8 @@ from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import rng
 from soli.engine.data import Position
 from soli.mesh.collectives import all_gather, all_reduce, broadcast, gather_json
+from soli.parallel import recompute
+from soli.parallel.pipeline.watch import unwatch
 from soli.parallel.units import Slot, Unit, named_once
 
 if TYPE_CHECKING:
@@ -75,6 +78,25 @@ def _buffers(engine: Engine) -> list[tuple[str, Tensor]]:
     parameters = {name for name, _ in engine.model.named_parameters(remove_duplicate=False)}
     rest = engine.model.state_dict(keep_vars=True)
     return [(name, value) for name, value in rest.items() if name not in parameters]
+
+
+def copy_model(engine: Engine) -> nn.Module:
+    """A plain copy of the model with whole weights, on every rank. Collective."""
+    weights = engine.global_state_dict()
+    plain = copy.deepcopy(engine.model)
+    for module in plain.modules():
+        unwatch(module)
+    recompute.unwrap(plain)
+    for module in plain.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    fresh: dict[int, nn.Parameter] = {}  # a tied one stays tied
+    for name, param in list(plain.named_parameters(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        value = fresh.setdefault(id(param), nn.Parameter(weights[name], param.requires_grad))
+        plain.get_submodule(owner)._parameters[leaf] = value
+    plain.load_state_dict(weights)
+    return plain
 
 
 def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:

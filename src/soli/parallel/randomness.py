@@ -138,14 +138,15 @@ class Randomness:
             self._now.backward = True
 
     @contextmanager
-    def probe(self, rows: int) -> Iterator[None]:
-        """A forward on `rows` rows in which dropout does nothing but show its shapes."""
+    def probe(self, rows: int, learn: bool = True) -> Iterator[None]:
+        """A forward on `rows` rows in which dropout does nothing but show its shapes, to be learnt."""
         with self.begin(0, 0, rows):
             self._probing = {}
             try:
                 with _Mode(self):
                     yield
-                self._logs.append((rows, self._probing))
+                if learn:
+                    self._logs.append((rows, self._probing))
             finally:
                 self._probing = None
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, receive, receive_json, send, send_json
+from soli.mesh.record import issuing
 from soli.parallel.pipeline import schedules
 from soli.parallel.pipeline.stage import Crossing, Flight, Known, Stage, handed
 from soli.parallel.pipeline.stage_forward import Finished, Shapes, StageForward
@@ -108,7 +109,8 @@ class Pipeline:
             if piece.rows and key not in self.mine[0].known:
                 self._learn(piece)
         self._total, self._counted = 0.0, 0.0
-        self.schedule._step_microbatches(target_mbs=[None] * len(pieces), return_outputs=False)
+        with issuing():  # messages are recorded where they are made
+            self.schedule._step_microbatches(target_mbs=[None] * len(pieces), return_outputs=False)
         self.collect()
         self.pieces = []
         return self._total, self._counted

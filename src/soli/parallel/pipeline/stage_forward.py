@@ -199,13 +199,6 @@ class StageForward(Watch):
     def _returned(self, call: int, out: Any) -> None:
         leaves, spec = tree_flatten(out)
         told = self.trace.calls[call]
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-            raise SoliError(
-                f"{told.unit} read a value of an earlier stage that was not among its arguments",
-                allowed="tensors in the arguments of blocks, in tuples, lists and dicts",
-                fix="pass it as an argument and not inside an object or an attribute, or use pp=1",
-                everywhere=True,
-            )
         if spec != told.spec:
             raise self._strayed(f"{spec} where there was {told.spec}")
         forms = []

@@ -98,6 +98,20 @@ def balanced(costs: list[float], parts: int, limit: int | None = None) -> list[i
     return starts[::-1]
 
 
+def check_hidden(trace: Trace, stages: Stages) -> None:
+    """Refuse values that go from stage to stage unseen: what computes them would not run."""
+    for made, used in sorted(trace.hidden):
+        if stages.of_gap(made) != stages.of_gap(used):
+            raise SoliError(
+                f"{trace.calls[used - 1].unit} reads a value that was made in {trace.calls[made - 1].unit} "
+                "and is not among its arguments",
+                got="a tensor in an object or an attribute",
+                allowed="tensors in the arguments of blocks, in tuples, lists and dicts",
+                fix="pass it as an argument (a key-value cache: model.config.use_cache = False), or use pp=1",
+                everywhere=True,
+            )
+
+
 def _reads(trace: Trace, limit: int, stages: int) -> SoliError:
     gap, name = min(trace.reads)
     where = f"after {trace.calls[gap - 1].unit}" if gap else "before the first block"

@@ -12,7 +12,7 @@ same forward (`stage_forward.py`) and compares what it meets with the trace.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,18 @@ from soli.parallel.pipeline.units import Unit
 Name = tuple[int, int, int]
 """(gap, number, leaf); number is OUTPUT for what a unit's call returned, whose gap is the one after it."""
 OUTPUT = -1
+SEEN_WITHOUT_VALUES = {
+    "shape",
+    "size",
+    "dim",
+    "dtype",
+    "device",
+    "ndim",
+    "is_meta",
+    "requires_grad",
+    "numel",
+    "stride",
+}
 READS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__",
     "__nonzero__", "equal", "allclose", "is_nonzero", "nonzero", "argwhere", "masked_select", "unique", "__iter__",
@@ -57,6 +69,9 @@ class Trace:
     last_use: dict[Name, int] = field(default_factory=dict)
     uses_of: dict[int, set[int]] = field(default_factory=dict)  # parameter's id -> gaps
     floating: dict[Name, bool] = field(default_factory=dict)
+    hidden: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # gaps: made in the first, used unseen in the second
     same: dict[Name, Name] = field(
         default_factory=dict
     )  # a result that is an argument itself, and whose name holds
@@ -163,7 +178,7 @@ def unwatch(module: nn.Module) -> None:
     inner = getattr(module.__dict__.get("forward"), "soli_watched", None)
     if inner is not None:
         del module.forward
-        if getattr(inner, "__self__", None) is not module or inner.__func__ is not type(module).forward:
+        if getattr(inner, "__func__", None) is not type(module).forward:  # not the class's: it had its own
             module.forward = inner
 
 
@@ -204,6 +219,47 @@ class _Flops(TorchDispatchMode):
         return out
 
 
+class _Within(TorchFunctionMode):
+    """Inside a unit: finds values of other units that did not come in as arguments but in an object's attribute.
+
+    Looked at are values that depend on arguments or weights; a table that a block makes from nothing may be shared.
+    """
+
+    def __init__(self, gap: int, given: set[int], hidden: set[tuple[int, int]]) -> None:
+        super().__init__()
+        self.gap, self.given, self.hidden = gap, given, hidden
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = results_of(func, args, out)
+        if not made and name_of(func) not in READS:
+            return out
+        depends = False
+        for x in tensors_in((args, (kwargs or {}).values())):
+            if id(x) in self.given or isinstance(x, nn.Parameter):
+                depends = True
+            else:
+                origin = x._live[0] if hasattr(x, "_live") else getattr(x, "_origin", None)
+                depends = depends or origin is not None
+                if origin not in (None, self.gap):
+                    self.hidden.add((origin, self.gap))
+        if depends:
+            for x in made:
+                if id(x) not in self.given:
+                    x._origin = self.gap  # type: ignore[attr-defined]
+        return out
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif not isinstance(x, str) and isinstance(x, Iterable):
+            found += tensors_in(x.values() if isinstance(x, dict) else x)
+    return found
+
+
 class Tracer(Watch):
     """Takes a trace of one forward and loss. `draws()` tells the random calls so far, by module."""
 
@@ -221,6 +277,12 @@ class Tracer(Watch):
         super().__exit__(*error)
         self._count()
         self._flops.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in args:
+            if hasattr(x, "_origin") and not hasattr(x, "_live") and name_of(func) not in SEEN_WITHOUT_VALUES:
+                self.trace.hidden.add((x._origin, self.gap))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
         out = func(*args, **kwargs)
@@ -250,7 +312,8 @@ class Tracer(Watch):
         for param in module.parameters():
             self.trace.uses_of.setdefault(id(param), set()).add(self.gap)
         before = self.draws()
-        with inside(self):
+        within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace.hidden)
+        with inside(self), within:
             out = forward(*args, **kwargs)
         drawn = {m: n - before.get(m, 0) for m, n in self.draws().items() if n != before.get(m, 0)}
         leaves, spec = tree_flatten(out)

@@ -1,0 +1,41 @@
+"""What a loss function returns, and how exactly two ways to compute one loss can agree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from soli.core.errors import SoliError
+from soli.parallel import precision
+
+if TYPE_CHECKING:
+    from soli.engine.engine import Engine
+
+
+def total_and_count(result: Any) -> tuple[Tensor, float]:
+    """What a loss function returned, if it kept to its contract."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise SoliError(
+            "the loss function returned no (total, count)",
+            got=f"{type(result).__name__}",
+            allowed="the sum over the counted targets, and how many were counted",
+            fix="sum instead of averaging (reduction='sum') and return the count too; soli.losses has the usual ones",
+            everywhere=True,
+        )
+    total, count = result
+    if not isinstance(total, Tensor) or total.dim() != 0:
+        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise SoliError(
+            "the loss's total is no 0-d tensor", got=shape, fix="return total.sum()", everywhere=True
+        )
+    return total, float(count)
+
+
+def rounding(engine: Engine, count: float) -> float:
+    """By how much two ways to add the terms of a loss may differ, relatively: epsilon a term and layer they pass."""
+    dtype = next(p.dtype for p in engine.model.parameters() if p.is_floating_point())
+    epsilon = torch.finfo(precision.AUTOCAST.get(engine.plan.precision, dtype)).eps
+    layers = sum(1 for m in engine.model.modules() if next(m.children(), None) is None)
+    return float(min(0.1, epsilon * (layers + 1) * max(count, 1) ** 0.5 * 8))

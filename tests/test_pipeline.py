@@ -1,0 +1,614 @@
+"""Pipelines: where models are cut, what crosses, schedules, checkpoints, evaluation, bytes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from soli import losses
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+from soli.engine.engine import parallelize
+from soli.mesh.collectives import barrier
+from soli.mesh.record import recorder
+from soli.models.gpt import GPT, GPTConfig
+from soli.parallel.init import deferred
+from soli.parallel.pipeline import schedules
+from soli.parallel.pipeline.split_backward import inputs_first, weights_later
+from soli.parallel.pipeline.stages import balanced
+from soli.parallel.pipeline.units import units
+from soli.planner.legality import nearest, problems
+from soli.verify.cases import CASES
+from soli.verify.parity import BOUND, Case, adamw, compare, expected_of, under_plan
+from soli.verify.pool import Pool
+
+# --- where a model is cut -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("costs", "parts", "starts"),
+    [
+        ([1, 1, 1, 1], 2, [0, 2]),
+        ([1, 1, 1, 1], 4, [0, 1, 2, 3]),
+        ([4, 1, 1, 1, 1], 2, [0, 1]),
+        ([0, 1, 1, 1, 5], 2, [0, 4]),
+        ([1, 1, 1, 1, 1], 2, [0, 2]),  # 2 + 3 and 3 + 2 are equal: the earlier
+        ([3, 1, 1, 1, 1, 1], 3, [0, 1, 3]),
+    ],
+)
+def test_stages_are_balanced(costs: list[float], parts: int, starts: list[int]) -> None:
+    assert balanced([float(c) for c in costs], parts) == starts
+
+
+def test_the_best_cut_is_found() -> None:
+    """Against all cuts of random costs."""
+    from itertools import combinations
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        count = int(torch.randint(3, 9, (), generator=generator))
+        parts = int(torch.randint(1, count + 1, (), generator=generator))
+        costs = torch.rand(count, generator=generator).tolist()
+
+        def worst(starts: tuple[int, ...], costs: list[float] = costs) -> float:
+            ends = [*starts[1:], len(costs)]
+            return max(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True))
+
+        best = min(worst((0, *rest)) for rest in combinations(range(1, count), parts - 1))
+        assert worst(tuple(balanced(costs, parts))) == pytest.approx(best, rel=1e-12)
+
+
+def test_units_of_models() -> None:
+    model = GPT(GPTConfig(vocab=17, dim=8, layers=2, heads=2, context=4))
+    names = [name for name, _ in units(model)]
+    assert names == ["embedding", "positions", "blocks.0", "blocks.1", "norm", "head"]
+    finer = [name for name, _ in units(model, 1)]
+    assert finer[2:6] == [
+        "blocks.0.attention_norm",
+        "blocks.0.attention",
+        "blocks.0.mlp_norm",
+        "blocks.0.mlp",
+    ]
+
+
+# --- the two halves of backward -------------------------------------------------------------------------
+
+
+def test_two_halves_are_one_backward() -> None:
+    """Shared weights, weights between inputs, an output that no input reaches, an input that needs no gradient."""
+    torch.manual_seed(0)
+    a, b, c, shared = (nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(4))
+    x, y = (torch.randn(3, 4, dtype=torch.float64, requires_grad=need) for need in (True, False))
+
+    def outputs() -> list[Tensor]:
+        hidden = torch.tanh(x @ (a * shared) + y @ b) @ shared
+        deep = torch.tanh(hidden @ (a + 0)) @ shared
+        return [deep, x @ shared.t(), (c @ shared).exp()]
+
+    weights = [a, b, c, shared]
+    gradients = [torch.randn_like(o) for o in outputs()]
+    wanted = torch.autograd.grad(outputs(), [x, *weights], gradients)
+    passed, rest = inputs_first(outputs(), gradients, [x, y], weights)
+    assert all(w.grad is None for w in weights)
+    weights_later(rest, weights)
+    assert passed[1] is None
+    for got, want in zip([passed[0], *(w.grad for w in weights)], wanted, strict=True):
+        assert torch.allclose(got, want, rtol=1e-13, atol=0)
+
+
+# --- models with something between their blocks ---------------------------------------------------------
+
+
+class Glue(nn.Module):
+    """Work between the blocks: in place, a tuple, a parameter, a view that comes back, a value that crosses two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.last = nn.Linear(8, 3)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.start(x)
+        y = first
+        for number, block in enumerate(self.blocks):
+            halves = torch.tanh(block(y)).chunk(2, dim=-1)
+            z = torch.cat(halves[::-1], -1)
+            z += y * self.scale
+            z[:, 0] = first[:, 1]
+            z = z.contiguous()
+            room = torch.zeros(z.shape, dtype=z.dtype, device=z.device)
+            room[:, 1:] = z[:, 1:] * float(number + 1) / 4
+            y = self.drop(room) + z.max(-1, keepdim=True).values
+            if self.training and y.shape[0] > 10**6:  # shapes are known everywhere
+                raise AssertionError
+        return self.last(F.gelu(y) + first)
+
+
+class Sharing(nn.Module):
+    """One block three times, and one weight in a block and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(6, 8, bias=False)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8))
+        self.blocks = nn.ModuleList([self.block, nn.Linear(8, 8), self.block, self.block])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.start(x)
+        for block in self.blocks:
+            y = y + block(y)
+        return F.linear(y, self.start.weight.t()[:3])
+
+
+class Frozen(nn.Module):
+    """A first stage that trains nothing, and a buffer that a block changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).requires_grad_(False)
+        self.second = nn.ModuleList(Counting() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.first, *self.second]:
+            x = torch.tanh(layer(x))
+        return x[:, :3]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.steps += 1
+        return self.linear(x)
+
+
+def rows_of(counts: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return [
+        {
+            "x": torch.randn(n, 6, generator=generator).double(),
+            "targets": torch.randn(n, 3, generator=generator).double(),
+        }
+        for n in counts
+    ]
+
+
+def case_of(kind: type[nn.Module], counts: tuple[int, ...] = (9, 8, 11)) -> Case:
+    def make() -> Any:
+        torch.manual_seed(3)
+        return kind(), losses.mse("targets"), rows_of(counts)
+
+    return Case(kind.__name__, make, adamw)
+
+
+def worst_of(kind: type[nn.Module], plan: str, counts: tuple[int, ...] = (9, 8, 11)) -> tuple[float, str]:
+    case = case_of(kind, counts)
+    return compare(under_plan(case, plan), expected_of(case))
+
+
+PLANS = [
+    (2, "pp=2,microbatches=4"),
+    (2, "pp=2,microbatches=4,schedule=zbv"),
+    (4, "pp=4,microbatches=4,schedule=zbh1"),
+    (4, "dp=2,pp=2,zero=2,microbatches=3,schedule=interleaved,chunks=2"),
+    (4, "dp=2,pp=2,zero=3,microbatches=2,recompute=full"),
+]
+
+
+@pytest.mark.parametrize("kind", [Glue, Sharing, Frozen])
+@pytest.mark.parametrize(("ranks", "plan"), PLANS)
+def test_what_stands_between_blocks(pool: Pool, kind: type[nn.Module], ranks: int, plan: str) -> None:
+    for worst, tensor in pool.run(worst_of, kind, plan, ranks=ranks):
+        assert worst <= BOUND, tensor
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv", "dualpipev"])
+def test_more_microbatches_than_rows(pool: Pool, schedule: str) -> None:
+    """Rows that no number divides, and fewer of them than microbatches: some are empty, on some ranks more."""
+    plan = f"dp=2,pp=2,microbatches=4,schedule={schedule}"
+    for worst, tensor in pool.run(worst_of, Glue, plan, (5, 4, 7), ranks=4):
+        assert worst <= BOUND, tensor
+
+
+def all_schedules() -> list[tuple[float, str]]:
+    """Every schedule against 1f1b: the same sums in the same order of microbatches, up to rounding."""
+    case = CASES["gpt-dropout"]
+    base = under_plan(case, "pp=2,microbatches=4")
+    plans = [f"pp=2,microbatches=4,schedule={s}" for s in ("gpipe", "zbh1", "zbv", "dualpipev")]
+    return [compare(under_plan(case, plan), base) for plan in plans]
+
+
+def test_schedules_agree(pool: Pool) -> None:
+    for found in pool.run(all_schedules, ranks=2, deadline=60):
+        for worst, tensor in found:
+            assert worst <= 1e-12, tensor
+
+
+# --- memory, bytes, state -------------------------------------------------------------------------------
+
+
+def held(plan: str) -> tuple[int, int]:
+    """Elements of parameters on this rank, and of the optimizer's."""
+    model, loss_fn, batches = CASES["gpt"].make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan, example=batches[0])
+    engine.step(batches[0])
+    mine = sum(p.numel() for p in engine.model.parameters() if not p.is_meta)
+    kept = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
+    return mine, kept
+
+
+def test_a_rank_has_its_stages_alone(pool: Pool) -> None:
+    whole = sum(p.numel() for p in CASES["gpt"].make()[0].parameters())
+    tied = 29 * 12
+    found = pool.run(held, "pp=2,microbatches=2", ranks=2)
+    assert sum(mine for mine, _ in found) == whole + tied  # the embedding is on both
+    assert all(mine == kept for mine, kept in found)
+    assert max(mine for mine, _ in found) < 0.75 * whole
+
+
+def bytes_of(plan: str) -> dict[tuple[str, str], int]:
+    model, loss_fn, batches = CASES["gpt"].make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
+    engine.step(batches[0])
+    barrier(engine.mesh.all)
+    recorder.clear()
+    engine.step(batches[1])
+    return {key: n for key, n in recorder.bytes_by().items() if key[0] in ("send", "recv")}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbh1"])
+def test_bytes_of_a_step(pool: Pool, schedule: str) -> None:
+    """b s h of activations over each border, and as much back; b = 8 rows, s = 7, h = 12, float32."""
+    stream = 8 * 7 * 12 * 4
+    both = {("send", "pp"): stream, ("recv", "pp"): stream}
+    assert pool.run(bytes_of, f"pp=2,microbatches=4,schedule={schedule}", ranks=2) == [both, both]
+
+
+def test_bytes_of_stages_in_a_v(pool: Pool) -> None:
+    """Four stages on two ranks: two borders between the ranks, one inside the second."""
+    stream = 2 * 8 * 7 * 12 * 4
+    both = {("send", "pp"): stream, ("recv", "pp"): stream}
+    assert pool.run(bytes_of, "pp=2,microbatches=4,schedule=zbv", ranks=2) == [both, both]
+
+
+def train(plan: str, steps: int, path: str, load: str = "") -> dict[str, Tensor]:
+    model, loss_fn, batches = CASES["gpt-dropout"].make()
+    engine = parallelize(model.double(), loss_fn, optimizer=adamw, clip=0.5, plan=plan, example=batches[0])
+    if load:
+        engine.load(load)
+    while engine.step_count < steps:
+        engine.step(batches[engine.step_count % len(batches)])
+    if path:
+        engine.save(path)
+    return engine.global_state_dict(optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "exact"),
+    [
+        ("pp=2,microbatches=2", "pp=2,microbatches=2", True),
+        ("pp=2,microbatches=2", "dp=2,zero=3", False),
+        ("dp=2,zero=1", "pp=2,microbatches=4,schedule=zbv", False),
+        ("tp=2", "pp=2,microbatches=4,schedule=interleaved,chunks=2", False),
+    ],
+)
+def test_checkpoints_across_plans(pool: Pool, tmp_path: Path, first: str, second: str, exact: bool) -> None:
+    saved = pool.run(train, first, 3, str(tmp_path / "c"), ranks=2)[0]
+    straight = pool.run(train, first, 6, "", ranks=2)[0]
+    loaded = pool.run(train, second, 3, "", str(tmp_path / "c"), ranks=2)
+    resumed = pool.run(train, second, 6, "", str(tmp_path / "c"), ranks=2)[0]
+    for one in loaded:
+        assert one.keys() == saved.keys()
+        assert all(torch.equal(one[name], saved[name]) for name in saved)
+    largest = max(float(v.abs().max()) for name, v in straight.items() if not name.startswith("optimizer"))
+    for name, value in straight.items():  # a key's bias is noise of the others, so all have one scale
+        bound = 0.0 if exact else 1e-11 * largest
+        assert (value - resumed[name]).abs().max() <= bound, name
+
+
+def counts_of_blocks() -> tuple[list[float], bool]:
+    """The buffers that blocks changed, whole, on every rank; and that a copy of the model is the plain one."""
+    model, loss_fn, batches = case_of(Frozen).make()
+    engine = parallelize(model.double(), loss_fn, optimizer=adamw, plan="pp=2,microbatches=2")
+    for batch in batches:
+        engine.step(batch)
+    state, plain = engine.global_state_dict(), engine.copy_model()
+    x = batches[0]["x"]
+    again = Frozen().double()
+    again.load_state_dict(state)
+    return [float(state[f"second.{n}.steps"]) for n in range(3)], torch.equal(
+        plain.eval()(x), again.eval()(x)
+    )
+
+
+def test_buffers_come_from_their_stage(pool: Pool) -> None:
+    for counts, same in pool.run(counts_of_blocks, ranks=2):
+        assert counts == [6.0, 6.0, 6.0]  # two microbatches in each of three steps
+        assert same
+
+
+def evaluations(plan: str) -> list[float]:
+    """Before the first step, between steps, with batches of other shapes."""
+    model, loss_fn, batches = CASES["gpt-dropout"].make()
+    engine = parallelize(model.double(), loss_fn, optimizer=adamw, plan=plan)
+    found = [engine.evaluate(batches)]
+    for batch in batches:
+        found.append(float(engine.step(batch)))
+        found.append(engine.evaluate([batches[0], {k: v[:3, :5] for k, v in batches[1].items()}]))
+    return found
+
+
+def test_evaluation_in_the_middle_of_training(pool: Pool) -> None:
+    wanted = pool.run(evaluations, "dp=1", ranks=1)[0]
+    for plan in ("pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zbv"):
+        for found in pool.run(evaluations, plan, ranks=2):
+            assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def from_deferred(plan: str) -> tuple[dict[str, Tensor], int]:
+    torch.manual_seed(11)
+    with deferred():
+        model = GPT(GPTConfig(vocab=29, context=7, dim=12, layers=3, heads=3))
+    _, loss_fn, batches = CASES["gpt"].make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan, example=batches[0])
+    return engine.global_state_dict(), sum(p.numel() for p in model.parameters() if not p.is_meta)
+
+
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "dp=2,pp=2,zero=3", "pp=2,tp=2"])
+def test_deferred_models(pool: Pool, plan: str) -> None:
+    eager = CASES["gpt"].make()[0].state_dict()
+    for state, mine in pool.run(from_deferred, plan, ranks=4 if plan != "pp=2,microbatches=2" else 2):
+        assert all(torch.equal(state[name], value) for name, value in eager.items())
+        assert mine < 0.75 * sum(v.numel() for v in eager.values())
+
+
+def sixteen_bits(precision: str) -> tuple[float, float]:
+    """The loss after some steps, in 16 bits and in 32."""
+    found = []
+    for format in (precision, "fp32"):
+        model, loss_fn, batches = CASES["gpt"].make()
+        engine = parallelize(model, loss_fn, optimizer=adamw, plan=f"pp=2,microbatches=2,precision={format}")
+        for step in range(6):
+            engine.step(batches[step % 3])
+        found.append(engine.last.loss)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_follow_float32(pool: Pool, precision: str) -> None:
+    epsilon = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float16).eps
+    depth = 3 * 8  # products one after another
+    for loss, wanted in pool.run(sixteen_bits, precision, ranks=2):
+        assert loss == pytest.approx(wanted, rel=epsilon * depth**0.5 * 6)
+        assert loss != wanted
+
+
+# --- plans and what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "world", "said"),
+    [
+        ("microbatches=4", 1, "'microbatches' fills a pipeline, and pp=1 has none"),
+        ("schedule=zbv", 1, "'schedule' orders the stages of a pipeline"),
+        ("pp=2,schedule=interleaved", 2, "'interleaved' needs several stages a rank"),
+        ("pp=2,chunks=2", 2, "'1f1b' has one stage a rank"),
+        ("pp=2,schedule=zbv,chunks=3", 2, "'zbv' has two stages a rank"),
+        ("pp=3", 4, "4 ranks are no multiple of pp x cp x tp = 3"),
+    ],
+)
+def test_plans_that_make_no_sense(plan: str, world: int, said: str) -> None:
+    parsed = Plan.parse(plan)
+    assert [p.what for p in problems(parsed, world)] == [said] or said in problems(parsed, world)[0].what
+    assert not problems(nearest(parsed, world), world)
+
+
+@pytest.mark.parametrize(
+    ("plan", "share"),
+    [
+        ("pp=4,microbatches=8", 3 / 11),
+        ("pp=4,microbatches=8,schedule=interleaved,chunks=2", 3 / 19),
+        ("pp=4,microbatches=8,schedule=zbh1", 3 / 27),
+        ("pp=4,microbatches=1", 3 / 4),
+    ],
+)
+def test_bubbles(plan: str, share: float) -> None:
+    assert schedules.bubble(Plan.parse(plan)) == pytest.approx(share)
+
+
+class Leaving(nn.Module):
+    """The first block leaves a value in an object for all others."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, box: Any) -> Tensor:
+            if box.value is None:
+                box.value = self.linear(x)
+            return x + self.linear(box.value)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = Hidden.Box()
+        for block in self.blocks:
+            x = block(x, box)
+        return x[:, :3]
+
+
+class Hidden(nn.Module):
+    """Each block leaves its result in an object, where the next finds what it was also given."""
+
+    class Box:
+        def __init__(self) -> None:
+            self.value: Tensor | None = None
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, box: Any) -> Tensor:
+            y = self.linear(x) if box.value is None else self.linear(x + box.value)
+            box.value = y
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = self.Box()
+        for block in self.blocks:
+            x = block(x, box)
+        return x[:, :3]
+
+
+class Branching(nn.Module):
+    """Looks at an activation after its first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 0:
+                x = -x
+        return x[:, :3]
+
+
+class Turning(nn.Module):
+    """Another path for other batches, by their values alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            x = y.tanh() if x.shape[0] > 4 else y.sin()
+        return x[:, :3]
+
+
+class Modes(nn.Module):
+    """A tuple in training, a dict in evaluation: the loss knows both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x) if self.training else torch.tanh(block(x))
+        return (x[:, :3], x) if self.training else {"out": x[:, :3]}
+
+
+class Two(nn.Module):
+    """Two layers and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def refusal(kind: type[nn.Module], plan: str) -> str:
+    _, loss_fn, batches = case_of(kind).make()
+    torch.manual_seed(0)
+    try:
+        engine = parallelize(kind().double(), loss_fn, optimizer=adamw, plan=plan)
+        engine.step(batches[0])
+    except (SoliError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        (Branching, "pp=2", "looks at a value (__bool__) after blocks.0"),
+        (Two, "pp=4", "fewer parts to cut between than the pipeline has stages: 2 < 4"),
+        (Leaving, "pp=2", "blocks.2 reads a value that was made in blocks.0 and is not among its arguments"),
+        (Hidden, "pp=2,microbatches=2", "computes another loss under"),
+        (Turning, "pp=2,microbatches=2", "another path than on the first batch"),
+    ],
+)
+def test_models_that_are_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
+    found = pool.run(refusal, kind, plan, ranks=int(plan[3]), deadline=20)
+    assert any(said in text for text in found), found
+
+
+def modes() -> list[float]:
+    _, _, batches = case_of(Modes).make()
+    torch.manual_seed(0)
+
+    def loss(output: Any, batch: Any) -> Any:
+        y = output[0] if isinstance(output, tuple) else output["out"]
+        return F.mse_loss(y, batch["targets"], reduction="sum"), y.numel()
+
+    plan = "pp=2,microbatches=2" if torch.distributed.is_initialized() else "dp=1"
+    engine = parallelize(Modes().double(), loss, optimizer=adamw, plan=plan)
+    return [float(engine.step(batches[0])), engine.evaluate(batches), float(engine.step(batches[1]))]
+
+
+def test_another_forward_in_evaluation(pool: Pool) -> None:
+    wanted = modes()
+    for found in pool.run(modes, ranks=2):
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def opaque() -> str:
+    return refusal(Opaque, "pp=2")
+
+
+class Opaque(nn.Module):
+    """A block that returns an object."""
+
+    class Result:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return Opaque.Result(self.linear(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).value
+        return x[:, :3]
+
+
+def test_blocks_that_return_objects(pool: Pool) -> None:
+    for text in pool.run(opaque, ranks=2):
+        assert "blocks.0 returns an object that a pipeline cannot hand on" in text
