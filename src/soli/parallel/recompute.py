@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from soli.core.errors import Problem, SoliError
+from soli.core.events import events
 from soli.core.plan import Plan
 from soli.parallel.units import blocks
 
@@ -42,7 +43,10 @@ def wrap(model: nn.Module, plan: Plan) -> None:
     """Let each block's forward be made again in backward, in place."""
     if plan.recompute == "none":
         return
-    for _, module in blocks(model):
+    for name, module in blocks(model):
+        if getattr(module, "gradient_checkpointing", False):  # transformers' word for it
+            events.emit("note", text=f"{name} recomputes itself already")
+            continue
         module.forward = _again(module.forward)
 
 

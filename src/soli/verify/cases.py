@@ -177,6 +177,10 @@ CASES = {
         "hf-llama": foreign.hf_llama,
         "hf-bert": foreign.hf_bert,
         "hf-t5": foreign.hf_t5,
+        "hf-qwen2": foreign.hf_qwen2,
+        "hf-mistral": foreign.hf_mistral,
+        "hf-opt": foreign.hf_opt,
+        "hf-vit": foreign.hf_vit,
     }.items()
 }
 PLANS: dict[int, tuple[str, ...]] = {

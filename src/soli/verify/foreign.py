@@ -19,7 +19,11 @@ def ready() -> None:
     import transformers.models.bert.modeling_bert
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama
+    import transformers.models.mistral.modeling_mistral
+    import transformers.models.opt.modeling_opt
+    import transformers.models.qwen2.modeling_qwen2
     import transformers.models.t5.modeling_t5
+    import transformers.models.vit.modeling_vit
 
     transformers.utils.logging.set_verbosity_error()
 
@@ -70,6 +74,102 @@ def hf_llama() -> Any:
     model = LlamaForCausalLM(config)
     model.gradient_checkpointing_enable()
     return model, losses.from_model(), _batches([8, 9, 8], masked_share=0.0, padded=True)
+
+
+def hf_qwen2() -> Any:
+    """Grouped queries with biases, a tied head, the middle of the batch padded."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(25)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        attention_dropout=0.1,
+        tie_word_embeddings=True,
+        use_cache=False,
+        **NO_TOKENS,
+    )
+    return Qwen2ForCausalLM(config), losses.from_model(), _batches([8, 9, 8], masked_share=0.2, padded=True)
+
+
+def hf_mistral() -> Any:
+    """A window of attention shorter than the rows; heads wider than the model over their number."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(26)
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=12,
+        intermediate_size=21,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=6,
+        max_position_embeddings=LENGTH,
+        sliding_window=3,
+        attention_dropout=0.1,
+        use_cache=False,
+        **NO_TOKENS,
+    )
+    return (
+        MistralForCausalLM(config),
+        losses.from_model(),
+        _batches([8, 8, 7], masked_share=0.0, padded=False),
+    )
+
+
+def hf_opt() -> Any:
+    """Learned positions with an offset, biases everywhere, ReLU, an embedding narrower than the model."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(27)
+    config = OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=12,
+        word_embed_proj_dim=6,
+        ffn_dim=20,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        max_position_embeddings=LENGTH,
+        dropout=0.1,
+        attention_dropout=0.1,
+        layerdrop=0.0,
+        use_cache=False,
+        pad_token_id=1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return OPTForCausalLM(config), losses.from_model(), _batches([8, 9, 8], masked_share=0.3, padded=True)
+
+
+def hf_vit() -> Any:
+    """Patches by a convolution, a class token, the model's own loss over five classes."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(28)
+    config = ViTConfig(
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=20,
+        image_size=8,
+        patch_size=4,
+        num_labels=5,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+        problem_type="single_label_classification",
+    )
+    generator = torch.Generator().manual_seed(6)
+    batches = [
+        {"pixel_values": torch.randn(n, 3, 8, 8, generator=generator).double(), "labels": torch.arange(n) % 5}
+        for n in (8, 9, 7)
+    ]
+    return ViTForImageClassification(config), losses.from_model(shifted=False), batches
 
 
 def hf_bert() -> Any:

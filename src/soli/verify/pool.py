@@ -83,7 +83,8 @@ class Pool:
                     self.close()
                     raise failure(f"rank {rank} of the pool died with exit code {code}")
                 if time.monotonic() > until:
-                    report = self._hang(ranks)
+                    failed = self._failed(rank + 1, ranks)
+                    report = failed + self._hang(ranks)
                     raise failure(
                         f"rank {rank} did not finish before the deadline; where the ranks stood:\n{report}"
                     )
@@ -93,6 +94,12 @@ class Pool:
                 self.close()
                 raise failure(f"rank {rank} of the pool died") from None
         return results
+
+    def _failed(self, first: int, ranks: int) -> str:
+        """What the ranks from `first` on have reported: often why the others wait."""
+        waiting = [(r, self._ranks[r][1]) for r in range(first, ranks) if self._ranks[r][1].poll()]
+        told = [(r, pipe.recv()) for r, pipe in waiting]
+        return "".join(f"rank {r} had failed:\n{text}\n" for r, (ok, text) in told if not ok)
 
     def _hang(self, ranks: int) -> str:
         for process, _ in self._ranks[:ranks]:
