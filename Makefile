@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity bench bench-backend pictures gpu-check clean
+.PHONY: train test check parity golden bench bench-backend pictures gpu-check clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -28,6 +28,9 @@ check: .venv/developed
 
 parity: .venv/developed         ## every case under every plan -> docs/parity.md, benchmarks/results/parity.json
 	$(BIN)/python -m soli.verify.matrix
+
+golden: .venv/developed         ## the layouts that tests compare with -> tests/golden/
+	$(BIN)/python -m soli.verify.golden
 
 bench: .venv/developed          ## step time and memory beside the peers -> benchmarks/results/
 	$(BIN)/python benchmarks/envs.py

@@ -67,11 +67,22 @@ BOTH: dict[str, Entry] = {
     "tp-dtensor": Entry("PyTorch by hand", "tensor", "dtensor", "base", "tp-dtensor", by_hand=True),
     **{
         name: Entry("PyTorch by hand", "pipeline", name, "base", name, by_hand=True)
-        for name in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+        for name in ("gpipe", "1f1b", "interleaved", "zbh1", "zero-bubble", "zbv", "dualpipev")
     },
     **{f"soli-z{stage}": ENTRIES[f"soli-z{stage}"] for stage in range(4)},
     "soli-tp": Entry("soli", "soli_engine", "tp=2", "base", "tp"),
     "soli-tp-sp": Entry("soli", "soli_engine", "tp=2,sp=on", "base", "tp"),
+    **{
+        f"soli-{name}": Entry("soli", "soli_engine", f"pp=2,microbatches=4,{said}", "base", f"pp-{name}")
+        for name, said in {
+            "gpipe": "schedule=gpipe",
+            "1f1b": "schedule=1f1b",
+            "interleaved": "schedule=interleaved,chunks=2",
+            "zbh1": "schedule=zbh1",
+            "zbv": "schedule=zbv",
+            "dualpipev": "schedule=dualpipev",
+        }.items()
+    },
 }
 """What is measured over both backends, as NAME-gloo and NAME-local (make bench-backend)."""
 ENTRIES |= {
@@ -94,4 +105,9 @@ BASELINES: dict[str, tuple[str, ...]] = {
     entry.stage: (f"{name}-gloo",)
     for name, entry in BOTH.items()
     if entry.module in ("tensor", "pipeline") and name != "tp"
+}
+BASELINES |= {
+    entry.stage: (f"{entry.stage.removeprefix('pp-')}-local",)
+    for entry in BOTH.values()
+    if entry.stage.startswith("pp-")
 }

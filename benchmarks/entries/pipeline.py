@@ -14,6 +14,7 @@ SCHEDULES = {
     "gpipe": ("ScheduleGPipe", 1, "loop"),
     "1f1b": ("Schedule1F1B", 1, "loop"),
     "interleaved": ("ScheduleInterleaved1F1B", 2, "loop"),
+    "zbh1": ("ScheduleInterleavedZeroBubble", 1, "loop"),
     "zero-bubble": ("ScheduleInterleavedZeroBubble", 2, "loop"),
     "zbv": ("ScheduleZBVZeroBubble", 2, "v"),
     "dualpipev": ("ScheduleDualPipeV", 2, "v"),

@@ -82,7 +82,7 @@ def enter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _alias(x: Tensor) -> Tensor:
-    """The same memory, but no view: a view holds its base, and the base remembers what was entered of it."""
+    """The same memory, but no view: a view holds its base, and may not be written in place behind a function."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)  # type: ignore[call-overload]
 
 
@@ -94,7 +94,7 @@ def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
     def there(x: Tensor) -> Tensor:
         own = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         all_reduce(own, axis, label="output of a row")
-        return own.view_as(own)
+        return _alias(own)
 
     return _Move.apply(x, there, lambda grad: grad)
 

@@ -1,0 +1,85 @@
+"""Small models of transformers' families that soli has no code for, with their default options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from soli import losses
+from soli.verify.parity import Case, adamw
+
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 37,
+    "max_position_embeddings": 16,
+}
+PAD = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = SMALL | PAD | {"num_key_value_heads": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3ForCausalLM", GROUPED | {"head_dim": 6}),
+    "gemma2": ("Gemma2ForCausalLM", GROUPED | {"head_dim": 4}),
+    "phi3": ("Phi3ForCausalLM", GROUPED),
+    "cohere": ("CohereForCausalLM", GROUPED),
+    "neox": ("GPTNeoXForCausalLM", SMALL),
+    "bloom": ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 2, "n_head": 4, "vocab_size": 37}),
+    "falcon": (
+        "FalconForCausalLM",
+        {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 37} | PAD,
+    ),
+    "gptj": (
+        "GPTJForCausalLM",
+        {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 37, "n_positions": 16, "rotary_dim": 4},
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {
+            "d_model": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 24,
+            "decoder_ffn_dim": 24,
+            "vocab_size": 37,
+            "max_position_embeddings": 16,
+        }
+        | PAD,
+    ),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 37},
+    ),
+    "roberta": ("RobertaForMaskedLM", SMALL),
+    "mixtral": (
+        "MixtralForCausalLM",  # the grouped product of torch has no float64
+        GROUPED | {"num_local_experts": 4, "experts_implementation": "eager"},
+    ),
+}
+UNSHIFTED = ("MaskedLM", "ConditionalGeneration")
+
+
+def case(name: str) -> Case:
+    """Three batches, the first rows without counted targets."""
+    kind, options = FAMILIES[name]
+
+    def make() -> Any:
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        torch.manual_seed(31)
+        build = getattr(transformers, kind)
+        model = build(build.config_class(**options))
+        generator = torch.Generator().manual_seed(5)
+        batches = []
+        for rows in (8, 7, 9):
+            tokens = torch.randint(3, 37, (rows, 6), generator=generator)
+            labels = tokens.clone()
+            labels[: rows // 3] = losses.IGNORE
+            batches.append({"input_ids": tokens, "labels": labels})
+        return model, losses.from_model(shifted=not kind.endswith(UNSHIFTED)), batches
+
+    return Case(name, make, adamw)

@@ -1,0 +1,23 @@
+"""The layout of every tensor of every model under some plans is the one that tests/golden holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from soli.verify import foreign, golden
+from soli.verify.pool import Pool
+
+FOLDER = Path(__file__).resolve().parent / "golden"
+
+
+@pytest.mark.parametrize("name", golden.MODELS)
+def test_layouts_are_the_golden_ones(pool: Pool, name: str) -> None:
+    pool.run(foreign.ready, ranks=4, deadline=120)
+    found = golden.text(golden.of_case(pool, name))
+    assert found == (FOLDER / f"{name}.json").read_text(), "if this change is meant: make golden"
+
+
+def test_every_model_has_a_file_and_no_file_is_left() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == set(golden.MODELS)
