@@ -52,11 +52,16 @@ def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
     return order | (_global_optimizer(engine) if optimizer else {})
 
 
-def _from_stages(engine: Engine, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every stage's tensors on all of them: one whole tensor after another, from the first stage that has it."""
+def _from_stages(engine: Engine, found: dict[str, Tensor], only: set[str] | None = None) -> dict[str, Tensor]:
+    """Every stage's tensors on all of them: one whole tensor after another, from the first stage that has it.
+
+    `only`: the parameters that some stage has one for.
+    """
     cutting, axis = engine.pipeline.cutting, engine.mesh["pp"]  # type: ignore[union-attr]
     whole = dict(found)
     for names, param in named_once(engine.model):
+        if only is not None and names[0] not in only:
+            continue
         source = cutting.first_owner(names[0])
         value = found.get(names[0])
         if value is None:
@@ -112,7 +117,7 @@ def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:
     used = {
         name for one in gather_json(_used(found), engine.mesh["pp"], label="used parameters") for name in one
     }
-    whole = _from_stages(engine, {name: value for name, value in found.items() if value is not None})
+    whole = _from_stages(engine, {n: value for n, value in found.items() if value is not None}, used)
     trained = [names[0] for names, param in named_once(engine.model) if param.requires_grad]
     return {name: whole[name] if name in used else None for name in trained}
 
