@@ -48,6 +48,7 @@ bench-backend: .venv/developed  ## the local backend beside gloo: calls, waiting
 	$(BIN)/python benchmarks/envs.py
 	$(BIN)/python benchmarks/backend.py --rounds 2
 	$(BIN)/python benchmarks/waiting.py
+	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/run.py --sizes small --steps 8 --warmup 2 --rounds 2 \
 		--out benchmarks/results/backend-steps \
 		--only $(foreach name,$(BOTH),$(name)-gloo $(name)-local) $(PEERS)

@@ -21,7 +21,7 @@ plt.rcParams |= {"font.size": 9, "svg.hashsalt": "soli", "svg.fonttype": "none"}
 def main() -> None:
     """Draw all of them."""
     OUT.mkdir(exist_ok=True)
-    for picture in (batch, units, memory, steps, backend):
+    for picture in (batch, units, memory, steps, backend, pipeline):
         figure = picture()
         figure.savefig(OUT / f"{picture.__name__}.svg", bbox_inches="tight", metadata={"Date": None})
         plt.close(figure)
@@ -126,6 +126,33 @@ def steps() -> plt.Figure:
         axes.set_title(f"{size}: step time, 1 = best by hand on PyTorch", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+def pipeline() -> plt.Figure:
+    """What two ranks did in one step under each schedule, as measured."""
+    rows = json.loads((RESULTS / "pipeline.json").read_text())["rows"]
+    colours = {"F": RANKS[0], "B": RANKS[1], "I": RANKS[1], "W": RANKS[2]}
+    names = {"F": "forward", "B": "backward", "I": "", "W": "backward of weights"}
+    figure, panels = plt.subplots(len(rows), 1, figsize=(8.8, 5.2), sharex=True)
+    for axes, row in zip(panels, rows, strict=True):
+        for rank, actions in enumerate(row["timeline"]):
+            for kind, stage, _, start, stop in actions:
+                shade = 1.0 if stage < 2 else 0.6  # a rank's second stage is paler
+                axes.barh(
+                    -rank, 1e3 * (stop - start), left=1e3 * start, color=colours[kind], height=0.8, alpha=shade,
+                    edgecolor="white", linewidth=0.6,
+                )  # fmt: skip
+        axes.set_yticks([0, -1], ["rank 0", "rank 1"], fontsize=7)
+        said = f"{row['schedule']}: ranks wait {row['measured']:.0%} of the step, {row['table']:.0%} by its table"
+        axes.set_title(said, fontsize=8, loc="left", pad=2)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(length=0, labelsize=7)
+    panels[-1].set_xlabel("ms", fontsize=8)
+    used = [kind for kind in names if names[kind]]
+    figure.legend([Rectangle((0, 0), 1, 1, color=colours[k]) for k in used], [names[k] for k in used],
+                  frameon=False, fontsize=8, ncols=3, loc="upper right")  # fmt: skip
     figure.tight_layout()
     return figure
 

@@ -18,7 +18,7 @@ from soli.mesh.collectives import barrier
 from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
 from soli.parallel.init import deferred
-from soli.parallel.pipeline import schedules
+from soli.parallel.pipeline import table
 from soli.parallel.pipeline.split_backward import inputs_first, weights_later
 from soli.parallel.pipeline.stages import balanced
 from soli.parallel.pipeline.units import units
@@ -421,11 +421,22 @@ def test_plans_that_make_no_sense(plan: str, world: int, said: str) -> None:
         ("pp=4,microbatches=8", 3 / 11),
         ("pp=4,microbatches=8,schedule=interleaved,chunks=2", 3 / 19),
         ("pp=4,microbatches=8,schedule=zbh1", 3 / 27),
-        ("pp=4,microbatches=1", 3 / 4),
+        ("pp=4,microbatches=1,schedule=gpipe", 3 / 4),
+        ("pp=4,microbatches=8,schedule=gpipe", 3 / 11),
+        ("pp=8,microbatches=32", 7 / 39),
+        ("pp=8,microbatches=32,schedule=interleaved,chunks=4", 7 / 135),
+        ("pp=8,microbatches=32,schedule=zbh1", 7 / 103),
     ],
 )
 def test_bubbles(plan: str, share: float) -> None:
-    assert schedules.bubble(Plan.parse(plan)) == pytest.approx(share)
+    """The schedule's own table against (P-1)/(M+P-1), (P-1)/(VM+P-1) and, zero bubble, (P-1)/(3M+P-1)."""
+    assert table.bubble(Plan.parse(plan)) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_stages_in_a_v_wait_the_least(schedule: str) -> None:
+    found = table.bubble(Plan.parse(f"pp=4,microbatches=16,schedule={schedule}"))
+    assert 0 <= found < table.bubble(Plan.parse("pp=4,microbatches=16,schedule=zbh1"))
 
 
 class Leaving(nn.Module):
@@ -559,6 +570,29 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
 def test_models_that_are_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
     found = pool.run(refusal, kind, plan, ranks=int(plan[3]), deadline=20)
     assert any(said in text for text in found), found
+
+
+def not_a_number() -> str:
+    model, loss_fn, batches = case_of(Glue).make()
+    engine = parallelize(model.double(), loss_fn, optimizer=adamw, plan="dp=2,pp=2,microbatches=2")
+    engine.step(batches[0])
+    batches[1]["x"][-1] = float("nan")
+    before = engine.global_state_dict()
+    try:
+        engine.step(batches[1])
+    except SoliError as error:
+        after = engine.global_state_dict()
+        same = all(torch.equal(before[name], after[name]) for name in before)
+        return f"{str(error).splitlines()[0]} {same}"
+    return ""
+
+
+def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
+    """Once and alike on every rank; nothing is updated."""
+    found = pool.run(not_a_number, ranks=4)
+    assert len(set(found)) == 1
+    assert "the loss of step 2 is not finite on rank 3; nothing was updated" in found[0]
+    assert found[0].endswith("True")
 
 
 def modes() -> list[float]:

@@ -284,7 +284,10 @@ class Engine:
         if self.pipeline is not None:
             pipelined.agree_on_use(self)
         totals, counts = facts[:size], facts[size : 2 * size]
-        bad = [f"rank {r}" for r, t in zip(self.dp.ranks, totals.tolist(), strict=True) if t - t != 0]
+        shift = (
+            0 if self.pipeline is None else self.pipeline.last_rank - self.rank
+        )  # losses are the last stage's
+        bad = [f"rank {r + shift}" for r, t in zip(self.dp.ranks, totals.tolist(), strict=True) if t - t != 0]
         if bad:
             self._refuse_loss(bad, totals)
         self._count = float(counts.sum())

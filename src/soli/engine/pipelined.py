@@ -12,7 +12,7 @@ from soli.core.layout import even_parts
 from soli.engine.batch import Part, part_of, to_device
 from soli.engine.layout import Runner
 from soli.mesh.collectives import all_reduce, gather_json
-from soli.parallel.pipeline import schedules, stages, watch
+from soli.parallel.pipeline import schedules, stages, table, watch
 from soli.parallel.pipeline.run import Cutting, Pipeline, needs_of
 from soli.parallel.pipeline.units import Unit, can_be_finer, units
 from soli.parallel.units import named_once
@@ -116,13 +116,15 @@ def _announce(engine: Engine, cut: stages.Stages, trace: watch.Trace) -> None:
     ]
     whole = sum(cut.costs) or 1.0
     text = " | ".join(f"{run} {cost / whole:.0%}" for run, cost in zip(runs, cut.costs, strict=True))
-    share = schedules.bubble(plan)
+    share = table.bubble(plan)
     waits = f"{plan.schedule} with {plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}: ranks wait for {share:.0%} of a step"
     if count > plan.microbatches:
         waits += f" ({count - plan.microbatches} empty microbatches are added: {plan.schedule} takes {count} or more)"
     if share > 0.2:
         more = plan.with_(microbatches=4 * plan.pp)
-        waits += f"; microbatches={more.microbatches} would make it {schedules.bubble(more):.0%}"
+        waits += f"; microbatches={more.microbatches} would make it {table.bubble(more):.0%}"
+    if plan.zero == 3:
+        waits += "; parameters are gathered once a step and kept until its end"
     events.emit("note", text=f"stages: {text}; {waits}")
     if engine.rank == 0:
         print(f"soli: stages {text}\nsoli: {waits}", flush=True)

@@ -141,7 +141,7 @@ def nearest(plan: Plan, world: int) -> Plan:
         {"tp": tp, "pp": pp, "dp": dp}
         for tp, pp in product(_divisors(world), repeat=2)
         if world % (tp * pp) == 0
-        for dp in {None, world // (tp * pp)}
+        for dp in (None, world // (tp * pp))
     ]
     no_pipeline = {"schedule": Plan.schedule, "chunks": 1, "microbatches": 1}
     options = [

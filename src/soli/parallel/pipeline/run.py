@@ -7,6 +7,7 @@ gradients (`forward_only`); evaluation is that forward too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from soli.parallel.pipeline import schedules
 from soli.parallel.pipeline.stage import Crossing, Flight, Known, Stage, handed
 from soli.parallel.pipeline.stage_forward import Finished, Shapes, StageForward
 from soli.parallel.pipeline.stages import Stages, requiring
+from soli.parallel.pipeline.table import Action
 from soli.parallel.pipeline.units import Unit
 from soli.parallel.pipeline.watch import Name, Trace
 from soli.parallel.randomness import Randomness
@@ -85,6 +87,7 @@ class Pipeline:
         )
         self.call, self.computing, self.again = call, computing, again
         self.mine = [Stage(self, index, self._weights) for index in self.stages.of_rank(axis.index)]
+        self.actions: list[Action] = []  # of the newest flush; seconds of time.perf_counter
         self.pieces: list[Any] = []
         self.keys: list[Any] = []
         self.count = schedules.microbatches(plan)
@@ -92,6 +95,11 @@ class Pipeline:
         self._params = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
         self._step, self._scale = 0, 1.0
         self._total, self._counted = 0.0, 0.0
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that has the last stage, of those that share this one's rows and tp part."""
+        return self.axis.ranks[self.stages.rank_of[-1]]
 
     def _weights(self) -> list[nn.Parameter]:
         return self._params
@@ -109,11 +117,19 @@ class Pipeline:
             if piece.rows and key not in self.mine[0].known:
                 self._learn(piece)
         self._total, self._counted = 0.0, 0.0
+        self.actions = []
         with issuing():  # messages are recorded where they are made
             self.schedule._step_microbatches(target_mbs=[None] * len(pieces), return_outputs=False)
         self.collect()
         self.pieces = []
         return self._total, self._counted
+
+    @contextmanager
+    def timed(self, kind: str, stage: int, number: int) -> Iterator[None]:
+        """Note when an action ran."""
+        start = time.perf_counter()
+        yield
+        self.actions.append(Action(kind, stage, number, start, time.perf_counter()))
 
     def _learn(self, piece: Any) -> None:
         """Let the shapes of a microbatch be known on every stage; nothing of the model changes."""

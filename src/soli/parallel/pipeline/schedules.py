@@ -1,13 +1,11 @@
 """Schedules: which of torch's classes does which, how many stages a rank has, and what each costs.
 
-    gpipe        all forwards, then all backwards (arXiv 1811.06965)
-    1f1b         one forward, one backward in turn (PipeDream-flush, arXiv 2006.09503)
-    interleaved  1f1b over several stages a rank (arXiv 2104.04473)
-    zbh1         1f1b; gradients of weights fill the bubble (arXiv 2401.10241)
-    zbv          the same over two stages a rank that lie in a V (arXiv 2405.15362)
-    dualpipev    forwards and backwards in pairs over the same V (DeepSeek's DualPipe, cut in half)
-
-Legend: S stages, P ranks, M microbatches.
+gpipe        all forwards, then all backwards (arXiv 1811.06965)
+1f1b         one forward, one backward in turn (PipeDream-flush, arXiv 2006.09503)
+interleaved  1f1b over several stages a rank (arXiv 2104.04473)
+zbh1         1f1b; gradients of weights fill the bubble (arXiv 2401.10241)
+zbv          the same over two stages a rank that lie in a V (arXiv 2405.15362)
+dualpipev    forwards and backwards in pairs over the same V (DeepSeek's DualPipe, cut in half)
 """
 
 from __future__ import annotations
@@ -74,19 +72,3 @@ def build(plan: Plan, stages: list[Any], count: int) -> Any:
     # What torch would learn by sending shapes around is known (run.py).
     made._initialize_stage = made._initialize_stages = lambda *args, **kwargs: None
     return made
-
-
-def bubble(plan: Plan) -> float:
-    """The share of a step in which a rank waits, where a backward costs two forwards and sending nothing.
-
-    gpipe, 1f1b (P-1)/(M+P-1); interleaved (P-1)/(VM+P-1) for V stages a rank; zbh1 (P-1)/(3M+P-1): a third of
-    1f1b's; zbv and dualpipev none but what M < 2P leaves. arXiv 2104.04473, 2401.10241, 2405.15362.
-    """
-    wait, count, per_rank = plan.pp - 1, plan.microbatches, plan.stages // plan.pp
-    if plan.schedule in ("gpipe", "1f1b"):
-        return wait / (count + wait)
-    if plan.schedule == "interleaved":
-        return wait / (per_rank * count + wait)
-    if plan.schedule == "zbh1":
-        return wait / (3 * count + wait)
-    return max(0, 2 * plan.pp - count) / (2 * plan.pp + count) if count < 2 * plan.pp else 0.0

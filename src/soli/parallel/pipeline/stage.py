@@ -111,7 +111,8 @@ class Stage(PipelineStage):
         flight.leaves = [leaf.to(self.pipeline.device) for leaf in flight.leaves]
         for leaf, value in zip(flight.leaves, known.incoming, strict=True):
             leaf.requires_grad_(value.requires)
-        self.pipeline.compute(self, fwd_chunk_id, flight, known)
+        with self.pipeline.timed("F", self.stage_index, fwd_chunk_id):
+            self.pipeline.compute(self, fwd_chunk_id, flight, known)
         return tuple(flight.outputs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -145,7 +146,8 @@ class Stage(PipelineStage):
             return
         flight = self.flights[bwd_chunk_id]
         flight.gradients = [g if g is None else g.to(self.pipeline.device) for g in flight.gradients]
-        with self.pipeline.backward(flight):
+        kind = "B" if full_backward else "I"
+        with self.pipeline.timed(kind, self.stage_index, bwd_chunk_id), self.pipeline.backward(flight):
             if full_backward:
                 outputs, gradients = _differentiable(flight)
                 if outputs:
@@ -165,7 +167,7 @@ class Stage(PipelineStage):
         if self._empty(bwd_chunk_id):
             return
         flight = self.flights[bwd_chunk_id]
-        with self.pipeline.backward(flight):
+        with self.pipeline.timed("W", self.stage_index, bwd_chunk_id), self.pipeline.backward(flight):
             weights_later(flight.rest, self.weights())
         self.pipeline.collect()
         flight.rest = None
