@@ -506,6 +506,53 @@ class Branching(nn.Module):
         return x[:, :3]
 
 
+class Averaging(nn.Module):
+    """Keeps a mean of what passes between its blocks, or of what leaves the last of them."""
+
+    early = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == (0 if self.early else 3) and self.training:
+                with torch.no_grad():
+                    self.mean.mul_(0.5).add_(x.mean(0))
+        return x[:, :3]
+
+
+class AveragingLate(Averaging):
+    early = False
+
+
+class Repeating(nn.Module):
+    """Calls a block that counts on both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Always(), nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 2, 0):
+            x = self.blocks[number](x)
+        return x[:, :3]
+
+
+class Always(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
 class Turning(nn.Module):
     """Another path for other batches, by their values alone."""
 
@@ -565,6 +612,8 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
         (Leaving, "pp=2", "blocks.2 reads a value that was made in blocks.0 and is not among its arguments"),
         (Hidden, "pp=2,microbatches=2", "computes another loss under"),
         (Turning, "pp=2,microbatches=2", "another path than on the first batch"),
+        (Averaging, "pp=2", "mean is changed by activations, and several stages have it"),
+        (Repeating, "pp=2", "blocks.0 is changed by activations, and several stages have it"),
     ],
 )
 def test_models_that_are_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
@@ -593,6 +642,20 @@ def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
     assert len(set(found)) == 1
     assert "the loss of step 2 is not finite on rank 3; nothing was updated" in found[0]
     assert found[0].endswith("True")
+
+
+def late_buffer() -> list[float]:
+    _, loss_fn, batches = case_of(Frozen).make()
+    torch.manual_seed(0)
+    engine = parallelize(AveragingLate().double(), loss_fn, optimizer=adamw, plan="pp=2")
+    engine.step(batches[0])
+    return engine.global_state_dict()["mean"].tolist()
+
+
+def test_a_buffer_of_the_last_stage_is_everywhere(pool: Pool) -> None:
+    first, second = pool.run(late_buffer, ranks=2)
+    assert first == second
+    assert any(first)
 
 
 def modes() -> list[float]:

@@ -38,12 +38,13 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
     _agree(engine, traces, cut.starts[-1])
     for trace in traces.values():
         stages.check_hidden(trace, cut)
+        stages.check_buffers(engine.model, trace, cut)
     found = {training: stages.owners(engine.model, trace, cut) for training, trace in traces.items()}
     owners = {
         names[0]: sorted(found[True][id(param)] | _used(traces[False], param, found[False]))
         for names, param in named_once(engine.model)
     }
-    buffers = stages.buffer_owners(traces[True], parts, cut)
+    buffers = stages.buffer_owners(engine.model, traces[True], parts, cut)
     _announce(engine, cut, traces[True])
     return Cutting(cut, parts, traces, owners, buffers, needs_of(engine.model, cut, traces))
 
@@ -77,7 +78,7 @@ def _trace(runner: Runner, parts: list[Unit], training: bool) -> watch.Trace:
     tracers = []
 
     def around(randomness: Any) -> watch.Tracer:
-        tracers.append(watch.Tracer(randomness.counted))
+        tracers.append(watch.Tracer(runner.model, randomness.counted))
         return tracers[0]
 
     with watch.watched(parts):

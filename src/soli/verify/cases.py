@@ -214,7 +214,7 @@ PLANS: dict[int, tuple[str, ...]] = {
         "pp=2,tp=2,sp=on,microbatches=4,schedule=dualpipev,recompute=full",
     ),
     8: (
-        "dp=8,zero=3",
+        "dp=4,tp=2,zero=3",
         "dp=4,replicate=2,tp=2,zero=2",
         "dp=2,pp=2,tp=2,zero=1,microbatches=2",
         "dp=2,pp=2,tp=2,sp=on,zero=3,microbatches=2,schedule=zbv,recompute=full",

@@ -98,6 +98,23 @@ def balanced(costs: list[float], parts: int, limit: int | None = None) -> list[i
     return starts[::-1]
 
 
+def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
+    """Refuse buffers that would differ from stage to stage."""
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    bad = [names[key] for key, gap in trace.written.items() if stages.of_gap(gap) < stages.count - 1]
+    for unit in sorted(trace.changing):
+        ranks = {stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls) if call.unit == unit}
+        bad += [unit] if len(ranks) > 1 else []
+    if bad:
+        raise SoliError(
+            f"{bad[0]} is changed by activations, and several stages have it",
+            got=", ".join(bad),
+            allowed="buffers that one block has for itself, or that are changed after the last stage's begin",
+            fix="change it inside a block that is called once, or use pp=1",
+            everywhere=True,
+        )
+
+
 def check_hidden(trace: Trace, stages: Stages) -> None:
     """Refuse values that go from stage to stage unseen: what computes them would not run."""
     for made, used in sorted(trace.hidden):
@@ -135,9 +152,10 @@ def owners(model: nn.Module, trace: Trace, stages: Stages) -> dict[int, set[int]
     return found
 
 
-def buffer_owners(trace: Trace, units: list[Unit], stages: Stages) -> dict[str, int]:
-    """The pp rank whose value of a unit's buffer holds; others' units did not run. By the buffer's name."""
-    found: dict[str, int] = {}
+def buffer_owners(model: nn.Module, trace: Trace, units: list[Unit], stages: Stages) -> dict[str, int]:
+    """The pp rank whose value of a buffer holds, where the others did not run what changes it. By the buffer's name."""
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    found = {names[key]: stages.rank_of[stages.of_gap(gap)] for key, gap in trace.written.items()}
     modules = dict(units)
     for number, call in enumerate(trace.calls):
         for name, _ in modules[call.unit].named_buffers():

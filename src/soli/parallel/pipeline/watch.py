@@ -69,6 +69,8 @@ class Trace:
     last_use: dict[Name, int] = field(default_factory=dict)
     uses_of: dict[int, set[int]] = field(default_factory=dict)  # parameter's id -> gaps
     floating: dict[Name, bool] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)  # id of a buffer that glue writes -> gap
+    changing: set[str] = field(default_factory=set)  # units whose buffers their forward changes
     hidden: set[tuple[int, int]] = field(
         default_factory=set
     )  # gaps: made in the first, used unseen in the second
@@ -263,8 +265,9 @@ def tensors_in(values: Any) -> list[Tensor]:
 class Tracer(Watch):
     """Takes a trace of one forward and loss. `draws()` tells the random calls so far, by module."""
 
-    def __init__(self, draws: Callable[[], dict[str, int]]) -> None:
+    def __init__(self, model: nn.Module, draws: Callable[[], dict[str, int]]) -> None:
         super().__init__()
+        self.buffers = {id(buffer) for buffer in model.buffers()}
         self.trace, self.draws = Trace(), draws
         self._flops = _Flops()
         self._counted = 0.0
@@ -287,6 +290,8 @@ class Tracer(Watch):
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
         out = func(*args, **kwargs)
         called, made = name_of(func), results_of(func, args, out)
+        if made and in_place(func) and id(args[0]) in self.buffers:
+            self.trace.written[id(args[0])] = self.gap
         if called in READS:
             self.trace.reads.append((self.gap, called))
         if made or called in READS:
@@ -311,11 +316,13 @@ class Tracer(Watch):
         self._used([x for x in given if isinstance(x, Tensor) and hasattr(x, "_live")], self.gap)
         for param in module.parameters():
             self.trace.uses_of.setdefault(id(param), set()).add(self.gap)
-        before = self.draws()
+        before, versions = self.draws(), [buffer._version for buffer in module.buffers()]
         within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace.hidden)
         with inside(self), within:
             out = forward(*args, **kwargs)
         drawn = {m: n - before.get(m, 0) for m, n in self.draws().items() if n != before.get(m, 0)}
+        if versions != [buffer._version for buffer in module.buffers()]:
+            self.trace.changing.add(name)
         leaves, spec = tree_flatten(out)
         kept = [self._leaf(name, number, leaf, given) for number, leaf in enumerate(leaves)]
         self.trace.calls.append(Call(name, spec, kept, drawn))
