@@ -148,6 +148,47 @@ class Sharing(nn.Module):
         return F.linear(y, self.start.weight.t()[:3])
 
 
+class Returning(nn.Module):
+    """What blocks return: numbers, an argument, a parameter; a parameter as argument; complex values; in place."""
+
+    class Block(nn.Module):
+        def __init__(self, kind: int) -> None:
+            super().__init__()
+            self.linear, self.kind = nn.Linear(8, 8), kind
+
+        def forward(self, x: Tensor, table: Tensor, position: Tensor) -> Any:
+            if self.kind == 1:
+                x.mul_(0.5)
+            return torch.relu_(self.linear(x) + position), table, x.shape[-1], {"scale": 0.5}
+
+    class Prompt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-1, 1, 8))
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(6, 8)
+        self.position = nn.Parameter(torch.linspace(0, 1, 8))
+        self.prompt = self.Prompt()
+        self.blocks = nn.ModuleList(self.Block(kind) for kind in range(4))
+        self.last = nn.Linear(8, 3)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.start(x)
+        prompt, table, waves = self.prompt(), x[:, :1] * 2, torch.fft.fft(y)
+        for block in self.blocks:
+            z, table, width, said = block(y + 0, table, self.position)
+            y = y + self.drop(z) * width / 8 * said["scale"]
+            y += table
+            y = y + self.drop(y) * prompt
+        return self.last(y + torch.fft.ifft(waves).real)
+
+
 class Frozen(nn.Module):
     """A first stage that trains nothing, and a buffer that a block changes."""
 
@@ -207,9 +248,13 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Glue, Sharing, Frozen])
+@pytest.mark.parametrize("kind", [Glue, Sharing, Frozen, Returning])
 @pytest.mark.parametrize(("ranks", "plan"), PLANS)
 def test_what_stands_between_blocks(pool: Pool, kind: type[nn.Module], ranks: int, plan: str) -> None:
+    if kind is Returning and "recompute" in plan:
+        with pytest.raises(SoliError, match="a block writes into its input"):
+            pool.run(worst_of, kind, plan, ranks=ranks)
+        return
     for worst, tensor in pool.run(worst_of, kind, plan, ranks=ranks):
         assert worst <= BOUND, tensor
 
@@ -553,6 +598,120 @@ class Always(nn.Module):
         return self.linear(x)
 
 
+class Viewing(nn.Module):
+    """Writes through a view in one stage what another reads whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        half = first[:, :3]
+        x = self.blocks[1](first)
+        x = self.blocks[2](x)
+        half.mul_(3)
+        return self.blocks[3](x + first)[:, :3]
+
+
+class Room(nn.Module):
+    """Fills a tensor of its own through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        room = torch.zeros_like(x)
+        room[:, 1:].copy_(self.blocks[0](x)[:, 1:])
+        for block in self.blocks[1:]:
+            x = block(x + room)
+        return x[:, :3]
+
+
+class Gathering(nn.Module):
+    """Adds up what its blocks keep in an attribute beside their result."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            self.aux = y.square().mean(-1, keepdim=True)
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :3] + 0.001 * torch.stack([block.aux for block in self.blocks]).sum(0)
+
+
+class Keeping(nn.Module):
+    """Its blocks keep their result itself, which is fine."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.result = torch.tanh(self.linear(x))
+            return self.result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :3] + torch.stack([block.result for block in self.blocks]).sum(0)[:, 3:]
+
+
+class Packing(nn.Module):
+    """Selects rows by their values between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        keep = (x[:, 0] > 0).nonzero().squeeze(-1)
+        z = y.index_select(0, keep)
+        for block in self.blocks[1:]:
+            z = block(z)
+        return torch.zeros_like(y).index_add(0, keep, z)[:, :3]
+
+
+class Sometimes(nn.Module):
+    """A block that returns its argument for some batches."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return y + self.linear(y) if bool(x.shape[0] > 4) else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for block in self.blocks:
+            y = block(x, y)
+        return y[:, :3]
+
+
 class Turning(nn.Module):
     """Another path for other batches, by their values alone."""
 
@@ -612,8 +771,13 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
         (Leaving, "pp=2", "blocks.2 reads a value that was made in blocks.0 and is not among its arguments"),
         (Hidden, "pp=2,microbatches=2", "computes another loss under"),
         (Turning, "pp=2,microbatches=2", "another path than on the first batch"),
-        (Averaging, "pp=2", "mean is changed by activations, and several stages have it"),
-        (Repeating, "pp=2", "blocks.0 is changed by activations, and several stages have it"),
+        (Viewing, "pp=2", "writes into memory that several tensors share, after blocks.2"),
+        (Room, "pp=2", "writes into memory that several tensors share, after blocks.0"),
+        (Gathering, "pp=2", "reads a value that was made in blocks.0 and is not among its arguments"),
+        (Packing, "pp=2,microbatches=3", "depend on the values of the batch"),
+        (Sometimes, "pp=2", "took another path"),
+        (Averaging, "pp=2", "mean is changed in the forward, and several stages have it"),
+        (Repeating, "pp=2", "blocks.0 is changed in the forward, and several stages have it"),
     ],
 )
 def test_models_that_are_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
@@ -642,6 +806,30 @@ def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
     assert len(set(found)) == 1
     assert "the loss of step 2 is not finite on rank 3; nothing was updated" in found[0]
     assert found[0].endswith("True")
+
+
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zbv"])
+def test_results_that_blocks_keep(pool: Pool, plan: str) -> None:
+    for worst, tensor in pool.run(worst_of, Keeping, plan, ranks=2):
+        assert worst <= BOUND, tensor
+
+
+def other_rows() -> str:
+    _, loss_fn, batches = case_of(Two).make()
+    torch.manual_seed(0)
+    engine = parallelize(Two().double(), loss_fn, optimizer=adamw, plan="pp=2", example=batches[0])
+    if torch.distributed.get_rank() == 1:
+        batches[0]["targets"] = batches[0]["targets"] + 1
+    try:
+        engine.step(batches[0])
+    except SoliError as error:
+        return str(error)
+    return ""
+
+
+def test_stages_that_are_given_other_rows(pool: Pool) -> None:
+    for text in pool.run(other_rows, ranks=2):
+        assert "were given different rows; nothing was updated" in text
 
 
 def late_buffer() -> list[float]:

@@ -134,6 +134,7 @@ class Engine:
         self.last = Last()
         self.positions: dict[str, Position] = {}
         self._first = FirstStep()
+        self._mark = 0.0  # of the rows of this step
         self._frozen = [p.requires_grad for p in model.parameters()]
         self._count = 0.0  # counted targets of the gradients that wait for update()
         self._seed_scale = 1.0
@@ -149,9 +150,10 @@ class Engine:
         """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
         if self.parallel is not None:
             return
-        cutting = pipelined.cutting_of(self, example) if self.plan.pp > 1 else None
         roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
-        sample = same.sample(self, example) if roles or cutting else None
+        sample = same.sample(self, example) if self.plan.tp * self.plan.pp > 1 else None
+        # The last that the whole model runs: what it leaves in attributes is known by its marks.
+        cutting = pipelined.cutting_of(self, example) if self.plan.pp > 1 else None
         self.parallel = apply(self.model, self.plan, self.mesh, roles, cutting)
         optimizers.exchange(self.optimizer, self.laid.slots, self.laid.absent)
         if cutting is not None:
@@ -224,6 +226,7 @@ class Engine:
         self._check_frozen()
         part = part_of(batch, self.dp.size, self.dp.index)
         self.lay(part)
+        self._mark = same.mark(self, part)
         pieces = microbatches(part, self.dp.size, self.plan.accumulate * self.plan.microbatches)
         self.model.train()
         self._finish_gathers()
@@ -277,7 +280,7 @@ class Engine:
         flags = reducer.used_flags()
         facts = torch.zeros(2 * size + len(flags), dtype=torch.float64)
         facts[self.dp.index], facts[size + self.dp.index] = total, count
-        all_reduce(facts[: 2 * size], self.mesh["pp"], label="loss and count of the last stage")
+        same.agree_on_rows(self, self._mark, facts[: 2 * size])
         facts[2 * size :] = torch.tensor(flags, dtype=torch.float64)
         all_reduce(facts, self.dp, label="loss, count and used parameters")
         reducer.set_used([bool(flag) for flag in facts[2 * size :].tolist()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError
 from soli.core.events import events
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
 def cutting_of(engine: Engine, batch: Any) -> Cutting:
     """Run the whole model on a few rows, in training and in evaluation, and cut it into balanced stages. Collective."""
     part = part_of(batch, 1, 0)
-    if not part.rows:
+    fewest = torch.tensor([part.rows])
+    all_reduce(fewest, engine.mesh.all, "min", label="rows of the first batch")
+    if not int(fewest):
         raise SoliError(
-            "the model is cut into stages on the first batch, and this rank has no row of it",
+            "the model is cut into stages on the first batch, and some ranks have no row of it",
             fix="give soli.parallelize(..., example=batch), or a first batch with a row for each rank of dp",
+            everywhere=True,
         )
     runner = Runner.of(engine, part)
     parts, traces = _traces(engine, runner)
@@ -38,6 +42,7 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
     _agree(engine, traces, cut.starts[-1])
     for trace in traces.values():
         stages.check_hidden(trace, cut)
+        stages.check_aliases(trace, cut)
         stages.check_buffers(engine.model, trace, cut)
     found = {training: stages.owners(engine.model, trace, cut) for training, trace in traces.items()}
     owners = {
@@ -81,15 +86,30 @@ def _trace(runner: Runner, parts: list[Unit], training: bool) -> watch.Trace:
         tracers.append(watch.Tracer(runner.model, randomness.counted))
         return tracers[0]
 
+    leaves = [x for x in tree_leaves(runner.data) if isinstance(x, torch.Tensor)]
+    versions = [x._version for x in leaves]
     with watch.watched(parts):
         runner.run(around, training)
+    if versions != [x._version for x in leaves]:
+        raise SoliError(
+            "the forward writes into the batch, which every stage reads",
+            fix="make a new tensor (x = x * 2 and not x *= 2), or use pp=1",
+            everywhere=True,
+        )
     return tracers[0].trace
 
 
 def _agree(engine: Engine, traces: dict[bool, watch.Trace], last: int) -> None:
     """All ranks, in training and in evaluation, must take the same path up to the last stage, which call `last` starts."""
     paths = {training: trace.until(last) for training, trace in traces.items()}
-    if paths[True][0] != paths[False][0] or traces[False].first_read() <= last:
+    if traces[False].first_read() <= last:
+        raise SoliError(
+            "the forward looks at a value between its blocks in evaluation, where the last stage has not begun",
+            got=", ".join(sorted({name for gap, name in traces[False].reads if gap <= last})),
+            fix="do it inside a block or after the last one, or use pp=1",
+            everywhere=True,
+        )
+    if paths[True][0] != paths[False][0]:
         raise SoliError(
             "the model calls other blocks in evaluation than in training, and has one set of stages for both",
             got=f"{', '.join(paths[False][0])} and {', '.join(paths[True][0])}",

@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import failure
-from soli.engine.batch import part_of, to_device
+from soli.engine.batch import Part, part_of, to_device
 from soli.engine.contract import rounding, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import all_reduce
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
+
+
+ELEMENTS = 1024
+"""Of each tensor of a batch that are looked at each step."""
 
 
 @dataclass
@@ -35,6 +41,40 @@ def sample(engine: Engine, batch: Any) -> Sample | None:
         return Sample(None, 0, None)
     total, count = total_and_count(runner.run())
     return Sample(runner.data, runner.rows, (float(total) if count else 0.0, count))
+
+
+def mark(engine: Engine, part: Part) -> float:
+    """A number that tells rows apart: some elements of each tensor. Only where several ranks have the same rows."""
+    if engine.plan.tp * engine.plan.pp == 1 or not part.rows:
+        return 0.0
+    total = 0.0
+    for number, x in enumerate(tree_leaves(part.data), 1):
+        if isinstance(x, Tensor) and x.numel() and not x.is_complex():
+            flat = x.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // ELEMENTS)].double().cpu()
+            total += number * float((some * torch.arange(1, len(some) + 1)).sum())
+    return total if total - total == 0 else 0.0
+
+
+def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
+    """Sum `facts`, which the last stage has, over pp; and refuse rows that differ among ranks of pp or tp."""
+    for axis in (engine.mesh["pp"], engine.mesh["tp"]):
+        if axis.size == 1:
+            continue
+        marks = torch.zeros(axis.size, dtype=torch.float64)
+        marks[axis.index] = mark
+        message = torch.cat([marks, facts]) if axis.name == "pp" else marks
+        all_reduce(message, axis, label="rows, loss and count of the last stage")
+        if axis.name == "pp":
+            facts.copy_(message[axis.size :])
+        if len(set(message[: axis.size].tolist())) > 1:
+            raise failure(
+                f"ranks that compute one microbatch together (the same place on dp, others on {axis.name}) "
+                "were given different rows; nothing was updated",
+                got=f"ranks {', '.join(map(str, axis.ranks))}",
+                fix="give the same batch on every rank; seed a dataset's own random numbers with the sample and not "
+                "with the rank",
+            )
 
 
 def check_loss(engine: Engine, sample: Sample) -> None:

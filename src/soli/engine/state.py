@@ -219,7 +219,8 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
         engine.saving.wait()
         engine.saving = None
     tensors = model_tensors(engine) | optimizer_tensors(engine)
-    tensors[f"{RNG}{engine.rank}"] = from_whole(rng.state())
+    if engine.mesh["pp"].index == engine.mesh["tp"].index == 0:  # one for each place on dp
+        tensors[f"{RNG}{engine.dp.index}"] = from_whole(rng.state())
     state = _state(engine, extra)
     if engine._save_group is None and engine.world > 1:
         # Its own group: on the default one a background save has crashed while training communicates.
@@ -275,8 +276,8 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
         if engine.rank == 0:
             print(f"soli: {path} holds weights alone: optimizer, data position and step start anew")
         return {}
-    # More ranks than have saved go on from rank 0's: random numbers of one's own (in a dataset) then differ.
-    rng.restore(drawn.get(f"{RNG}{engine.rank}", drawn[f"{RNG}0"]))
+    # By place on dp: ranks that share rows draw alike. More places than were saved go on from the first's: random numbers of one's own (in a dataset) then differ.
+    rng.restore(drawn.get(f"{RNG}{engine.dp.index}", drawn[f"{RNG}0"]))
     _restore(engine, state)
     events.emit("load", path=str(path), step=engine.step_count, plan_written=state["plan"])
     extra: dict[str, Any] = state["extra"]

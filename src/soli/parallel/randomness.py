@@ -237,7 +237,7 @@ class Randomness:
     def dropped(self, x: Tensor, p: float, training: bool, shape: tuple[int, ...]) -> Tensor:
         if self._probing is not None:
             self._probing[self._key()] = shape
-            return x
+            return x.view_as(x)  # another tensor, as in training
         return x * self.keep(shape, p, x) if training and p > 0 else self._unchanged(x)
 
     def _unchanged(self, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from soli.core.errors import Problem, SoliError
@@ -77,7 +78,16 @@ def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        versions = [x._version for x in given]
+        out = checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if versions != [x._version for x in given]:
+            raise SoliError(
+                "a block writes into its input, and would write again when it is recomputed",
+                got=type(getattr(forward, "__self__", forward)).__name__,
+                fix="make a new tensor in the block (x = x * 2 and not x *= 2), or recompute=none",
+            )
+        return out
 
     wrapped.soli_recompute = True  # type: ignore[attr-defined]
     return wrapped

@@ -93,6 +93,9 @@ class Pipeline:
         self.count = schedules.microbatches(plan)
         self.schedule = schedules.build(plan, self.mine, self.count)
         self._params = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+        self._present = {
+            name for name, unit in cutting.units if not any(p.is_meta for p in unit.parameters())
+        }
         self._step, self._scale = 0, 1.0
         self._total, self._counted = 0.0, 0.0
 
@@ -182,6 +185,7 @@ class Pipeline:
             known.shapes,
             self.device,
             self.randomness.skip,
+            self._present,
         )
         self.randomness.restart()
         result = None
@@ -193,6 +197,9 @@ class Pipeline:
                 got=f"stage {index}",
                 fix="call the same blocks for every batch, or use pp=1",
             )
+        if known.own is not None and forward.forms != known.own:
+            raise shapes_differ(index)
+        known.own = forward.forms
         return forward, result
 
     @torch.no_grad()
@@ -223,8 +230,11 @@ class Pipeline:
                 total, count = float(result[0]) if result[1] else 0.0, result[1]
                 stage.known[key] = known
                 break
-            outputs, header = self._outgoing(stage, known, forward)
-            stage.known[key] = known
+            if new:
+                outputs, header = self._outgoing(stage, known, forward)
+                stage.known[key] = known
+            else:
+                outputs, header = _outputs(forward, known), None
             before = (stage, outputs, header)
             if self.stages.rank_of[index + 1] != self.axis.index:
                 to = stage.peer(index + 1)
@@ -245,7 +255,7 @@ class Pipeline:
         ]
         forms = [*known.shapes.calls, *forward.forms]
         header = [
-            [[[list(shape), _word(dtype)] for shape, dtype in call] for call in forms],
+            [[_form_said(form) for form in call] for call in forms],
             [[list(v.form[0]), _word(v.form[1]), _said(v.split)] for v in known.outgoing],
         ]
         return [plain(x) for x in values], header
@@ -257,14 +267,12 @@ class Pipeline:
             Crossing(name, (tuple(shape), getattr(torch, dtype)), _read(split), requires)
             for (name, requires), (shape, dtype, split) in zip(names, values, strict=True)
         ]
-        forms = [[(tuple(shape), getattr(torch, dtype)) for shape, dtype in call] for call in calls]
-        return Known(Shapes(forms), incoming, [])
+        return Known(Shapes([[_form_read(said) for said in call] for call in calls]), incoming, [])
 
 
 def key_of(data: Any, training: bool = True) -> Any:
     """What of a batch the shapes inside a model depend on."""
-    leaves = tree_leaves(data)
-    return training, tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    return training, tuple((tuple(x.shape), x.dtype) for x in tree_leaves(data) if isinstance(x, Tensor))
 
 
 def plain(x: Tensor) -> Tensor:
@@ -274,7 +282,20 @@ def plain(x: Tensor) -> Tensor:
 
 
 def _outputs(forward: StageForward, known: Known) -> list[Tensor]:
-    return [plain(_found(forward, value.name)) for value in known.outgoing]
+    found = [plain(_found(forward, value.name)) for value in known.outgoing]
+    for x, value in zip(found, known.outgoing, strict=True):
+        if (tuple(x.shape), x.dtype) != value.form:
+            raise shapes_differ(forward.stage)
+    return found
+
+
+def shapes_differ(stage: int) -> SoliError:
+    return SoliError(
+        "the shapes inside the model depend on the values of the batch, and a pipeline must know them before",
+        got=f"stage {stage}: other shapes than for the last batch of the same shape",
+        allowed="shapes that follow from the batch's",
+        fix="pad instead of selecting rows or positions by value, or use pp=1",
+    )
 
 
 def _found(forward: StageForward, name: Name) -> Tensor:
@@ -289,6 +310,14 @@ def _found(forward: StageForward, name: Name) -> Tensor:
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _form_said(form: Any) -> Any:
+    return {"shape": form[0], "dtype": _word(form[1])} if isinstance(form, tuple) else form
+
+
+def _form_read(said: Any) -> Any:
+    return (tuple(said["shape"]), getattr(torch, said["dtype"])) if isinstance(said, dict) else said
 
 
 def _said(split: Split | None) -> Any:

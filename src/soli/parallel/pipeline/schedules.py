@@ -65,7 +65,7 @@ def build(plan: Plan, stages: list[Any], count: int) -> Any:
     """torch's schedule over this rank's stages, for `count` microbatches. Gradients are sums."""
     kind = SCHEDULES[plan.schedule]
     made = kind.made_by(
-        stages[0] if kind.single else stages, count, loss_fn=lambda output, target: output, scale_grads=False
+        stages[0] if kind.single else stages, count, loss_fn=lambda output, target: None, scale_grads=False
     )
     for stage in stages:
         stage.has_backward = True

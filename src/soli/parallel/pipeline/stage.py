@@ -49,6 +49,7 @@ class Known:
     shapes: Shapes
     incoming: list[Crossing]
     outgoing: list[Crossing]
+    own: list[list[Any]] | None = None  # of this stage's units
 
 
 @dataclass
@@ -227,5 +228,17 @@ def _differentiable(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
 
 def handed(leaf: Tensor, value: Crossing) -> Tensor:
     """A received tensor as the model's code is to see it: no leaf, so that it may be written in place."""
-    x = leaf.view_as(leaf)
+    x = _Handed.apply(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf.detach()
     return x if value.split is None else cut(x, value.split)
+
+
+class _Handed(torch.autograd.Function):
+    """The same memory as no view of the leaf, which autograd lets nobody write."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

@@ -18,14 +18,18 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from soli.core.errors import SoliError
 from soli.parallel.pipeline.stages import Stages
 from soli.parallel.pipeline.watch import (
+    CONSTANT,
     OUTPUT,
+    TENSOR,
     Name,
     Trace,
     Watch,
+    called_as,
     in_place,
     inside,
     name_of,
     results_of,
+    unwrapped,
 )
 from soli.parallel.tensor.cut import Cut, shape_of
 
@@ -39,13 +43,19 @@ class Finished(BaseException):
 
 @dataclass
 class Shapes:
-    """The results of the units of earlier stages, by call, for one shape of the microbatch."""
+    """The results of the units of earlier stages, by call, for one shape of the microbatch.
 
-    calls: list[list[Form]] = field(default_factory=list)
+    Of each leaf a tensor's form, or the number or text that it is; nothing for an argument that came back.
+    """
+
+    calls: list[list[Any]] = field(default_factory=list)
 
 
 class StageForward(Watch):
-    """`received`: the values that crossed the border before this stage. `outgoing`: names to keep for the next."""
+    """`received`: the values that crossed the border before this stage. `outgoing`: names to keep for the next.
+
+    `present`: the units whose weights are all here.
+    """
 
     def __init__(
         self,
@@ -57,24 +67,28 @@ class StageForward(Watch):
         shapes: Shapes,
         device: torch.device,
         skip: Callable[[dict[str, int]], None],
+        present: set[str],
     ) -> None:
         super().__init__()
         self.trace, self.stages, self.stage = trace, stages, stage
         self.received, self.wanted = received, set(outgoing)
-        self.shapes, self.device, self.skip = shapes, device, skip
+        self.shapes, self.device, self.skip, self.present = shapes, device, skip, present
         self.made: dict[Name, Tensor] = {n: x for n, x in received.items() if n in self.wanted}
-        self.forms: list[list[Form]] = []  # of the calls of this stage
+        self.forms: list[list[Any]] = []  # of the calls of this stage
         self.last = stage == stages.count - 1
         for name, x in received.items():
-            x._live = name  # type: ignore[attr-defined]
+            x._live, x._run = name, self.run  # type: ignore[attr-defined]
 
     # --- glue -----------------------------------------------------------------------------------------
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
         if self.stages.of_gap(self.gap) == self.stage:
             out = func(*args, **kwargs)
+            made = results_of(func, args, out)
+            if made:
+                self._there(func, live)
             if not self.last:
-                self._seen(func, results_of(func, args, out))
+                self._seen(func, made, live)
             return out
         if name_of(func) == "device":
             return self.device
@@ -88,7 +102,6 @@ class StageForward(Watch):
                 )[0],
                 got=f"stage {self.stage}, {self._place()}",
                 fix="do it inside a block, or use pp=1",
-                everywhere=True,
             ) from error
         return self._replaced(func, args, out)
 
@@ -100,7 +113,7 @@ class StageForward(Watch):
         names = self._names(func, made)
         real = [self.received.get(name) for name in names]
         for name, x in zip(names, made, strict=True):
-            x._live = name  # type: ignore[attr-defined]
+            x._live, x._run = name, self.run  # type: ignore[attr-defined]
         if in_place(func):
             return self._rewritten(args[0], made[0] if real[0] is None else real[0], names[0])
         if isinstance(out, Tensor):
@@ -113,21 +126,36 @@ class StageForward(Watch):
         """An operation in place: the object that the model's code holds becomes the result."""
         if target is not result:
             torch.utils.swap_tensors(target, result)
-        target._live = name  # type: ignore[attr-defined]
+        target._live, target._run = name, self.run  # type: ignore[attr-defined]
         if name in self.received:
             self.received[name] = target
             if name in self.made:
                 self.made[name] = target
         return target
 
-    def _seen(self, func: Any, made: list[Tensor]) -> None:
+    def _there(self, func: Any, live: list[Tensor]) -> None:
+        """torch computes on without a word where one argument has no values (2.13: F.linear of a meta weight)."""
+        for x in live:
+            if x.is_meta or getattr(x, "_run", self.run) != self.run:
+                raise SoliError(
+                    f"{name_of(func)} reads a value that this stage does not have, {self._place()}",
+                    got=f"stage {self.stage}; a value of another stage, or one that an earlier forward left",
+                    fix="hand values from block to block as arguments and results, or use pp=1",
+                )
+
+    def _seen(self, func: Any, made: list[Tensor], live: list[Tensor]) -> None:
         if not made:
             return
-        for name, x in zip(self._names(func, made), made, strict=True):
+        for leaf, (name, x) in enumerate(zip(self._names(func, made), made, strict=True)):
+            if name[0] != self.gap or name[1] != self.number - 1:  # the trace has it as one of the arguments
+                if not any(x is one for one in live):
+                    raise self._strayed(f"{name_of(func)} with a new result, where its argument came back")
+            elif leaf != name[2]:
+                raise AssertionError("names count leaves")
             self._keep(name, x)
 
     def _keep(self, name: Name, x: Tensor) -> None:
-        x._live = name  # type: ignore[attr-defined]
+        x._live, x._run = name, self.run  # type: ignore[attr-defined]
         if name in self.wanted:
             self.made[name] = x
 
@@ -135,7 +163,7 @@ class StageForward(Watch):
         """The names of an operation's results; it must be the one that the trace has there."""
         number, expected = self.number, self.trace.operations[self.gap]
         self.number += 1
-        got = name_of(func)
+        got = called_as(func, made)
         if number >= len(expected) or expected[number] != got:
             wanted = expected[number] if number < len(expected) else "the next block"
             raise self._strayed(f"{got} where there was {wanted}")
@@ -158,6 +186,8 @@ class StageForward(Watch):
     def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         call = self.gap
         if self.last and self.stages.of_gap(call) == self.stage and call:
+            if name not in self.present:
+                raise self._without_weights(name)
             with inside(self):  # nothing comes after the last stage: it may go where it likes
                 return forward(*args, **kwargs)
         expected = self.trace.calls[call].unit if call < len(self.trace.calls) else "the end"
@@ -172,11 +202,21 @@ class StageForward(Watch):
         if stage < self.stage:
             self.skip(self.trace.calls[call].draws)
             return self._result(call, args, kwargs)
+        if name not in self.present:
+            raise self._without_weights(name)
         with inside(self):
-            out = forward(*args, **kwargs)
+            out = unwrapped(forward(*args, **kwargs))
         if not self.last:
-            self._returned(call, out)
+            self._returned(call, out, tree_flatten((args, kwargs))[0])
         return out
+
+    def _without_weights(self, name: str) -> SoliError:
+        return SoliError(
+            f"{name} is called on a stage that does not have its weights",
+            got=f"stage {self.stage}",
+            allowed="the order of the first batch",
+            fix="call the same blocks in the same order for every batch, or use pp=1",
+        )
 
     def _result(self, call: int, args: tuple, kwargs: dict) -> Any:
         """What an earlier stage's unit returned: absent, or received."""
@@ -184,28 +224,36 @@ class StageForward(Watch):
         given = tree_flatten((args, kwargs))[0]
         leaves: list[Any] = []
         for number, leaf in enumerate(told.leaves):
-            if leaf == "tensor":
+            if leaf == TENSOR:
                 shape, dtype = next(forms)
                 name = (self.gap, OUTPUT, number)
                 x = self.received.get(name)
                 if x is None:
                     x = torch.empty(shape, dtype=dtype, device="meta")
-                    x._live = name  # type: ignore[attr-defined]
+                    x._live, x._run = name, self.run  # type: ignore[attr-defined]
                 leaves.append(x)
+            elif leaf == CONSTANT:
+                leaves.append(next(forms))
             else:
-                leaves.append(leaf[0] if isinstance(leaf, tuple) else given[leaf])
+                leaves.append(given[leaf])
+        for part, attribute, number in told.left:
+            setattr(part, attribute, leaves[number])
         return tree_unflatten(leaves, told.spec)
 
-    def _returned(self, call: int, out: Any) -> None:
+    def _returned(self, call: int, out: Any, given: list[Any]) -> None:
         leaves, spec = tree_flatten(out)
         told = self.trace.calls[call]
         if spec != told.spec:
             raise self._strayed(f"{spec} where there was {told.spec}")
-        forms = []
+        forms: list[Form | Any] = []
         for number, (leaf, kind) in enumerate(zip(leaves, told.leaves, strict=True)):
-            if kind == "tensor":
+            if kind == TENSOR:
                 forms.append((tuple(shape_of(leaf)), leaf.dtype))
                 self._keep((self.gap, OUTPUT, number), leaf)
+            elif kind == CONSTANT:
+                forms.append(leaf)
+            elif leaf is not given[kind]:
+                raise self._strayed(f"a new result of {told.unit}, where its argument came back")
         self.forms.append(forms)
 
 

@@ -102,12 +102,13 @@ def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
     """Refuse buffers that would differ from stage to stage."""
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     bad = [names[key] for key, gap in trace.written.items() if stages.of_gap(gap) < stages.count - 1]
+    bad += trace.repeated if stages.count > len(set(stages.rank_of)) else []
     for unit in sorted(trace.changing):
         ranks = {stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls) if call.unit == unit}
         bad += [unit] if len(ranks) > 1 else []
     if bad:
         raise SoliError(
-            f"{bad[0]} is changed by activations, and several stages have it",
+            f"{bad[0]} is changed in the forward, and several stages have it",
             got=", ".join(bad),
             allowed="buffers that one block has for itself, or that are changed after the last stage's begin",
             fix="change it inside a block that is called once, or use pp=1",
@@ -125,6 +126,20 @@ def check_hidden(trace: Trace, stages: Stages) -> None:
                 got="a tensor in an object or an attribute",
                 allowed="tensors in the arguments of blocks, in tuples, lists and dicts",
                 fix="pass it as an argument (a key-value cache: model.config.use_cache = False), or use pp=1",
+                everywhere=True,
+            )
+
+
+def check_aliases(trace: Trace, stages: Stages) -> None:
+    """Refuse memory that is written under one name and read under another on another stage."""
+    for gaps in sorted(trace.aliased):
+        if len({stages.of_gap(gap) for gap in gaps}) > 1:
+            where = f"after {trace.calls[gaps[1] - 1].unit}" if gaps[1] else "before the first block"
+            raise SoliError(
+                f"the forward writes into memory that several tensors share, {where}, between its blocks",
+                got="a view, a tensor of which there is a view, or out=",
+                allowed="x[...] = y and x += y on a tensor of its own",
+                fix="make a new tensor there, or do it inside a block, or use pp=1",
                 everywhere=True,
             )
 

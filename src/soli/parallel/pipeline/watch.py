@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from soli.core.errors import SoliError
@@ -30,6 +30,8 @@ from soli.parallel.pipeline.units import Unit
 Name = tuple[int, int, int]
 """(gap, number, leaf); number is OUTPUT for what a unit's call returned, whose gap is the one after it."""
 OUTPUT = -1
+FOREVER = 10**9  # a gap after all others
+TENSOR, CONSTANT = "tensor", "constant"
 SEEN_WITHOUT_VALUES = {
     "shape",
     "size",
@@ -51,12 +53,16 @@ READS = {
 
 @dataclass
 class Call:
-    """A call of a unit: its name, and what it returned. `leaves`: "tensor", an input's number, or the value itself."""
+    """A call of a unit: its name, and what it returned. `leaves`: TENSOR, CONSTANT, or an argument's number.
+
+    `left`: (module, attribute, leaf) where a module keeps what it returned in an attribute too.
+    """
 
     unit: str
     spec: TreeSpec
     leaves: list[Any]
     draws: dict[str, int]  # how many random calls each module inside made
+    left: list[tuple[nn.Module, str, int]]
 
 
 @dataclass
@@ -64,11 +70,15 @@ class Trace:
     """What a forward and its loss did. Lists by gap have one entry more than there are calls."""
 
     calls: list[Call] = field(default_factory=list)
-    operations: list[list[str]] = field(default_factory=lambda: [[]])
+    operations: list[list[str]] = field(default_factory=lambda: [[]])  # with the number of results
     flops: list[float] = field(default_factory=lambda: [0.0])
     last_use: dict[Name, int] = field(default_factory=dict)
     uses_of: dict[int, set[int]] = field(default_factory=dict)  # parameter's id -> gaps
     floating: dict[Name, bool] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)  # buffers that glue changes by itself
+    aliased: set[tuple[int, int, int]] = field(
+        default_factory=set
+    )  # gaps: made, written through another name, used
     written: dict[int, int] = field(default_factory=dict)  # id of a buffer that glue writes -> gap
     changing: set[str] = field(default_factory=set)  # units whose buffers their forward changes
     hidden: set[tuple[int, int]] = field(
@@ -93,10 +103,14 @@ class _State:
 
 
 class Watch(TorchFunctionMode):
-    """Sees every function of torch that the model's own code calls outside its units."""
+    """Sees every function of torch that the model's own code calls outside its units. `run`: one number for each."""
+
+    runs = 0
 
     def __init__(self) -> None:
         super().__init__()
+        Watch.runs += 1
+        self.run = Watch.runs
         self.gap, self.number, self.inside = 0, 0, False
 
     def __enter__(self) -> Any:
@@ -143,6 +157,18 @@ def results_of(func: Any, args: tuple, out: Any) -> list[Tensor]:
     if out is None and args and isinstance(args[0], Tensor) and name_of(func).startswith("__set"):
         return [args[0]]
     return []
+
+
+def called_as(func: Any, made: list[Tensor]) -> str:
+    """How a trace notes an operation."""
+    return name_of(func) if len(made) == 1 else f"{name_of(func)} of {len(made)}"
+
+
+def unwrapped(out: Any) -> Any:
+    """What a unit returned; a parameter as a value."""
+    if not any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(out)):
+        return out
+    return tree_map(lambda x: x.view_as(x) if isinstance(x, nn.Parameter) else x, out)
 
 
 def in_place(func: Any) -> bool:
@@ -227,9 +253,9 @@ class _Within(TorchFunctionMode):
     Looked at are values that depend on arguments or weights; a table that a block makes from nothing may be shared.
     """
 
-    def __init__(self, gap: int, given: set[int], hidden: set[tuple[int, int]]) -> None:
+    def __init__(self, gap: int, given: set[int], trace: Trace) -> None:
         super().__init__()
-        self.gap, self.given, self.hidden = gap, given, hidden
+        self.gap, self.given, self.trace = gap, given, trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -238,18 +264,36 @@ class _Within(TorchFunctionMode):
             return out
         depends = False
         for x in tensors_in((args, (kwargs or {}).values())):
-            if id(x) in self.given or isinstance(x, nn.Parameter):
+            if isinstance(x, nn.Parameter):
+                depends = True
+                self.trace.uses_of.setdefault(id(x), set()).add(self.gap)  # of another module, perhaps
+            elif id(x) in self.given:
                 depends = True
             else:
                 origin = x._live[0] if hasattr(x, "_live") else getattr(x, "_origin", None)
                 depends = depends or origin is not None
                 if origin not in (None, self.gap):
-                    self.hidden.add((origin, self.gap))
+                    self.trace.hidden.add((origin, self.gap))
         if depends:
             for x in made:
                 if id(x) not in self.given:
                     x._origin = self.gap  # type: ignore[attr-defined]
         return out
+
+
+def storage_of(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, int]]:
+    """Where modules keep, in an attribute, a tensor that the unit returned."""
+    numbers = {id(leaf): number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    return [
+        (part, name, numbers[id(value)])
+        for part in module.modules()
+        for name, value in part.__dict__.items()
+        if id(value) in numbers
+    ]
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -267,7 +311,13 @@ class Tracer(Watch):
 
     def __init__(self, model: nn.Module, draws: Callable[[], dict[str, int]]) -> None:
         super().__init__()
+        self.model = model
         self.buffers = {id(buffer) for buffer in model.buffers()}
+        self._versions = {name: buffer._version for name, buffer in model.named_buffers()}
+        self._storages: list[tuple[Name, int, Tensor]] = []  # the tensors too: memory is not used again
+        self._writes: list[tuple[int, int, int, set[Any]]] = []
+        self._step = 0  # of operations and calls
+        self._last_step: dict[Name, int] = {}
         self.trace, self.draws = Trace(), draws
         self._flops = _Flops()
         self._counted = 0.0
@@ -280,24 +330,42 @@ class Tracer(Watch):
         super().__exit__(*error)
         self._count()
         self._flops.__exit__(*error)
+        self._aliases()
+        self._storages.clear()
+        for buffer in self.model.buffers():  # they stay, and are no values of one run
+            for mark in ("_live", "_run", "_origin"):
+                buffer.__dict__.pop(mark, None)
+        now = {name: buffer._version for name, buffer in self.model.named_buffers()}
+        units = tuple(f"{unit}." for unit in self.trace.changing)
+        known = {n for n, b in self.model.named_buffers() if id(b) in self.trace.written}
+        self.trace.repeated = [
+            name
+            for name, version in now.items()
+            if version != self._versions.get(name) and name not in known and not name.startswith(units)
+        ]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in args:
-            if hasattr(x, "_origin") and not hasattr(x, "_live") and name_of(func) not in SEEN_WITHOUT_VALUES:
-                self.trace.hidden.add((x._origin, self.gap))
+        if name_of(func) not in SEEN_WITHOUT_VALUES:
+            for x in tensors_in((args, (kwargs or {}).values())):
+                if hasattr(x, "_origin") and not hasattr(x, "_live"):
+                    self.trace.hidden.add((x._origin, self.gap))
         return super().__torch_function__(func, types, args, kwargs)
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
         out = func(*args, **kwargs)
         called, made = name_of(func), results_of(func, args, out)
-        if made and in_place(func) and id(args[0]) in self.buffers:
-            self.trace.written[id(args[0])] = self.gap
+        if made and in_place(func) and self.buffers & {id(args[0]), id(args[0]._base)}:
+            key = id(args[0]) if id(args[0]) in self.buffers else id(args[0]._base)
+            self.trace.written[key] = self.gap
+        if kwargs.get("out") is not None:
+            self.trace.aliased.add((self.gap, self.gap, FOREVER))
+        before = getattr(args[0], "_live", None) if made and in_place(func) else None
         if called in READS:
             self.trace.reads.append((self.gap, called))
         if made or called in READS:
             self._used(live, self.gap)
         if made:
-            self.trace.operations[self.gap].append(called)
+            self.trace.operations[self.gap].append(called_as(func, made))
             for leaf, x in enumerate(made):
                 name = (self.gap, self.number, leaf)
                 if not in_place(func) and hasattr(x, "_live") and any(x is one for one in live):
@@ -305,6 +373,8 @@ class Tracer(Watch):
                 else:
                     self._made(x, name)
             self.number += 1
+            if in_place(func):
+                self._wrote(args[0], {before, args[0]._live})
         return out
 
     def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -313,19 +383,19 @@ class Tracer(Watch):
         self.trace.operations.append([])
         self.trace.flops.append(0.0)
         given = tree_flatten((args, kwargs))[0]
-        self._used([x for x in given if isinstance(x, Tensor) and hasattr(x, "_live")], self.gap)
+        self._used(live_in(given), self.gap)
         for param in module.parameters():
             self.trace.uses_of.setdefault(id(param), set()).add(self.gap)
         before, versions = self.draws(), [buffer._version for buffer in module.buffers()]
-        within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace.hidden)
+        within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace)
         with inside(self), within:
-            out = forward(*args, **kwargs)
+            out = unwrapped(forward(*args, **kwargs))
         drawn = {m: n - before.get(m, 0) for m, n in self.draws().items() if n != before.get(m, 0)}
         if versions != [buffer._version for buffer in module.buffers()]:
             self.trace.changing.add(name)
         leaves, spec = tree_flatten(out)
         kept = [self._leaf(name, number, leaf, given) for number, leaf in enumerate(leaves)]
-        self.trace.calls.append(Call(name, spec, kept, drawn))
+        self.trace.calls.append(Call(name, spec, kept, drawn, _left(module, leaves)))
         return out
 
     def _leaf(self, unit: str, number: int, leaf: Any, given: list[Any]) -> Any:
@@ -334,9 +404,9 @@ class Tracer(Watch):
                 return place
         if isinstance(leaf, Tensor):
             self._made(leaf, (self.gap, OUTPUT, number))
-            return "tensor"
+            return TENSOR
         if leaf is None or isinstance(leaf, bool | int | float | str):
-            return (leaf,)
+            return CONSTANT
         raise SoliError(
             f"{unit} returns an object that a pipeline cannot hand on",
             got=type(leaf).__name__,
@@ -346,16 +416,35 @@ class Tracer(Watch):
         )
 
     def _made(self, x: Tensor, name: Name) -> None:
-        x._live = name  # type: ignore[attr-defined]
-        self.trace.floating[name] = x.is_floating_point()
+        x._live, x._run = name, self.run  # type: ignore[attr-defined]
+        self.trace.floating[name] = x.is_floating_point() or x.is_complex()
+        self._storages.append((name, storage_of(x), x))
+
+    def _wrote(self, target: Tensor, own: set[Any]) -> None:
+        """Glue wrote into a tensor: other names of the same memory change with it, which other stages do not see.
+
+        `own`: the names that the tensor had and has.
+        """
+        base = target._base
+        if base is not None and not hasattr(base, "_live"):
+            self.trace.aliased.add((self.gap, self.gap, FOREVER))
+        self._writes.append((self._step, self.gap, storage_of(target), own))
+
+    def _aliases(self) -> None:
+        for step, gap, storage, own in self._writes:
+            for name, other, _ in self._storages:
+                if other == storage and name not in own and self._last_step.get(name, 0) > step:
+                    self.trace.aliased.add((name[0], gap, self.trace.last_use[name]))
 
     def _used(self, live: list[Tensor], gap: int) -> None:
+        self._step += 1
         for x in live:
             if isinstance(x, nn.Parameter):
                 self.trace.uses_of.setdefault(id(x), set()).add(gap)
             else:
                 name = x._live  # type: ignore[attr-defined]
                 self.trace.last_use[name] = max(gap, self.trace.last_use.get(name, 0))
+                self._last_step[name] = self._step
 
     def _count(self) -> None:
         self.trace.flops[self.gap] += self._flops.total - self._counted
