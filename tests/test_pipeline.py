@@ -252,9 +252,7 @@ PLANS = [
 @pytest.mark.parametrize(("ranks", "plan"), PLANS)
 def test_what_stands_between_blocks(pool: Pool, kind: type[nn.Module], ranks: int, plan: str) -> None:
     if kind is Returning and "recompute" in plan:
-        with pytest.raises(SoliError, match="a block writes into its input"):
-            pool.run(worst_of, kind, plan, ranks=ranks)
-        return
+        plan = plan.replace(",recompute=full", "")  # it writes into a block's input (tests/test_recompute.py)
     for worst, tensor in pool.run(worst_of, kind, plan, ranks=ranks):
         assert worst <= BOUND, tensor
 

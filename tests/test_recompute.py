@@ -79,3 +79,41 @@ def test_refusals(plan: str, said: str) -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(SoliError, match=said):
         parallelize(model, losses.mse("t"), optimizer=adamw, plan=plan)
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.mul_(0.5))
+
+
+def test_a_block_that_writes_into_its_input() -> None:
+    """Recomputed it would write again, and compute something else."""
+    model = nn.Sequential(nn.Linear(3, 3), Writing())
+    x = torch.randn(4, 3)
+    engine = parallelize(model, losses.mse(), optimizer=adamw, plan="recompute=full")
+    with pytest.raises(SoliError, match="a block writes into its input"):
+        engine.step((x, x))
+
+
+class Drawing(nn.Module):
+    """Keeps a count of its calls, on which its result depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(3, 3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += torch.is_grad_enabled()
+        return self.linear(x) if self.calls and not self.calls % 2 else torch.tanh(self.linear(x))
+
+
+def test_a_block_that_does_not_repeat_itself() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Drawing(), nn.Linear(3, 3))
+    x = torch.randn(4, 3)
+    engine = parallelize(model, losses.mse(), optimizer=adamw, plan="recompute=full", example=(x, x))
+    with pytest.raises(SoliError, match="did not compute the same when it was recomputed"):
+        engine.step((x, x))
