@@ -147,11 +147,9 @@ class StageForward(Watch):
         if not made:
             return
         for leaf, (name, x) in enumerate(zip(self._names(func, made), made, strict=True)):
-            if name[0] != self.gap or name[1] != self.number - 1:  # the trace has it as one of the arguments
-                if not any(x is one for one in live):
-                    raise self._strayed(f"{name_of(func)} with a new result, where its argument came back")
-            elif leaf != name[2]:
-                raise AssertionError("names count leaves")
+            came_back = name != (self.gap, self.number - 1, leaf)  # in the trace: it was one of the arguments
+            if came_back and not any(x is one for one in live):
+                raise self._strayed(f"{name_of(func)} with a new result, where its argument came back")
             self._keep(name, x)
 
     def _keep(self, name: Name, x: Tensor) -> None:

@@ -8,7 +8,6 @@ and is used from then on; a stage passes on what only later ones use.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import nn
 
@@ -183,8 +182,3 @@ def requiring(model: nn.Module, trace: Trace, names: list[Name]) -> list[bool]:
     trains = {id(p) for p in model.parameters() if p.requires_grad}
     first = min((min(gaps) for key, gaps in trace.uses_of.items() if key in trains), default=None)
     return [trace.floating[name] and first is not None and first <= name[0] for name in names]
-
-
-def sizes(starts: tuple[int, ...], calls: int) -> list[int]:
-    """Calls of each stage."""
-    return [b - a for a, b in pairwise([*starts, calls])]
