@@ -12,17 +12,10 @@ import sys
 from pathlib import Path
 
 import record
+from entries import SCHEDULES
 from launch import launch
 
 HERE = Path(__file__).resolve().parent
-SCHEDULES = {
-    "gpipe": "schedule=gpipe",
-    "1f1b": "schedule=1f1b",
-    "interleaved": "schedule=interleaved,chunks=2",
-    "zbh1": "schedule=zbh1",
-    "zbv": "schedule=zbv",
-    "dualpipev": "schedule=dualpipev",
-}
 MICROBATCHES, STEPS, WARMUP = 8, 8, 3
 
 

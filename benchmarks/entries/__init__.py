@@ -59,6 +59,15 @@ ENTRIES: dict[str, Entry] = {
     "colossalai-z1": Entry("Colossal-AI", "colossalai", "1", "colossalai", "z1"),
     "colossalai-z2": Entry("Colossal-AI", "colossalai", "2", "colossalai", "z2"),
 }
+SCHEDULES = {
+    "gpipe": "schedule=gpipe",
+    "1f1b": "schedule=1f1b",
+    "interleaved": "schedule=interleaved,chunks=2",
+    "zbh1": "schedule=zbh1",
+    "zbv": "schedule=zbv",
+    "dualpipev": "schedule=dualpipev",
+}
+"""What a plan says for each."""
 BOTH: dict[str, Entry] = {
     "ddp": ENTRIES["ddp"],
     "fsdp2-noreshard": ENTRIES["fsdp2-noreshard"],
@@ -74,14 +83,7 @@ BOTH: dict[str, Entry] = {
     "soli-tp-sp": Entry("soli", "soli_engine", "tp=2,sp=on", "base", "tp"),
     **{
         f"soli-{name}": Entry("soli", "soli_engine", f"pp=2,microbatches=4,{said}", "base", f"pp-{name}")
-        for name, said in {
-            "gpipe": "schedule=gpipe",
-            "1f1b": "schedule=1f1b",
-            "interleaved": "schedule=interleaved,chunks=2",
-            "zbh1": "schedule=zbh1",
-            "zbv": "schedule=zbv",
-            "dualpipev": "schedule=dualpipev",
-        }.items()
+        for name, said in SCHEDULES.items()
     },
 }
 """What is measured over both backends, as NAME-gloo and NAME-local (make bench-backend)."""

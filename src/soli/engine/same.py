@@ -53,7 +53,7 @@ def mark(engine: Engine, part: Part) -> float:
             flat = x.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // ELEMENTS)].double().cpu()
             total += number * float((some * torch.arange(1, len(some) + 1)).sum())
-    return total if total - total == 0 else 0.0
+    return total if total - total == 0 else 0.0  # NaN equals nothing; the loss will say where it is
 
 
 def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:

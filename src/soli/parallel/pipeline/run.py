@@ -86,13 +86,13 @@ class Pipeline:
             randomness,
         )
         self.call, self.computing, self.again = call, computing, again
-        self.mine = [Stage(self, index, self._weights) for index in self.stages.of_rank(axis.index)]
+        self.weights = [p for p in model.parameters() if p.requires_grad and not p.is_meta]  # of this rank
+        self.mine = [Stage(self, index) for index in self.stages.of_rank(axis.index)]
         self.actions: list[Action] = []  # of the newest flush; seconds of time.perf_counter
         self.pieces: list[Any] = []
         self.keys: list[Any] = []
         self.count = schedules.microbatches(plan)
         self.schedule = schedules.build(plan, self.mine, self.count)
-        self._params = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
         self._present = {
             name for name, unit in cutting.units if not any(p.is_meta for p in unit.parameters())
         }
@@ -103,9 +103,6 @@ class Pipeline:
     def last_rank(self) -> int:
         """The rank that has the last stage, of those that share this one's rows and tp part."""
         return self.axis.ranks[self.stages.rank_of[-1]]
-
-    def _weights(self) -> list[nn.Parameter]:
-        return self._params
 
     # --- a step ---------------------------------------------------------------------------------------
 
@@ -164,7 +161,7 @@ class Pipeline:
 
     def collect(self) -> None:
         """Give the reducer the gradients that came without autograd's hooks."""
-        for param in self._params:
+        for param in self.weights:
             if param.grad is not None:
                 self.reducer.arrive(param)
 

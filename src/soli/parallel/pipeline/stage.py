@@ -8,7 +8,6 @@ without rows out altogether.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,11 +66,11 @@ class Flight:
 class Stage(PipelineStage):
     """Stage number `index` of a pipeline."""
 
-    def __init__(self, pipeline: Pipeline, index: int, weights: Callable[[], list[nn.Parameter]]) -> None:
+    def __init__(self, pipeline: Pipeline, index: int) -> None:
         super().__init__(
             nn.Module(), index, pipeline.stages.count, pipeline.device, group=pipeline.axis.group
         )
-        self.pipeline, self.weights = pipeline, weights
+        self.pipeline = pipeline
         self.known: dict[Any, Known] = {}
         self.flights: dict[int, Flight] = {}
 
@@ -159,7 +158,9 @@ class Stage(PipelineStage):
                 seeds = [
                     torch.ones_like(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)
                 ]
-                flight.passed, flight.rest = inputs_first(outputs, seeds, flight.leaves, self.weights())
+                flight.passed, flight.rest = inputs_first(
+                    outputs, seeds, flight.leaves, self.pipeline.weights
+                )
         self._pass(flight, bwd_chunk_id)
         if full_backward and self.is_first:
             self._land(bwd_chunk_id)
@@ -169,7 +170,7 @@ class Stage(PipelineStage):
             return
         flight = self.flights[bwd_chunk_id]
         with self.pipeline.timed("W", self.stage_index, bwd_chunk_id), self.pipeline.backward(flight):
-            weights_later(flight.rest, self.weights())
+            weights_later(flight.rest, self.pipeline.weights)
         self.pipeline.collect()
         flight.rest = None
         self._land(bwd_chunk_id)

@@ -184,10 +184,7 @@ class StageForward(Watch):
     def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         call = self.gap
         if self.last and self.stages.of_gap(call) == self.stage and call:
-            if name not in self.present:
-                raise self._without_weights(name)
-            with inside(self):  # nothing comes after the last stage: it may go where it likes
-                return forward(*args, **kwargs)
+            return self._run(name, forward, args, kwargs)  # nothing comes after: it may go where it likes
         expected = self.trace.calls[call].unit if call < len(self.trace.calls) else "the end"
         if name != expected:
             raise self._strayed(f"{name} where there was {expected}")
@@ -200,21 +197,21 @@ class StageForward(Watch):
         if stage < self.stage:
             self.skip(self.trace.calls[call].draws)
             return self._result(call, args, kwargs)
-        if name not in self.present:
-            raise self._without_weights(name)
-        with inside(self):
-            out = unwrapped(forward(*args, **kwargs))
+        out = self._run(name, forward, args, kwargs)
         if not self.last:
             self._returned(call, out, tree_flatten((args, kwargs))[0])
         return out
 
-    def _without_weights(self, name: str) -> SoliError:
-        return SoliError(
-            f"{name} is called on a stage that does not have its weights",
-            got=f"stage {self.stage}",
-            allowed="the order of the first batch",
-            fix="call the same blocks in the same order for every batch, or use pp=1",
-        )
+    def _run(self, name: str, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if name not in self.present:
+            raise SoliError(
+                f"{name} is called on a stage that does not have its weights",
+                got=f"stage {self.stage}",
+                allowed="the order of the first batch",
+                fix="call the same blocks in the same order for every batch, or use pp=1",
+            )
+        with inside(self):
+            return unwrapped(forward(*args, **kwargs))
 
     def _result(self, call: int, args: tuple, kwargs: dict) -> Any:
         """What an earlier stage's unit returned: absent, or received."""

@@ -12,7 +12,8 @@ same forward (`stage_forward.py`) and compares what it meets with the trace.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +103,7 @@ class _State:
     watch: Watch | None = None
 
 
-class Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode, ABC):
     """Sees every function of torch that the model's own code calls outside its units. `run`: one number for each."""
 
     runs = 0
@@ -123,27 +124,33 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        live = live_in(args) + (live_in(kwargs.values()) if kwargs else [])
+        live = live_in((args, kwargs))
         return self.met(func, args, kwargs, live) if live else func(*args, **kwargs)
 
+    @abstractmethod
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
-        raise NotImplementedError
+        """Answer an operation of the model's own code that reads live values."""
 
+    @abstractmethod
     def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        raise NotImplementedError
+        """Answer the call of a unit."""
 
 
-def live_in(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among arguments, in lists, tuples and dicts too."""
     found: list[Tensor] = []
     for x in values:
         if isinstance(x, Tensor):
-            if hasattr(x, "_live") or isinstance(x, nn.Parameter):
-                found.append(x)
+            found.append(x)
         elif isinstance(x, list | tuple):
-            found += live_in(x)
+            found += tensors_in(x)
         elif isinstance(x, dict):
-            found += live_in(x.values())
+            found += tensors_in(x.values())
     return found
+
+
+def live_in(values: Any) -> list[Tensor]:
+    return [x for x in tensors_in(values) if hasattr(x, "_live") or isinstance(x, nn.Parameter)]
 
 
 def results_of(func: Any, args: tuple, out: Any) -> list[Tensor]:
@@ -263,7 +270,7 @@ class _Within(TorchFunctionMode):
         if not made and name_of(func) not in READS:
             return out
         depends = False
-        for x in tensors_in((args, (kwargs or {}).values())):
+        for x in tensors_in((args, kwargs or {})):
             if isinstance(x, nn.Parameter):
                 depends = True
                 self.trace.uses_of.setdefault(id(x), set()).add(self.gap)  # of another module, perhaps
@@ -294,16 +301,6 @@ def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, in
         for name, value in part.__dict__.items()
         if id(value) in numbers
     ]
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for x in values:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif not isinstance(x, str) and isinstance(x, Iterable):
-            found += tensors_in(x.values() if isinstance(x, dict) else x)
-    return found
 
 
 class Tracer(Watch):
@@ -346,7 +343,7 @@ class Tracer(Watch):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if name_of(func) not in SEEN_WITHOUT_VALUES:
-            for x in tensors_in((args, (kwargs or {}).values())):
+            for x in tensors_in((args, kwargs or {})):
                 if hasattr(x, "_origin") and not hasattr(x, "_live"):
                     self.trace.hidden.add((x._origin, self.gap))
         return super().__torch_function__(func, types, args, kwargs)
