@@ -54,97 +54,90 @@ def hf_gpt2() -> Any:
     return GPT2LMHeadModel(config), losses.from_model(), _batches([8, 8, 5], masked_share=0.3, padded=False)
 
 
+def _causal(kind: str, seed: int, **options: Any) -> Any:
+    """A causal model of the Llama kind: two layers, dropout in attention, no key-value cache."""
+    import transformers
+
+    torch.manual_seed(seed)
+    build = getattr(transformers, f"{kind}ForCausalLM")
+    common = {
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": LENGTH,
+        "attention_dropout": 0.1,
+        "use_cache": False,
+    }
+    return build(build.config_class(**(common | NO_TOKENS | options)))
+
+
+def _causal(kind: str, seed: int, **options: Any) -> Any:
+    """A causal model of the Llama kind: two layers, dropout in attention, no key-value cache."""
+    import transformers
+
+    torch.manual_seed(seed)
+    build = getattr(transformers, f"{kind}ForCausalLM")
+    common = {
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": LENGTH,
+        "attention_dropout": 0.1,
+        "use_cache": False,
+    }
+    return build(build.config_class(**(common | NO_TOKENS | options)))
+
+
 def hf_llama() -> Any:
     """Grouped queries, rotary positions, RMS norms in float32, padding, and blocks recomputed in backward."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(22)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        attention_dropout=0.1,
-        use_cache=False,
-        **NO_TOKENS,
+    model = _causal(
+        "Llama", 22, hidden_size=12, intermediate_size=20, num_attention_heads=6, num_key_value_heads=2
     )
-    model = LlamaForCausalLM(config)
     model.gradient_checkpointing_enable()
     return model, losses.from_model(), _batches([8, 9, 8], masked_share=0.0, padded=True)
 
 
 def hf_qwen2() -> Any:
     """Grouped queries with biases, a tied head, the middle of the batch padded."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(25)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
+    model = _causal(
+        "Qwen2",
+        25,
         hidden_size=16,
         intermediate_size=20,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        attention_dropout=0.1,
         tie_word_embeddings=True,
-        use_cache=False,
-        **NO_TOKENS,
     )
-    return Qwen2ForCausalLM(config), losses.from_model(), _batches([8, 9, 8], masked_share=0.2, padded=True)
+    return model, losses.from_model(), _batches([8, 9, 8], masked_share=0.2, padded=True)
 
 
 def hf_mistral() -> Any:
     """A window of attention shorter than the rows; heads wider than the model over their number."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(26)
-    config = MistralConfig(
-        vocab_size=VOCAB,
+    model = _causal(
+        "Mistral",
+        26,
         hidden_size=12,
         intermediate_size=21,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=6,
-        max_position_embeddings=LENGTH,
         sliding_window=3,
-        attention_dropout=0.1,
-        use_cache=False,
-        **NO_TOKENS,
     )
-    return (
-        MistralForCausalLM(config),
-        losses.from_model(),
-        _batches([8, 8, 7], masked_share=0.0, padded=False),
-    )
+    return model, losses.from_model(), _batches([8, 8, 7], masked_share=0.0, padded=False)
 
 
 def hf_opt() -> Any:
     """Learned positions with an offset, biases everywhere, ReLU, an embedding narrower than the model."""
-    from transformers import OPTConfig, OPTForCausalLM
-
-    torch.manual_seed(27)
-    config = OPTConfig(
-        vocab_size=VOCAB,
+    model = _causal(
+        "OPT",
+        27,
         hidden_size=12,
         word_embed_proj_dim=6,
         ffn_dim=20,
-        num_hidden_layers=2,
         num_attention_heads=3,
-        max_position_embeddings=LENGTH,
         dropout=0.1,
-        attention_dropout=0.1,
         layerdrop=0.0,
-        use_cache=False,
         pad_token_id=1,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    return OPTForCausalLM(config), losses.from_model(), _batches([8, 9, 8], masked_share=0.3, padded=True)
+    return model, losses.from_model(), _batches([8, 9, 8], masked_share=0.3, padded=True)
 
 
 def hf_vit() -> Any:
