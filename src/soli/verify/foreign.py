@@ -70,22 +70,6 @@ def _causal(kind: str, seed: int, **options: Any) -> Any:
     return build(build.config_class(**(common | NO_TOKENS | options)))
 
 
-def _causal(kind: str, seed: int, **options: Any) -> Any:
-    """A causal model of the Llama kind: two layers, dropout in attention, no key-value cache."""
-    import transformers
-
-    torch.manual_seed(seed)
-    build = getattr(transformers, f"{kind}ForCausalLM")
-    common = {
-        "vocab_size": VOCAB,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": LENGTH,
-        "attention_dropout": 0.1,
-        "use_cache": False,
-    }
-    return build(build.config_class(**(common | NO_TOKENS | options)))
-
-
 def hf_llama() -> Any:
     """Grouped queries, rotary positions, RMS norms in float32, padding, and blocks recomputed in backward."""
     model = _causal(
