@@ -190,11 +190,11 @@ class Returning(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A first stage that trains nothing, and a buffer that a block changes."""
+    """A first stage that trains nothing, and a buffer in every block that the block changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).requires_grad_(False)
+        self.first = nn.ModuleList(Counting() for _ in range(3)).requires_grad_(False)
         self.second = nn.ModuleList(Counting() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -371,14 +371,29 @@ def counts_of_blocks() -> tuple[list[float], bool]:
     x = batches[0]["x"]
     again = Frozen().double()
     again.load_state_dict(state)
-    return [float(state[f"second.{n}.steps"]) for n in range(3)], torch.equal(
-        plain.eval()(x), again.eval()(x)
-    )
+    counts = [float(state[f"{half}.{n}.steps"]) for half in ("first", "second") for n in range(3)]
+    return counts, torch.equal(plain.eval()(x), again.eval()(x))
+
+
+def counted_and_saved(path: str) -> None:
+    model, loss_fn, batches = case_of(Frozen).make()
+    engine = parallelize(model.double(), loss_fn, optimizer=adamw, plan="pp=2,microbatches=2")
+    for batch in batches:
+        engine.step(batch)
+    engine.save(path)
+
+
+def test_buffers_are_saved_from_their_stage(pool: Pool, tmp_path: Path) -> None:
+    pool.run(counted_and_saved, str(tmp_path / "c"), ranks=2)
+    model, loss_fn, _ = case_of(Frozen).make()
+    engine = parallelize(model.double(), loss_fn, optimizer=adamw, plan="dp=1")
+    engine.load(tmp_path / "c")
+    assert [float(block.steps) for block in [*model.first, *model.second]] == [6.0] * 6
 
 
 def test_buffers_come_from_their_stage(pool: Pool) -> None:
     for counts, same in pool.run(counts_of_blocks, ranks=2):
-        assert counts == [6.0, 6.0, 6.0]  # two microbatches in each of three steps
+        assert counts == [6.0] * 6  # two microbatches in each of three steps
         assert same
 
 
