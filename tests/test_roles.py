@@ -327,11 +327,12 @@ def tensor_bytes(plan: str) -> dict[str, int]:
     return found
 
 
-def test_bytes_of_a_step(pool: Pool) -> None:
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,recompute=selective"])
+def test_bytes_of_a_step(pool: Pool, plan: str) -> None:
     """Four all-reduces of b * s * h a layer, one of the embedding, one of the head's input, and the loss's numbers."""
     b, s, h, layers, float32 = 8, 7, 12, 3, 4
     stream, logits = b * s * h * float32, 4 * b * s * float32  # the largest logit, and three sums
-    for found in pool.run(tensor_bytes, "tp=2", ranks=2):
+    for found in pool.run(tensor_bytes, plan, ranks=2):
         marks = 2 * 8  # a number from each rank, by which rows that differ are found
         assert found == {"all_reduce": (4 * layers + 2) * stream + logits + marks}
 

@@ -1,9 +1,9 @@
 """Recompute: what a block's forward made is dropped and made again in backward (arXiv 1604.06174), by torch's checkpoint.
 
     none        every activation is kept
+    selective   a block keeps its inputs and the results of its products with weights (keep.py)
     full        a block keeps its inputs alone
 
-`selective` (arXiv 2205.05198) is not built: torch's selective contexts refused a transformers GPT-2 (docs/log.md).
 Blocks are the repeated parts of the model. Dropout draws the same numbers again (parallel/randomness.py), ZeRO-3's
 parameters are there because the block's output has its gradient by then, and tensor parallelism's sums run again.
 """
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from soli.core.errors import Problem, SoliError
 from soli.core.events import events
 from soli.core.plan import Plan
+from soli.parallel.keep import contexts
 from soli.parallel.units import blocks
 
 
@@ -48,7 +49,9 @@ def wrap(model: nn.Module, plan: Plan) -> None:
         if getattr(module, "gradient_checkpointing", False):  # transformers' word for it
             events.emit("note", text=f"{name} recomputes itself already")
             continue
-        module.forward = _again(module.forward)
+        module.forward = _again(
+            module.forward, {"context_fn": contexts} if plan.recompute == "selective" else {}
+        )
 
 
 @contextmanager
@@ -73,14 +76,14 @@ def unwrap(model: nn.Module) -> None:
             del module.forward
 
 
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         versions = [x._version for x in given]
-        out = checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        out = checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
         if versions != [x._version for x in given]:
             raise SoliError(
                 "a block writes into its input, and would write again when it is recomputed",

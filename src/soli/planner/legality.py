@@ -18,7 +18,7 @@ BUILT: dict[str, tuple[object, ...]] = {
     "cp": (1,),
     "context": ("ring",),
     "ep": (1,),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16", "fp16", "fp64"),
     "offload": ("none",),
 }

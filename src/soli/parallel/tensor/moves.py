@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis, all_gather, all_reduce, reduce_scatter
+from soli.parallel.keep import carried
 from soli.parallel.tensor.split import Split, taken, together
 
 Way = Callable[[Tensor], Tensor]
@@ -96,7 +97,7 @@ def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
         all_reduce(own, axis, label="output of a row")
         return _alias(own)
 
-    return _Move.apply(x, there, lambda grad: grad)
+    return _Move.apply(x, lambda x: carried(x, there), lambda grad: grad)
 
 
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
@@ -119,7 +120,7 @@ def scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's part of a sum over the axis."""
     if axis.size == 1:
         return x
-    there = lambda x: scattered(x, split, axis, "output of a row")
+    there = lambda x: carried(x, lambda x: scattered(x, split, axis, "output of a row"))
     return _Move.apply(x, there, lambda grad: collected(grad, split, axis, "gradient of a row's output"))
 
 
