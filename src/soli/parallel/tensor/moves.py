@@ -40,13 +40,14 @@ def collected(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
     if axis.size == 1:
         return x
     sizes = [split.local(axis.size, r) for r in range(axis.size)]
-    rest = (*x.shape[: split.dim], *x.shape[split.dim + 1 :])
-    piece = x.new_empty((max(sizes), *rest))
-    piece[: sizes[axis.index]].copy_(x.movedim(split.dim, 0))
-    every = x.new_empty((axis.size * max(sizes), *rest))
+    shape = (*x.shape[: split.dim], max(sizes), *x.shape[split.dim + 1 :])
+    piece = x.contiguous()
+    if x.shape[split.dim] < max(sizes):
+        piece = x.new_empty(shape)
+        piece.narrow(split.dim, 0, x.shape[split.dim]).copy_(x)
+    every = x.new_empty((axis.size, *shape))
     all_gather(every.view(-1), piece.view(-1), axis, label=label)
-    rows = every.view(axis.size, max(sizes), *rest)
-    return together([rows[r, :n].movedim(0, split.dim) for r, n in enumerate(sizes)], split)
+    return together([every[r].narrow(split.dim, 0, n) for r, n in enumerate(sizes)], split)
 
 
 def scattered(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
@@ -54,13 +55,14 @@ def scattered(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
     if axis.size == 1:
         return x
     sizes = [split.local(axis.size, r) for r in range(axis.size)]
-    rest = (*x.shape[: split.dim], *x.shape[split.dim + 1 :])
-    every = x.new_zeros((axis.size, max(sizes), *rest))
+    shape = (*x.shape[: split.dim], max(sizes), *x.shape[split.dim + 1 :])
+    every = x.new_empty((axis.size, *shape))
     for r, n in enumerate(sizes):
-        every[r, :n].copy_(taken(x, split, axis.size, r).movedim(split.dim, 0))
-    mine = x.new_empty((max(sizes), *rest))
+        every[r].narrow(split.dim, 0, n).copy_(taken(x, split, axis.size, r))
+        every[r].narrow(split.dim, n, max(sizes) - n).zero_()
+    mine = x.new_empty(shape)
     reduce_scatter(mine.view(-1), every.view(-1), axis, label=label)
-    return mine[: sizes[axis.index]].movedim(0, split.dim).contiguous()
+    return mine.narrow(split.dim, 0, sizes[axis.index]).contiguous()
 
 
 class _Move(torch.autograd.Function):
