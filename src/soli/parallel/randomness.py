@@ -93,7 +93,7 @@ class Randomness:
     def begin(self, step: int, first_row: int, rows: int) -> Iterator[_Microbatch]:
         """One microbatch, forward and backward. torch's default generator is as before at the end."""
         before = torch.get_rng_state()
-        torch.manual_seed(_hash(self.seed, step, first_row))
+        _seed(_hash(self.seed, step, first_row))
         self._now = _Microbatch(step, first_row, rows)
         try:
             yield self._now
@@ -384,6 +384,13 @@ def _batch_dim(name: str, shape: tuple[int, ...], rows: int, other: tuple[int, .
             everywhere=True,
         )
     return follows[0] if follows else NO_ROWS
+
+
+def _seed(seed: int) -> None:
+    """torch.manual_seed, which without a device keeps a call and its stack for later, each time it is called."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _hash(*parts: object) -> int:

@@ -41,9 +41,10 @@ def inputs_first(
 ) -> tuple[list[Tensor | None], Rest]:
     """The gradients of `inputs`, leaves of which some may need none, and what is left for `weights_later`."""
     ends = {get_gradient_edge(x).node for x in inputs if x.requires_grad}
-    leaves = {get_gradient_edge(w).node for w in weights}
     roots = [get_gradient_edge(x).node for x in outputs]
     order = _children_first(roots)
+    mine = {id(w) for w in weights}
+    leaves = {node for node in order if id(getattr(node, "variable", None)) in mine}
     leads = {node: node in ends for node in order}
     for node in order:
         leads[node] = leads[node] or any(leads[child] for child in _children(node))
@@ -73,9 +74,8 @@ def inputs_first(
     return [next(found) if x.requires_grad else None for x in inputs], Rest(groups, apart)
 
 
-def weights_later(rest: Rest, weights: list[nn.Parameter]) -> None:
+def weights_later(rest: Rest) -> None:
     """Add the gradients of the weights to their `.grad`."""
-    named = {get_gradient_edge(w).node: w for w in weights}
     for group in rest.groups:
         # A border may lie below another of its group: what comes from there is in its recorded gradient already.
         handles = [
@@ -89,7 +89,7 @@ def weights_later(rest: Rest, weights: list[nn.Parameter]) -> None:
             for place, gradient in enumerate(recorded)
             if gradient is not None
         ]
-        targets = [node for node in group.weights if node in named]
+        targets = list(group.weights)
         try:
             found = (
                 run_backward(
@@ -108,7 +108,7 @@ def weights_later(rest: Rest, weights: list[nn.Parameter]) -> None:
             for handle in handles:
                 handle.remove()
         for node, gradient in zip(targets, found, strict=False):
-            _add(named[node], gradient)
+            _add(node.variable, gradient)  # type: ignore[attr-defined]
     if rest.apart:
         outputs, gradients = zip(*rest.apart, strict=True)
         run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
