@@ -387,7 +387,7 @@ def _batch_dim(name: str, shape: tuple[int, ...], rows: int, other: tuple[int, .
 
 
 def _seed(seed: int) -> None:
-    """torch.manual_seed, which without a device keeps a call and its stack for later, each time it is called."""
+    """torch.manual_seed, which formats a stack for each kind of device that is not in use (0.2 ms)."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
