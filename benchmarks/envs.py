@@ -2,7 +2,8 @@
 
 One small venv a peer under benchmarks/.envs/. Each sees the torch of the interpreter that runs this script
 through a .pth file, so pip counts torch as installed and pulls no second (CUDA) copy of it, and every system
-is measured on the very same torch. Running it again does nothing where nothing changed.
+is measured on the very same torch; and it sees this repository's soli, for the local backend. Running it again does
+nothing where nothing changed.
 
 A peer that cannot be installed is no error here: its reason is kept in .envs/NAME/state.json and the
 benchmark prints that reason in the peer's row.
@@ -68,6 +69,12 @@ SPECS = {
         ),
         check="import colossalai, colossalai.booster",
         packages=("colossalai", "transformers"),
+    ),
+    "megatron": Spec(
+        installs=(("megatron-core==0.16.1",),),
+        check="from megatron.core.tensor_parallel import ColumnParallelLinear",
+        packages=("megatron-core",),
+        variables=(("CUDA_DEVICE_MAX_CONNECTIONS", "1"),),  # it warns without
     ),
 }
 
@@ -135,7 +142,7 @@ def make(name: str) -> dict:
     if not python_of(name).exists():
         venv.create(folder, with_pip=True)
     library = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (library / "base.pth").write_text(f"{site}\n")
+    (library / "base.pth").write_text(f"{site}\n{HERE.parent / 'src'}\n")  # soli, for its backend
     reason = ""
     for packages in spec.installs:
         reason = reason or run(

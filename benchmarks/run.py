@@ -23,7 +23,8 @@ def main() -> None:
     """Measure what was asked for and write it down."""
     args = arguments()
     wanted = args.only or [name for name, entry in ENTRIES.items() if not entry.asked]
-    names = ["reference", *(name for name in ENTRIES if name != "reference" and name in wanted)]
+    references = list(dict.fromkeys(ENTRIES[name].reference for name in wanted))
+    names = [*references, *(name for name in ENTRIES if name in wanted and name not in references)]
     result = describe(args, names)
     shares: list[dict[str, float]] = []
     for size in args.sizes:
@@ -36,8 +37,7 @@ def main() -> None:
                     shares.append(found["shares"])
                 said = found.get("error") or f"{found['step_ms']:.1f} ms a step"
                 print(f"{size} round {turn + 1}/{args.rounds} {name}: {said}", flush=True)
-            first = next((r["losses"] for r in runs["reference"] if "losses" in r), None)
-            result["sizes"][size] = table.rows(runs, first)
+            result["sizes"][size] = table.rows(runs)
             result["raw"][size] = runs
             result["noise"] = noise(result["sizes"], shares)
             record.write(result, table.markdown(result), args.out)

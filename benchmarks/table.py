@@ -33,9 +33,12 @@ def loss_difference(losses: list[float], reference: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, reference, strict=True))
 
 
-def rows(runs: dict[str, list[dict]], reference: list[float] | None) -> dict[str, dict]:
+def rows(runs: dict[str, list[dict]]) -> dict[str, dict]:
     """One row an entry from its rounds. A round that failed is in the row as an error, never left out."""
-    table = {name: row(name, rounds, reference) for name, rounds in runs.items()}
+    losses = {
+        name: next((r["losses"] for r in rounds if "losses" in r), None) for name, rounds in runs.items()
+    }
+    table = {name: row(name, rounds, losses[ENTRIES[name].reference]) for name, rounds in runs.items()}
     for name, entry in table.items():
         stage = ENTRIES[name].stage
         against = [b for b in BASELINES[stage] if table.get(b, {}).get("step_ms")]

@@ -23,11 +23,12 @@ class Entry:
     module: str
     mode: str
     environment: str
-    stage: str  # z0..z3, or "one" for the one-process reference
+    stage: str  # z0..z3, tp, ...: the rows that are compared with each other; "one" for a one-process program
     world: int = 2
     by_hand: bool = False
     backend: str = "gloo"  # local: ranks in shared memory, from `import soli.backend`
     asked: bool = False  # measured only where --only names it
+    reference: str = "reference"  # the one-process entry of the same model, whose losses are the right ones
 
 
 def start() -> None:
@@ -58,6 +59,9 @@ ENTRIES: dict[str, Entry] = {
     "colossalai-ddp": Entry("Colossal-AI", "colossalai", "ddp", "colossalai", "z0"),
     "colossalai-z1": Entry("Colossal-AI", "colossalai", "1", "colossalai", "z1"),
     "colossalai-z2": Entry("Colossal-AI", "colossalai", "2", "colossalai", "z2"),
+    "hf-one": Entry(
+        "transformers, one process", "hf", "one", "base", "one", world=1, asked=True, reference="hf-one"
+    ),
 }
 SCHEDULES = {
     "gpipe": "schedule=gpipe",
@@ -73,6 +77,7 @@ BOTH: dict[str, Entry] = {
     "fsdp2-noreshard": ENTRIES["fsdp2-noreshard"],
     "fsdp2": ENTRIES["fsdp2"],
     "tp": Entry("PyTorch by hand", "tensor", "hand", "base", "tp", by_hand=True),
+    "tp-sp": Entry("PyTorch by hand", "tensor", "hand-sp", "base", "tp-sp", by_hand=True),
     "tp-dtensor": Entry("PyTorch by hand", "tensor", "dtensor", "base", "tp-dtensor", by_hand=True),
     **{
         name: Entry("PyTorch by hand", "pipeline", name, "base", name, by_hand=True)
@@ -80,7 +85,11 @@ BOTH: dict[str, Entry] = {
     },
     **{f"soli-z{stage}": ENTRIES[f"soli-z{stage}"] for stage in range(4)},
     "soli-tp": Entry("soli", "soli_engine", "tp=2", "base", "tp"),
-    "soli-tp-sp": Entry("soli", "soli_engine", "tp=2,sp=on", "base", "tp"),
+    "soli-tp-sp": Entry("soli", "soli_engine", "tp=2,sp=on", "base", "tp-sp"),
+    "megatron-tp": Entry("Megatron-Core", "megatron", "tp", "megatron", "tp"),
+    "megatron-tp-sp": Entry("Megatron-Core", "megatron", "tp-sp", "megatron", "tp-sp"),
+    "hf-tp-plan": Entry("transformers", "hf", "tp-plan", "base", "hf-tp", reference="hf-one"),
+    "soli-hf-tp": Entry("soli", "hf", "soli", "base", "hf-tp", reference="hf-one"),
     **{
         f"soli-{name}": Entry("soli", "soli_engine", f"pp=2,microbatches=4,{said}", "base", f"pp-{name}")
         for name, said in SCHEDULES.items()
@@ -103,10 +112,12 @@ BASELINES: dict[str, tuple[str, ...]] = {
     "z3": ("fsdp2", "fsdp2-gloo"),
     "one": (),
     "tp": ("tp-local", "tp-gloo"),
+    "tp-sp": ("tp-sp-local", "tp-sp-gloo"),
+    "hf-tp": ("hf-tp-plan-gloo",),  # transformers' own: nobody writes that model by hand
 } | {
     entry.stage: (f"{name}-gloo",)
     for name, entry in BOTH.items()
-    if entry.module in ("tensor", "pipeline") and name != "tp"
+    if entry.module in ("tensor", "pipeline") and name not in ("tp", "tp-sp")
 }
 BASELINES |= {
     entry.stage: (f"{entry.stage.removeprefix('pp-')}-local",)

@@ -1,4 +1,5 @@
-"""Tensor parallelism over two ranks, written by hand (all-reduces in two autograd functions) and by DTensor."""
+"""Tensor parallelism over two ranks: by hand (all-reduces in two autograd functions), by hand with the residual
+stream cut along the sequence as Megatron does it (all-gathers and reduce-scatters), and by DTensor."""
 
 import os
 
@@ -19,10 +20,13 @@ def build(mode: str, size: str) -> Step:
     start()
     model = workload.build_model(size)
     shape = workload.SIZES[size]
-    model.blocks = nn.ModuleList(Block(block, shape.heads) for block in model.blocks)
+    kind = SequenceBlock if mode == "hand-sp" else Block
+    model.blocks = nn.ModuleList(kind(block, shape.heads) for block in model.blocks)
+    if mode == "hand-sp":
+        return sequence_step(model)
     if mode == "hand":
         for block in model.blocks:
-            by_hand(block)
+            by_hand(block, Enter, Leave)
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         plan = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
@@ -111,15 +115,15 @@ class Apply(nn.Module):
 class Row(nn.Module):
     """Row-parallel: the bias once, after the sum."""
 
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor, leave: type[torch.autograd.Function]) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.weight, self.bias, self.leave = nn.Parameter(weight), nn.Parameter(bias), leave
 
     def forward(self, x: Tensor) -> Tensor:
-        return Leave.apply(F.linear(x, self.weight)) + self.bias
+        return self.leave.apply(F.linear(x, self.weight)) + self.bias
 
 
-def by_hand(block: Block) -> None:
+def by_hand(block: Block, enter: type[torch.autograd.Function], leave: type[torch.autograd.Function]) -> None:
     """Keep this rank's rows of the column-parallel layers and columns of the row-parallel ones."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in ("q", "k", "v", "up"):
@@ -129,5 +133,116 @@ def by_hand(block: Block) -> None:
     for name in ("out", "down"):
         layer = getattr(block, name)
         part = layer.weight.detach().chunk(world, dim=1)[rank].clone()
-        setattr(block, name, Row(part, layer.bias.detach().clone()))
-    block.enter = Apply(Enter)
+        setattr(block, name, Row(part, layer.bias.detach().clone(), leave))
+    block.enter = Apply(enter)
+
+
+class SequenceBlock(Block):
+    """The same over a stream of shape [T / ranks, B, D]; the sequence comes first, so that parts are contiguous."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(self.norm1(x))
+        T, B, _ = h.shape
+        q, k, v = (f(h).view(T, B, -1, self.head_width).permute(1, 2, 0, 3) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.permute(2, 0, 1, 3).reshape(T, B, -1))
+        return x + self.down(F.gelu(self.up(self.enter(self.norm2(x)))))
+
+
+def sequence_step(model: workload.GPT) -> Step:
+    """The training step with the stream cut along the sequence; embedding and head are whole on every rank."""
+    for block in model.blocks:
+        by_hand(block, Gather, Scatter)
+    cut = [model.norm.weight, model.norm.bias]  # have seen this rank's tokens only
+    for block in model.blocks:
+        cut += [*block.norm1.parameters(), *block.norm2.parameters(), block.out.bias, block.down.bias]
+    optimizer = workload.build_optimizer(model.parameters())
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        tokens = batch["tokens"].t()
+        x = Split.apply(model.embed(tokens) + model.position(torch.arange(len(tokens)))[:, None])
+        for block in model.blocks:
+            x = block(x)
+        loss = workload.mean_loss(model.head(Join.apply(model.norm(x))), batch["targets"].t())
+        loss.backward()
+        sum_gradients(cut)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def sum_gradients(parameters: list[nn.Parameter]) -> None:
+    """Over the ranks, in one all-reduce."""
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat)
+    for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad.copy_(grad.view_as(p))
+
+
+def gathered(x: Tensor) -> Tensor:
+    """Every rank's part, one after the other."""
+    whole = x.new_empty(len(x) * dist.get_world_size(), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous())
+    return whole
+
+
+def scattered(x: Tensor) -> Tensor:
+    """This rank's part of the sum over the ranks."""
+    part = x.new_empty(len(x) // dist.get_world_size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(part, x.contiguous())
+    return part
+
+
+def own(x: Tensor) -> Tensor:
+    """This rank's part of what every rank has."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+class Gather(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward: before column-parallel layers."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return gathered(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return scattered(grad)
+
+
+class Scatter(torch.autograd.Function):
+    """Reduce-scatter forward, all-gather backward: after row-parallel layers."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return scattered(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return gathered(grad)
+
+
+class Split(torch.autograd.Function):
+    """Its part forward, all-gather backward: where what every rank computes alike ends."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return own(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return gathered(grad)
+
+
+class Join(torch.autograd.Function):
+    """All-gather forward, its part backward: where it begins again."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return gathered(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return own(grad)
