@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,3 +145,28 @@ def test_the_users_generator_is_left_alone_and_other_draws_are_refused() -> None
     randomness.shared = True
     with pytest.raises(SoliError, match="rand_like"), randomness.begin(0, 0, 1), randomness.forward():
         torch.rand_like(X)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_draws_of_others_are_refused_where_ranks_would_differ(draw: Callable[[], float]) -> None:
+    randomness = Randomness(nn.Linear(2, 2), seed=1)
+    with randomness.probe(2):
+        draw()
+    randomness.alone = False
+    with pytest.raises(SoliError, match="Python's random or from numpy"), randomness.probe(2):
+        draw()
+
+
+def test_a_module_made_later_takes_no_name_of_one_that_is_gone() -> None:
+    """BigBird replaces its attention in its first forward. Addresses are used again."""
+    model = nn.Sequential(nn.Sequential(nn.Dropout(0.5)), nn.Identity())
+    randomness = Randomness(model, seed=1)
+    address = id(model[0][0])
+    model[0] = nn.Identity()
+    made = [nn.Dropout(0.5) for _ in range(1000)]
+    later = [module for module in made if id(module) == address]
+    assert later
+    model[0] = later[0]
+    with randomness.probe(4):
+        model(X)
+        assert set(randomness._probing or {}) == {("", 0)}

@@ -151,6 +151,18 @@ RULES = {
         ),
         ["last"],
     ),
+    "grouped keys": (
+        lambda x: F.scaled_dot_product_attention(
+            W.repeat(5).view(2, 6, 5, 2), x.view(2, 5, 3, 2).transpose(1, 2), W.repeat(3)[:60].view(2, 3, 5, 2), enable_gqa=True
+        ),
+        ["last"],
+    ),
+    "grouped values": (
+        lambda x: F.scaled_dot_product_attention(
+            W.repeat(5).view(2, 6, 5, 2), W.repeat(3)[:60].view(2, 3, 5, 2), x.view(2, 5, 3, 2).transpose(1, 2), enable_gqa=True
+        ),
+        ["last"],
+    ),
     "masked attention": (
         lambda x: F.scaled_dot_product_attention(
             *[x.view(2, 5, 3, 2).transpose(1, 2)] * 3, attn_mask=torch.linspace(0, 1, 75, dtype=torch.float64).view(3, 5, 5)

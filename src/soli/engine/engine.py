@@ -129,6 +129,7 @@ class Engine:
         self.loss_fn, self._call = loss_fn, Caller(model)
         self.randomness = Randomness(model, seed)
         self.randomness.shared = (plan.dp or 1) * plan.accumulate * plan.pp > 1
+        self.randomness.alone = self.world * plan.accumulate == 1
         self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
         self.step_count = 0
         self.last = Last()

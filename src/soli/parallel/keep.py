@@ -63,7 +63,12 @@ def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]
 
 def carried(x: Tensor, there: Callable[[Tensor], Tensor]) -> Tensor:
     """`there(x)`, which communicates: its result is kept, and not the product `x` that it may overwrite."""
-    return there(x) if _Now.mode is None else _Now.mode.carried(x, there)
+    return alias(there(x) if _Now.mode is None else _Now.mode.carried(x, there))
+
+
+def alias(x: Tensor) -> Tensor:
+    """The same memory, but no view: a view holds its base, and may not be written in place behind a function."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)  # type: ignore[call-overload]
 
 
 class _Mode(TorchDispatchMode):
@@ -128,7 +133,7 @@ class _Giving(_Mode):
             return self._next(str(func.overloadpacket))
         return func(*args, **(kwargs or {}))
 
-    def carried(self, x: Tensor, there: Callable[[Tensor], Tensor]) -> Tensor:
+    def carried(self, x: Tensor, there: Callable[[Tensor], Tensor]) -> Any:
         return self._next(SUM)
 
     def _next(self, what: str) -> Any:

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,11 +80,15 @@ class _Microbatch:
 
 
 class Randomness:
-    """The random numbers of one model. `shared`: the rows of a batch are spread over ranks or microbatches."""
+    """The random numbers of one model.
+
+    `shared`: the rows of a batch are spread over ranks or microbatches. `alone`: there is one rank and one microbatch.
+    """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        self.seed, self.shared = seed, False
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self.seed, self.shared, self.alone = seed, False, True
+        # Weak: a module that a model replaces while it runs must not leave its place to the next one of its address.
+        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._dims: dict[Key, int] = {}
         self._logs: list[tuple[int, dict[Key, tuple[int, ...]]]] = []
         self._now: _Microbatch | None = None
@@ -142,9 +149,16 @@ class Randomness:
         """A forward on `rows` rows in which dropout does nothing but show its shapes, to be learnt."""
         with self.begin(0, 0, rows):
             self._probing = {}
+            others = _other_generators()
             try:
                 with _Mode(self):
                     yield
+                if not self.alone and _other_generators() != others:
+                    raise SoliError(
+                        "the model draws random numbers from Python's random or from numpy, which every rank does apart",
+                        fix="draw with torch (dropout), or before the step and pass them in the batch",
+                        everywhere=True,
+                    )
                 if learn:
                     self._logs.append((rows, self._probing))
             finally:
@@ -206,8 +220,8 @@ class Randomness:
         frame: Any = sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")
-            if id(owner) in self._names and isinstance(owner, nn.Module):
-                return self._names[id(owner)]
+            if isinstance(owner, nn.Module) and owner in self._names:
+                return self._names[owner]
             frame = frame.f_back
         return ""
 
@@ -384,6 +398,11 @@ def _batch_dim(name: str, shape: tuple[int, ...], rows: int, other: tuple[int, .
             everywhere=True,
         )
     return follows[0] if follows else NO_ROWS
+
+
+def _other_generators() -> tuple[Any, ...]:
+    """The states of the generators that are not torch's."""
+    return random.getstate(), str(np.random.get_state(legacy=False))
 
 
 def _seed(seed: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis, all_gather, all_reduce, reduce_scatter
-from soli.parallel.keep import carried
+from soli.parallel.keep import alias, carried
 from soli.parallel.tensor.split import Split, taken, together
 
 Way = Callable[[Tensor], Tensor]
@@ -62,7 +62,8 @@ def scattered(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
         every[r].narrow(split.dim, n, max(sizes) - n).zero_()
     mine = x.new_empty(shape)
     reduce_scatter(mine.view(-1), every.view(-1), axis, label=label)
-    return mine.narrow(split.dim, 0, sizes[axis.index]).contiguous()
+    n = sizes[axis.index]
+    return mine if n == max(sizes) else mine.narrow(split.dim, 0, n).contiguous()
 
 
 class _Move(torch.autograd.Function):
@@ -81,12 +82,7 @@ class _Move(torch.autograd.Function):
 
 def enter(x: Tensor, axis: Axis) -> Tensor:
     """A whole tensor, for computations of parts: its gradient is summed."""
-    return _Move.apply(x, _alias, lambda grad: summed(grad, axis, "gradient of a column's input"))
-
-
-def _alias(x: Tensor) -> Tensor:
-    """The same memory, but no view: a view holds its base, and may not be written in place behind a function."""
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)  # type: ignore[call-overload]
+    return _Move.apply(x, alias, lambda grad: summed(grad, axis, "gradient of a column's input"))
 
 
 def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
@@ -97,7 +93,7 @@ def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
     def there(x: Tensor) -> Tensor:
         own = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         all_reduce(own, axis, label="output of a row")
-        return _alias(own)
+        return own
 
     return _Move.apply(x, lambda x: carried(x, there), lambda grad: grad)
 
