@@ -106,6 +106,8 @@ RULES = {
     "indexed": (lambda x: x[:, torch.tensor([0, 0, 4])], ["last", "parts"]),
     "repeat": (lambda x: x.view(2, 5, 3, 2).transpose(1, 2).repeat_interleave(2, 1), ["last"]),
     "expand": (lambda x: x.view(2, 5, 3, 1, 2).expand(2, 5, 3, 4, 2).reshape(2, 5, 12, 2), ["last", "middle"]),
+    "expand as": (lambda x: x + torch.linspace(0, 1, 5, dtype=torch.float64).view(5, 1).expand_as(x), CUTS),
+    "chosen": (lambda x: x + torch.linspace(0, 1, 9, dtype=torch.float64)[(x > 0.5).long()], CUTS),
     "cat": (lambda x: torch.cat([x, x * 2], 1), ["last", "parts"]),
     "cat parts": (lambda x: torch.cat([x, x * 2], -1), ["last", "parts"]),
     "stack": (lambda x: torch.stack([x, -x], 1), CUTS),

@@ -134,11 +134,13 @@ def movedim(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def expand(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     x, *sizes = args
-    split = _split(x)
     if getattr(func, "__name__", "") == "expand_as":
-        new = shape_of(sizes[0])
+        new = shape_of(sizes[0] if sizes else kwargs["other"])
     else:
         new = _sizes(sizes or [kwargs["size"]])
+    if split_of(x) is None:
+        return x.expand(new)
+    split = _split(x)
     more = len(new) - x.dim()
     at = split.at(split.dim + more)
     if new[at.dim] not in (-1, split.size):
@@ -341,7 +343,7 @@ def _like(run: Run, x: Tensor, split: Split) -> Tensor:
 def _split(x: Tensor) -> Split:
     found = split_of(x)
     if found is None:
-        raise AssertionError("a rule of views is for cut tensors")
+        raise Misfit(frozenset(), "a whole tensor that a cut one takes elements of")
     return found
 
 
