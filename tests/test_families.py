@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import families
-from soli.core.errors import SoliError
 from soli.verify.parity import BOUND, check
 from soli.verify.pool import Pool
 
@@ -20,9 +19,5 @@ def one(name: str, plan: str, ranks: int):
     [("tp=2", 2), ("pp=2,microbatches=3,schedule=zbh1", 2), ("pp=2,tp=2,sp=on,microbatches=2", 4)],
 )
 def test_families_equal_sequential(pool: Pool, name: str, plan: str, ranks: int) -> None:
-    if name == "mixtral" and "sp" in plan:
-        with pytest.raises(SoliError, match=r"gradient of mlp\.gate\.weight is not there"):
-            pool.run(one, name, plan, ranks, ranks=ranks, deadline=60)
-        return
     for row in pool.run(one, name, plan, ranks, ranks=ranks, deadline=60):
         assert row.worst <= BOUND, row

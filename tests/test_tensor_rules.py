@@ -86,6 +86,13 @@ COLUMN = W.view(4, 6)  # [n, k] of a plain weight
 CUTS = {"last": Split(2, (6,), 3), "middle": Split(1, (5,), 5), "parts": Split(2, (3, 3), 3)}
 """Of x [2, 5, 6]: heads of two, rows of a sequence, two fused parts."""
 
+
+def _assigned(y: Tensor, x: Tensor) -> Tensor:
+    y[:, 1:3] = x[:, :2] * 3
+    y[..., -1] = 0.25
+    return y
+
+
 RULES = {
     "gelu": (lambda x: F.gelu(x), CUTS),
     "plus whole": (lambda x: x + torch.linspace(0, 1, 30, dtype=torch.float64).view(5, 6), CUTS),
@@ -106,6 +113,12 @@ RULES = {
     "indexed": (lambda x: x[:, torch.tensor([0, 0, 4])], ["last", "parts"]),
     "repeat": (lambda x: x.view(2, 5, 3, 2).transpose(1, 2).repeat_interleave(2, 1), ["last"]),
     "expand": (lambda x: x.view(2, 5, 3, 1, 2).expand(2, 5, 3, 4, 2).reshape(2, 5, 12, 2), ["last", "middle"]),
+    "rows added": (
+        lambda x: (x * 1).index_add_(1, torch.tensor([0, 4, 4]), x[:, :3] * 2).index_fill(1, torch.tensor([2]), 0.5), CUTS,
+    ),
+    "elements set": (lambda x: _assigned(x * 1, x), CUTS),
+    "gathered, then changed": (lambda x: (y := x * 1).flip(1) + y.triu().sum() + y.mul_(2) + y.triu().sum(), CUTS),
+    "in place by another": (lambda x: (x * 1).sub_(W.repeat(5)[:60].view(2, 5, 6)).add_(x.mean(1, keepdim=True)), CUTS),
     "expand as": (lambda x: x + torch.linspace(0, 1, 5, dtype=torch.float64).view(5, 1).expand_as(x), CUTS),
     "chosen": (lambda x: x + torch.linspace(0, 1, 9, dtype=torch.float64)[(x > 0.5).long()], CUTS),
     "cat": (lambda x: torch.cat([x, x * 2], 1), ["last", "parts"]),

@@ -140,7 +140,15 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
             return dispatch(func, args, kwargs)
     else:
         note(run, f"{name_of(func)}: {misfit.why}; it computes on whole tensors")
-    return func(*tree_map(lambda x: whole(run, x), args), **tree_map(lambda x: whole(run, x), kwargs))
+    target = kwargs.get("out", args[0] if args and in_place(func) else None)
+    split = split_of(target)
+    if target is None or split is None:
+        return func(*tree_map(lambda x: whole(run, x), args), **tree_map(lambda x: whole(run, x), kwargs))
+    total = whole(run, target).clone()
+    args, kwargs = tree_map(lambda x: total if x is target else whole(run, x), (args, kwargs))
+    result = func(*args, **kwargs)
+    target.copy_(part_of(run, total, split))  # what was written is this rank's part of it
+    return target if result is total else result
 
 
 def unknown(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -157,6 +165,17 @@ def note(run: Run, text: str) -> None:
         events.emit("note", text=text)
         if run.axis.ranks[0] == 0 and run.axis.index == 0:
             print(f"soli: {text}", flush=True)
+
+
+def in_place(func: Any) -> bool:
+    """Whether it writes into its first argument."""
+    name = name_of(func)
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _QUESTIONS)
+    return name.endswith("_")
+
+
+_QUESTIONS = ("__invert__", "__int__", "__index__", "__iter__", "__init__")
 
 
 def name_of(func: Any) -> str:
@@ -198,9 +217,10 @@ def whole(run: Run, x: Any) -> Any:
         return x
     if run.axis.size == 1:
         return x.view_as(x) if type(x) is Cut else x
-    if not hasattr(x, "_whole"):
-        x._whole = moves.gather(x, split, run.axis)
-    return x._whole
+    kept = x.__dict__.get("_whole")
+    if kept is None or kept[0] != x._version:
+        kept = x._whole = (x._version, moves.gather(x, split, run.axis))
+    return kept[1]
 
 
 def entered(run: Run, x: Tensor) -> Tensor:

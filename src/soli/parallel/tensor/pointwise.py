@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import Run, agreed, cut, entered, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.cut import Run, agreed, cut, entered, in_place, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit, Split
 
 KNOWN = {
@@ -50,14 +50,18 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     if "out" in kwargs:
         raise Misfit(split.origins, "a result that is written to a given tensor")
-    if split_of(leaves[0]) is None and _in_place(func):
-        raise Misfit(split.origins, "a whole tensor is changed in place by a cut one")
+    fits = lambda found, x: (
+        found is not None and found.dim + dims - x.dim() == split.dim and found.fits(split)
+    )
+    if in_place(func) and not fits(split_of(leaves[0]), leaves[0]):
+        how = "a whole tensor" if split_of(leaves[0]) is None else "a tensor cut otherwise"
+        raise Misfit(split.origins, f"{how} is changed in place by a cut one")
 
     def local(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         found = split_of(x)
-        if found is not None and found.dim + dims - x.dim() == split.dim and found.fits(split):
+        if fits(found, x):
             return x
         dim = split.dim - (dims - x.dim())
         mine = split.local(run.axis.size, run.axis.index)
@@ -86,13 +90,6 @@ def cast(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     split = split_of(args[0])
     result = func(*args, **kwargs)
     return result if split is None else cut(result, split)
-
-
-def _in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.startswith("__")) or (
-        name.startswith("__i") and name != "__invert__"
-    )
 
 
 # --- sums over dims -------------------------------------------------------------------------------------
