@@ -54,12 +54,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 37},
     ),
     "roberta": ("RobertaForMaskedLM", SMALL),
+    "bitnet": (
+        "BitNetForCausalLM",
+        GROUPED,
+    ),  # a norm over all heads: keys and values are cut, queries are not
+    "bigbird": ("BigBirdForMaskedLM", SMALL | PAD),  # replaces its attention while it runs
+    "xlm": (  # masks expanded as scores
+        "XLMWithLMHeadModel",
+        {"emb_dim": 16, "n_layers": 2, "n_heads": 4, "n_words": 37, "max_position_embeddings": 16} | PAD,
+    ),
+    "data2vec": (  # stochastic depth
+        "Data2VecVisionForImageClassification",
+        {
+            key: SMALL[key]
+            for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        }
+        | {"image_size": 8, "patch_size": 4, "num_labels": 5, "drop_path_rate": 0.3},
+    ),
     "mixtral": (
         "MixtralForCausalLM",  # the grouped product of torch has no float64
         GROUPED | {"num_local_experts": 4, "experts_implementation": "eager"},
     ),
 }
-UNSHIFTED = ("MaskedLM", "ConditionalGeneration")
+UNSHIFTED = ("MaskedLM", "ConditionalGeneration", "XLMWithLMHeadModel", "Classification")
 
 
 def case(name: str) -> Case:
@@ -76,6 +93,12 @@ def case(name: str) -> Case:
         generator = torch.Generator().manual_seed(5)
         batches = []
         for rows in (8, 7, 9):
+            if kind.endswith("ImageClassification"):
+                pixels = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
+                batches.append(
+                    {"pixel_values": pixels, "labels": torch.randint(5, (rows,), generator=generator)}
+                )
+                continue
             tokens = torch.randint(3, 37, (rows, 6), generator=generator)
             labels = tokens.clone()
             labels[: rows // 3] = losses.IGNORE

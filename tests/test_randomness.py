@@ -143,8 +143,48 @@ def test_the_users_generator_is_left_alone_and_other_draws_are_refused() -> None
     run(model, randomness, X)
     assert torch.equal(torch.get_rng_state(), before)
     randomness.shared = True
-    with pytest.raises(SoliError, match="rand_like"), randomness.begin(0, 0, 1), randomness.forward():
-        torch.rand_like(X)
+    with pytest.raises(SoliError, match="randperm"), randomness.begin(0, 0, 1), randomness.forward():
+        torch.randperm(4)
+
+
+DRAWS = {
+    "path": (lambda x: torch.rand((len(x), 1, 1), dtype=x.dtype), (0.0, 1.0, 0.5)),
+    "numbers": (lambda x: torch.rand(len(x), 5, 8), (0.0, 1.0, 0.5)),
+    "like": (lambda x: torch.rand_like(x, dtype=torch.float32), (0.0, 1.0, 0.5)),
+    "jitter": (lambda x: torch.empty_like(x).uniform_(0.9, 1.1), (0.9, 1.1, 1.0)),
+    "normal": (lambda x: torch.randn(size=x.shape), (-9.0, 9.0, 0.0)),
+    "normal like": (lambda x: torch.randn_like(x), (-9.0, 9.0, 0.0)),
+    "shifted": (lambda x: torch.empty_like(x).normal_(2.0, std=0.1), (1.0, 3.0, 2.0)),
+}
+"""What draws, and the least, the most and the mean of it."""
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = torch.rand([])  # one number for all rows
+        return torch.cat([self.draw(x).expand_as(x), layer.expand(len(x), 5, 1)], 2)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_numbers_that_a_model_draws_itself(name: str) -> None:
+    draw, (least, most, mean) = DRAWS[name]
+    model, x = Drawing(draw), X.repeat(20, 1, 1)
+    randomness = learnt(model, x)
+    whole = run(model, randomness, x)
+    parts = [run(model, randomness, x[a:b], a) for a, b in ((0, 7), (7, 8), (8, len(x)))]
+    assert torch.equal(torch.cat(parts), whole)
+    drawn, layer = whole[:, 0, 0].double(), whole[..., -1]
+    assert layer.unique().numel() == 1
+    assert drawn.unique().numel() == len(x)
+    assert drawn.min() >= least
+    assert drawn.max() <= most
+    error = drawn.std() / math.sqrt(len(x))
+    assert (drawn.mean() - mean).abs() < 5 * error
+    assert not torch.equal(whole, run(model, randomness, x, step=4))
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])

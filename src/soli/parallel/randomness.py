@@ -45,14 +45,8 @@ _REFUSED: dict[Any, str] = {
     torch.randperm: "torch.randperm",
     torch.poisson: "torch.poisson",
     torch.normal: "torch.normal",
-    torch.rand: "torch.rand",
-    torch.randn: "torch.randn",
-    torch.rand_like: "torch.rand_like",
-    torch.randn_like: "torch.randn_like",
     torch.bernoulli: "torch.bernoulli",
     Tensor.bernoulli_: "Tensor.bernoulli_",
-    Tensor.uniform_: "Tensor.uniform_",
-    Tensor.normal_: "Tensor.normal_",
     Tensor.random_: "Tensor.random_",
     Tensor.exponential_: "Tensor.exponential_",
     F.alpha_dropout: "alpha_dropout",
@@ -66,6 +60,15 @@ _REFUSED: dict[Any, str] = {
 }
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
+_FILLS = {
+    torch.rand: "uniform_",
+    torch.rand_like: "uniform_",
+    Tensor.uniform_: "uniform_",
+    torch.randn: "normal_",
+    torch.randn_like: "normal_",
+    Tensor.normal_: "normal_",
+}
+"""Numbers that a model draws itself (layer drop, stochastic depth, jitter), and how a tensor is filled with them."""
 _FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 
 
@@ -186,11 +189,7 @@ class Randomness:
         if self._now is None:
             raise AssertionError("only inside begin()")
         key = self._key()
-        if key not in self._dims:
-            raise SoliError(
-                f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step",
-                fix="let it call dropout in every training forward (p=0 draws nothing and is seen)",
-            )
+        self._known(key)
         if p >= 1 or like.is_meta:  # without values: of another stage
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         mask = self._filled(key, shape, lambda part, g: part.bernoulli_(1 - p, generator=g), like)
@@ -254,6 +253,25 @@ class Randomness:
             return x.view_as(x)  # another tensor, as in training
         return x * self.keep(shape, p, x) if training and p > 0 else self._unchanged(x)
 
+    def drawn(self, like: Tensor, shape: tuple[int, ...], how: str, *parameters: float) -> Tensor:
+        """A tensor of `shape`, and of the type and device of `like`, filled by a method of Tensor."""
+        key = self._key()
+        if self._probing is not None:  # half the numbers are below it: no layer is dropped, none is chosen
+            self._probing[key] = shape
+            middle = 0.5 if how == "uniform_" else 0.0
+            return torch.full(shape, middle, dtype=like.dtype, device=like.device)
+        self._known(key)
+        if like.is_meta:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return self._filled(key, shape, lambda part, g: getattr(part, how)(*parameters, generator=g), like)
+
+    def _known(self, key: Key) -> None:
+        if key not in self._dims:
+            raise SoliError(
+                f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step",
+                fix="let it draw in every training forward (dropout with p=0 draws nothing and is seen)",
+            )
+
     def _unchanged(self, x: Tensor) -> Tensor:
         self._key()  # the call is counted, so that the others keep their numbers
         return x
@@ -283,6 +301,8 @@ class _Mode(TorchFunctionMode):
             return _elementwise(self.randomness, func, *args, **kwargs)
         if func in _FEATURES:
             return _features(self.randomness, *args, **kwargs)
+        if func in _FILLS and self.randomness._now is not None and kwargs.get("generator") is None:
+            return _drawn(self.randomness, func, args, dict(kwargs))
         if func is _sdpa:
             return attention(self.randomness, *args, **kwargs)
         if func is _attention_function:
@@ -366,6 +386,29 @@ def attention(
         scores = scores.masked_fill(~attn_mask, float("-inf")) if blocked else scores + attn_mask
     weights = scores.softmax(-1)
     return randomness.dropped(weights, dropout_p, True, shape) @ value
+
+
+def _drawn(randomness: Randomness, func: Any, args: Any, options: dict[str, Any]) -> Tensor:
+    """torch.rand(2, 3, dtype=...), torch.rand_like(x), x.uniform_(-1, 1), and the same of normal numbers."""
+    options.pop("generator", None)
+    how = _FILLS[func]
+    if func in (Tensor.uniform_, Tensor.normal_):
+        names = ("from", "to") if how == "uniform_" else ("mean", "std")
+        given = dict(zip(names, args[1:], strict=False)) | options
+        defaults = (0.0, 1.0)
+        parameters = [given.get(name, default) for name, default in zip(names, defaults, strict=True)]
+        x: Tensor = args[0]
+        return x.copy_(randomness.drawn(x, tuple(x.shape), how, *parameters))
+    gradient = options.pop("requires_grad", False)
+    if func in (torch.rand_like, torch.randn_like):
+        x = args[0] if args else options.pop("input")
+        like = torch.empty(
+            (), dtype=options.get("dtype") or x.dtype, device=options.get("device") or x.device
+        )
+        return randomness.drawn(like, tuple(x.shape), how).requires_grad_(gradient)
+    size = options.pop("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+    like = torch.empty((), **{k: v for k, v in options.items() if k in ("dtype", "device")})
+    return randomness.drawn(like, tuple(size), how).requires_grad_(gradient)
 
 
 def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:
