@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from soli.mesh.collectives import Axis
+from soli.mesh.record import recorder
 from soli.parallel.tensor import moves
 from soli.parallel.tensor.cut import CutParameter, Run, cut, running, split_of, whole
 from soli.parallel.tensor.split import Misfit, Split, sliced, taken, together, viewed
@@ -255,6 +258,17 @@ def loss_of(model: nn.ModuleDict) -> Tensor:
     return F.cross_entropy(F.linear(x, model["e"].weight).view(-1, 7), TOKENS.view(-1), reduction="sum")
 
 
+class _WhileSending(TorchDispatchMode):
+    """Whether a product is computed while a collective is under way."""
+
+    found = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.found |= any(not record.done for record in recorder.records)
+        return func(*args, **(kwargs or {}))
+
+
 def weights_cut() -> list[str]:
     """Columns, rows and a vocabulary, cut, with and without a cut sequence: output and every gradient."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -267,7 +281,7 @@ def weights_cut() -> list[str]:
         "r.weight": heads.at(1),
     }
     wrong = []
-    for sequence in (False, True):
+    for sequence, overlap in itertools.product((False, True), repeat=2):
         plain, model = small(), small()
         expected = loss_of(plain)
         expected.backward()
@@ -275,16 +289,20 @@ def weights_cut() -> list[str]:
             if n in splits:
                 p.data = taken(p.data, splits[n], size, rank).clone()
                 p.__class__, p.cut_as = CutParameter, splits[n]
-        with running(Run(axis, size, sequence)):
+        products = _WhileSending()
+        with running(Run(axis, size, sequence, overlap)):
             loss = loss_of(model)
-            loss.backward()
+            with products:
+                loss.backward()
+        if products.found is not overlap:
+            wrong.append(f"products while a sum is under way: {products.found}, overlap={overlap}")
         if split_of(loss) is not None or abs(float(loss - expected)) > 1e-12:
             wrong.append(f"loss {float(loss)}, not {float(expected)}")
         grads = {n: p.grad for n, p in plain.named_parameters()}
         for n, p in model.named_parameters():
             want = taken(grads[n], splits[n], size, rank) if n in splits else grads[n]
             if p.grad is None or p.grad.shape != want.shape or float((p.grad - want).abs().max()) > 1e-12:
-                wrong.append(f"gradient of {n}, sequence={sequence}")
+                wrong.append(f"gradient of {n}, sequence={sequence}, overlap={overlap}")
     return wrong
 
 
@@ -296,8 +314,6 @@ def test_weights_that_are_cut(pool: Pool, ranks: int) -> None:
 
 def one_gradient_sum() -> tuple[int, int]:
     """All-reduces of the backward where three columns read one tensor; and of the forward of a row."""
-    from soli.mesh.record import recorder
-
     size, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD)
     x = torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True)

@@ -25,6 +25,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload": ("none", "optimizer", "parameters", "all"),
 }
 V_SHAPED = ("zbv", "dualpipev")
+SPLIT_BACKWARD = ("zbh1", *V_SHAPED)
+"""Schedules that compute gradients of inputs and of weights apart."""
 RECOMPUTE = ("none", "selective", "full")
 
 

@@ -42,6 +42,7 @@ class Run:
     axis: Axis
     ranks: int  # of the plan: while a layout is sought the axis has size 1
     sequence: bool = False
+    overlap: bool = False  # the backward of a product may send while it computes
     finder: Finder | None = None
     noted: set[str] = field(default_factory=set)
 
@@ -227,12 +228,9 @@ def entered(run: Run, x: Tensor) -> Tensor:
     """A whole tensor that cut computations read. Asked again it is the same one, so that gradients sum once."""
     if run.axis.size == 1 or not x.requires_grad or not torch.is_grad_enabled() or hasattr(x, "_is_entered"):
         return x
-    kept = x.__dict__.get("_entered")
-    if kept is None or kept[0] != x._version:
-        kept = (x._version, moves.enter(x, run.axis))
-        if not isinstance(x, nn.Parameter):
-            x._entered = kept  # type: ignore[attr-defined]
-    return kept[1]
+    if isinstance(x, nn.Parameter):
+        return moves.enter(x, run.axis)
+    return x._read[1] if was_read(x) else keep_read(x, moves.enter(x, run.axis))  # type: ignore[attr-defined]
 
 
 def shared(run: Run, x: Tensor) -> Tensor:
@@ -242,13 +240,25 @@ def shared(run: Run, x: Tensor) -> Tensor:
         raise AssertionError("it is cut")
     if run.axis.size == 1:
         return x.view_as(x)
-    kept = x.__dict__.get("_shared")
-    if kept is None or kept[0] != x._version:
-        result = moves.share(x, split, run.axis)  # which is gather, then enter
-        result._is_entered = True  # type: ignore[attr-defined]
-        kept = (x._version, result)
-        x._shared = kept  # type: ignore[attr-defined]
-    return kept[1]
+    return x._read[1] if was_read(x) else keep_read(x, moves.share(x, split, run.axis))  # type: ignore[attr-defined]
+
+
+def was_read(x: Tensor) -> bool:
+    """Whether cut computations have read it, as it is."""
+    return hasattr(x, "_is_entered") or x.__dict__.get("_read", (None,))[0] == x._version
+
+
+def first_by(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product with this weight is the first to read x: now, or when it ran before a recomputation."""
+    return not was_read(x) or x.__dict__.get("_read", (None, None, 0))[2] == id(weight)
+
+
+def keep_read(x: Tensor, read: Tensor, by: int = 0) -> Tensor:
+    """Remember what cut computations read of it, of which the gradient is a part of a sum."""
+    if split_of(x) is not None:
+        read._is_entered = True  # type: ignore[attr-defined]
+    x._read = (x._version, read, by)  # type: ignore[attr-defined]
+    return read
 
 
 def part_of(run: Run, x: Tensor, split: Split) -> Tensor:

@@ -24,15 +24,24 @@ from soli.parallel.keep import alias, carried
 from soli.parallel.tensor.split import Split, taken, together
 
 Way = Callable[[Tensor], Tensor]
+COLUMN = "gradient of a column's input"
 
 
 def summed(x: Tensor, axis: Axis, label: str, op: str = "sum") -> Tensor:
     """A new tensor: the sum (or max) over the axis."""
-    if axis.size == 1:
-        return x
+    return x if axis.size == 1 else summed_later(x, axis, label, op)()
+
+
+def summed_later(x: Tensor, axis: Axis, label: str, op: str = "sum") -> Callable[[], Tensor]:
+    """Begin the sum; what is returned waits for it."""
     total = x.clone(memory_format=torch.contiguous_format)
-    all_reduce(total, axis, op, label=label)
-    return total
+    pending = all_reduce(total, axis, op, label=label, wait=False)
+
+    def finish() -> Tensor:
+        pending.wait()
+        return total
+
+    return finish
 
 
 def collected(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
@@ -52,8 +61,11 @@ def collected(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
 
 def scattered(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
     """This rank's local part of the sum over the axis."""
-    if axis.size == 1:
-        return x
+    return x if axis.size == 1 else scattered_later(x, split, axis, label)()
+
+
+def scattered_later(x: Tensor, split: Split, axis: Axis, label: str) -> Callable[[], Tensor]:
+    """Begin it; what is returned waits for it."""
     sizes = [split.local(axis.size, r) for r in range(axis.size)]
     shape = (*x.shape[: split.dim], max(sizes), *x.shape[split.dim + 1 :])
     every = x.new_empty((axis.size, *shape))
@@ -61,9 +73,14 @@ def scattered(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
         every[r].narrow(split.dim, 0, n).copy_(taken(x, split, axis.size, r))
         every[r].narrow(split.dim, n, max(sizes) - n).zero_()
     mine = x.new_empty(shape)
-    reduce_scatter(mine.view(-1), every.view(-1), axis, label=label)
+    pending = reduce_scatter(mine.view(-1), every.view(-1), axis, label=label, wait=False)
     n = sizes[axis.index]
-    return mine if n == max(sizes) else mine.narrow(split.dim, 0, n).contiguous()
+
+    def finish() -> Tensor:
+        pending.wait()
+        return mine if n == max(sizes) else mine.narrow(split.dim, 0, n).contiguous()
+
+    return finish
 
 
 class _Move(torch.autograd.Function):
@@ -82,7 +99,7 @@ class _Move(torch.autograd.Function):
 
 def enter(x: Tensor, axis: Axis) -> Tensor:
     """A whole tensor, for computations of parts: its gradient is summed."""
-    return _Move.apply(x, alias, lambda grad: summed(grad, axis, "gradient of a column's input"))
+    return _Move.apply(x, alias, lambda grad: summed(grad, axis, COLUMN))
 
 
 def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
@@ -111,7 +128,7 @@ def share(x: Tensor, split: Split, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     there = lambda x: collected(x, split, axis, "a column's input")
-    return _Move.apply(x, there, lambda grad: scattered(grad, split, axis, "gradient of a column's input"))
+    return _Move.apply(x, there, lambda grad: scattered(grad, split, axis, COLUMN))
 
 
 def scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from soli.core.layout import Portion
-from soli.core.plan import Plan
+from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.mesh.collectives import gather_json
 from soli.mesh.mesh import Mesh
 from soli.parallel.init import materialise
@@ -54,7 +54,10 @@ def divide(
         ranges = tuple(split.own(axis.size, axis.index))
         portions[id(param)] = Portion(tuple(values.shape), split.dim, ranges)
         splits[id(param)] = split
-    return TensorParallel(roles, Run(axis, axis.size, plan.sp), portions, splits)
+    # A backward in two halves would run such a node twice, and send twice.
+    overlap = plan.pp == 1 or plan.schedule not in SPLIT_BACKWARD
+    run = Run(axis, axis.size, plan.sp, overlap)
+    return TensorParallel(roles, run, portions, splits)
 
 
 def rank_0s(roles: dict[str, Role], mesh: Mesh) -> dict[str, Role]:

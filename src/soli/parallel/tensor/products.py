@@ -17,17 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soli.parallel.tensor import moves
+from soli.parallel.tensor import moves, overlap
 from soli.parallel.tensor.cut import (
+    Cut,
     Run,
     agreed,
     call,
     cut,
     entered,
+    first_by,
+    keep_read,
     part_of,
     shape_of,
     shared,
     split_of,
+    was_read,
     whole,
 )
 from soli.parallel.tensor.split import Misfit, Split
@@ -108,12 +112,36 @@ def linear(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     words = [lead + "k", "nk"]
     if run.finder is not None:
         run.finder.choose([x, weight], words, lead + "n")
+    if (done := _overlapped(run, x, weight, bias)) is not None:
+        return done
     if bias is None or _is_row(x, weight):
         result = finished(run, *contraction(run, [x, weight], words, lead + "n", F.linear))
         return result if bias is None else _biased(run, result, bias)
     if run.finder is not None:
         run.finder.choose_bias(bias, split_of(weight))
     return finished(run, *contraction(run, [x, weight, bias], [*words, "n"], lead + "n", F.linear))
+
+
+def _overlapped(
+    run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: int = 0
+) -> Tensor | None:
+    """The first column that reads x, where its backward can send and compute at once; None elsewhere."""
+    split, rows = split_of(weight), split_of(x)
+    if not (run.overlap and run.axis.size > 1 and torch.is_grad_enabled()):
+        return None
+    if split is None or split.dim != of_weight or (bias is not None and split_of(bias) is None):
+        return None
+    first = x.requires_grad and weight.requires_grad and type(x) in (Tensor, Cut) and first_by(x, weight)
+    if not first or (rows is not None and (rows.origins or rows.dim == x.dim() - 1)):
+        return None
+    local = weight.t() if of_weight else weight
+    if rows is None:
+        read, result = overlap.entered(x, local, bias, run.axis)
+    else:
+        read, result = overlap.shared(x, local, bias, rows, run.axis)
+    if not was_read(x):
+        keep_read(x, read, id(weight))
+    return cut(result, split.at(result.dim() - 1))
 
 
 def _is_row(x: Tensor, weight: Tensor, dim: int = 1) -> bool:
@@ -136,6 +164,8 @@ def conv1d(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     words = ["mk", "kn"]
     if run.finder is not None:
         run.finder.choose([x, weight], words, "mn")
+    if (done := _overlapped(run, x, weight, bias, of_weight=1)) is not None:
+        return done
     if bias.dim() != 1 or _is_row(x, weight, 0):
         return _biased(run, finished(run, *contraction(run, [x, weight], words, "mn", torch.mm)), bias)
     if run.finder is not None:
