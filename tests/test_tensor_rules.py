@@ -266,7 +266,8 @@ class _WhileSending(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket is torch.ops.aten.mm:
             self.found |= any(not record.done for record in recorder.records)
-        return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def weights_cut() -> list[str]:
