@@ -338,13 +338,15 @@ def test_bytes_of_a_step(pool: Pool, plan: str) -> None:
 
 
 def test_bytes_of_a_step_with_a_cut_sequence(pool: Pool) -> None:
-    """Each all-reduce as a pair, of s rounded up to the ranks; norms, positions and biases are summed besides."""
+    """Each all-reduce as a pair, of s rounded up to the ranks; gradients of norms and row biases are summed at once."""
     b, s, h, layers, float32 = 8, 8, 12, 3, 4
     stream = b * s * h * float32
     for found in pool.run(tensor_bytes, "tp=2,sp=on", ranks=2):
         assert found["reduce_scatter"] == (4 * layers + 2) * stream
         # Columns gather their input again for nobody: it is kept. Positions' gradient is gathered, b = 1.
         assert found["all_gather"] == (4 * layers + 2) * stream + s * h * float32
+        whole = (6 * layers + 2) * h * float32  # two norms and two biases a layer, and the last norm
+        assert found["all_reduce"] == whole + 4 * b * 7 * float32 + 2 * 8
 
 
 @pytest.fixture(scope="module", autouse=True)

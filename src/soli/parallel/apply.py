@@ -47,4 +47,6 @@ def apply(
     recompute.wrap(model, plan)  # after what changes how a block computes, before what hooks its call
     portions = tensor.portions if tensor is not None else {}
     laid = data.distribute(model, plan, mesh, portions, absent, copies)  # last: shards what is left
+    if tensor is not None:
+        tensor.run.parts = laid.reducer
     return Parallel(laid, tensor)

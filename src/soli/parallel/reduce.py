@@ -5,6 +5,9 @@ When a unit is complete it is reduced in the background: summed over the shard a
 then over the replicate axis. Units are launched in one fixed order on every rank, whatever arrived first,
 so ranks that use different parameters never wait for each other in different places. With several
 microbatches nothing is sent before the last.
+
+Under sequence parallelism a norm's gradient on one rank of tp is a part of a sum. These parts are kept beside the
+buffer; when the unit is complete they are summed over tp, all at once, and the unit is sent when the next is complete.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from soli.core.errors import SoliError
-from soli.mesh.collectives import Pending, all_reduce, allocate, reduce_scatter
+from soli.mesh.collectives import Axis, Pending, all_reduce, allocate, reduce_scatter
 from soli.parallel.units import Slot, Unit
 
 IN_FLIGHT = 2
@@ -32,6 +35,9 @@ class Reducer:
         self._next = 0
         self._last = False
         self._flying: deque[tuple[Unit, Pending]] = deque()
+        self._parts: dict[int, Tensor | None] = {}  # of sums over tp, by the parameter's id
+        self._tensor_axis = Axis("tp")
+        self._summing: tuple[Unit, list[Slot], Tensor, Pending] | None = None
         self.on_complete: list = []  # called with a unit once its own gradients are all there
         for number, unit in enumerate(self.units):
             if unit.zero < 2:  # kept from step to step
@@ -44,6 +50,8 @@ class Reducer:
         self._seen: set[int] = set()
 
     def begin_step(self) -> None:
+        self._parts.clear()
+        self._summing = None
         for unit in self.units:
             for slot in unit.slots:
                 slot.arrived = slot.used = False
@@ -88,6 +96,16 @@ class Reducer:
             for call in self.on_complete:
                 call(unit)
 
+    def expect_parts(self, param: nn.Parameter, axis: Axis) -> None:
+        """In the forward: the gradient of a parameter, or some of it, will come as parts of a sum over the axis."""
+        self._tensor_axis = axis
+        self._parts.setdefault(id(param), None)
+
+    def add_part(self, param: nn.Parameter, part: Tensor) -> None:
+        """In the backward, before the parameter itself arrives."""
+        so_far = self._parts[id(param)]
+        self._parts[id(param)] = part.clone() if so_far is None else so_far.add_(part)
+
     def _buffer(self, unit: Unit) -> Tensor:
         if unit.grad is None:
             device = unit.slots[0].param.device
@@ -101,12 +119,38 @@ class Reducer:
             self._next += 1
 
     def _launch(self, unit: Unit) -> None:
-        while unit.shard_axis.size > 1 and len(self._flying) >= IN_FLIGHT:
-            self._land()
+        self._send_summed()
         grad = self._buffer(unit)
         for slot in unit.slots:
             if not slot.arrived:
                 grad[slot.start : slot.stop].zero_()
+        slots = [slot for slot in unit.slots if id(slot.param) in self._parts]
+        if not slots:
+            self._send(unit)
+            return
+        parts = [self._parts.pop(id(slot.param)) for slot in slots]
+        zeros = grad.new_zeros
+        flat = torch.cat(
+            [zeros(s.numel) if p is None else p.reshape(-1) for s, p in zip(slots, parts, strict=True)]
+        )
+        label = f"parts of gradients of {unit.name}"
+        pending = all_reduce(flat, self._tensor_axis, label=label, wait=False)
+        self._summing = unit, slots, flat, pending
+
+    def _send_summed(self) -> None:
+        """Send the unit whose parts are being summed over tp."""
+        if self._summing is None:
+            return
+        (unit, slots, flat, pending), self._summing = self._summing, None
+        pending.wait()
+        for slot, total in zip(slots, flat.split([slot.numel for slot in slots]), strict=True):
+            self._buffer(unit)[slot.start : slot.stop].add_(total)
+        self._send(unit)
+
+    def _send(self, unit: Unit) -> None:
+        while unit.shard_axis.size > 1 and len(self._flying) >= IN_FLIGHT:
+            self._land()
+        grad = self._buffer(unit)
         if unit.shard_axis.size == 1:
             unit.grad_shard = grad
             pending = all_reduce(grad, unit.replicate_axis, label=f"gradients of {unit.name}", wait=False)
@@ -137,11 +181,13 @@ class Reducer:
         while self._next < len(self.units):
             self._launch(self.units[self._next])
             self._next += 1
+        self._send_summed()
         while self._flying:
             self._land()
 
     def drop(self) -> None:
         """Forget the gradients of this step, and free those that a stage does not keep."""
+        self._parts.clear()
         for unit in self.units:
             if unit.zero >= 2:
                 unit.grad = None

@@ -44,6 +44,9 @@ class Run:
     sequence: bool = False
     overlap: bool = False  # the backward of a product may send while it computes
     finder: Finder | None = None
+    parts: moves.Parts | None = (
+        None  # keeps parameters' gradients that are parts of sums, to sum them at once
+    )
     noted: set[str] = field(default_factory=set)
 
 
@@ -229,7 +232,9 @@ def entered(run: Run, x: Tensor) -> Tensor:
     if run.axis.size == 1 or not x.requires_grad or not torch.is_grad_enabled() or hasattr(x, "_is_entered"):
         return x
     if isinstance(x, nn.Parameter):
-        return moves.enter(x, run.axis)
+        return (
+            moves.enter(x, run.axis) if run.parts is None else moves.enter_parameter(x, run.axis, run.parts)
+        )
     return x._read[1] if was_read(x) else keep_read(x, moves.enter(x, run.axis))  # type: ignore[attr-defined]
 
 

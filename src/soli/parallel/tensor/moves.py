@@ -13,10 +13,10 @@ A gradient of a whole tensor is whole and the same on every rank, one of a local
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis, all_gather, all_reduce, reduce_scatter
@@ -24,6 +24,16 @@ from soli.parallel.keep import alias, carried
 from soli.parallel.tensor.split import Split, taken, together
 
 Way = Callable[[Tensor], Tensor]
+
+
+class Parts(Protocol):
+    """Who keeps parts of parameters' gradients until they are summed (the Reducer)."""
+
+    def expect_parts(self, param: nn.Parameter, axis: Axis) -> None: ...
+
+    def add_part(self, param: nn.Parameter, part: Tensor) -> None: ...
+
+
 COLUMN = "gradient of a column's input"
 
 
@@ -100,6 +110,17 @@ class _Move(torch.autograd.Function):
 def enter(x: Tensor, axis: Axis) -> Tensor:
     """A whole tensor, for computations of parts: its gradient is summed."""
     return _Move.apply(x, alias, lambda grad: summed(grad, axis, COLUMN))
+
+
+def enter_parameter(x: nn.Parameter, axis: Axis, parts: Parts) -> Tensor:
+    """The same of a parameter that every rank has: what comes back is summed with others' when the step has all of it."""
+    parts.expect_parts(x, axis)
+
+    def back(grad: Tensor) -> Tensor:
+        parts.add_part(x, grad)
+        return grad.new_zeros(()).expand_as(grad)
+
+    return _Move.apply(x, alias, back)
 
 
 def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
