@@ -42,9 +42,11 @@ def summed(x: Tensor, axis: Axis, label: str, op: str = "sum") -> Tensor:
     return x if axis.size == 1 else summed_later(x, axis, label, op)()
 
 
-def summed_later(x: Tensor, axis: Axis, label: str, op: str = "sum") -> Callable[[], Tensor]:
-    """Begin the sum; what is returned waits for it."""
-    total = x.clone(memory_format=torch.contiguous_format)
+def summed_later(
+    x: Tensor, axis: Axis, label: str, op: str = "sum", *, fresh: bool = False
+) -> Callable[[], Tensor]:
+    """Begin the sum; what is returned waits for it. `fresh`: nobody else has x, which may hold the sum."""
+    total = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     pending = all_reduce(total, axis, op, label=label, wait=False)
 
     def finish() -> Tensor:

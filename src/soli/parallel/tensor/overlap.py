@@ -49,7 +49,7 @@ def _backward(ctx: Any, of_read: Tensor | None, of_result: Tensor | None) -> Any
     a, weight = ctx.saved_tensors
     x_type, weight_type, bias_type = ctx.types
     if of_result is None:
-        return (None if of_read is None else ctx.later(of_read)()), None, None, None, None
+        return (None if of_read is None else ctx.later(of_read.clone())()), None, None, None, None
     of_input = (of_result @ weight).to(x_type)
     finish = ctx.later(of_input if of_read is None else of_input.add_(of_read))
     rows = of_result.reshape(-1, of_result.shape[-1])
@@ -60,7 +60,7 @@ def _backward(ctx: Any, of_read: Tensor | None, of_result: Tensor | None) -> Any
 
 def entered(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> tuple[Tensor, Tensor]:
     """x whole, W [n, k] and bias [n] parts: x as other parts read it, and F.linear of them."""
-    later = lambda grad: moves.summed_later(grad, axis, moves.COLUMN)
+    later = lambda grad: moves.summed_later(grad, axis, moves.COLUMN, fresh=True)
     return _Column.apply(x, weight, bias, moves.alias, later)
 
 
