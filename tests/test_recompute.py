@@ -43,6 +43,24 @@ def test_recomputed_plans_equal_sequential(pool: Pool, name: str, plan: str, ran
         assert row.worst <= BOUND, row
 
 
+def trained(plan: str) -> dict[str, torch.Tensor]:
+    model, loss_fn, batches = CASES["gpt-dropout"].make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
+    for batch in batches:
+        engine.step(batch)
+    return engine.global_state_dict()
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("dp=1", 1), ("tp=2,sp=on", 2), ("dp=2,zero=3", 2)])
+def test_recompute_changes_no_bit(pool: Pool, plan: str, ranks: int) -> None:
+    """In float32 and with dropout: what is made again is what was made."""
+    plain = pool.run(trained, plan, ranks=ranks)[0]
+    for how in ("selective", "full"):
+        again = pool.run(trained, f"{plan},recompute={how}", ranks=ranks)[0]
+        assert plain.keys() == again.keys()
+        assert [name for name in plain if not torch.equal(plain[name], again[name])] == []
+
+
 def kept(plan: str) -> int:
     """Bytes of the activations that autograd keeps of one forward."""
     model, loss_fn, batches = CASES["gpt"].make()
