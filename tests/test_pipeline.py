@@ -435,12 +435,12 @@ def test_deferred_models(pool: Pool, plan: str) -> None:
 STEPS = 6
 
 
-def sixteen_bits(precision: str) -> tuple[float, float]:
+def sixteen_bits(plan: str, precision: str) -> tuple[float, float]:
     """The loss after some steps, in 16 bits and in 32."""
     found = []
     for format in (precision, "fp32"):
         model, loss_fn, batches = CASES["gpt"].make()
-        engine = parallelize(model, loss_fn, optimizer=adamw, plan=f"pp=2,microbatches=2,precision={format}")
+        engine = parallelize(model, loss_fn, optimizer=adamw, plan=f"{plan},precision={format}")
         for step in range(STEPS):
             engine.step(batches[step % 3])
         found.append(engine.last.loss)
@@ -448,10 +448,11 @@ def sixteen_bits(precision: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits_follow_float32(pool: Pool, precision: str) -> None:
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "tp=2", "tp=2,sp=on,recompute=selective"])
+def test_sixteen_bits_follow_float32(pool: Pool, plan: str, precision: str) -> None:
     epsilon = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float16).eps
     depth = 3 * 8  # products one after another
-    for loss, wanted in pool.run(sixteen_bits, precision, ranks=2):
+    for loss, wanted in pool.run(sixteen_bits, plan, precision, ranks=2):
         assert loss == pytest.approx(wanted, rel=epsilon * depth**0.5 * STEPS)  # each step adds its own
         assert loss != wanted
 

@@ -337,14 +337,16 @@ def test_bytes_of_a_step(pool: Pool, plan: str) -> None:
         assert found == {"all_reduce": (4 * layers + 2) * stream + logits + marks}
 
 
-def test_bytes_of_a_step_with_a_cut_sequence(pool: Pool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_bytes_of_a_step_with_a_cut_sequence(pool: Pool, recompute: str) -> None:
     """Each all-reduce as a pair, of s rounded up to the ranks; gradients of norms and row biases are summed at once."""
     b, s, h, layers, float32 = 8, 8, 12, 3, 4
     stream = b * s * h * float32
-    for found in pool.run(tensor_bytes, "tp=2,sp=on", ranks=2):
+    for found in pool.run(tensor_bytes, f"tp=2,sp=on,recompute={recompute}", ranks=2):
         assert found["reduce_scatter"] == (4 * layers + 2) * stream
-        # Columns gather their input again for nobody: it is kept. Positions' gradient is gathered, b = 1.
-        assert found["all_gather"] == (4 * layers + 2) * stream + s * h * float32
+        # Positions' gradient is gathered, b = 1. A block that runs again gathers what its columns read, and sums nothing.
+        again = 2 * layers if recompute == "selective" else 0
+        assert found["all_gather"] == (4 * layers + 2 + again) * stream + s * h * float32
         whole = (6 * layers + 2) * h * float32  # two norms and two biases a layer, and the last norm
         assert found["all_reduce"] == whole + 4 * b * 7 * float32 + 2 * 8
 

@@ -276,7 +276,8 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
         if engine.rank == 0:
             print(f"soli: {path} holds weights alone: optimizer, data position and step start anew")
         return {}
-    # By place on dp: ranks that share rows draw alike. More places than were saved go on from the first's: random numbers of one's own (in a dataset) then differ.
+    # By place on dp: ranks that share rows draw alike. More places than were saved go on from the first's: random
+    # numbers of one's own (in a dataset) then differ.
     rng.restore(drawn.get(f"{RNG}{engine.dp.index}", drawn[f"{RNG}0"]))
     _restore(engine, state)
     events.emit("load", path=str(path), step=engine.step_count, plan_written=state["plan"])

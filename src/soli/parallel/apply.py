@@ -48,5 +48,5 @@ def apply(
     portions = tensor.portions if tensor is not None else {}
     laid = data.distribute(model, plan, mesh, portions, absent, copies)  # last: shards what is left
     if tensor is not None:
-        tensor.run.parts = laid.reducer
+        tensor.run.reducer = laid.reducer
     return Parallel(laid, tensor)

@@ -110,8 +110,8 @@ def distribute(
     _place_buffers(model, device)
     sweep()
     if plan.zero < 3:
-        return DataParallel(units, Reducer(units), None, plain, portions, absent)
-    reducer = Reducer([unit for block in [root, *found] for unit in block.units][::-1])
+        return DataParallel(units, Reducer(units, mesh["tp"]), None, plain, portions, absent)
+    reducer = Reducer([unit for block in [root, *found] for unit in block.units][::-1], mesh["tp"])
     gatherer = Gatherer(root, found, mesh.all)
     reducer.on_complete.append(gatherer.grads_complete)
     return DataParallel(units, reducer, gatherer, plain, portions, absent)

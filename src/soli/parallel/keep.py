@@ -7,7 +7,7 @@ in the order of their making, `_Giving` returns them in that order when the bloc
 torch has such contexts (create_selective_checkpoint_contexts). They count every operation and refuse a block that runs
 one view more the second time, as tensor parallelism's do, which enters a tensor once; they refuse results that a later
 operation overwrites; and a sum over ranks runs again. Here products alone are counted, a result is copied before it is
-overwritten, and what `carried` is given is not sent twice.
+overwritten, and what `carried` is given is not sent twice (under sp, what a column reads is gathered again).
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]
     return _Keeping(results), _Giving(results)
 
 
-def carried(x: Tensor, there: Callable[[Tensor], Tensor]) -> Tensor:
-    """`there(x)`, which communicates: its result is kept, and not the product `x` that it may overwrite."""
-    return alias(there(x) if _Now.mode is None else _Now.mode.carried(x, there))
+def carried(x: Tensor, there: Callable[[Tensor], Tensor], *, alone: bool) -> Tensor:
+    """`there(x)`, which communicates: its result is kept. `alone`: nobody else has x, which need not be kept then."""
+    return alias(there(x) if _Now.mode is None else _Now.mode.carried(x, there, alone))
 
 
 def alias(x: Tensor) -> Tensor:
@@ -110,9 +110,9 @@ class _Keeping(_Mode):
             if not result.written and _places(result.value) & places:
                 result.value, result.written = tree_map_only(Tensor, Tensor.clone, result.value), True
 
-    def carried(self, x: Tensor, there: Callable[[Tensor], Tensor]) -> Tensor:
+    def carried(self, x: Tensor, there: Callable[[Tensor], Tensor], alone: bool) -> Tensor:
         for result in self.results:
-            if _places(result.value) & _places(x):
+            if alone and _places(result.value) & _places(x):
                 result.value, result.summed = result.value.new_empty(()).expand(result.value.shape), True
         self.paused = True
         try:
@@ -133,7 +133,7 @@ class _Giving(_Mode):
             return self._next(str(func.overloadpacket))
         return func(*args, **(kwargs or {}))
 
-    def carried(self, x: Tensor, there: Callable[[Tensor], Tensor]) -> Any:
+    def carried(self, x: Tensor, there: Callable[[Tensor], Tensor], alone: bool) -> Any:
         return self._next(SUM)
 
     def _next(self, what: str) -> Any:

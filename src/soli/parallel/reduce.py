@@ -28,7 +28,8 @@ IN_FLIGHT = 2
 class Reducer:
     """The gradients of one model. `units` stand in the order in which backward completes them."""
 
-    def __init__(self, units: list[Unit]) -> None:
+    def __init__(self, units: list[Unit], tensor_axis: Axis) -> None:
+        self.tensor_axis = tensor_axis
         self.units = [unit for unit in units if unit.trainable]
         self._unit_of: dict[int, tuple[int, Slot]] = {}
         self._missing: list[int] = []
@@ -36,7 +37,6 @@ class Reducer:
         self._last = False
         self._flying: deque[tuple[Unit, Pending]] = deque()
         self._parts: dict[int, Tensor | None] = {}  # of sums over tp, by the parameter's id
-        self._tensor_axis = Axis("tp")
         self._summing: tuple[Unit, list[Slot], Tensor, Pending] | None = None
         self.on_complete: list = []  # called with a unit once its own gradients are all there
         for number, unit in enumerate(self.units):
@@ -96,9 +96,8 @@ class Reducer:
             for call in self.on_complete:
                 call(unit)
 
-    def expect_parts(self, param: nn.Parameter, axis: Axis) -> None:
-        """In the forward: the gradient of a parameter, or some of it, will come as parts of a sum over the axis."""
-        self._tensor_axis = axis
+    def expect_parts(self, param: nn.Parameter) -> None:
+        """In the forward: the gradient of a parameter, or some of it, will come as parts of a sum over tp."""
         self._parts.setdefault(id(param), None)
 
     def add_part(self, param: nn.Parameter, part: Tensor) -> None:
@@ -134,7 +133,7 @@ class Reducer:
             [zeros(s.numel) if p is None else p.reshape(-1) for s, p in zip(slots, parts, strict=True)]
         )
         label = f"parts of gradients of {unit.name}"
-        pending = all_reduce(flat, self._tensor_axis, label=label, wait=False)
+        pending = all_reduce(flat, self.tensor_axis, label=label, wait=False)
         self._summing = unit, slots, flat, pending
 
     def _send_summed(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from soli.core.errors import SoliError
+from soli.core.functions import in_place, name_of
 from soli.parallel.pipeline.stages import Stages
 from soli.parallel.pipeline.watch import (
     CONSTANT,
@@ -25,9 +26,7 @@ from soli.parallel.pipeline.watch import (
     Trace,
     Watch,
     called_as,
-    in_place,
     inside,
-    name_of,
     results_of,
     unwrapped,
 )

@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from soli.core.errors import SoliError
+from soli.core.functions import in_place, name_of
 from soli.mesh.versions import mode_popped
 from soli.parallel.pipeline.units import Unit
 
@@ -176,19 +177,6 @@ def unwrapped(out: Any) -> Any:
     if not any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(out)):
         return out
     return tree_map(lambda x: x.view_as(x) if isinstance(x, nn.Parameter) else x, out)
-
-
-def in_place(func: Any) -> bool:
-    """Whether a function writes into its first argument."""
-    name = name_of(func)
-    if name.startswith("__"):
-        return name.startswith(("__set", "__i")) and name not in ("__invert__", "__index__")
-    return name.endswith("_")
-
-
-def name_of(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    return str(func.__self__.__name__) if name == "__get__" else str(name)
 
 
 @contextmanager

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.events import events
+from soli.core.functions import in_place, name_of
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor import moves
 from soli.parallel.tensor.split import Misfit, Split
 
 if TYPE_CHECKING:
+    from soli.parallel.reduce import Reducer
     from soli.parallel.tensor.finder import Finder
 
 Rule = Callable[["Run", Any, tuple, dict], Any]
@@ -44,9 +46,7 @@ class Run:
     sequence: bool = False
     overlap: bool = False  # the backward of a product may send while it computes
     finder: Finder | None = None
-    parts: moves.Parts | None = (
-        None  # keeps parameters' gradients that are parts of sums, to sum them at once
-    )
+    reducer: Reducer | None = None  # keeps parameters' gradients that are parts of sums, to sum them at once
     noted: set[str] = field(default_factory=set)
 
 
@@ -171,23 +171,6 @@ def note(run: Run, text: str) -> None:
             print(f"soli: {text}", flush=True)
 
 
-def in_place(func: Any) -> bool:
-    """Whether it writes into its first argument."""
-    name = name_of(func)
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in _QUESTIONS)
-    return name.endswith("_")
-
-
-_QUESTIONS = ("__invert__", "__int__", "__index__", "__iter__", "__init__")
-
-
-def name_of(func: Any) -> str:
-    if getattr(func, "__name__", "") == "__get__":
-        return str(func.__self__.__name__)
-    return str(getattr(func, "__name__", func))
-
-
 # --- one tensor -----------------------------------------------------------------------------------------
 
 
@@ -232,9 +215,7 @@ def entered(run: Run, x: Tensor) -> Tensor:
     if run.axis.size == 1 or not x.requires_grad or not torch.is_grad_enabled() or hasattr(x, "_is_entered"):
         return x
     if isinstance(x, nn.Parameter):
-        return (
-            moves.enter(x, run.axis) if run.parts is None else moves.enter_parameter(x, run.axis, run.parts)
-        )
+        return moves.enter(x, run.axis) if run.reducer is None else moves.enter_parameter(x, run.reducer)
     return x._read[1] if was_read(x) else keep_read(x, moves.enter(x, run.axis))  # type: ignore[attr-defined]
 
 

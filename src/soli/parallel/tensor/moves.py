@@ -13,7 +13,7 @@ A gradient of a whole tensor is whole and the same on every rank, one of a local
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,10 @@ from soli.mesh.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from soli.parallel.keep import alias, carried
 from soli.parallel.tensor.split import Split, taken, together
 
+if TYPE_CHECKING:
+    from soli.parallel.reduce import Reducer
+
 Way = Callable[[Tensor], Tensor]
-
-
-class Parts(Protocol):
-    """Who keeps parts of parameters' gradients until they are summed (the Reducer)."""
-
-    def expect_parts(self, param: nn.Parameter, axis: Axis) -> None: ...
-
-    def add_part(self, param: nn.Parameter, part: Tensor) -> None: ...
-
-
 COLUMN = "gradient of a column's input"
 
 
@@ -114,12 +107,12 @@ def enter(x: Tensor, axis: Axis) -> Tensor:
     return _Move.apply(x, alias, lambda grad: summed(grad, axis, COLUMN))
 
 
-def enter_parameter(x: nn.Parameter, axis: Axis, parts: Parts) -> Tensor:
+def enter_parameter(x: nn.Parameter, reducer: Reducer) -> Tensor:
     """The same of a parameter that every rank has: what comes back is summed with others' when the step has all of it."""
-    parts.expect_parts(x, axis)
+    reducer.expect_parts(x)
 
     def back(grad: Tensor) -> Tensor:
-        parts.add_part(x, grad)
+        reducer.add_part(x, grad)
         return grad.new_zeros(()).expand_as(grad)
 
     return _Move.apply(x, alias, back)
@@ -135,7 +128,7 @@ def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
         all_reduce(own, axis, label="output of a row")
         return own
 
-    return _Move.apply(x, lambda x: carried(x, there), lambda grad: grad)
+    return _Move.apply(x, lambda x: carried(x, there, alone=fresh), lambda grad: grad)
 
 
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
@@ -155,10 +148,10 @@ def share(x: Tensor, split: Split, axis: Axis) -> Tensor:
 
 
 def scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
-    """This rank's part of a sum over the axis."""
+    """This rank's part of a sum over the axis, of a product that nobody else has."""
     if axis.size == 1:
         return x
-    there = lambda x: carried(x, lambda x: scattered(x, split, axis, "output of a row"))
+    there = lambda x: carried(x, lambda x: scattered(x, split, axis, "output of a row"), alone=True)
     return _Move.apply(x, there, lambda grad: collected(grad, split, axis, "gradient of a row's output"))
 
 

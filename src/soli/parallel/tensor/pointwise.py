@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soli.core.functions import in_place
 from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import Run, agreed, cut, entered, in_place, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.cut import Run, agreed, cut, entered, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit, Split
 
 KNOWN = {

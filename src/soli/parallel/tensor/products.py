@@ -20,6 +20,7 @@ from torch import Tensor
 from soli.parallel.tensor import moves, overlap
 from soli.parallel.tensor.cut import (
     Cut,
+    CutParameter,
     Run,
     agreed,
     call,
@@ -131,6 +132,8 @@ def _overlapped(
         return None
     if split is None or split.dim != of_weight or (bias is not None and split_of(bias) is None):
         return None
+    if type(weight) is not CutParameter or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
+        return None  # a view made for this call has no identity by which a repeated forward knows it
     first = x.requires_grad and weight.requires_grad and type(x) in (Tensor, Cut) and first_by(x, weight)
     if not first or (rows is not None and (rows.origins or rows.dim == x.dim() - 1)):
         return None

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from soli.core.functions import name_of
 from soli.parallel.tensor import attention, losses, pointwise, products, shapes
-from soli.parallel.tensor.cut import Rule, Run, name_of, shape_of
+from soli.parallel.tensor.cut import Rule, Run, shape_of
 
 ALWAYS: dict[str, Rule] = {
     "linear": products.linear, "matmul": products.matmul, "__matmul__": products.matmul,
