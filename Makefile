@@ -53,6 +53,17 @@ bench-backend: .venv/developed  ## the local backend beside gloo: calls, waiting
 		--out benchmarks/results/backend-steps \
 		--only $(foreach name,$(BOTH),$(name)-gloo $(name)-local) $(PEERS)
 
+TENSOR = tp tp-sp tp-dtensor megatron-tp megatron-tp-sp soli-tp soli-tp-sp hf-tp-plan soli-hf-tp
+PIPELINES = gpipe 1f1b zbh1 interleaved zbv dualpipev
+
+bench-split: .venv/developed    ## tensor, sequence and pipeline parallelism beside others: step times, collectives
+	$(BIN)/python benchmarks/envs.py megatron
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/run.py --sizes small --steps 8 --rounds 3 --out benchmarks/results/tensor-steps \
+		--only $(foreach name,$(TENSOR),$(name)-gloo $(name)-local)
+	$(BIN)/python benchmarks/run.py --sizes small --steps 8 --warmup 2 --rounds 2 --out benchmarks/results/pipeline-steps \
+		--only $(foreach name,$(PIPELINES),$(name)-local soli-$(name)-local)
+
 pictures: .venv/installed       ## the documents' pictures, from the results -> docs/pictures/
 	$(BIN)/python docs/draw.py
 

@@ -7,13 +7,12 @@ the head's logits. Every mode computes the loss from the logits, since the batch
 
 import torch
 import workload
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import soli
 from entries import Step, soli_engine, start
+from entries.tensor import trained
 
 
 def build(mode: str, size: str) -> Step:
@@ -25,19 +24,9 @@ def build(mode: str, size: str) -> Step:
         start()
         config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=2, tp_plan="auto"))
         model = model.maybe_distribute_model(model, config, mesh)
-    parts = [p for p in model.parameters() if isinstance(p, DTensor)]  # fused AdamW takes no mixture
-    plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    optimizers = [workload.build_optimizer(group) for group in (parts, plain) if group]
-
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        loss = workload.mean_loss(model(input_ids=batch["tokens"]).logits, batch["targets"])
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return trained(
+        model, lambda batch: workload.mean_loss(model(input_ids=batch["tokens"]).logits, batch["targets"])
+    )
 
 
 def build_model(size: str) -> LlamaForCausalLM:

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from entries import Step, start
-from entries.tensor import sum_gradients
+from entries.tensor import trained
 
 NO_INIT = {"init_method": nn.Identity()}  # never called: every weight is copied in
 
@@ -44,19 +44,12 @@ def build(mode: str, size: str) -> Step:
     )
     model = GPT(workload.build_model(size), workload.SIZES[size].heads, config)
     cut = model.seen_in_part() if config.sequence_parallel else []
-    optimizer = workload.build_optimizer(model.parameters())
 
-    def step(batch: dict[str, Tensor]) -> Tensor:
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
         logits = model(batch["tokens"])
-        loss = vocab_parallel_cross_entropy(logits, batch["targets"].t().contiguous()).mean()
-        loss.backward()
-        if cut:
-            sum_gradients(cut)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return vocab_parallel_cross_entropy(logits, batch["targets"].t().contiguous()).mean()
 
-    return step
+    return trained(model, loss_of, cut)
 
 
 class Block(nn.Module):

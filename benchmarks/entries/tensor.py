@@ -2,6 +2,7 @@
 stream cut along the sequence as Megatron does it (all-gathers and reduce-scatters), and by DTensor."""
 
 import os
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from entries import Step, start
+
+Way = Callable[[Tensor], Tensor]
 
 
 def build(mode: str, size: str) -> Step:
@@ -26,19 +29,28 @@ def build(mode: str, size: str) -> Step:
         return sequence_step(model)
     if mode == "hand":
         for block in model.blocks:
-            by_hand(block, Enter, Leave)
+            by_hand(block, enter, leave)
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         plan = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
         for block in model.blocks:
             parallelize_module(block, mesh, plan | {name: RowwiseParallel() for name in ("out", "down")})
+    return trained(model, lambda batch: workload.mean_loss(model(batch["tokens"]), batch["targets"]))
+
+
+def trained(
+    model: nn.Module, loss_of: Callable[[dict[str, Tensor]], Tensor], cut: Sequence[nn.Parameter] = ()
+) -> Step:
+    """A training step. The gradients of `cut` are summed over the ranks."""
     parts = [p for p in model.parameters() if isinstance(p, DTensor)]  # fused AdamW takes no mixture
     plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
     optimizers = [workload.build_optimizer(group) for group in (parts, plain) if group]
 
     def step(batch: dict[str, Tensor]) -> Tensor:
-        loss = workload.mean_loss(model(batch["tokens"]), batch["targets"])
+        loss = loss_of(batch)
         loss.backward()
+        if cut:
+            sum_gradients(cut)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -73,57 +85,59 @@ class Block(nn.Module):
         return x + self.leave(self.down(F.gelu(self.up(self.enter(self.norm2(x))))))
 
 
-class Enter(torch.autograd.Function):
+class Move(torch.autograd.Function):
+    """`there` forward, `back` on the gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, there: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
+
+
+def enter(x: Tensor) -> Tensor:
     """Identity forward, all-reduce backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
-        dist.all_reduce(grad)
-        return grad
+    return Move.apply(x, lambda x: x.view_as(x), summed)
 
 
-class Leave(torch.autograd.Function):
+def leave(x: Tensor) -> Tensor:
     """All-reduce forward, identity backward."""
+    return Move.apply(x, lambda x: summed(x.clone()), lambda grad: grad)
 
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
 
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad
+def summed(x: Tensor) -> Tensor:
+    """The sum over the ranks, in place where that is possible."""
+    x = x.contiguous()
+    dist.all_reduce(x)
+    return x
 
 
 class Apply(nn.Module):
-    """A module of an autograd function; a row-parallel layer's bias is added after the sum."""
+    """A module of a function."""
 
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
+    def __init__(self, function: Way) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x)
+        return self.function(x)
 
 
 class Row(nn.Module):
     """Row-parallel: the bias once, after the sum."""
 
-    def __init__(self, weight: Tensor, bias: Tensor, leave: type[torch.autograd.Function]) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor, leave: Way) -> None:
         super().__init__()
         self.weight, self.bias, self.leave = nn.Parameter(weight), nn.Parameter(bias), leave
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.leave.apply(F.linear(x, self.weight)) + self.bias
+        return self.leave(F.linear(x, self.weight)) + self.bias
 
 
-def by_hand(block: Block, enter: type[torch.autograd.Function], leave: type[torch.autograd.Function]) -> None:
+def by_hand(block: Block, enter: Way, leave: Way) -> None:
     """Keep this rank's rows of the column-parallel layers and columns of the row-parallel ones."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in ("q", "k", "v", "up"):
@@ -152,28 +166,22 @@ class SequenceBlock(Block):
 def sequence_step(model: workload.GPT) -> Step:
     """The training step with the stream cut along the sequence; embedding and head are whole on every rank."""
     for block in model.blocks:
-        by_hand(block, Gather, Scatter)
+        by_hand(block, gather, scatter)
     cut = [model.norm.weight, model.norm.bias]  # have seen this rank's tokens only
     for block in model.blocks:
         cut += [*block.norm1.parameters(), *block.norm2.parameters(), block.out.bias, block.down.bias]
-    optimizer = workload.build_optimizer(model.parameters())
 
-    def step(batch: dict[str, Tensor]) -> Tensor:
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["tokens"].t()
-        x = Split.apply(model.embed(tokens) + model.position(torch.arange(len(tokens)))[:, None])
+        x = split(model.embed(tokens) + model.position(torch.arange(len(tokens)))[:, None])
         for block in model.blocks:
             x = block(x)
-        loss = workload.mean_loss(model.head(Join.apply(model.norm(x))), batch["targets"].t())
-        loss.backward()
-        sum_gradients(cut)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return workload.mean_loss(model.head(join(model.norm(x))), batch["targets"].t())
 
-    return step
+    return trained(model, loss_of, cut)
 
 
-def sum_gradients(parameters: list[nn.Parameter]) -> None:
+def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Over the ranks, in one all-reduce."""
     flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat)
@@ -200,49 +208,21 @@ def own(x: Tensor) -> Tensor:
     return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
-class Gather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward: before column-parallel layers."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return gathered(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return scattered(grad)
+def gather(x: Tensor) -> Tensor:
+    """Before column-parallel layers: all-gather forward, reduce-scatter backward."""
+    return Move.apply(x, gathered, scattered)
 
 
-class Scatter(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: after row-parallel layers."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return scattered(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return gathered(grad)
+def scatter(x: Tensor) -> Tensor:
+    """After row-parallel layers: reduce-scatter forward, all-gather backward."""
+    return Move.apply(x, scattered, gathered)
 
 
-class Split(torch.autograd.Function):
-    """Its part forward, all-gather backward: where what every rank computes alike ends."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return own(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return gathered(grad)
+def split(x: Tensor) -> Tensor:
+    """Where what every rank computes alike ends: its part forward, all-gather backward."""
+    return Move.apply(x, own, gathered)
 
 
-class Join(torch.autograd.Function):
-    """All-gather forward, its part backward: where it begins again."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return gathered(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return own(grad)
+def join(x: Tensor) -> Tensor:
+    """Where it begins again: all-gather forward, its part backward."""
+    return Move.apply(x, gathered, own)
