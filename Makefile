@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity golden bench bench-backend pictures gpu-check clean
+.PHONY: train test check parity golden bench bench-backend bench-split pictures gpu-check clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
