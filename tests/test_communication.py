@@ -8,7 +8,17 @@ import torch.distributed as dist
 from torch import nn
 
 from soli.engine.engine import parallelize
-from soli.mesh.collectives import Axis, all_gather, all_reduce, broadcast, gather_json, reduce_scatter
+from soli.mesh.collectives import (
+    Axis,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    exchange,
+    gather_json,
+    reduce,
+    reduce_scatter,
+)
 from soli.mesh.record import record_torch, recorder
 from soli.verify.cases import CASES
 from soli.verify.pool import Pool
@@ -85,7 +95,23 @@ def against_torch():
             sent = mine.clone()
             broadcast(sent, axis, source=size - 1)
             last = (torch.arange(n * size) % 7 + size - 1).to(dtype)
-            for name, got, want in (("ar", reduced, total), ("rs+ag", whole, total), ("bc", sent, last)):
+            gathered = mine.clone()
+            reduce(gathered, axis, size - 1)
+            wanted = total if rank == size - 1 else gathered
+            following, previous = (rank + 1) % size, (rank - 1) % size
+            passed = torch.empty_like(mine)
+            exchange(passed, mine, axis, following, previous)
+            before = (torch.arange(n * size) % 7 + previous).to(dtype)
+            # Rank r gets r + 1 elements of everyone, the first of them numbered by who sent it.
+            sizes = [r + 1 for r in range(size)]
+            posted = torch.cat([torch.full((r + 1,), rank * 10 + r) for r in range(size)]).to(dtype)
+            received = torch.empty(size * (rank + 1), dtype=dtype)
+            all_to_all(received, posted, axis, [rank + 1] * size, sizes)
+            post = torch.cat([torch.full((rank + 1,), r * 10 + rank) for r in range(size)]).to(dtype)
+            for name, got, want in (
+                ("ar", reduced, total), ("rs+ag", whole, total), ("bc", sent, last), ("reduce", gathered, wanted),
+                ("exchange", passed, before), ("all_to_all", received, post),
+            ):  # fmt: skip
                 if not torch.equal(got, want):
                     problems.append((name, dtype, n))
     if gather_json({"rank": rank, "x": "é" * rank}, axis) != [{"rank": r, "x": "é" * r} for r in range(size)]:

@@ -173,6 +173,65 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0, *, label: str = "", w
     return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
 
 
+def reduce(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = True) -> Pending:
+    """Sum `tensor` over the axis into rank number `to`, in place; what the others have afterwards is undefined."""
+    if axis.size == 1:
+        return NOTHING
+    record = _record("reduce", axis, tensor, label)
+    moved = _staged(tensor, axis)
+    works = _issue(record, lambda: [dist.reduce(moved, group=axis.group, group_dst=to, async_op=True)])
+    return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
+
+
+def all_to_all(
+    output: Tensor,
+    whole: Tensor,
+    axis: Axis,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+    *,
+    label: str = "",
+    wait: bool = True,
+) -> Pending:
+    """Rank r of the axis gets `sent[r]` elements of `whole`, in order; `output` holds `received[r]` of each rank r.
+
+    Both tensors are flat; without sizes every rank gets as much as every other.
+    """
+    if axis.size == 1:
+        output.copy_(whole)
+        return NOTHING
+    record = _record("all_to_all", axis, whole, label)
+    moved, into = _staged(whole, axis), _staged(output, axis)
+    works = _issue(
+        record,
+        lambda: [dist.all_to_all_single(into, moved, received, sent, group=axis.group, async_op=True)],
+    )
+    return _done(Pending(works, record, _copy_back(output, into)), wait)
+
+
+def exchange(
+    received: Tensor, sent: Tensor, axis: Axis, to: int, source: int, *, label: str = "", wait: bool = True
+) -> Pending:
+    """Send `sent` to rank number `to` of the axis while `received` arrives from rank number `source`."""
+    record = _record("send", axis, sent, label)
+    on = wire(axis, sent.device)
+    moved = sent.detach().to(on).contiguous()
+    into = received if on == received.device else torch.empty_like(received, device=on)
+    batch = lambda: [
+        dist.P2POp(dist.irecv, into, group=axis.group, group_peer=source),
+        dist.P2POp(dist.isend, moved, group=axis.group, group_peer=to),
+    ]
+    works = _issue(record, lambda: dist.batch_isend_irecv(batch()))
+    back = _copy_back(received, into)
+
+    def finish() -> None:
+        _keep(moved)
+        if back is not None:
+            back()
+
+    return _done(Pending(works, record, finish), wait)
+
+
 def wire(axis: Axis, device: torch.device) -> torch.device:
     """Where tensors that the axis's backend sends and receives lie."""
     return device if axis.backend == "nccl" else torch.device("cpu")
