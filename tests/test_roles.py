@@ -152,7 +152,7 @@ def test_the_search_leaves_the_model_as_it_was() -> None:
     before = {n: v.clone() for n, v in model.state_dict().items()}
     tokens = torch.arange(14).view(2, 7)
     roles(model, {"tokens": tokens, "targets": tokens}, 2, losses.cross_entropy("targets"))
-    assert all(type(p) is nn.Parameter and not hasattr(p, "cut_as") for p in model.parameters())
+    assert all(type(p) is nn.Parameter and not hasattr(p, "cuts") for p in model.parameters())
     assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from soli.mesh.collectives import Axis
 from soli.mesh.record import recorder
 from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import CutParameter, Run, cut, running, split_of, whole
+from soli.parallel.tensor.cut import Cut, Run, become_cut, inside, marked, running, whole
 from soli.parallel.tensor.split import Misfit, Split, sliced, taken, together, viewed
 from soli.verify.pool import Pool
 
@@ -213,10 +213,10 @@ def against_whole() -> list[str]:
             weights = torch.cos(torch.arange(expected.numel(), dtype=torch.float64)).view(expected.shape)
             (expected * weights).sum().backward()
             run = Run(axis, size)
-            with running(run):
-                got = function(cut(moves.pick(b, split, axis) * 1, split))
+            with running([run]):
+                got = function(marked(moves.pick(b, split, axis) * 1, {"tp": split}))
                 shape = tuple(got.shape)
-                with torch._C.DisableTorchFunctionSubclass():
+                with torch._C.DisableTorchFunctionSubclass(), inside([run], 0):
                     got = whole(run, got)
                     (got * weights).sum().backward()
             wrong += _differences(f"{name}, {cut_name}", shape, got, expected, a, b)
@@ -289,16 +289,16 @@ def weights_cut() -> list[str]:
         for n, p in model.named_parameters():
             if n in splits:
                 p.data = taken(p.data, splits[n], size, rank).clone()
-                p.__class__, p.cut_as = CutParameter, splits[n]
+                become_cut(p, {"tp": splits[n]})
         products = _WhileSending()
         recorder.clear()  # of other tests: some ended in an error, with a collective under way
-        with running(Run(axis, size, sequence, overlap)):
+        with running([Run(axis, size, sequence, overlap)]):
             loss = loss_of(model)
             with products:
                 loss.backward()
         if products.found is not overlap:
             wrong.append(f"products while a sum is under way: {products.found}, overlap={overlap}")
-        if split_of(loss) is not None or abs(float(loss - expected)) > 1e-12:
+        if type(loss) is Cut or abs(float(loss - expected)) > 1e-12:
             wrong.append(f"loss {float(loss)}, not {float(expected)}")
         grads = {n: p.grad for n, p in plain.named_parameters()}
         for n, p in model.named_parameters():
@@ -321,9 +321,9 @@ def one_gradient_sum() -> tuple[int, int]:
     x = torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.ones(4 // size, 4, dtype=torch.float64)
     p = nn.Parameter(weight)
-    p.__class__, p.cut_as = CutParameter, Split(0, (4,), 4, frozenset("w"))
+    become_cut(p, {"tp": Split(0, (4,), 4, frozenset("w"))})
     recorder.clear()
-    with running(Run(axis, size)):
+    with running([Run(axis, size)]):
         y = F.linear(x, p) * F.linear(x, p) + F.linear(x, p)
         total = y.sum()
     forward = len(recorder.records)
@@ -336,13 +336,13 @@ def test_columns_of_one_input_sum_its_gradient_once(pool: Pool) -> None:
 
 
 def test_targets_outside_the_vocabulary_are_an_error() -> None:
-    x = cut(torch.zeros(2, 4), Split(1, (4,), 4))
-    with running(Run(Axis("tp"), 2)), pytest.raises(IndexError, match="Target 9 is out of bounds"):
+    x = marked(torch.zeros(2, 4), {"tp": Split(1, (4,), 4)})
+    with running([Run(Axis("tp"), 2)]), pytest.raises(IndexError, match="Target 9 is out of bounds"):
         F.cross_entropy(x, torch.tensor([0, 9]))
 
 
 def test_indices_outside_the_vocabulary_are_an_error() -> None:
     weight = nn.Parameter(torch.zeros(4, 3))
-    weight.__class__, weight.cut_as = CutParameter, Split(0, (4,), 4)
-    with running(Run(Axis("tp"), 2)), pytest.raises(IndexError, match="out of range"):
+    become_cut(weight, {"tp": Split(0, (4,), 4)})
+    with running([Run(Axis("tp"), 2)]), pytest.raises(IndexError, match="out of range"):
         F.embedding(torch.tensor([0, 4]), weight)

@@ -1,13 +1,14 @@
 """The names and the order of the mesh's axes: the only place that knows them.
 
 A rank's coordinates follow AXES from the slowest to the fastest: neighbours in `tp` are neighbours in
-rank. `replicate` and `shard` are the two parts of data parallelism: dp = replicate x shard.
+rank. `replicate` and `shard` say where a parameter's gradient is summed: ranks of data parallelism and of
+context parallelism alike, so replicate x shard = dp x cp, and cp is the faster part of it.
 """
 
 from __future__ import annotations
 
 PP, REPLICATE, SHARD, CP, TP, EP = "pp", "replicate", "shard", "cp", "tp", "ep"
-AXES = (PP, REPLICATE, SHARD, CP, TP)
+AXES = (PP, REPLICATE, SHARD, TP)
 
 
 def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:

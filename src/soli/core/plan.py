@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from soli.core.axes import CP, PP, REPLICATE, SHARD, TP
+from soli.core.axes import PP, REPLICATE, SHARD, TP
 from soli.core.errors import Problem, raise_all
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -58,10 +58,10 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Degree of each mesh axis. Nothing is sharded under zero=0: all of dp replicates."""
-        dp = self.dp or 1
-        replicas = dp if self.zero == 0 else self.replicate
-        return {PP: self.pp, REPLICATE: replicas, SHARD: dp // replicas, CP: self.cp, TP: self.tp}
+        """Degree of each mesh axis. Nothing is sharded under zero=0: all of dp and cp replicates."""
+        copies = (self.dp or 1) * self.cp
+        replicas = copies if self.zero == 0 else self.replicate
+        return {PP: self.pp, REPLICATE: replicas, SHARD: copies // replicas, TP: self.tp}
 
     @property
     def stages(self) -> int:

@@ -30,6 +30,7 @@ from soli.mesh.world import join
 from soli.parallel import data as data_parallel
 from soli.parallel import precision, recompute
 from soli.parallel.apply import Parallel, apply
+from soli.parallel.context import sequence
 from soli.parallel.data import DataParallel
 from soli.parallel.pipeline.run import Pipeline
 from soli.parallel.randomness import Randomness
@@ -144,7 +145,7 @@ class Engine:
         self._gathers: list[Pending] = []
         self._save_group: Any = None
         self.saving: Any = None
-        if plan.tp == 1 and plan.pp == 1:
+        if plan.model_ranks == 1:
             self.lay(None)
 
     def lay(self, example: Any) -> None:
@@ -152,7 +153,7 @@ class Engine:
         if self.parallel is not None:
             return
         roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
-        sample = same.sample(self, example) if self.plan.tp * self.plan.pp > 1 else None
+        sample = same.sample(self, example) if self.plan.model_ranks > 1 else None
         # The last that the whole model runs: what it leaves in attributes is known by its marks.
         cutting = pipelined.cutting_of(self, example) if self.plan.pp > 1 else None
         self.parallel = apply(self.model, self.plan, self.mesh, roles, cutting)
@@ -161,6 +162,7 @@ class Engine:
             self.pipeline = pipelined.build(self, cutting)
         if sample is not None:
             same.check_loss(self, sample)
+            sequence.check_begun(self.parallel.context, sample.rows)
         if self.to_load is not None:
             states.fill(self, self.to_load)
 
@@ -169,7 +171,7 @@ class Engine:
         """How the parameters lie on the ranks."""
         if self.parallel is None:
             raise SoliError(
-                "with tp > 1 or pp > 1 the model is laid over the ranks when it has seen a batch, and there was none yet",
+                "with tp, pp or cp > 1 the model is laid over the ranks when it has seen a batch, and there was none yet",
                 fix="give soli.parallelize(..., example=batch)",
                 everywhere=True,
             )
@@ -178,21 +180,17 @@ class Engine:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Around the model and its loss: cut tensors are logical ones, and the plan's precision holds."""
-        with running(self._run()), precision.computing(self.plan, self.device):
+        with running(self._levels()), precision.computing(self.plan, self.device):
             yield
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around a backward, which may recompute: torch's checkpoint restores the precision itself."""
-        with running(self._run()), recompute.explained():
+        with running(self._levels()), recompute.explained():
             yield
 
-    def _run(self) -> Run | None:
-        return (
-            self.parallel.tensor.run
-            if self.parallel is not None and self.parallel.tensor is not None
-            else None
-        )
+    def _levels(self) -> list[Run]:
+        return [] if self.parallel is None else self.parallel.levels
 
     def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """The whole tensor of which every rank of tp has the part that it has of a parameter. Collective."""
@@ -267,10 +265,15 @@ class Engine:
             value = float(total.detach()) if total is not None and count else 0.0
             if total is not None and count:
                 with self.randomness.forward(), self.again():
-                    (total * self._seed_scale).backward()
+                    (total * self.seed_of_loss).backward()
             if gatherer is not None:
                 gatherer.end_backward()
         return value, count
+
+    @property
+    def seed_of_loss(self) -> float:
+        """The gradient that a microbatch's total starts with. All ranks of cp have the total, and one counts it."""
+        return self._seed_scale if self.mesh["cp"].index == 0 else 0.0
 
     def _loss(self, output: Any, data: Any) -> tuple[Tensor, float]:
         return total_and_count(self.loss_fn(output, data))

@@ -179,7 +179,7 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
         flush = [_placed(piece, engine.device) for piece in pieces[a:b]]
         # Shorter than the schedule's: the rest is empty.
         flush += [Part(None, 0, 0, pieces[0].total)] * (pipeline.count - len(flush))
-        more, counted = pipeline.step(flush, engine.step_count, engine._seed_scale)
+        more, counted = pipeline.step(flush, engine.step_count, engine.seed_of_loss)
         total, count = total + more, count + counted
     reducer.begin_backward(last=True)
     reducer.finish_backward()

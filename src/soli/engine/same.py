@@ -45,7 +45,7 @@ def sample(engine: Engine, batch: Any) -> Sample | None:
 
 def mark(engine: Engine, part: Part) -> float:
     """A number that tells rows apart: some elements of each tensor. Only where several ranks have the same rows."""
-    if engine.plan.tp * engine.plan.pp == 1 or not part.rows:
+    if engine.plan.model_ranks == 1 or not part.rows:
         return 0.0
     total = 0.0
     for number, x in enumerate(tree_leaves(part.data), 1):
@@ -57,8 +57,8 @@ def mark(engine: Engine, part: Part) -> float:
 
 
 def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
-    """Sum `facts`, which the last stage has, over pp; and refuse rows that differ among ranks of pp or tp."""
-    for axis in (engine.mesh["pp"], engine.mesh["tp"]):
+    """Sum `facts`, which the last stage has, over pp; and refuse rows that differ among ranks of pp, cp or tp."""
+    for axis in (engine.mesh["pp"], engine.mesh["cp"], engine.mesh["tp"]):
         if axis.size == 1:
             continue
         marks = torch.zeros(axis.size, dtype=torch.float64)

@@ -19,6 +19,7 @@ from soli.engine import rng
 from soli.engine.data import Position
 from soli.mesh.collectives import all_gather, all_reduce, broadcast, gather_json
 from soli.parallel import recompute
+from soli.parallel.context import sequence
 from soli.parallel.pipeline.watch import unwatch
 from soli.parallel.units import Slot, Unit, named_once
 
@@ -92,6 +93,7 @@ def copy_model(engine: Engine) -> nn.Module:
     for module in plain.modules():
         unwatch(module)
     recompute.unwrap(plain)
+    sequence.unwrap(plain)
     for module in plain.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
@@ -219,7 +221,7 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
         engine.saving.wait()
         engine.saving = None
     tensors = model_tensors(engine) | optimizer_tensors(engine)
-    if engine.mesh["pp"].index == engine.mesh["tp"].index == 0:  # one for each place on dp
+    if all(engine.mesh[axis].index == 0 for axis in ("pp", "cp", "tp")):  # one for each place on dp
         tensors[f"{RNG}{engine.dp.index}"] = from_whole(rng.state())
     state = _state(engine, extra)
     if engine._save_group is None and engine.world > 1:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from soli.core.axes import AXES, REPLICATE, SHARD, coordinates, peers
+from soli.core.axes import AXES, CP, PP, REPLICATE, SHARD, TP, coordinates, peers
 from soli.core.plan import Plan
-from soli.mesh.collectives import Axis
+from soli.mesh.collectives import Axis, gather_json
+from soli.mesh.local.identity import mine
 from soli.mesh.world import World
 
 
@@ -21,7 +24,7 @@ class Mesh:
     world: World
     axes: dict[str, Axis]
     all: Axis  # every rank of the job, named "world"
-    dp: Axis  # the ranks that see different data: replicate x shard
+    dp: Axis  # the ranks that see different data: replicate x shard, but for cp
     torch_mesh: DeviceMesh | None
 
     def __getitem__(self, name: str) -> Axis:
@@ -65,6 +68,29 @@ class Mesh:
         return Axis(axis.name, len(members), index, mine, groups[families.index(mine)], axis.backend)
 
 
+def rings(mesh: Mesh, axis: Axis) -> tuple[Axis, Axis] | None:
+    """An axis that spans hosts as (the ranks of a host, the hosts); None where hosts are one or unequal.
+
+    Collective over the whole world: rank r of the axis is number (r // ranks of a host, r % ranks of a host).
+    """
+    if axis.size < 4:
+        return None
+    hosts = gather_json(mine().host, mesh.all, label="hosts")
+    places = gather_json(list(axis.ranks), mesh.all, label="ranks of an axis")
+    sizes = set()
+    for ranks in places:
+        named = [hosts[rank] for rank in ranks]
+        runs = [len(list(run)) for _, run in groupby(named)]
+        sizes |= set(runs) if len(runs) == len(set(named)) else {0}
+    size = sizes.pop()
+    if sizes or not 1 < size < axis.size:
+        return None
+    number = {rank: (family[0], divmod(i, size)) for family in places for i, rank in enumerate(family)}
+    inner = _family("cp inside a host", {}, mesh.all, lambda rank: (number[rank][0], number[rank][1][0]))
+    outer = _family("cp between hosts", {}, mesh.all, lambda rank: (number[rank][0], number[rank][1][1]))
+    return inner, outer
+
+
 def build_mesh(plan: Plan, world: World) -> Mesh:
     """The mesh of a resolved plan. Collective: every rank calls it."""
     sizes = plan.sizes
@@ -90,28 +116,30 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
         if world.size > 1
         else Axis("world", ranks=(world.rank,))
     )
-    return Mesh(world, axes, everyone, _data_axis(axes, everyone, sizes), torch_mesh)
+    axes[CP] = _family(CP, axes, everyone, lambda rank: _place(rank, sizes, plan.cp)[1])
+    data = _family("dp", axes, everyone, lambda rank: _place(rank, sizes, plan.cp)[0])
+    return Mesh(world, axes, everyone, data, torch_mesh)
 
 
-def _data_axis(axes: dict[str, Axis], everyone: Axis, sizes: dict[str, int]) -> Axis:
-    """replicate x shard as one axis. With data parallelism alone it is the whole world. Collective."""
-    replicate, shard = axes[REPLICATE], axes[SHARD]
-    if shard.size == 1:
-        return Axis(
-            "dp", replicate.size, replicate.index, replicate.ranks, replicate.group, replicate.backend
-        )
-    if replicate.size == 1:
-        return Axis("dp", shard.size, shard.index, shard.ranks, shard.group, shard.backend)
-    size = replicate.size * shard.size
-    if size == everyone.size:
-        return Axis("dp", size, everyone.index, everyone.ranks, everyone.group, everyone.backend)
+def _place(rank: int, sizes: dict[str, int], cp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What ranks have in common that have other rows of the batch, and what those of another part of the sequence."""
+    where = coordinates(rank, sizes)
+    data, part = divmod(where[REPLICATE] * sizes[SHARD] + where[SHARD], cp)
+    return (where[PP], part, where[TP]), (where[PP], data, where[TP])
 
-    def family(rank: int) -> tuple[int, ...]:
-        copies = peers(rank, REPLICATE, sizes)
-        return tuple(sorted(r for copy in copies for r in peers(copy, SHARD, sizes)))
 
-    rank = everyone.index
-    families = sorted({family(r) for r in range(everyone.size)})
-    groups = [dist.new_group(list(ranks)) for ranks in families]
-    mine = family(rank)
-    return Axis("dp", size, mine.index(rank), mine, groups[families.index(mine)], everyone.backend)
+def _family(name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int], tuple[int, ...]]) -> Axis:
+    """The ranks with the same key as one axis, over the group of an axis that has these ranks. Collective."""
+    families: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for rank in range(everyone.size):
+        families[key(rank)] = (*families.get(key(rank), ()), rank)
+    mine = families[key(everyone.ranks[everyone.index])]
+    if len(mine) == 1:
+        return Axis(name, ranks=mine)
+    index = mine.index(everyone.ranks[everyone.index])
+    for known in (*axes.values(), everyone):
+        if known.ranks == mine:
+            return Axis(name, len(mine), index, mine, known.group, known.backend)
+    groups = [dist.new_group(list(ranks)) for ranks in sorted(families.values())]
+    group = groups[sorted(families.values()).index(mine)]
+    return Axis(name, len(mine), index, mine, group, everyone.backend)

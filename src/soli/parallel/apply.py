@@ -9,10 +9,12 @@ from torch import nn
 from soli.core.plan import Plan
 from soli.mesh.mesh import Mesh
 from soli.parallel import data, precision, recompute
+from soli.parallel.context import sequence
 from soli.parallel.data import DataParallel
 from soli.parallel.pipeline.own import keep_own
 from soli.parallel.pipeline.run import Cutting
 from soli.parallel.tensor import oned
+from soli.parallel.tensor.cut import Run
 from soli.parallel.tensor.finder import Role
 from soli.parallel.tensor.oned import TensorParallel
 
@@ -23,6 +25,12 @@ class Parallel:
 
     data: DataParallel
     tensor: TensorParallel | None
+    context: list[Run]  # the level that cuts the sequence, if there is one
+
+    @property
+    def levels(self) -> list[Run]:
+        """The axes along which tensors are cut, outermost first."""
+        return [*self.context, *([self.tensor.run] if self.tensor is not None else [])]
 
 
 def apply(
@@ -44,9 +52,10 @@ def apply(
     tensor = (
         oned.divide(model, roles, plan, mesh, absent) if roles is not None else None
     )  # what is left of each weight
+    context = sequence.begin(model, plan, mesh)  # before what repeats a block's call: the cut is part of it
     recompute.wrap(model, plan)  # after what changes how a block computes, before what hooks its call
     portions = tensor.portions if tensor is not None else {}
     laid = data.distribute(model, plan, mesh, portions, absent, copies)  # last: shards what is left
     if tensor is not None:
         tensor.run.reducer = laid.reducer
-    return Parallel(laid, tensor)
+    return Parallel(laid, tensor, context)

@@ -15,8 +15,6 @@ from soli.core.plan import V_SHAPED, Plan
 BUILT: dict[str, tuple[object, ...]] = {
     "tensor": ("1d",),
     "depth": (1,),
-    "cp": (1,),
-    "context": ("ring",),
     "ep": (1,),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16", "fp16", "fp64"),
@@ -57,6 +55,14 @@ def problems(plan: Plan, world: int) -> list[Problem]:
                 "'sp' cuts the sequence over the ranks of tp, and tp=1 has one",
                 got="sp=on, tp=1",
                 fix="leave sp out",
+            )
+        )
+    if plan.cp == 1 and plan.context != Plan.context:
+        found.append(
+            Problem(
+                "'context' says how attention crosses the ranks of cp, and cp=1 has one",
+                got=f"context={plan.context}, cp=1",
+                fix="leave context out",
             )
         )
     found += _pipeline_problems(plan)
@@ -138,19 +144,29 @@ def nearest(plan: Plan, world: int) -> Plan:
     elif plan.chunks != 2:
         base["chunks"] = 2 if plan.schedule == "interleaved" else 1
     degrees: list[dict[str, Any]] = [
-        {"tp": tp, "pp": pp, "dp": dp}
-        for tp, pp in product(_divisors(world), repeat=2)
-        if world % (tp * pp) == 0
-        for dp in (None, world // (tp * pp))
+        {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
+        for tp, pp, cp in product(_divisors(world), repeat=3)
+        if world % (tp * pp * cp) == 0
+        for dp in (None, world // (tp * pp * cp))
     ]
     no_pipeline = {"schedule": Plan.schedule, "chunks": 1, "microbatches": 1}
     options = [
-        Plan(**{**base, **degree, **(no_pipeline if degree["pp"] == 1 else {}), **more})
+        Plan(
+            **{
+                **base,
+                **degree,
+                **(no_pipeline if degree["pp"] == 1 else {}),
+                **({"context": Plan.context} if degree["cp"] == 1 else {}),
+                **more,
+            }
+        )
         for degree in degrees
         for more in (
             {"sp": sp, "replicate": replicate, "zero": zero}
             for sp, replicate, zero in product(
-                {False, plan.sp}, _divisors(world // (degree["tp"] * degree["pp"])), {plan.zero, 0, 1}
+                {False, plan.sp},
+                _divisors(world // (degree["tp"] * degree["pp"] * degree["cp"])),
+                {plan.zero, 0, 1},
             )
         )
     ]
@@ -159,7 +175,7 @@ def nearest(plan: Plan, world: int) -> Plan:
 
     def distance(option: Plan) -> tuple[int, int]:
         changed = sum(asked[key] != value for key, value in asdict(option).items())
-        moved = abs(option.replicate - plan.replicate) + abs(option.tp - plan.tp) + abs(option.pp - plan.pp)
+        moved = sum(abs(getattr(option, k) - getattr(plan, k)) for k in ("replicate", "tp", "pp", "cp"))
         return changed, moved + abs((option.dp or world) - (plan.dp or world))
 
     return min(legal, key=distance)

@@ -30,7 +30,7 @@ from soli.parallel.pipeline.units import Unit
 from soli.parallel.pipeline.watch import Name, Trace
 from soli.parallel.randomness import Randomness
 from soli.parallel.reduce import Reducer
-from soli.parallel.tensor.cut import Cut, split_of
+from soli.parallel.tensor.cut import Cut
 from soli.parallel.tensor.split import Split
 
 
@@ -247,13 +247,13 @@ class Pipeline:
         following = self.cutting.needs[self.model.training, stage.stage_index + 1]
         values = [_found(forward, name) for name, _ in following]
         known.outgoing = [
-            Crossing(name, (tuple(plain(x).shape), x.dtype), split_of(x), requires)
+            Crossing(name, (tuple(plain(x).shape), x.dtype), dict(x.cuts) if type(x) is Cut else {}, requires)
             for (name, requires), x in zip(following, values, strict=True)
         ]
         forms = [*known.shapes.calls, *forward.forms]
         header = [
             [[_form_said(form) for form in call] for call in forms],
-            [[list(v.form[0]), _word(v.form[1]), _said(v.split)] for v in known.outgoing],
+            [[list(v.form[0]), _word(v.form[1]), _said(v.cuts)] for v in known.outgoing],
         ]
         return [plain(x) for x in values], header
 
@@ -261,8 +261,8 @@ class Pipeline:
         calls, values = header
         names = self.cutting.needs[self.model.training, stage]
         incoming = [
-            Crossing(name, (tuple(shape), getattr(torch, dtype)), _read(split), requires)
-            for (name, requires), (shape, dtype, split) in zip(names, values, strict=True)
+            Crossing(name, (tuple(shape), getattr(torch, dtype)), _read(cuts), requires)
+            for (name, requires), (shape, dtype, cuts) in zip(names, values, strict=True)
         ]
         return Known(Shapes([[_form_read(said) for said in call] for call in calls]), incoming, [])
 
@@ -317,12 +317,13 @@ def _form_read(said: Any) -> Any:
     return (tuple(said["shape"]), getattr(torch, said["dtype"])) if isinstance(said, dict) else said
 
 
-def _said(split: Split | None) -> Any:
-    return None if split is None else [split.dim, split.parts, split.atoms, sorted(split.origins), split.lead]
+def _said(cuts: dict[str, Split]) -> Any:
+    return {axis: [s.dim, s.parts, s.atoms, sorted(s.origins), s.lead, s.spans] for axis, s in cuts.items()}
 
 
-def _read(said: Any) -> Split | None:
-    if said is None:
-        return None
-    dim, parts, atoms, origins, lead = said
-    return Split(dim, tuple(parts), atoms, frozenset(origins), tuple(lead))
+def _read(said: Any) -> dict[str, Split]:
+    found = {}
+    for axis, (dim, parts, atoms, origins, lead, spans) in said.items():
+        by_rank = tuple(tuple((a, b) for a, b in own) for own in spans)
+        found[axis] = Split(dim, tuple(parts), atoms, frozenset(origins), tuple(lead), by_rank)
+    return found

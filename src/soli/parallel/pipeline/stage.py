@@ -20,7 +20,7 @@ from soli.mesh.collectives import Axis, receive_later, send_later, wire
 from soli.parallel.pipeline.split_backward import inputs_first, weights_later
 from soli.parallel.pipeline.stage_forward import Form, Shapes
 from soli.parallel.pipeline.watch import Name
-from soli.parallel.tensor.cut import cut
+from soli.parallel.tensor.cut import marked
 from soli.parallel.tensor.split import Split
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Crossing:
-    """A value as it crosses a border: what this rank has of it (`split` says of what), and whether it has a gradient."""
+    """A value as it crosses a border: what this rank has of it (`cuts` says of what), and whether it has a gradient."""
 
     name: Name
     form: Form
-    split: Split | None
+    cuts: dict[str, Split]
     requires: bool
 
     def empty(self, axis: Axis, device: torch.device) -> Tensor:
@@ -230,7 +230,7 @@ def _differentiable(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
 def handed(leaf: Tensor, value: Crossing) -> Tensor:
     """A received tensor as the model's code is to see it: no leaf, so that it may be written in place."""
     x = _Handed.apply(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf.detach()
-    return x if value.split is None else cut(x, value.split)
+    return marked(x, dict(value.cuts))
 
 
 class _Handed(torch.autograd.Function):

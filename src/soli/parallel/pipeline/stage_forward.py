@@ -30,7 +30,7 @@ from soli.parallel.pipeline.watch import (
     results_of,
     unwrapped,
 )
-from soli.parallel.tensor.cut import Cut, shape_of
+from soli.parallel.tensor.cut import Cut, CutParameter, shape_of
 
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor; of a cut one the logical shape."""
@@ -258,6 +258,6 @@ def _absent(x: Any) -> Any:
     if not isinstance(x, Tensor) or x.is_meta:
         return x
     with torch._C.DisableTorchFunctionSubclass():
-        if isinstance(x, Cut) or getattr(x, "cut_as", None) is not None:
+        if type(x) in (Cut, CutParameter):
             return torch.empty(shape_of(x), dtype=x.dtype, device="meta")
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from soli.parallel.context import attention as context
 from soli.parallel.tensor.cut import Run, agreed, cut, entered, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit
 
@@ -27,6 +27,8 @@ def layer_norm(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """q [.., h, l, e], k and v [.., g, s, e], mask [.., l, s]: cut by heads h (and their groups g) or by rows of the batch."""
+    if run.context and (crossed := context.attention(run, args, kwargs)) is not None:
+        return crossed
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = dict(zip(names, args, strict=False)) | kwargs
     q, k, v = given["query"], given["key"], given["value"]
@@ -79,4 +81,4 @@ def _sized(split: Any, x: Tensor) -> Any:
     size = x.shape[split.dim]
     if size in (1, split.size):
         return split
-    return replace(split, parts=tuple(p * size // split.size for p in split.parts))
+    return split.sized(tuple(p * size // split.size for p in split.parts))

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis, all_reduce
 from soli.parallel.lift import lifted
-from soli.parallel.tensor.cut import CutParameter, Run, cut, part_of, running, split_of, whole
+from soli.parallel.tensor.cut import Cut, Run, become_cut, cut, inside, part_of, running, whole
 from soli.parallel.tensor.finder import Role
 from soli.parallel.tensor.split import taken
 from soli.parallel.units import blocks
@@ -68,7 +68,7 @@ def one_of_each(samples: dict[str, Sample], roles: dict[str, Role]) -> list[Samp
 
 def _plain(x: Any) -> Any:
     """A cut tensor as a plain one that remembers how it was cut."""
-    split = split_of(x)
+    split = x.cuts.get("tp") if type(x) is Cut else None
     if split is None:
         return x
     x = x.view_as(x).detach()
@@ -99,8 +99,7 @@ def compare(sample: Sample, roles: dict[str, Role], axis: Axis, sequence: bool) 
             split = splits.get(name)
             if split is not None:
                 param.data = taken(param.data, split, axis.size, axis.index).clone()
-                param.__class__ = CutParameter
-                param.cut_as = split  # type: ignore[attr-defined]
+                become_cut(param, {axis.name: split})
 
     run = Run(axis, axis.size, sequence)
     try:
@@ -155,10 +154,13 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], run: Run | None
         args, kwargs = tree_map(lambda x: _as_it_was(run, x), (args, kwargs))
     divide(block)
     found: dict[str, Tensor] = {}
-    with torch.enable_grad(), lifted(), running(run):
+    with torch.enable_grad(), lifted(), running([run] if run is not None else []):
         leaves = [x for x in tree_leaves(block(*args, **kwargs)) if isinstance(x, Tensor)]
-        with torch._C.DisableTorchFunctionSubclass():
-            outputs = [whole(run, x) if run is not None else x for x in leaves]
+        if run is not None:
+            with torch._C.DisableTorchFunctionSubclass(), inside([run], 0):
+                outputs = [whole(run, x) for x in leaves]
+        else:
+            outputs = leaves
         floats = [x for x in outputs if x.is_floating_point() and x.requires_grad]
         weights = [torch.cos(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape) for x in floats]
         total = sum(((x * w).sum() for x, w in zip(floats, weights, strict=True)), torch.zeros(()))
@@ -183,4 +185,7 @@ def _leaf(x: Any) -> Any:
 def _as_it_was(run: Run, x: Any) -> Any:
     """Cut as in the model, where the block's input was."""
     split = getattr(x, "_was_cut", None) if isinstance(x, Tensor) else None
-    return x if split is None else cut(part_of(run, x, split), split)
+    if split is None:
+        return x
+    with inside([run], 0):
+        return cut(part_of(run, x, split), split)

@@ -9,11 +9,18 @@ cut tensor for its shape, gets the logical one, and splits heads with it.
 
 A function without a rule gets whole tensors: right, slow, and said once. While a layout is sought (finder), it is
 the layout that gives way.
+
+A tensor may be cut over several axes (the sequence over cp, heads over tp). The axes are levels, the outermost
+first: the rule of one computes on what is, to the next, a logical tensor again, so that each rule knows one axis.
+
+    model          x [b, s, h]          asks for functions of logical tensors
+    level 0, cp    x [b, s/2, h]        its rule calls the same function on this rank's part of the sequence
+    level 1, tp    x [b, s/2, h/2]      its rule calls it on plain tensors
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd
@@ -37,9 +44,9 @@ Rule = Callable[["Run", Any, tuple, dict], Any]
 """(run, function, args, kwargs) -> what the function returns, cut tensors as such."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
-    """What rules need: the axis, whether the sequence is cut too, and the finder while a layout is sought."""
+    """One level: its axis and what its rules need, and the finder while a layout is sought."""
 
     axis: Axis
     ranks: int  # of the plan: while a layout is sought the axis has size 1
@@ -47,34 +54,56 @@ class Run:
     overlap: bool = False  # the backward of a product may send while it computes
     finder: Finder | None = None
     reducer: Reducer | None = None  # keeps parameters' gradients that are parts of sums, to sum them at once
+    partial: bool = (
+        False  # a gradient of a whole tensor is each rank's part of a sum; elsewhere it is the sum
+    )
+    context: str = ""  # how attention crosses the axis, where it cuts the sequence of the batch
+    rings: tuple[Axis, Axis] | None = None  # of a context over several hosts: inside one, and between them
+    begun: bool = False  # the sequence was cut
+    longest: int = 0  # of what was too short to be cut
     noted: set[str] = field(default_factory=set)
 
 
 class _State:
-    run: Run | None = None
+    levels: tuple[Run, ...] = ()  # outermost first
+    level: int = -1  # the one whose rule is computing
 
 
 @contextmanager
-def running(run: Run | None) -> Iterator[None]:
+def running(levels: Sequence[Run]) -> Iterator[None]:
     """Inside, cut tensors are logical ones. Outside they are what they hold."""
-    before, _State.run = _State.run, run
+    before, _State.levels = _State.levels, tuple(levels)
     try:
         yield
     finally:
-        _State.run = before
+        _State.levels = before
+
+
+@contextmanager
+def inside(levels: Sequence[Run], level: int) -> Iterator[None]:
+    """As in a rule of a level: cuts that are asked for are its own."""
+    before = _State.levels, _State.level
+    _State.levels, _State.level = tuple(levels), level
+    try:
+        yield
+    finally:
+        _State.levels, _State.level = before
+
+
+def levels() -> tuple[Run, ...]:
+    """The axes along which tensors are cut now, outermost first."""
+    return _State.levels
 
 
 class Cut(Tensor):
-    """A local part. `cut_as` says of what; None while a layout is sought and `view_of` a weight is not decided."""
+    """A local part. `cuts` says of what, by the axis; a weight that is not decided, or a view of it, has none yet."""
 
-    cut_as: Split | None
+    cuts: dict[str, Split]
     view_of: tuple[CutParameter, tuple[int, ...]] | None  # the weight, and which of its dims each dim is
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            copied = self.detach().clone()
-            if self.cut_as is not None:
-                copied = cut(copied, self.cut_as)
+            copied = marked(self.detach().clone(), self.cuts)
         memo[id(self)] = copied
         return copied
 
@@ -84,56 +113,108 @@ class Cut(Tensor):
 
 
 class CutParameter(nn.Parameter):
-    """A parameter that is cut, or, while a layout is sought, may be (`cut_as` is None until it is)."""
+    """A parameter that is cut, or, while a layout is sought, may be (`cuts` is empty until it is)."""
 
-    cut_as: Split | None = None
+    cuts: dict[str, Split]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
 
+def become_cut(param: nn.Parameter, cuts: dict[str, Split]) -> None:
+    """Make a parameter that holds this rank's part one that is cut."""
+    param.__class__ = CutParameter
+    param.cuts = cuts  # type: ignore[attr-defined]
+
+
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Answer a function of torch that was called with a cut tensor."""
-    run = _State.run
+    """Answer a function of torch that was called with a cut tensor: by the next level that cuts one of them."""
+    levels, before = _State.levels, _State.level
     with torch._C.DisableTorchFunctionSubclass():
-        if run is None:
-            return func(*args, **kwargs)
-        from soli.parallel.tensor.rules import (
-            ALWAYS,
-            rule_of,
-            written_in_python,
-        )  # they are made of what stands here
-
         name = getattr(func, "__name__", "")
-        try:
-            if name in ALWAYS:
-                return ALWAYS[name](run, func, args, kwargs)
-            if not _any_cut(args) and not (kwargs and _any_cut(kwargs.values())):
-                if run.finder is None:
-                    return func(*args, **kwargs)
-                if written_in_python(func) and (rule := rule_of(func, name)) is not None:
-                    return rule(run, func, args, kwargs)  # its lines may hold products
-                return run.finder.follow(func(*args, **kwargs), name, args)
-            rule = rule_of(func, name)
-            return rule(run, func, args, kwargs) if rule is not None else unknown(run, func, args, kwargs)
-        except Misfit as misfit:
-            return misfitted(run, misfit, func, args, kwargs)
+        if before < 0 and name in INNERMOST_FIRST and len(levels) > 1:
+            args, kwargs = tree_map(_cut_once, (args, kwargs))
+            levels = levels[::-1]
+        level = before + 1
+        while level < len(levels) and not _concerns(levels[level], name, args, kwargs):
+            level += 1
+        if level == len(levels):
+            return func(*args, **kwargs)
+        with inside(levels, level):
+            if level == len(levels) - 1:
+                return _answer(levels[level], func, name, args, kwargs)
+            with torch._C._EnableTorchFunction():
+                return _answer(levels[level], func, name, args, kwargs)
 
 
-def _any_cut(values: Any) -> bool:
+INNERMOST_FIRST = {"scaled_dot_product_attention"}
+"""Functions whose rule for a cut sequence wants what this rank has, its own heads alone: it is asked last."""
+
+
+def _cut_once(x: Any) -> Any:
+    """A tensor of which no dim is cut by two levels, so that it is the same which level comes first."""
+    if type(x) is not Cut:
+        return x
+    dims = [x.cuts[run.axis.name].dim for run in _State.levels if run.axis.name in x.cuts]
+    for level in reversed(range(len(_State.levels))):
+        name = _State.levels[level].axis.name
+        if name in x.cuts and dims.count(x.cuts[name].dim) > 1:
+            dims.remove(x.cuts[name].dim)
+            x = whole_at(x, level)
+    return x
+
+
+def _concerns(run: Run, name: str, args: tuple, kwargs: dict) -> bool:
+    if run.finder is not None:
+        return True
+    axis = run.axis.name
+    return _any_cut(args, axis) or bool(kwargs and _any_cut(kwargs.values(), axis))
+
+
+def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    from soli.parallel.tensor.rules import (  # they are made of what stands here
+        ALWAYS,
+        rule_of,
+        written_in_python,
+    )
+
+    axis = run.axis.name
+    try:
+        if name in ALWAYS:
+            return ALWAYS[name](run, func, args, kwargs)
+        if not _any_cut(args, axis) and not (kwargs and _any_cut(kwargs.values(), axis)):
+            if run.finder is None:
+                return func(*args, **kwargs)
+            if written_in_python(func) and (rule := rule_of(func, name)) is not None:
+                return rule(run, func, args, kwargs)  # its lines may hold products
+            return run.finder.follow(func(*args, **kwargs), name, args)
+        rule = rule_of(func, name)
+        return rule(run, func, args, kwargs) if rule is not None else unknown(run, func, args, kwargs)
+    except Misfit as misfit:
+        return misfitted(run, misfit, func, args, kwargs)
+
+
+def _any_cut(values: Any, axis: str) -> bool:
     for x in values:
         if type(x) in (Cut, CutParameter):
-            if x.cut_as is not None:
+            if axis in x.cuts:
                 return True
-        elif type(x) in (list, tuple) and _any_cut(x):
+        elif type(x) in (list, tuple) and _any_cut(x, axis):
             return True
     return False
 
 
 def call(func: Any, *args: Any, **kwargs: Any) -> Any:
     """For rules: a function on logical tensors (inside a rule torch's own calls see local parts)."""
-    return dispatch(func, args, kwargs)
+    with inside(_State.levels, _State.level - 1):
+        return dispatch(func, args, kwargs)
+
+
+def body(function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """For rules: a function written in Python, its own lines on logical tensors."""
+    with inside(_State.levels, _State.level - 1), torch._C._EnableTorchFunction():
+        return function(*args, **kwargs)
 
 
 def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -141,7 +222,7 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
     if run.finder is not None:
         cuts = [x for x in tree_leaves((args, kwargs)) if split_of(x) is not None]
         if run.finder.answer(misfit, name_of(func), cuts):
-            return dispatch(func, args, kwargs)
+            return call(func, *args, **kwargs)
     else:
         note(run, f"{name_of(func)}: {misfit.why}; it computes on whole tensors")
     target = kwargs.get("out", args[0] if args and in_place(func) else None)
@@ -175,26 +256,80 @@ def note(run: Run, text: str) -> None:
 
 
 def split_of(x: Any) -> Split | None:
-    return x.cut_as if type(x) in (Cut, CutParameter) else None
+    """How the level whose rule is computing cuts a tensor."""
+    if type(x) not in (Cut, CutParameter):
+        return None
+    return x.cuts.get(_State.levels[_State.level].axis.name)
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:
-    """The logical shape."""
-    split = split_of(x)
-    if split is None:
-        return tuple(x.shape)
-    return (*x.shape[: split.dim], split.size, *x.shape[split.dim + 1 :])
+    """The logical shape, to the level whose rule is computing; outside of rules, the model's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = list(x.shape)
+    if type(x) in (Cut, CutParameter) and x.cuts:  # type: ignore[attr-defined]
+        for run in reversed(_State.levels[max(_State.level, 0) :]):
+            split = x.cuts.get(run.axis.name)  # type: ignore[attr-defined]
+            if split is not None:
+                shape[split.dim] = split.size
+    return tuple(shape)
 
 
 def cut(x: Tensor, split: Split) -> Tensor:
-    """Mark a plain local tensor as a part."""
-    if type(x) is not Tensor:  # an operation that returned its argument
+    """Mark what this rank has as a part."""
+    if type(x) in (Cut, CutParameter):
         if split_of(x) == split:
-            return x
-        x = x.view_as(x)
+            return x  # an operation that returned its argument
+        if split_of(x) is not None or type(x) is CutParameter:
+            deeper = _deeper(x)
+            with torch._C.DisableTorchFunctionSubclass():
+                x = marked(x.view_as(x), deeper)
+    name = _State.levels[_State.level].axis.name
+    return marked(x, {**(x.cuts if type(x) is Cut else {}), name: split})
+
+
+def marked(x: Tensor, cuts: dict[str, Split]) -> Tensor:
+    """A tensor that is cut so; the same object. Nothing cut: a plain tensor."""
+    if not cuts and type(x) is Tensor:
+        return x
     x.__class__ = Cut
-    x.cut_as = split  # type: ignore[attr-defined]
+    x.cuts = cuts  # type: ignore[attr-defined]
     return x
+
+
+def _deeper(x: Tensor) -> dict[str, Split]:
+    """How the levels below this one cut a tensor."""
+    if type(x) not in (Cut, CutParameter):
+        return {}
+    cuts: dict[str, Split] = x.cuts  # type: ignore[attr-defined]
+    return {
+        run.axis.name: cuts[run.axis.name]
+        for run in _State.levels[_State.level + 1 :]
+        if run.axis.name in cuts
+    }
+
+
+def across(move: Callable[..., Any], x: Tensor, *given: Any, **more: Any) -> Any:
+    """A move over this level's axis, of what this rank has. What deeper levels cut stays cut, but not along the same dim."""
+    deeper = _deeper(x)
+    for split in given:
+        if isinstance(split, Split) and any(s.dim == split.dim for s in deeper.values()):
+            for level in reversed(range(_State.level + 1, len(_State.levels))):
+                found = deeper.get(_State.levels[level].axis.name)
+                if found is not None and found.dim == split.dim:
+                    x = whole_at(x, level)
+            deeper = _deeper(x)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = move(x, *given, **more)
+    return marked(result, deeper)
+
+
+def whole_at(x: Tensor, level: int) -> Tensor:
+    """A tensor made whole at a deeper level; what other levels cut stays cut."""
+    run = _State.levels[level]
+    others = {name: split for name, split in x.cuts.items() if name != run.axis.name}  # type: ignore[attr-defined]
+    with inside(_State.levels, level), torch._C.DisableTorchFunctionSubclass():
+        result = whole(run, x)
+        return marked(result.view_as(result), others)
 
 
 def whole(run: Run, x: Any) -> Any:
@@ -204,19 +339,33 @@ def whole(run: Run, x: Any) -> Any:
         return x
     if run.axis.size == 1:
         return x.view_as(x) if type(x) is Cut else x
-    kept = x.__dict__.get("_whole")
-    if kept is None or kept[0] != x._version:
-        kept = x._whole = (x._version, moves.gather(x, split, run.axis))
+    kept = x.__dict__.setdefault("_whole", {}).get(run.axis.name)
+    version = version_of(x)
+    if kept is None or kept[0] != version:
+        move = moves.share if run.partial else moves.gather
+        kept = x._whole[run.axis.name] = (version, across(move, x, split, run.axis))
     return kept[1]
+
+
+def added(run: Run, x: Tensor, *, fresh: bool = False) -> Tensor:
+    """The sum over the axis of what every rank has. `fresh`: nobody else has x, which may be summed in place."""
+    if run.partial:
+        return across(moves.reduce_both, x, run.axis)
+    return across(moves.reduce, x, run.axis, fresh=fresh)
 
 
 def entered(run: Run, x: Tensor) -> Tensor:
     """A whole tensor that cut computations read. Asked again it is the same one, so that gradients sum once."""
-    if run.axis.size == 1 or not x.requires_grad or not torch.is_grad_enabled() or hasattr(x, "_is_entered"):
-        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        if run.axis.size == 1 or run.partial or not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        if hasattr(x, "_is_entered"):
+            return x
     if isinstance(x, nn.Parameter):
-        return moves.enter(x, run.axis) if run.reducer is None else moves.enter_parameter(x, run.reducer)
-    return x._read[1] if was_read(x) else keep_read(x, moves.enter(x, run.axis))  # type: ignore[attr-defined]
+        if run.reducer is None:
+            return across(moves.enter, x, run.axis)
+        return across(moves.enter_parameter, x, run.reducer)
+    return x._read[1] if was_read(x) else keep_read(x, across(moves.enter, x, run.axis))  # type: ignore[attr-defined]
 
 
 def shared(run: Run, x: Tensor) -> Tensor:
@@ -226,12 +375,19 @@ def shared(run: Run, x: Tensor) -> Tensor:
         raise AssertionError("it is cut")
     if run.axis.size == 1:
         return x.view_as(x)
-    return x._read[1] if was_read(x) else keep_read(x, moves.share(x, split, run.axis))  # type: ignore[attr-defined]
+    if run.partial:
+        return whole(run, x)
+    return x._read[1] if was_read(x) else keep_read(x, across(moves.share, x, split, run.axis))  # type: ignore[attr-defined]
+
+
+def version_of(x: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x._version
 
 
 def was_read(x: Tensor) -> bool:
     """Whether cut computations have read it, as it is."""
-    return hasattr(x, "_is_entered") or x.__dict__.get("_read", (None,))[0] == x._version
+    return hasattr(x, "_is_entered") or x.__dict__.get("_read", (None,))[0] == version_of(x)
 
 
 def first_by(x: Tensor, weight: Tensor) -> bool:
@@ -243,15 +399,15 @@ def keep_read(x: Tensor, read: Tensor, by: int = 0) -> Tensor:
     """Remember what cut computations read of it, of which the gradient is a part of a sum."""
     if split_of(x) is not None:
         read._is_entered = True  # type: ignore[attr-defined]
-    x._read = (x._version, read, by)  # type: ignore[attr-defined]
+    x._read = (version_of(x), read, by)  # type: ignore[attr-defined]
     return read
 
 
 def part_of(run: Run, x: Tensor, split: Split) -> Tensor:
     """This rank's part of a whole tensor, as `split` cuts its dim. A dim of size 1 is broadcast, not cut."""
-    if x.shape[split.dim] == 1 and split.size != 1:
+    if shape_of(x)[split.dim] == 1 and split.size != 1:
         return entered(run, x)
-    return moves.pick(x, split, run.axis)
+    return across(moves.own_part if run.partial else moves.pick, x, split, run.axis)
 
 
 def agreed(run: Run, splits: list[Split]) -> Split:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis
-from soli.parallel.tensor.cut import Cut, CutParameter, Run, running, split_of
+from soli.parallel.tensor.cut import Cut, CutParameter, Run, become_cut, running, split_of
 from soli.parallel.tensor.split import Misfit, Split
 
 PASSES = 100
@@ -76,16 +76,14 @@ class Finder:
     def search(self, run_model: Callable[[], Any], sequence: bool) -> dict[str, Role]:
         """The role of every parameter. `run_model` runs the model and its loss once."""
         params = list(self.model.parameters())
-        for param in params:
-            param.__class__ = CutParameter
         run = Run(Axis("tp"), self.ranks, sequence, finder=self)
         try:
             for _ in range(PASSES):
                 self.roles, self._changed = {}, False
                 for param in params:
-                    param.cut_as = None  # type: ignore[attr-defined]
+                    become_cut(param, {})
                 try:
-                    with running(run):
+                    with running([run]):
                         run_model()
                 except _Again:
                     continue
@@ -96,7 +94,7 @@ class Finder:
                     }
         finally:
             for param in params:
-                del param.cut_as  # type: ignore[attr-defined]
+                del param.cuts  # type: ignore[attr-defined]
                 param.__class__ = nn.Parameter
         raise SoliError(
             f"no layout was found in {PASSES} runs of the model",
@@ -171,7 +169,7 @@ class Finder:
                 if split is not None and split.origins & misfit.origins:
                     atoms = gcd(split.atoms, misfit.atoms)
                     changed = changed or atoms != split.atoms
-                    x.cut_as = replace(split, atoms=atoms)  # type: ignore[attr-defined]
+                    x.cuts["tp"] = replace(split, atoms=atoms)  # type: ignore[attr-defined]
             if changed:
                 self._changed = True
                 return True
@@ -203,7 +201,7 @@ class Finder:
             return result
         weight = _seen(x)[0]
         result.__class__ = Cut
-        result.cut_as, result.view_of = None, (weight, dims)  # type: ignore[attr-defined]
+        result.cuts, result.view_of = {}, (weight, dims)  # type: ignore[attr-defined]
         return result
 
     def _column(self, x: Tensor, name: str, dim: int, role: str, why: str) -> None:
@@ -226,10 +224,10 @@ class Finder:
     def _decide(self, x: Tensor, name: str, kind: str, split: Split, why: str) -> None:
         weight, dims = _seen(x)
         if weight is not x:
-            x.cut_as = split  # type: ignore[attr-defined]
+            x.cuts = {"tp": split}  # type: ignore[attr-defined]
             split = split.at(dims[split.dim])
         self.roles[name] = Role(name, kind, split, why)
-        weight.cut_as = split  # type: ignore[attr-defined]
+        weight.cuts = {"tp": split}  # type: ignore[attr-defined]
 
     def _replicate(self, x: Tensor, name: str, why: str) -> None:
         self.roles[name] = Role(name, "replicated", None, why)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import Run, call, cut, entered, part_of, shape_of, split_of
+from soli.parallel.tensor.cut import Run, across, added, call, cut, entered, part_of, shape_of, split_of
 from soli.parallel.tensor.pointwise import along, pointwise
 from soli.parallel.tensor.split import Misfit, Split
 
@@ -30,7 +30,7 @@ def softmax(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     dtype = kwargs.get("dtype", next((a for a in rest if isinstance(a, torch.dtype)), None))
     x = x.to(dtype) if dtype is not None else x
     shifted = x - _largest(run, x, split.dim)
-    total = entered(run, moves.reduce(shifted.exp().sum(split.dim, keepdim=True), run.axis))
+    total = entered(run, added(run, shifted.exp().sum(split.dim, keepdim=True)))
     if "log" in getattr(func, "__name__", ""):
         return cut(shifted - total.log(), split)
     return cut(shifted.exp() / total, split)
@@ -51,7 +51,7 @@ def logsumexp(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         gone = 0 if keep else int(dim % x.dim() < split.dim)
         return cut(torch.logsumexp(x, dim, keep), split.at(split.dim - gone))
     most = _largest(run, x, split.dim)
-    total = moves.reduce((x - most).exp().sum(split.dim, keepdim=True), run.axis)
+    total = added(run, (x - most).exp().sum(split.dim, keepdim=True))
     result = total.log() + most
     return result if keep else result.squeeze(split.dim)
 
@@ -64,7 +64,7 @@ def _largest(run: Run, x: Tensor, dim: int) -> Tensor:
         else:
             shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
             most = x.new_full(shape, -float("inf"))
-        return moves.summed(most, run.axis, "largest logit", "max")
+        return across(moves.summed, most, run.axis, "largest logit", "max")
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -215,7 +215,7 @@ def _picked(run: Run, x: Tensor, split: Split, index: Tensor) -> Tensor:
         found = torch.zeros(index.shape, dtype=x.dtype, device=x.device) + 0 * x.sum()
     else:
         found = torch.where(mine, x.gather(split.dim, (index - start).masked_fill(~mine, 0)), 0.0)
-    return moves.reduce(found, run.axis)
+    return added(run, found)
 
 
 def elementwise_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:

@@ -8,6 +8,12 @@
     pick      whole -> local      backward: gather              (what all computed alike, each its part)
 
 A gradient of a whole tensor is whole and the same on every rank, one of a local part is that part's.
+
+Over cp, which cuts what the batch holds and no weight, a gradient of a whole tensor is each rank's part of a sum, as
+a parameter's is under data parallelism. A whole value is then read as it is, `gather` and `share` are one, and
+
+    reduce_both  part of a sum -> whole   backward: sum
+    own_part     whole -> local           backward: zeros around it
 """
 
 from __future__ import annotations
@@ -131,6 +137,14 @@ def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
     return _Move.apply(x, lambda x: carried(x, there, alone=fresh), lambda grad: grad)
 
 
+def reduce_both(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis, whose gradients on the ranks are parts of a sum too."""
+    if axis.size == 1:
+        return x
+    total = lambda x: summed(x, axis, "a sum over a cut dim")
+    return _Move.apply(x, lambda x: carried(x, total, alone=False), total)
+
+
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, with which every rank goes on alike."""
     if axis.size == 1:
@@ -164,3 +178,8 @@ def pick(x: Tensor, split: Split, axis: Axis) -> Tensor:
         return mine(x)
     back = lambda grad: collected(grad, split, axis, "gradient of a tensor cut for a part")
     return _Move.apply(x, lambda x: mine(x).clone(), back)
+
+
+def own_part(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """This rank's part of a whole tensor whose gradients are parts of a sum."""
+    return taken(x, split, axis.size, axis.index)

@@ -19,7 +19,7 @@ from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.mesh.collectives import gather_json
 from soli.mesh.mesh import Mesh
 from soli.parallel.init import materialise
-from soli.parallel.tensor.cut import CutParameter, Run
+from soli.parallel.tensor.cut import Run, become_cut
 from soli.parallel.tensor.finder import Role
 from soli.parallel.tensor.split import Split, taken
 from soli.parallel.units import become
@@ -49,8 +49,7 @@ def divide(
         values = materialise(param, name=name) if param.is_meta else param.detach()
         with torch.no_grad():
             become(param, taken(values, split, axis.size, axis.index).clone())
-        param.__class__ = CutParameter
-        param.cut_as = split  # type: ignore[attr-defined]
+        become_cut(param, {axis.name: split})
         ranges = tuple(split.own(axis.size, axis.index))
         portions[id(param)] = Portion(tuple(values.shape), split.dim, ranges)
         splits[id(param)] = split

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from soli.core.functions import in_place
-from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import Run, agreed, cut, entered, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.cut import Run, added, agreed, cut, entered, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit, Split
 
 KNOWN = {
@@ -121,7 +120,7 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     name = getattr(func, "__name__", "")
     if name not in ("sum", "mean") or keep:
         raise Misfit(split.origins, f"{name} over the dim that is cut")
-    total = moves.reduce(torch.sum(x, dim=tuple(over), dtype=given.get("dtype")), run.axis)
+    total = added(run, torch.sum(x, dim=tuple(over), dtype=given.get("dtype")))
     if name == "sum":
         return total
     shape = shape_of(x)

@@ -22,6 +22,8 @@ from soli.parallel.tensor.cut import (
     Cut,
     CutParameter,
     Run,
+    across,
+    added,
     agreed,
     call,
     cut,
@@ -69,7 +71,7 @@ def _one_letter(run: Run, inputs: list[Tensor], letters: list[str], out: str) ->
     found = {word[s.dim] for x, word in zip(inputs, letters, strict=True) if (s := split_of(x))}
     if len(found) < 2:
         return inputs
-    for i, x in enumerate(inputs):
+    for i, x in reversed(list(enumerate(inputs))):  # of queries and keys, the keys
         split = split_of(x)
         if split is not None and not split.origins:
             others = found - {letters[i][split.dim]}
@@ -91,8 +93,8 @@ def finished(run: Run, result: Tensor, split: Split | None, partial: bool) -> Te
     if not partial:
         return result if split is None else cut(result, split)
     if run.sequence and split is not None and (rows := _rows(run, result, split.lead)) is not None:
-        return cut(moves.scatter(result, rows, run.axis), rows)
-    return moves.reduce(result, run.axis, fresh=True)
+        return cut(across(moves.scatter, result, rows, run.axis), rows)
+    return added(run, result, fresh=True)
 
 
 def _rows(run: Run, x: Tensor, lead: tuple[int, ...]) -> Split | None:
@@ -257,9 +259,11 @@ def embedding(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     indices, weight = given["input"], given["weight"]
     if run.finder is not None:
         run.finder.choose_embedding(indices, weight)
-    split = split_of(weight)
-    if split_of(indices) is not None:
-        raise Misfit(split_of(indices).origins, "indices that are cut")  # type: ignore[union-attr]
+    split, places = split_of(weight), split_of(indices)
+    if places is not None:
+        if split is not None:
+            raise Misfit(places.origins, "indices that are cut")
+        return cut(func(*args, **kwargs), places)
     if split is None:
         return func(*args, **kwargs)
     if given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse"):

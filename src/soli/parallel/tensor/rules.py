@@ -9,7 +9,7 @@ import torch
 
 from soli.core.functions import name_of
 from soli.parallel.tensor import attention, losses, pointwise, products, shapes
-from soli.parallel.tensor.cut import Rule, Run, shape_of
+from soli.parallel.tensor.cut import Rule, Run, body, shape_of
 
 ALWAYS: dict[str, Rule] = {
     "linear": products.linear, "matmul": products.matmul, "__matmul__": products.matmul,
@@ -86,8 +86,7 @@ def _body(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
     )
     copy.__kwdefaults__ = func.__kwdefaults__
-    with torch._C._EnableTorchFunction():
-        return copy(*args, **kwargs)
+    return body(copy, args, kwargs)
 
 
 CUT: dict[str, Rule] = {

@@ -158,7 +158,7 @@ def repeat_interleave(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     result = x.repeat_interleave(repeats, dim)
     if dim % x.dim() != split.dim:
         return cut(result, split)
-    return cut(result, replace(split, parts=tuple(p * repeats for p in split.parts)))
+    return cut(result, split.sized(tuple(p * repeats for p in split.parts)))
 
 
 def repeat(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -205,7 +205,7 @@ def pieces(run: Run, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]
 
 def _all_borders(split: Split | None, dim: int, starts: list[int]) -> None:
     """All borders that a cut lacks, in one Misfit."""
-    if split is None or split.dim != dim:
+    if split is None or split.dim != dim or (split.spans and len(split.parts) == 1):
         return
     has = {sum(split.parts[:i]) for i in range(len(split.parts))}
     lacking = tuple((s, split.size) for s in starts if s not in has)
@@ -279,6 +279,8 @@ def _sliced(run: Run, x: Tensor, dim: int, item: slice) -> Tensor:
         return narrowed(run, x, dim, start, max(stop, start))
     if dim != split.dim:
         return cut(x[(slice(None),) * dim + (item,)], split)
+    if split.spans:
+        raise Misfit(split.origins, f"every {step}th position")
     if stop < size or start >= step or any(p % (split.atoms * step) for p in split.parts):
         each = split.parts[0] // step if len(set(split.parts)) == 1 and split.parts[0] % step == 0 else 0
         if each and start < step and stop >= size and gcd(split.atoms, each) < split.atoms:
@@ -316,7 +318,7 @@ def cat(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if dims != {dim}:
         split = agreed(run, splits)
         return cut(torch.cat([_like(run, x, split) for x in tensors], dim), split)
-    if len(splits) < len(tensors) or len({s.atoms for s in splits}) > 1:
+    if len(splits) < len(tensors) or len({(s.atoms, s.spans) for s in splits}) > 1:
         raise Misfit(origins, "cut and whole tensors are joined along the cut dim")
     parts = tuple(p for s in splits for p in s.parts)
     return cut(torch.cat(tensors, dim), replace(splits[0], parts=parts, origins=origins))

@@ -2,11 +2,13 @@
 
     dim of size 3C, a fused QKV       parts (C, C, C), atoms = heads
     rank 0 of 2                       [first half of Q's heads | of K's | of V's]
+    sequence of 8 over cp, balanced   parts (8,), spans (0-2, 6-8), (2-4, 4-6)
 
 An *atom* is what may not be torn apart: a head, a group of heads that share a key, an element. Rank r owns the
 same atoms of every part, as even as they go. So two dims with equal numbers of parts and atoms are cut at the
 same fractions, whatever their sizes, and every view, slice or product keeps that: the number of atoms is what
-tensors that meet must agree on.
+tensors that meet must agree on. A sequence may be shared out otherwise: `spans` says which ranges of every part a
+rank owns, and a slice of it keeps what is left of each.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import torch
 from torch import Tensor
 
 from soli.core.layout import even_parts
+
+Spans = tuple[tuple[tuple[int, int], ...], ...]
+"""By rank: the [start, stop) ranges that it owns, in order."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Split:
     atoms: int
     origins: frozenset[str] = field(default=frozenset(), compare=False)
     lead: tuple[int, ...] = field(default=(), compare=False)  # what a view merged into the first dim
+    spans: Spans = ()  # by rank; without them the atoms of every part are shared out evenly
 
     @property
     def size(self) -> int:
@@ -39,7 +45,10 @@ class Split:
         return sum(self.parts)
 
     def own(self, ranks: int, rank: int) -> list[tuple[int, int]]:
-        """The [start, stop) ranges of the dim that a rank owns, one for each part."""
+        """The [start, stop) ranges of the dim that a rank owns, in the order in which it has them."""
+        if self.spans:
+            starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
+            return [(at + a, at + b) for at in starts for a, b in self.spans[rank]]
         first, last = even_parts(self.atoms, ranks)[rank]
         found, at = [], 0
         for part in self.parts:
@@ -55,8 +64,20 @@ class Split:
     def at(self, dim: int) -> Split:
         return replace(self, dim=dim)
 
+    def sized(self, parts: tuple[int, ...]) -> Split:
+        """The same cut of parts of other sizes. Misfit where a span would end inside an element."""
+        if not self.spans:
+            return replace(self, parts=parts)
+        new, old = parts[0], self.parts[0]
+        if any(bound * new % old for own in self.spans for span in own for bound in span):
+            raise Misfit(self.origins, f"{old} positions become {new}")
+        spans = tuple(tuple((a * new // old, b * new // old) for a, b in own) for own in self.spans)
+        return replace(self, parts=parts, spans=spans)
+
     def fits(self, other: Split) -> bool:
         """Cut at the same fractions: same number of atoms, parts in the same proportions."""
+        if self.spans or other.spans:
+            return self.spans == other.spans and self.parts == other.parts
         scaled = tuple(p * other.size for p in self.parts) == tuple(p * self.size for p in other.parts)
         return scaled and self.atoms == other.atoms
 
@@ -91,16 +112,13 @@ def together(locals_: list[Tensor], split: Split) -> Tensor:
     """The whole tensor from all ranks' parts."""
     if len(locals_) == 1:
         return locals_[0]
-    ranks = len(locals_)
     pieces = []
-    offsets = [0] * ranks
-    owned = [split.own(ranks, r) for r in range(ranks)]
-    for part in range(len(split.parts)):
-        for r in range(ranks):
-            start, stop = owned[r][part]
-            pieces.append(locals_[r].narrow(split.dim, offsets[r], stop - start))
-            offsets[r] += stop - start
-    return torch.cat(pieces, split.dim)
+    for r, local in enumerate(locals_):
+        at = 0
+        for start, stop in split.own(len(locals_), r):
+            pieces.append((start, local.narrow(split.dim, at, stop - start)))
+            at += stop - start
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda found: found[0])], split.dim)
 
 
 # --- views ----------------------------------------------------------------------------------------------
@@ -125,7 +143,7 @@ def viewed(split: Split, old: tuple[int, ...], new: tuple[int, ...], ranks: int)
             raise Misfit(split.origins, f"a view as {new} tears its parts apart")
         each = size // len(parts) if equal and size % len(parts) == 0 else 0
         if not each:  # the last dim of the group: it is the flat dim itself
-            return replace(split, dim=dim, parts=parts)
+            return split.at(dim).sized(parts)
         atoms = gcd(split.atoms, each)
         if atoms != split.atoms:
             more = len([d for d in dims if new[d] > 1])
@@ -133,7 +151,7 @@ def viewed(split: Split, old: tuple[int, ...], new: tuple[int, ...], ranks: int)
                 borders = tuple((i, size) for i in range(1, size))
                 raise Misfit(split.origins, f"a dim of {size} is outermost in {new}", borders=borders)
             raise Misfit(split.origins, f"seen as {new}, it has {atoms} units to share", atoms=atoms)
-        return replace(split, dim=dim, parts=(each,) * len(parts))
+        return split.at(dim).sized((each,) * len(parts))
     raise Misfit(split.origins, f"a view as {new} leaves nothing to cut")
 
 
@@ -171,5 +189,11 @@ def sliced(split: Split, start: int, stop: int) -> Split:
         borders.append(borders[-1] + part)
     if start in borders and stop in borders:
         return replace(split, parts=split.parts[borders.index(start) : borders.index(stop)], lead=())
+    if split.spans and len(split.parts) == 1:
+        clipped = lambda spans: tuple(
+            (max(a, start) - start, min(b, stop) - start) for a, b in spans if max(a, start) < min(b, stop)
+        )
+        n = stop - start
+        return replace(split, parts=(n,), atoms=n, spans=tuple(map(clipped, split.spans)), lead=())
     wanted = tuple((b, split.size) for b in (start, stop) if b not in borders)
     raise Misfit(split.origins, f"elements {start} to {stop} of {split.size} are used apart", borders=wanted)

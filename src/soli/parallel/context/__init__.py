@@ -1,0 +1,1 @@
+"""Kernels of context parallelism: attention of a sequence that is cut over ranks, on plain local tensors."""

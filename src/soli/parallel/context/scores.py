@@ -1,0 +1,117 @@
+"""Ring self-attention with its scores written out (arXiv 2105.13120): RingQK and RingAV.
+
+Each rank has its rows of the scores, of all keys, so that what a program does with them (a bias, a mask, softmax,
+dropout) needs no communication. Keys, and later values, go round; their gradients are sums over all rows: a sum goes
+round too, gets each rank's part, and ends at its owner. In both directions p - 1 moves, beside products.
+
+    Legend: l local queries, s local keys, S all keys in order of position, e and f head sizes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from soli.mesh.collectives import Axis
+from soli.parallel.context.blocks import lowered, sums
+from soli.parallel.context.ring import Range, Spans, length, passed_on, rings, travel
+
+KEYS = "keys or values of a ring"
+GRADIENTS = "gradient of keys or values of a ring"
+
+
+def ring_qk(q: Tensor, k: Tensor, spans_k: Spans, axis: Axis) -> Tensor:
+    """q @ k.mT: q [.., l, e] of local rows and local k [.., s, e], the same leading dims -> scores [.., l, S]."""
+    q, k = lowered(q, k)
+    with torch.autocast(q.device.type, enabled=False):
+        return _RingQK.apply(q, k, spans_k, axis)
+
+
+def ring_av(a: Tensor, v: Tensor, spans_v: Spans, axis: Axis) -> Tensor:
+    """a @ v: a [.., l, S] of local rows and local v [.., s, f], the same leading dims -> [.., l, f]."""
+    a, v = lowered(a, v)
+    with torch.autocast(a.device.type, enabled=False):
+        return _RingAV.apply(a, v, spans_v, axis)
+
+
+class _RingQK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, spans: Spans, axis: Axis) -> Tensor:
+        ctx.save_for_backward(q, k)
+        ctx.spans, ctx.axis = spans, axis
+        return _with_each(q, k, spans, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k = ctx.saved_tensors
+        return _with_all(grad, k, ctx.spans, ctx.axis), _sent_home(grad, q, ctx.spans, ctx.axis), None, None
+
+
+class _RingAV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, v: Tensor, spans: Spans, axis: Axis) -> Tensor:
+        ctx.save_for_backward(a, v)
+        ctx.spans, ctx.axis = spans, axis
+        return _with_all(a, v, spans, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        a, v = ctx.saved_tensors
+        return _with_each(grad, v, ctx.spans, ctx.axis), _sent_home(a, grad, ctx.spans, ctx.axis), None, None
+
+
+def _with_each(x: Tensor, y: Tensor, spans: Spans, axis: Axis) -> Tensor:
+    """x [.., l, e] with every rank's y [.., s, e], each in its columns -> [.., l, S]."""
+    out = x.new_empty((*x.shape[:-1], sum(map(length, spans))))
+    for owner, block in _blocks(y, spans, axis):
+        product, at = x @ block.mT, 0
+        for start, stop in spans[owner]:
+            out[..., start:stop] = product[..., at : at + stop - start]
+            at += stop - start
+    return out
+
+
+def _with_all(a: Tensor, y: Tensor, spans: Spans, axis: Axis) -> Tensor:
+    """The sum over ranks of their columns of a [.., l, S] with their y [.., s, e] -> [.., l, e]."""
+    total = a.new_zeros((*a.shape[:-1], y.shape[-1]), dtype=sums(a.dtype))
+    for owner, block in _blocks(y, spans, axis):
+        total += _columns(a, spans[owner]) @ block
+    return total.to(a.dtype)
+
+
+def _sent_home(a: Tensor, x: Tensor, spans: Spans, axis: Axis) -> Tensor:
+    """Of the sum over ranks of a.mT @ x, a [.., l, S] and x [.., l, e], this rank's rows [.., s, e].
+
+    The sum of rank j's rows begins at rank j + 1, so that it ends at j; the part that it gets next is computed while
+    it is under way.
+    """
+    each = x.shape[:-2].numel() * x.shape[-1]
+    coming = None
+    for turn in range(axis.size):
+        owner = (axis.index - 1 - turn) % axis.size
+        part = (_columns(a, spans[owner]).mT @ x).to(sums(x.dtype))
+        total = part if coming is None else part + coming().view(part.shape)
+        if turn + 1 < axis.size:
+            size = each * length(spans[owner - 1])
+            coming = passed_on(total.reshape(-1), size, axis, GRADIENTS)
+    return total.to(x.dtype)
+
+
+def _blocks(y: Tensor, spans: Spans, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+    """Every rank and its y [.., s, e], this rank's own first."""
+    each = y.shape[:-2].numel() * y.shape[-1]
+    sizes = [each * length(own) for own in spans]
+    for step in travel(y.reshape(-1), sizes, rings(axis), KEYS):
+        yield step.owner, step.block.view(*y.shape[:-2], length(spans[step.owner]), y.shape[-1])
+
+
+def _columns(a: Tensor, own: tuple[Range, ...]) -> Tensor:
+    """a [.., l, S] -> [.., l, s], a rank's own."""
+    parts = [a[..., start:stop] for start, stop in own]
+    return torch.cat(parts, -1) if parts else a[..., :0]
