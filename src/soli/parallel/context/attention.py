@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soli.parallel.context import ring, scores, ulysses
-from soli.parallel.tensor.cut import Run, cut, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.cut import Run, cut, deeper, marked, part_of, plain, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit, Spans, Split
 
 
@@ -35,21 +35,39 @@ def attention(run: Run, args: tuple, kwargs: dict) -> Tensor | None:
     if not all(along) or not split_of(k).fits(split_of(v)):  # type: ignore[union-attr, arg-type]
         k, v = whole(run, k), whole(run, v)
     mask = _own_rows(run, mask, found, shape_of(k)[-2])
-    if split_of(k) is None:
+    of_k = split_of(k)
+    q, k, v = plain(q), plain(k), plain(v)
+    if of_k is None:
         result = _alone(q, k, v, mask, found, run, causal, scale, given.get("enable_gqa", False))
         return cut(result, found)
-    of_q, of_k = _spans(run, found), _spans(run, split_of(k))  # type: ignore[arg-type]
+    queries, keys = _spans(run, found), _spans(run, of_k)
     if run.context == "scores" or (mask is not None and mask.requires_grad):
-        result = _written_out(run, q, k, v, mask, of_q, of_k, causal, scale)
+        result = _written_out(run, q, k, v, mask, queries, keys, causal, scale)
     elif run.context == "ulysses":
-        result = _by_heads(run, q, k, v, mask, of_q, of_k, causal, scale)
+        result = _by_heads(run, q, k, v, mask, queries, keys, causal, scale)
     else:
         inner, outer = run.rings or (None, None)
         result = ring.attention(
-            q, k, v, of_q=of_q, of_k=of_k, axis=run.axis, causal=causal, mask=mask, scale=scale, inner=inner,
+            q, k, v, of_q=queries, of_k=keys, axis=run.axis, causal=causal, mask=mask, scale=scale, inner=inner,
             outer=outer,
         )  # fmt: skip
     return cut(result, found)
+
+
+def product(run: Run, a: Tensor, b: Tensor) -> Tensor | None:
+    """a @ b of attention that is written out: queries with keys, or rows of scores with values. None: it is neither."""
+    rows, other, dims = split_of(a), split_of(b), len(shape_of(a))
+    if rows is None or other is None or dims < 3 or len(shape_of(b)) != dims or rows.dim != dims - 2:
+        return None
+    if shape_of(a)[:-2] != shape_of(b)[:-2] or other.dim < dims - 2 or deeper(a) != deeper(b):
+        return None
+    below, spans = deeper(a), _spans(run, other)
+    with torch._C.DisableTorchFunctionSubclass():
+        if other.dim == dims - 1:
+            result = scores.ring_qk(plain(a), plain(b).mT, spans, run.axis)
+        else:
+            result = scores.ring_av(plain(a), plain(b), spans, run.axis)
+    return cut(marked(result, below), rows)
 
 
 def _spans(run: Run, split: Split) -> Spans:

@@ -30,7 +30,7 @@ from soli.parallel.pipeline.units import Unit
 from soli.parallel.pipeline.watch import Name, Trace
 from soli.parallel.randomness import Randomness
 from soli.parallel.reduce import Reducer
-from soli.parallel.tensor.cut import Cut
+from soli.parallel.tensor.cut import Cut, plain
 from soli.parallel.tensor.split import Split
 
 
@@ -270,12 +270,6 @@ class Pipeline:
 def key_of(data: Any, training: bool = True) -> Any:
     """What of a batch the shapes inside a model depend on."""
     return training, tuple((tuple(x.shape), x.dtype) for x in tree_leaves(data) if isinstance(x, Tensor))
-
-
-def plain(x: Tensor) -> Tensor:
-    """What this rank has of a tensor, as a tensor of torch's."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.view_as(x) if type(x) is Cut else x
 
 
 def _outputs(forward: StageForward, known: Known) -> list[Tensor]:

@@ -280,9 +280,9 @@ def cut(x: Tensor, split: Split) -> Tensor:
         if split_of(x) == split:
             return x  # an operation that returned its argument
         if split_of(x) is not None or type(x) is CutParameter:
-            deeper = _deeper(x)
+            below = deeper(x)
             with torch._C.DisableTorchFunctionSubclass():
-                x = marked(x.view_as(x), deeper)
+                x = marked(x.view_as(x), below)
     name = _State.levels[_State.level].axis.name
     return marked(x, {**(x.cuts if type(x) is Cut else {}), name: split})
 
@@ -296,7 +296,13 @@ def marked(x: Tensor, cuts: dict[str, Split]) -> Tensor:
     return x
 
 
-def _deeper(x: Tensor) -> dict[str, Split]:
+def plain(x: Tensor) -> Tensor:
+    """What this rank has, as a tensor of torch's. A function of autograd's that saves it finds no cut tensor later."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.view_as(x) if type(x) is Cut else x
+
+
+def deeper(x: Tensor) -> dict[str, Split]:
     """How the levels below this one cut a tensor."""
     if type(x) not in (Cut, CutParameter):
         return {}
@@ -310,17 +316,17 @@ def _deeper(x: Tensor) -> dict[str, Split]:
 
 def across(move: Callable[..., Any], x: Tensor, *given: Any, **more: Any) -> Any:
     """A move over this level's axis, of what this rank has. What deeper levels cut stays cut, but not along the same dim."""
-    deeper = _deeper(x)
+    below = deeper(x)
     for split in given:
-        if isinstance(split, Split) and any(s.dim == split.dim for s in deeper.values()):
+        if isinstance(split, Split) and any(s.dim == split.dim for s in below.values()):
             for level in reversed(range(_State.level + 1, len(_State.levels))):
-                found = deeper.get(_State.levels[level].axis.name)
+                found = below.get(_State.levels[level].axis.name)
                 if found is not None and found.dim == split.dim:
                     x = whole_at(x, level)
-            deeper = _deeper(x)
+            below = deeper(x)
     with torch._C.DisableTorchFunctionSubclass():
         result = move(x, *given, **more)
-    return marked(result, deeper)
+    return marked(result, below)
 
 
 def whole_at(x: Tensor, level: int) -> Tensor:
@@ -342,7 +348,7 @@ def whole(run: Run, x: Any) -> Any:
     kept = x.__dict__.setdefault("_whole", {}).get(run.axis.name)
     version = version_of(x)
     if kept is None or kept[0] != version:
-        move = moves.share if run.partial else moves.gather
+        move = moves.gather_both if run.partial else moves.gather
         kept = x._whole[run.axis.name] = (version, across(move, x, split, run.axis))
     return kept[1]
 

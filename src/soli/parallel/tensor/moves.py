@@ -10,10 +10,11 @@
 A gradient of a whole tensor is whole and the same on every rank, one of a local part is that part's.
 
 Over cp, which cuts what the batch holds and no weight, a gradient of a whole tensor is each rank's part of a sum, as
-a parameter's is under data parallelism. A whole value is then read as it is, `gather` and `share` are one, and
+a parameter's is under data parallelism. A whole value is then read as it is, and
 
-    reduce_both  part of a sum -> whole   backward: sum
-    own_part     whole -> local           backward: zeros around it
+    reduce_both   part of a sum -> whole   backward: sum
+    gather_both   local -> whole           backward: sum, scattered
+    own_part      whole -> local           backward: zeros around it
 """
 
 from __future__ import annotations
@@ -143,6 +144,14 @@ def reduce_both(x: Tensor, axis: Axis) -> Tensor:
         return x
     total = lambda x: summed(x, axis, "a sum over a cut dim")
     return _Move.apply(x, lambda x: carried(x, total, alone=False), total)
+
+
+def gather_both(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """The whole of a cut tensor, whose gradients on the ranks are parts of a sum."""
+    if axis.size == 1:
+        return x
+    there = lambda x: collected(x, split, axis, "a part of the sequence, whole")
+    return _Move.apply(x, there, lambda grad: scattered(grad, split, axis, "gradient of the sequence"))
 
 
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:

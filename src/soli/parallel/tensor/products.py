@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from soli.parallel.context import attention as context
 from soli.parallel.tensor import moves, overlap
 from soli.parallel.tensor.cut import (
     Cut,
@@ -30,6 +31,7 @@ from soli.parallel.tensor.cut import (
     entered,
     first_by,
     keep_read,
+    note,
     part_of,
     shape_of,
     shared,
@@ -74,6 +76,11 @@ def _one_letter(run: Run, inputs: list[Tensor], letters: list[str], out: str) ->
     for i, x in reversed(list(enumerate(inputs))):  # of queries and keys, the keys
         split = split_of(x)
         if split is not None and not split.origins:
+            if run.context:
+                note(
+                    run,
+                    "two parts of the sequence meet in a product (attention written out, as with dropout): one is gathered",
+                )
             others = found - {letters[i][split.dim]}
             # Cut again along another dim, each rank's gradient is whole; read as it is, it is a part of a sum.
             inputs[i] = whole(run, x) if others & set(letters[i]) else shared(run, x)
@@ -199,6 +206,8 @@ def matmul(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         lead = string.ascii_lowercase[: max(x, y) - 2]
         words = [lead[len(lead) - (x - 2) :] + "mk", lead[len(lead) - (y - 2) :] + "kn"]
         out = f"{lead}mn"
+    if run.context == "scores" and (done := context.product(run, a, b)) is not None:
+        return done
     return finished(run, *contraction(run, [a, b], words, out, torch.matmul))
 
 
