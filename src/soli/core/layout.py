@@ -90,31 +90,39 @@ def from_flat(flat: Tensor, shape: tuple[int, ...], start: int) -> Sharded:
 
 @dataclass(frozen=True)
 class Portion:
-    """What a rank has of a tensor of `shape` that is cut along `dim`: these [start, stop) ranges, side by side."""
+    """What a rank has of a tensor of `shape`: along each dim of `cuts` these [start, stop) ranges, side by side."""
 
     shape: tuple[int, ...]
-    dim: int
-    ranges: tuple[tuple[int, int], ...]
+    cuts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     def of_whole(self, local: Sharded) -> Sharded:
         """Boxes of the local part, as boxes of the whole tensor."""
-        pieces = []
-        for box, tensor in local.pieces:
-            low, high = box.offsets[self.dim], box.offsets[self.dim] + box.sizes[self.dim]
-            at = 0
-            for start, stop in self.ranges:
-                a, b = max(low, at), min(high, at + stop - start)
-                if a < b:
-                    offsets, sizes = list(box.offsets), list(box.sizes)
-                    offsets[self.dim], sizes[self.dim] = start + a - at, b - a
-                    piece = tensor.narrow(self.dim, a - low, b - a)
-                    pieces.append((Box(tuple(offsets), tuple(sizes)), piece))
-                at += stop - start
+        pieces = local.pieces
+        for dim, ranges in self.cuts:
+            pieces = [found for box, tensor in pieces for found in _spread(box, tensor, dim, ranges)]
         return Sharded(self.shape, local.dtype, pieces)
 
     def taken(self, whole: Tensor) -> Tensor:
         """The local part of a whole tensor."""
-        return torch.cat([whole.narrow(self.dim, a, b - a) for a, b in self.ranges], self.dim)
+        for dim, ranges in self.cuts:
+            whole = torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim)
+        return whole
+
+
+def _spread(
+    box: Box, tensor: Tensor, dim: int, ranges: tuple[tuple[int, int], ...]
+) -> list[tuple[Box, Tensor]]:
+    """A box of the part, along `dim`, as boxes of the whole."""
+    low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    found, at = [], 0
+    for start, stop in ranges:
+        a, b = max(low, at), min(high, at + stop - start)
+        if a < b:
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim], sizes[dim] = start + a - at, b - a
+            found.append((Box(tuple(offsets), tuple(sizes)), tensor.narrow(dim, a - low, b - a)))
+        at += stop - start
+    return found
 
 
 def even_parts(total: int, parts: int) -> list[tuple[int, int]]:

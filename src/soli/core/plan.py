@@ -12,9 +12,10 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from math import isqrt
 from typing import Any
 
-from soli.core.axes import PP, REPLICATE, SHARD, TP
+from soli.core.axes import PP, REPLICATE, ROW, SHARD, TP
 from soli.core.errors import Problem, raise_all
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -39,7 +40,8 @@ class Plan:
     zero: int = 0  # 0 replicate, 1 + optimizer states, 2 + gradients, 3 + parameters sharded
     tp: int = 1
     tensor: str = "1d"
-    depth: int = 1
+    rows: int = 0  # of a grid (2d, 2.5d); 0: as many as it has columns
+    depth: int = 1  # copies of the grid (2.5d)
     sp: bool = False
     cp: int = 1
     context: str = "ring"
@@ -59,9 +61,19 @@ class Plan:
     @property
     def sizes(self) -> dict[str, int]:
         """Degree of each mesh axis. Nothing is sharded under zero=0: all of dp and cp replicates."""
-        copies = (self.dp or 1) * self.cp
+        copies = (self.dp or 1) * self.depth * self.cp
         replicas = copies if self.zero == 0 else self.replicate
-        return {PP: self.pp, REPLICATE: replicas, SHARD: copies // replicas, TP: self.tp}
+        rows, columns = self.grid
+        return {PP: self.pp, REPLICATE: replicas, SHARD: copies // replicas, ROW: rows, TP: columns}
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the grid of tensor parallelism: of each of its `depth` copies."""
+        if self.tensor == "1d":
+            return 1, self.tp
+        ranks = max(self.tp // self.depth, 1)
+        rows = self.rows or isqrt(ranks)
+        return rows, ranks // rows
 
     @property
     def stages(self) -> int:
@@ -178,6 +190,8 @@ def _read(key: str, value: Any, default: Any) -> Any:
 def _value_problems(values: dict[str, Any]) -> list[Problem]:
     """What no plan may hold, whatever the world and whatever is built."""
     problems = []
+    if values.get("rows", 0) < 0:
+        problems.append(Problem("'rows' of the plan is below 0", got=values["rows"], allowed="0, 1, 2, ..."))
     for key in ("dp", "replicate", "tp", "depth", "cp", "pp", "chunks", "microbatches", "accumulate", "ep"):
         value = values.get(key, 1)
         if value is not None and value < 1:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.layout import even_parts
+from soli.core.plan import Plan
 
 MODEL_INPUTS = "the model is called with those entries of the batch that its forward names"
 
@@ -87,14 +88,31 @@ def part_of(batch: Any, ranks: int, index: int) -> Part:
     return Part(take(batch, start, stop), start, stop, total)
 
 
-def microbatches(part: Part, ranks: int, accumulate: int) -> list[Part]:
-    """The part in as many microbatches as every rank has, in the same number everywhere; some may be empty."""
-    largest = -(-part.total // ranks)
-    pieces = even_parts(part.rows, max(1, min(accumulate, largest)))
+def microbatches(part: Part, ranks: int, plan: Plan) -> list[Part]:
+    """The part in as many microbatches as every rank has, in the same number everywhere; some may be empty.
+
+    Not so on a grid (tensor=2d), whose rows compute each product together: there is a row of the batch for each.
+    """
+    most = -(-part.total // ranks)
+    if plan.grid[0] > 1:
+        most = part.total // ranks
+    pieces = even_parts(part.rows, max(1, min(plan.accumulate * plan.microbatches, most)))
     return [
         Part(take(part.data, a, b) if b > a else None, part.start + a, part.start + b, part.total)
         for a, b in pieces
     ]
+
+
+def need_rows(part: Part, ranks: int, plan: Plan) -> None:
+    """Raises SoliError where a rank has no row, and others wait for it in every product."""
+    if plan.grid[0] > 1 and part.total < ranks:
+        raise SoliError(
+            "the rows of a grid compute each product together, and some have no row of the batch",
+            got=f"{part.total} rows, {ranks} parts (dp x depth x rows of the grid), plan {plan}",
+            allowed=f"at least {ranks} rows in every batch, the last and those of an evaluation too",
+            fix="drop or fill the ragged last batch, or use a smaller grid or dp",
+            everywhere=True,
+        )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -19,7 +19,7 @@ from soli.core.progress import busy
 from soli.engine import layout, norm, pipelined, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
-from soli.engine.batch import Caller, Part, microbatches, part_of, to_device
+from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, to_device
 from soli.engine.check import FirstStep
 from soli.engine.contract import total_and_count
 from soli.engine.data import Order, Position, batches
@@ -195,9 +195,9 @@ class Engine:
     def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """The whole tensor of which every rank of tp has the part that it has of a parameter. Collective."""
         tensor = self.parallel.tensor if self.parallel is not None else None
-        if tensor is None or id(param) not in tensor.splits:
-            return local
-        return collected(local, tensor.splits[id(param)], self.mesh["tp"], "a cut tensor, whole")
+        for axis, split in tensor.splits.get(id(param), {}).items() if tensor is not None else ():
+            local = collected(local, split, self.mesh[axis], "a cut tensor, whole")
+        return local
 
     @property
     def dp(self) -> Axis:
@@ -224,9 +224,10 @@ class Engine:
             )
         self._check_frozen()
         part = part_of(batch, self.dp.size, self.dp.index)
+        need_rows(part, self.dp.size, self.plan)
         self.lay(part)
         self._mark = same.mark(self, part)
-        pieces = microbatches(part, self.dp.size, self.plan.accumulate * self.plan.microbatches)
+        pieces = microbatches(part, self.dp.size, self.plan)
         self.model.train()
         self._finish_gathers()
         if self._first.wanted(part, self.dp.size):
@@ -379,9 +380,8 @@ class Engine:
             for unit in self.laid.units:
                 if unit.full is not None and unit.shard is not None:
                     label = f"parameters of {unit.name}"
-                    self._gathers.append(
-                        all_gather(unit.full, unit.shard, self.mesh["shard"], label=label, wait=False)
-                    )
+                    axis = unit.shard_axis
+                    self._gathers.append(all_gather(unit.full, unit.shard, axis, label=label, wait=False))
         self._finish_gathers()
 
     def _finish_gathers(self) -> None:
@@ -437,6 +437,7 @@ class Engine:
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
             part = part_of(batch, self.dp.size, self.dp.index)
+            need_rows(part, self.dp.size, self.plan)
             self.lay(part)
             data = to_device(part.data, self.device) if part.rows else None
             sums += torch.tensor(self.forward_only(data), dtype=torch.float64)

@@ -39,8 +39,9 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     part = part_of(batch, 1, 0)
     runner = Runner.of(engine, part)
     plan, mesh = engine.plan, engine.mesh
+    rows = 0 if plan.tensor == "1d" else plan.grid[0]
     # A rank without rows has no roles of its own; rank 0 has rows, and its roles hold.
-    roles, samples = runner.search(plan.tp, plan.sp, engine.hints) if part.rows else ({}, {})
+    roles, samples = runner.search(plan.grid[1], plan.sp, engine.hints, rows) if part.rows else ({}, {})
     roles = oned.rank_0s(roles, mesh)
     if any(p.is_meta for p in engine.model.parameters()):
         text = (
@@ -52,7 +53,7 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     else:
         for sample in check.one_of_each(samples, roles):
             with Randomness(engine.model, 0).probe(runner.rows):
-                check.compare(sample, roles, mesh["tp"], plan.sp)
+                check.compare(sample, roles, mesh, plan.sp)
     return roles
 
 
@@ -91,9 +92,9 @@ class Runner:
                 buffer.copy_(value)
 
     def search(
-        self, ranks: int, sequence: bool, hints: dict[str, str]
+        self, ranks: int, sequence: bool, hints: dict[str, str], rows: int = 0
     ) -> tuple[dict[str, Role], dict[str, check.Sample]]:
         """The roles, and what every block was called with."""
         with check.sampling(self.model) as samples:
-            roles = Finder(self.model, ranks, hints, self.data).search(self.run, sequence)
+            roles = Finder(self.model, ranks, hints, self.data, rows).search(self.run, sequence)
         return roles, samples

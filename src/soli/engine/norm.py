@@ -16,14 +16,20 @@ if TYPE_CHECKING:
 
 
 def gradient_norm(engine: Engine) -> float:
-    """The 2-norm of the summed gradient, each parameter counted once. Collective over shard, tp and pp."""
-    squares = torch.zeros(2, dtype=torch.float64)  # of what every rank of tp has, of what it has a part of
+    """The 2-norm of the summed gradient, each parameter counted once. Collective over shard, row, tp and pp."""
+    mesh = engine.mesh
+    squares = torch.zeros(3, dtype=torch.float64)  # of what is whole, cut over tp, cut over a grid
     for unit in engine.laid.reducer.units:
         for cut, part in unit.norm_parts() if unit.counted else []:
             squares[cut] += torch.linalg.vector_norm(part).double().cpu() ** 2
-    all_reduce(squares, engine.mesh["shard"], label="gradient norm")
-    all_reduce(squares[1:], engine.mesh["tp"], label="gradient norm")
-    all_reduce(squares, engine.mesh["pp"], label="gradient norm")
+    if mesh["row"].size == 1:
+        all_reduce(squares, mesh["shard"], label="gradient norm")
+    else:
+        all_reduce(squares[:2], mesh.shard, label="gradient norm")
+        all_reduce(squares[2:], mesh["shard"], label="gradient norm")
+        all_reduce(squares[2:], mesh["row"], label="gradient norm")
+    all_reduce(squares[1:], mesh["tp"], label="gradient norm")
+    all_reduce(squares, mesh["pp"], label="gradient norm")
     return float(squares.sum().sqrt())
 
 

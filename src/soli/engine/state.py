@@ -132,18 +132,21 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
     """Each optimizer tensor, whole, on every rank: sums of parts that do not overlap."""
     local = optimizer_tensors(engine)
     shapes = _agreed_shapes(engine, local)
-    cut = {s.name: s.whole_shape for u in engine.laid.units for s in u.slots if s.portion is not None}
+    slots = {s.name: (s, u) for u in engine.laid.units for s in u.slots}
     found = {}
     for name, (shape, dtype) in shapes.items():
         whole = torch.full(shape, 0 if shape else _least(dtype), dtype=dtype, device=engine.device)
         for box, piece in local[name].pieces if name in local else []:
             whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
-        if engine.mesh["shard"].size > 1:
-            # A scalar is the same for all who hold it, and the others have less than any number.
-            whole_sized = bool(shape)
-            all_reduce(whole, engine.mesh["shard"], "sum" if whole_sized else "max", label=name)
         param = name.removeprefix("optimizer.").rpartition(".")[0]
-        if shape and cut.get(param) == shape:
+        slot, unit = slots.get(param, (None, None))
+        # A scalar is the same for all who hold it, and the others have less than any number.
+        all_reduce(
+            whole, unit.shard_axis if unit else engine.mesh.shard, "sum" if shape else "max", label=name
+        )
+        if shape and slot is not None and slot.portion is not None and slot.whole_shape == shape:
+            if unit is not None and unit.on_grid:
+                all_reduce(whole, engine.mesh["row"], label=name)
             all_reduce(whole, engine.mesh["tp"], label=name)
         if engine.pipeline is not None:
             broadcast(whole, engine.mesh["pp"], engine.pipeline.cutting.first_owner(param), label=name)
@@ -160,7 +163,7 @@ def _agreed_shapes(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     mine = {name: [list(s.shape), str(s.dtype).removeprefix("torch.")] for name, s in local.items()}
     merged: dict[str, Any] = {}
-    for axis in (engine.mesh["shard"], engine.mesh["pp"]):
+    for axis in (engine.mesh.shard, engine.mesh["pp"]):
         for other in gather_json(merged or mine, axis, label="optimizer state names"):
             merged |= other
     return {n: (tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in sorted(merged.items())}

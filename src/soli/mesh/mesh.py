@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from soli.core.axes import AXES, CP, PP, REPLICATE, SHARD, TP, coordinates, peers
+from soli.core.axes import AXES, CP, PP, REPLICATE, ROW, SHARD, TP, coordinates, peers
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, gather_json
 from soli.mesh.local.identity import mine
@@ -24,7 +24,9 @@ class Mesh:
     world: World
     axes: dict[str, Axis]
     all: Axis  # every rank of the job, named "world"
-    dp: Axis  # the ranks that see different data: replicate x shard, but for cp
+    dp: Axis  # the ranks that see different data: replicate x shard x row, but for cp
+    replicate: Axis  # as the axes of these names, of parameters that a grid does not cut: with its rows
+    shard: Axis
     torch_mesh: DeviceMesh | None
 
     def __getitem__(self, name: str) -> Axis:
@@ -41,8 +43,7 @@ class Mesh:
         """
         if axis.size == 1:
             return axis
-        sizes = {name: a.size for name, a in self.axes.items()}
-        families = sorted({tuple(peers(rank, axis.name, sizes)) for rank in range(self.world.size)})
+        families = self._families(axis)
         mine = [dist.new_group(list(family)) for family in families][families.index(axis.ranks)]
         return Axis(axis.name, axis.size, axis.index, axis.ranks, mine, axis.backend)
 
@@ -53,19 +54,18 @@ class Mesh:
         """
         if len(members) == axis.size or axis.size == 1:
             return axis
-        sizes = {name: a.size for name, a in self.axes.items()}
-        families = sorted(
-            {
-                tuple(peers(rank, axis.name, sizes)[member] for member in members)
-                for rank in range(self.world.size)
-            }
-        )
+        families = [tuple(family[member] for member in members) for family in self._families(axis)]
         groups = [dist.new_group(list(family)) for family in families]
         if axis.index not in members:
             return Axis(axis.name, ranks=(self.world.rank,))
         mine = tuple(axis.ranks[member] for member in members)
         index = members.index(axis.index)
         return Axis(axis.name, len(members), index, mine, groups[families.index(mine)], axis.backend)
+
+    def _families(self, axis: Axis) -> list[tuple[int, ...]]:
+        """The ranks of each rank's axis of this kind, in order. Collective over the whole world."""
+        said = gather_json(list(axis.ranks), self.all, label=f"ranks of {axis.name}")
+        return sorted({tuple(ranks) for ranks in said})
 
 
 def rings(mesh: Mesh, axis: Axis) -> tuple[Axis, Axis] | None:
@@ -118,14 +118,25 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     )
     axes[CP] = _family(CP, axes, everyone, lambda rank: _place(rank, sizes, plan.cp)[1])
     data = _family("dp", axes, everyone, lambda rank: _place(rank, sizes, plan.cp)[0])
-    return Mesh(world, axes, everyone, data, torch_mesh)
+    replicate, shard = axes[REPLICATE], axes[SHARD]
+    if sizes[ROW] > 1:  # what the grid does not cut is a copy on every row
+        beside = lambda rank: tuple(n for name, n in coordinates(rank, sizes).items() if name != ROW)
+        if plan.zero:
+            shard = _family(SHARD, axes, everyone, lambda rank: _without(beside(rank), 2))
+        else:
+            replicate = _family(REPLICATE, axes, everyone, lambda rank: _without(beside(rank), 1))
+    return Mesh(world, axes, everyone, data, replicate, shard, torch_mesh)
+
+
+def _without(numbers: tuple[int, ...], place: int) -> tuple[int, ...]:
+    return numbers[:place] + numbers[place + 1 :]
 
 
 def _place(rank: int, sizes: dict[str, int], cp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What ranks have in common that have other rows of the batch, and what those of another part of the sequence."""
     where = coordinates(rank, sizes)
     data, part = divmod(where[REPLICATE] * sizes[SHARD] + where[SHARD], cp)
-    return (where[PP], part, where[TP]), (where[PP], data, where[TP])
+    return (where[PP], part, where[TP]), (where[PP], data, where[ROW], where[TP])
 
 
 def _family(name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int], tuple[int, ...]]) -> Axis:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soli.core.axes import REPLICATE, SHARD
+from soli.core.axes import REPLICATE, ROW, SHARD
 from soli.core.errors import Problem, SoliError
 from soli.core.events import events
 from soli.core.layout import Portion
@@ -90,7 +90,7 @@ def distribute(
     device = mesh.world.device
     absent, copies = absent or {}, copies or {}
     params = [named for named in named_once(model) if id(named[1]) not in absent]
-    gather = mesh.another(mesh[SHARD]) if plan.zero == 3 else None
+    gather = _apart(mesh) if plan.zero == 3 else {}
     if plan.zero == 3:
         root, found = _blocks(model, params, plan, mesh, portions, copies, gather)
         ordered = [*found, root]
@@ -98,7 +98,8 @@ def distribute(
     else:
         trainable = [named for named in reversed(params) if named[1].requires_grad]
         alone = [named for named in trainable if id(named[1]) not in copies]
-        units = [_unit(f"bucket {i}", run, plan, mesh, portions) for i, run in enumerate(buckets(alone))]
+        runs = [run for some in _families(alone) for run in buckets(some)]
+        units = [_unit(f"bucket {i}", run, plan, mesh, portions) for i, run in enumerate(runs)]
         units += _copied(trainable, plan, mesh, portions, copies)
     for unit in units:
         unit.fill(lambda slot: _values(slot.param, slot.name), device)
@@ -123,10 +124,29 @@ def _unit(
     plan: Plan,
     mesh: Mesh,
     portions: dict[int, Portion],
-    gather: Axis | None = None,
+    gather: dict[bool, Axis] | None = None,
 ) -> Unit:
-    trainable = params[0][1].requires_grad
-    return Unit(name, slots_of(params, portions), mesh[SHARD], mesh[REPLICATE], plan.zero, trainable, gather)
+    trainable, grid = params[0][1].requires_grad, on_grid(params[0][1])
+    shard, replicate = (mesh[SHARD], mesh[REPLICATE]) if grid else (mesh.shard, mesh.replicate)
+    own = (gather or {}).get(grid)
+    return Unit(name, slots_of(params, portions), shard, replicate, plan.zero, trainable, own)
+
+
+def on_grid(param: nn.Parameter) -> bool:
+    """Whether a grid cuts it both ways: its gradient is summed over no row of it, as others' are."""
+    return ROW in getattr(param, "cuts", {})
+
+
+def _families(params: list[Named]) -> list[list[Named]]:
+    """Those that a grid cuts both ways, and the others."""
+    kinds = ([named for named in params if on_grid(named[1]) is grid] for grid in (True, False))
+    return [kind for kind in kinds if kind]
+
+
+def _apart(mesh: Mesh) -> dict[bool, Axis]:
+    """Groups of their own for the gathers of ZeRO-3, of what a grid cuts both ways and of the rest. Collective."""
+    whole = mesh.another(mesh.shard)
+    return {True: whole if mesh[ROW].size == 1 else mesh.another(mesh[SHARD]), False: whole}
 
 
 def _blocks(
@@ -136,7 +156,7 @@ def _blocks(
     mesh: Mesh,
     portions: dict[int, Portion],
     copies: dict[int, Axis],
-    gather: Axis | None,
+    gather: dict[bool, Axis],
 ) -> tuple[Block, list[Block]]:
     """The root and the repeated blocks. A parameter that two blocks share belongs to the root."""
     owners: dict[int, set[str]] = {}
@@ -150,7 +170,7 @@ def _blocks(
     def units(name: str, members: list[Named]) -> list[Unit]:
         kinds: dict[Any, list[Named]] = {}
         for names, param in members:
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((names, param))
+            kinds.setdefault((param.dtype, param.requires_grad, on_grid(param)), []).append((names, param))
         return [
             _unit(f"{name} {i}" if i else name, group, plan, mesh, portions, gather)
             for i, group in enumerate(kinds.values())
@@ -171,12 +191,14 @@ def _copied(
     mesh: Mesh,
     portions: dict[int, Portion],
     copies: dict[int, Axis],
-    gather: Axis | None = None,
+    gather: dict[bool, Axis] | None = None,
 ) -> list[Unit]:
     """Units of what several stages have, laid alike on all of them: their sums then round alike."""
     groups: dict[Any, list[Named]] = {}
     for names, param in sorted((n for n in params if id(n[1]) in copies), key=lambda named: named[0]):
-        groups.setdefault((copies[id(param)].ranks, param.requires_grad), []).append((names, param))
+        groups.setdefault((copies[id(param)].ranks, param.requires_grad, on_grid(param)), []).append(
+            (names, param)
+        )
     found = []
     for key in sorted(groups):
         for run in buckets(groups[key]):

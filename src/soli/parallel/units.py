@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from soli.core.axes import ROW
 from soli.core.layout import Portion, Sharded, from_flat, from_whole
 from soli.mesh.collectives import Axis, all_gather, allocate
 
@@ -100,6 +101,7 @@ class Unit:
         self.grad: Tensor | None = None
         self.grad_shard: Tensor | None = None
         self.gathered = zero < 3
+        self.on_grid = ROW in getattr(first, "cuts", {})
         self.copies = Axis("copies")  # the stages of a pipeline that have these parameters too
 
     @property
@@ -198,7 +200,7 @@ class Unit:
         return self.owned_tensor(slot, self.shard, self.low)
 
     def norm_parts(self) -> list[tuple[int, Tensor]]:
-        """The reduced gradient in runs: (1 if tensor parallelism cut it, this rank's elements)."""
+        """The reduced gradient in runs: (over how many axes tensor parallelism cut it, this rank's elements)."""
         if self.grad_shard is None:
             return []
         if all(slot.portion is None for slot in self.slots):
@@ -207,9 +209,8 @@ class Unit:
         for slot in self.slots:
             start, stop = self.owned(slot)
             if start < stop:
-                found.append(
-                    (int(slot.portion is not None), self.grad_shard[start - self.low : stop - self.low])
-                )
+                cuts = 0 if slot.portion is None else 1 + self.on_grid
+                found.append((cuts, self.grad_shard[start - self.low : stop - self.low]))
         return found
 
     def whole(self, flat_shard: Tensor, label: str) -> Tensor:

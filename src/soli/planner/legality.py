@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import product
+from math import isqrt
 from typing import Any
 
 from soli.core.errors import Problem, SoliError
-from soli.core.plan import V_SHAPED, Plan
+from soli.core.plan import SPLIT_BACKWARD, V_SHAPED, Plan
 
 BUILT: dict[str, tuple[object, ...]] = {
-    "tensor": ("1d",),
-    "depth": (1,),
+    "tensor": ("1d", "2d", "2.5d"),
     "ep": (1,),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16", "fp16", "fp64"),
@@ -57,6 +57,7 @@ def problems(plan: Plan, world: int) -> list[Problem]:
                 fix="leave sp out",
             )
         )
+    found += _grid_problems(plan)
     if plan.cp == 1 and plan.context != Plan.context:
         found.append(
             Problem(
@@ -78,6 +79,72 @@ def problems(plan: Plan, world: int) -> list[Problem]:
     elif dp and dp % plan.replicate:
         allowed = ", ".join(str(d) for d in _divisors(dp))
         found.append(Problem(f"replicate={plan.replicate} does not divide dp={dp}", allowed=allowed))
+    return found
+
+
+def _grid_problems(plan: Plan) -> list[Problem]:
+    """What keeps tp's ranks from being the grid that is asked for."""
+    found = []
+    if plan.tensor != "2.5d" and plan.depth > 1:
+        found.append(
+            Problem(
+                f"'depth' counts the copies of a grid, and tensor={plan.tensor} has one",
+                got=f"depth={plan.depth}",
+                fix="tensor=2.5d, or leave depth out",
+            )
+        )
+    if plan.tensor == "1d":
+        if plan.rows:
+            fix = "tensor=2d, or leave rows out"
+            found.append(
+                Problem("'rows' are of a grid, and tensor=1d has none", got=f"rows={plan.rows}", fix=fix)
+            )
+        return found
+    ranks, more = divmod(plan.tp, plan.depth)
+    near = lambda n: sorted({isqrt(n) ** 2, (isqrt(n) + 1) ** 2} - {0})
+    fits = [f"tp={plan.depth * n}" for n in near(max(ranks, 1))]
+    if more:
+        found.append(
+            Problem(
+                f"tp={plan.tp} is no multiple of depth={plan.depth}",
+                got=f"tp={plan.tp}, depth={plan.depth}",
+                allowed="tp = depth x rows x columns",
+                fix=f"{' or '.join(fits)}, or depth={' or '.join(map(str, _divisors(plan.tp)))}",
+            )
+        )
+    elif plan.rows and ranks % plan.rows:
+        allowed = ", ".join(map(str, _divisors(ranks)))
+        found.append(
+            Problem(f"rows={plan.rows} does not divide the {ranks} ranks of a grid", allowed=allowed)
+        )
+    elif not plan.rows and isqrt(ranks) ** 2 != ranks:
+        found.append(
+            Problem(
+                f"{ranks} ranks are no square grid",
+                got=f"tp={plan.tp}, tensor={plan.tensor}"
+                + (f", depth={plan.depth}" if plan.depth > 1 else ""),
+                allowed="tp = q x q (2d), depth x q x q (2.5d)",
+                fix=f"{' or '.join(fits)}; or a grid that is not square, with rows="
+                + " or ".join(str(d) for d in _divisors(ranks)[1:-1] or [1]),
+            )
+        )
+    if plan.sp:
+        found.append(
+            Problem(
+                "'sp' cuts the sequence between products, where a grid has cut rows and hidden sizes already",
+                got=f"sp=on, tensor={plan.tensor}",
+                fix="leave sp out",
+            )
+        )
+    if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
+        found.append(
+            Problem(
+                f"'{plan.schedule}' computes gradients of inputs and of weights apart, which a grid's products do at once",
+                got=f"schedule={plan.schedule}, tensor={plan.tensor}",
+                allowed="gpipe, 1f1b, interleaved",
+                fix="schedule=1f1b",
+            )
+        )
     return found
 
 
@@ -155,18 +222,20 @@ def nearest(plan: Plan, world: int) -> Plan:
             **{
                 **base,
                 **degree,
+                **more,
                 **(no_pipeline if degree["pp"] == 1 else {}),
                 **({"context": Plan.context} if degree["cp"] == 1 else {}),
-                **more,
             }
         )
         for degree in degrees
         for more in (
-            {"sp": sp, "replicate": replicate, "zero": zero}
-            for sp, replicate, zero in product(
+            {"sp": sp, "replicate": replicate, "zero": zero, "schedule": schedule, **grid}
+            for sp, replicate, zero, schedule, grid in product(
                 {False, plan.sp},
                 _divisors(world // (degree["tp"] * degree["pp"] * degree["cp"])),
                 {plan.zero, 0, 1},
+                {base["schedule"]} if plan.tensor == "1d" else {base["schedule"], "1f1b"},
+                _grids(plan),
             )
         )
     ]
@@ -179,6 +248,19 @@ def nearest(plan: Plan, world: int) -> Plan:
         return changed, moved + abs((option.dp or world) - (plan.dp or world))
 
     return min(legal, key=distance)
+
+
+def _grids(plan: Plan) -> list[dict[str, Any]]:
+    """The grid that was asked for, and those beside it."""
+    if plan.tensor == "1d":
+        return [{"tensor": "1d", "depth": 1, "rows": 0}]
+    asked = {
+        "tensor": plan.tensor if plan.tensor in BUILT["tensor"] else "2d",
+        "depth": plan.depth,
+        "rows": plan.rows,
+    }
+    others = [{"tensor": kind, "depth": 1, "rows": 0} for kind in ("1d", "2d")]
+    return [asked, *others, *({"tensor": "2.5d", "depth": d, "rows": 0} for d in (2, plan.depth))]
 
 
 def default_plan(world: int) -> tuple[Plan, str]:

@@ -1,6 +1,6 @@
 """Attention of one block of queries with one block of keys, which gives the log of its sum of exponentials too.
 
-With it blocks are put together (FlashAttention, arXiv 2205.14135, 2307.08691): forward by `merged` of ring.py, backward
+With it blocks are put together (FlashAttention, arXiv 2205.14135, 2307.08691): forward as ring.py does it, backward
 each alone, since the weights of any block are exp(score - lse) once out and lse of all keys are known.
 
 torch's kernels do the work where they can: on the CPU its flash attention, on CUDA the memory-efficient one, which

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soli.parallel.context import attention as context
+from soli.parallel.tensor import norms
 from soli.parallel.tensor.cut import Run, agreed, cut, entered, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit
 
@@ -19,7 +20,9 @@ def layer_norm(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if split is None:
         return func(*args, **kwargs)
     if split.dim >= x.dim() - len(shape):
-        raise Misfit(split.origins, "a norm over the cut dim")
+        if run.row is None or len(shape) > 1:
+            raise Misfit(split.origins, "a norm over the cut dim")
+        return cut(norms.norm(run, getattr(func, "__name__", ""), x, split, rest, kwargs), split)
     enter = lambda p: entered(run, p) if isinstance(p, Tensor) else p
     result = func(x, shape, *(enter(p) for p in rest), **{k: enter(v) for k, v in kwargs.items()})
     return cut(result, split)

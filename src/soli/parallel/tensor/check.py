@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from soli.core.axes import ROW
 from soli.core.errors import SoliError
-from soli.mesh.collectives import Axis, all_reduce
+from soli.mesh.collectives import all_reduce
+from soli.mesh.mesh import Mesh
 from soli.parallel.lift import lifted
 from soli.parallel.tensor.cut import Cut, Run, become_cut, cut, inside, part_of, running, whole
 from soli.parallel.tensor.finder import Role
@@ -85,23 +87,29 @@ def _said(name: str, roles: dict[str, Role]) -> Any:
     return None if split is None else (split.dim, split.parts, split.atoms)
 
 
-def compare(sample: Sample, roles: dict[str, Role], axis: Axis, sequence: bool) -> None:
+def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, sequence: bool) -> None:
     """Raises SoliError, on every rank, where the cut block computes something else. Collective."""
-    splits = {n: roles[full].split for (full, _), (n, _) in zip(
+    axis, row = mesh["tp"], mesh[ROW]
+    cuts = {n: roles[full].cuts for (full, _), (n, _) in zip(
         _named(sample.name, sample.module), sample.module.named_parameters(), strict=True
     ) if full in roles}  # fmt: skip
-    if all(split is None for split in splits.values()):
+    if not any(cuts.values()):
         return
+
+    def own(name: str, value: Tensor) -> Tensor:
+        for over, split in cuts.get(name, {}).items():
+            value = taken(value, split, mesh[over].size, mesh[over].index)
+        return value
+
     expected = _traced(sample, lambda block: None, None)
 
     def divide(block: nn.Module) -> None:
         for name, param in block.named_parameters():
-            split = splits.get(name)
-            if split is not None:
-                param.data = taken(param.data, split, axis.size, axis.index).clone()
-                become_cut(param, {axis.name: split})
+            if cuts.get(name):
+                param.data = own(name, param.data).clone()
+                become_cut(param, cuts[name])
 
-    run = Run(axis, axis.size, sequence)
+    run = Run(axis, axis.size, sequence, row=row if row.size > 1 else None)
     try:
         got = _traced(sample, divide, run)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -110,10 +118,12 @@ def compare(sample: Sample, roles: dict[str, Role], axis: Axis, sequence: bool) 
     # A small gradient carries the rounding of larger ones that it is made of: all are measured by the largest.
     largest = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0)
     for name, value in expected.items():
-        split = splits.get(name.removeprefix("gradient of "))
         if name not in got:
             raise _refused(sample, f"{name} is not there")
-        wanted = value if split is None else taken(value, split, axis.size, axis.index)
+        of = name.removeprefix("gradient of ")
+        if ROW in cuts.get(of, {}):
+            all_reduce(value, row, label="check of the tensor-parallel layout")  # rows have other tokens: their sum
+        wanted = own(of, value)
         if wanted.shape != got[name].shape:
             raise _refused(sample, f"{name} has shape {tuple(got[name].shape)}, not {tuple(wanted.shape)}")
         if wanted.numel():
@@ -122,7 +132,8 @@ def compare(sample: Sample, roles: dict[str, Role], axis: Axis, sequence: bool) 
                 worst, where = off, name
     worst = worst if worst == worst else float("inf")
     found = torch.tensor([worst], dtype=torch.float64)
-    all_reduce(found, axis, "max", label="check of the tensor-parallel layout")
+    for over in (axis, row):
+        all_reduce(found, over, "max", label="check of the tensor-parallel layout")
     dims = max((d for p in sample.module.parameters() for d in p.shape), default=1)
     bound = SAFETY * torch.finfo(torch.float64).eps * len(list(sample.module.modules())) * dims
     if float(found) > bound:

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from soli.core.axes import ROW
+from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.functions import in_place, name_of
 from soli.mesh.collectives import Axis
@@ -54,6 +56,7 @@ class Run:
     overlap: bool = False  # the backward of a product may send while it computes
     finder: Finder | None = None
     reducer: Reducer | None = None  # keeps parameters' gradients that are parts of sums, to sum them at once
+    row: Axis | None = None  # of a grid (2D): it cuts weights the other way, and this level hidden sizes
     partial: bool = (
         False  # a gradient of a whole tensor is each rank's part of a sum; elsewhere it is the sum
     )
@@ -175,12 +178,15 @@ def _concerns(run: Run, name: str, args: tuple, kwargs: dict) -> bool:
 def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     from soli.parallel.tensor.rules import (  # they are made of what stands here
         ALWAYS,
+        GRID_READS,
         rule_of,
         written_in_python,
     )
 
     axis = run.axis.name
     try:
+        if run.row is not None and name not in GRID_READS:
+            _refuse_grids(name, args)
         if name in ALWAYS:
             return ALWAYS[name](run, func, args, kwargs)
         if not _any_cut(args, axis) and not (kwargs and _any_cut(kwargs.values(), axis)):
@@ -193,6 +199,14 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         return rule(run, func, args, kwargs) if rule is not None else unknown(run, func, args, kwargs)
     except Misfit as misfit:
         return misfitted(run, misfit, func, args, kwargs)
+
+
+def _refuse_grids(name: str, args: tuple) -> None:
+    """A weight that a grid has cut both ways is for products and lookups alone."""
+    found = [x.cuts[ROW] for x in tree_leaves(args) if type(x) is CutParameter and ROW in x.cuts]
+    if found:
+        everyone = frozenset().union(*(split.origins for split in found))
+        raise Misfit(everyone, f"{name} reads a weight that a grid has cut both ways", flat=True)
 
 
 def _any_cut(values: Any, axis: str) -> bool:
@@ -223,6 +237,12 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
         cuts = [x for x in tree_leaves((args, kwargs)) if split_of(x) is not None]
         if run.finder.answer(misfit, name_of(func), cuts):
             return call(func, *args, **kwargs)
+    elif misfit.flat:
+        raise SoliError(
+            f"{misfit.why}, which it did not on the first batch",
+            got=", ".join(sorted(misfit.origins)),
+            fix='say so before: roles={"that weight": "replicated"}',
+        )
     else:
         note(run, f"{name_of(func)}: {misfit.why}; it computes on whole tensors")
     target = kwargs.get("out", args[0] if args and in_place(func) else None)
@@ -267,6 +287,8 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
     with torch._C.DisableTorchFunctionSubclass():
         shape = list(x.shape)
     if type(x) in (Cut, CutParameter) and x.cuts:  # type: ignore[attr-defined]
+        if type(x) is CutParameter and ROW in x.cuts:
+            shape[x.cuts[ROW].dim] = x.cuts[ROW].size
         for run in reversed(_State.levels[max(_State.level, 0) :]):
             split = x.cuts.get(run.axis.name)  # type: ignore[attr-defined]
             if split is not None:

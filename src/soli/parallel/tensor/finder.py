@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from soli.core.axes import ROW
 from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor.cut import Cut, CutParameter, Run, become_cut, running, split_of
@@ -39,6 +40,13 @@ class Role:
     kind: str
     split: Split | None
     why: str
+    rows: Split | None = None  # on a grid: how its other dim is cut over the rows
+
+    @property
+    def cuts(self) -> dict[str, Split]:
+        """By axis."""
+        found = {"tp": self.split} if self.split is not None else {}
+        return found | ({ROW: self.rows} if self.rows is not None else {})
 
 
 @dataclass
@@ -48,6 +56,7 @@ class _Kind:
     atoms: int = 0  # no more than its divisors
     borders: set[Fraction] = field(default_factory=set)
     replicated: str = ""
+    flat: str = ""  # why a grid may not cut them both ways
 
 
 class _Again(Exception):  # noqa: N818 - no error: the layout changed and the model runs again
@@ -57,8 +66,10 @@ class _Again(Exception):  # noqa: N818 - no error: the layout changed and the mo
 class Finder:
     """One search. `hints`: name patterns (`*` for anything) -> "column", "row", "vocabulary" or "replicated"."""
 
-    def __init__(self, model: nn.Module, ranks: int, hints: dict[str, str], batch: Any) -> None:
-        self.model, self.ranks = model, ranks
+    def __init__(
+        self, model: nn.Module, ranks: int, hints: dict[str, str], batch: Any, rows: int = 0
+    ) -> None:
+        self.model, self.ranks, self.rows = model, ranks, rows  # rows of a grid; 0: there is none
         self.hints = {name: (wish, "you said so") for name, wish in hints.items()}
         for name, wish in said_by(model).items():
             self.hints.setdefault(name, (wish, "the model's tp_plan says so"))
@@ -76,7 +87,7 @@ class Finder:
     def search(self, run_model: Callable[[], Any], sequence: bool) -> dict[str, Role]:
         """The role of every parameter. `run_model` runs the model and its loss once."""
         params = list(self.model.parameters())
-        run = Run(Axis("tp"), self.ranks, sequence, finder=self)
+        run = Run(Axis("tp"), self.ranks, sequence, finder=self, row=Axis(ROW) if self.rows else None)
         try:
             for _ in range(PASSES):
                 self.roles, self._changed = {}, False
@@ -115,6 +126,8 @@ class Finder:
             wish, who = self._hint(name)
             if wish == "replicated" or self._kind(name).replicated:
                 self._replicate(x, name, self._kind(name).replicated or who)
+            elif self.rows and len(others) == 1 and self._both_ways(x, name, letters[i], others[0], out, who):
+                pass
             elif shared_cuts and wish != "column":
                 letter, split = shared_cuts[0]
                 dim = letters[i].index(letter)
@@ -131,6 +144,37 @@ class Finder:
                 else:
                     why = who or "it reads what every rank has"
                     self._column(x, name, letters[i].index(new[0]), "column", why)
+
+    def _both_ways(
+        self, x: Tensor, name: str, word: str, other: tuple[Tensor, str], out: str, who: str
+    ) -> bool:
+        """On a grid: a matrix is cut along its new dim over tp, and along the summed one over the rows, if both can be."""
+        y, of_y = other
+        new = [c for c in word if c in out and c not in of_y]
+        summed = [c for c in word if c not in out and c in of_y]
+        if len(word) != 2 or len(new) != 1 or len(summed) != 1 or of_y[-1] != summed[0]:
+            return False
+        if self._kind(name).flat or _seen(x)[0] is not x:
+            return False
+        split, dim = split_of(y), word.index(summed[0])
+        if split is not None and split.dim != len(of_y) - 1:
+            return False
+        size = x.shape[dim]
+        rows = Split(dim, (size,), size) if split is None else replace(split.at(dim), lead=(), spans=())
+        if rows.atoms < max(self.rows, self.ranks):
+            return False
+        return self._column(x, name, word.index(new[0]), "block", who or "a matrix", rows)
+
+    def choose_along(self, x: Tensor, split: Split) -> None:
+        """A weight that meets a hidden size element by element (a norm's) is cut as it is."""
+        name = self._open(x)
+        if name is None or not self.rows or _seen(x)[0] is not x or x.shape[split.dim] != split.size:
+            return
+        wish, who = self._hint(name)
+        if wish == "replicated" or self._kind(name).replicated:
+            self._replicate(x, name, self._kind(name).replicated or who)
+        else:
+            self._decide(x, name, "hidden", replace(split, lead=()), "it meets what is cut")
 
     def choose_bias(self, bias: Tensor, column: Split | None) -> None:
         name = self._open(bias)
@@ -149,16 +193,32 @@ class Finder:
         from_batch = indices.untyped_storage().data_ptr() in self._given
         if wish == "replicated" or kind.replicated:
             self._replicate(weight, name, kind.replicated or who)
+        elif self.rows and not self._kind(name).flat and self._table(weight, name, from_batch):
+            pass
         elif from_batch or id(weight) in self._tied or wish == "vocabulary":
             self._column(weight, name, 0, "vocabulary", who or "it looks up what the batch holds")
         else:
             self._replicate(weight, name, "its indices are computed: a position or a kind of token")
+
+    def _table(self, weight: Tensor, name: str, from_batch: bool) -> bool:
+        """On a grid what is looked up is cut along the hidden size; a vocabulary's table the other way too."""
+        words, size = weight.shape
+        if size < max(self.rows, self.ranks):
+            return False
+        if not from_batch and id(weight) not in self._tied:
+            return self._column(weight, name, 1, "hidden", "a row is looked up")
+        rows = Split(1, (size,), size)
+        return words >= self.ranks and self._column(weight, name, 0, "vocabulary", "looked up", rows)
 
     def answer(self, misfit: Misfit, what: str, cuts: list[Tensor]) -> bool:
         """Give way. True: the tensors are cut otherwise now, try again; False: they had better be whole."""
         if not misfit.origins:
             return False
         why = f"{what}: {misfit.why}"
+        if misfit.flat:
+            for name in misfit.origins:
+                self._kind(name).flat = why
+            raise _Again
         if misfit.atoms >= self.ranks:
             for name in misfit.origins:
                 kind = self._kind(name)
@@ -204,30 +264,36 @@ class Finder:
         result.cuts, result.view_of = {}, (weight, dims)  # type: ignore[attr-defined]
         return result
 
-    def _column(self, x: Tensor, name: str, dim: int, role: str, why: str) -> None:
+    def _column(self, x: Tensor, name: str, dim: int, role: str, why: str, rows: Split | None = None) -> bool:
+        """Cut over tp, along `dim`; on a grid along another dim over `rows`. False: it is replicated."""
         size, kind = x.shape[dim], self._kind(name)
         places = [Fraction(0), *(border * size for border in sorted(kind.borders)), Fraction(size)]
         if any(place.denominator != 1 for place in places):
-            return self._replicate(x, name, "it is taken apart at borders that are no whole elements")
+            self._replicate(x, name, "it is taken apart at borders that are no whole elements")
+            return False
         parts = tuple(int(b) - int(a) for a, b in zip(places, places[1:], strict=False))
         atoms = gcd(*parts, kind.atoms)
         if atoms < self.ranks:
-            return self._replicate(x, name, f"{atoms} units for {self.ranks} ranks")
+            self._replicate(x, name, f"{atoms} units for {self.ranks} ranks")
+            return False
         split = Split(dim, parts, atoms, frozenset({name}))
         units = (
             ""
             if atoms == size
             else f"; {atoms} units" + (f" in each of {len(parts)} parts" if parts[1:] else "")
         )
-        self._decide(x, name, role, split, why + units)
+        self._decide(x, name, role, split, why + units, rows)
+        return True
 
-    def _decide(self, x: Tensor, name: str, kind: str, split: Split, why: str) -> None:
+    def _decide(
+        self, x: Tensor, name: str, kind: str, split: Split, why: str, rows: Split | None = None
+    ) -> None:
         weight, dims = _seen(x)
         if weight is not x:
             x.cuts = {"tp": split}  # type: ignore[attr-defined]
             split = split.at(dims[split.dim])
-        self.roles[name] = Role(name, kind, split, why)
-        weight.cuts = {"tp": split}  # type: ignore[attr-defined]
+        self.roles[name] = role = Role(name, kind, split, why, rows)
+        weight.cuts = role.cuts  # type: ignore[attr-defined]
 
     def _replicate(self, x: Tensor, name: str, why: str) -> None:
         self.roles[name] = Role(name, "replicated", None, why)

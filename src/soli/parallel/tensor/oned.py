@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from soli.core.axes import ROW
 from soli.core.layout import Portion
 from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.mesh.collectives import gather_json
@@ -32,7 +34,7 @@ class TensorParallel:
     roles: dict[str, Role]
     run: Run
     portions: dict[int, Portion]  # by the parameter's id
-    splits: dict[int, Split]
+    splits: dict[int, dict[str, Split]]  # by the parameter's id: how each axis cuts it
 
 
 def divide(
@@ -41,32 +43,40 @@ def divide(
     """Keep this rank's part of every parameter that a role cuts, in place; not of those with ids in `absent`."""
     axis = mesh["tp"]
     portions: dict[int, Portion] = {}
-    splits: dict[int, Split] = {}
+    splits: dict[int, dict[str, Split]] = {}
     for name, param in model.named_parameters():
-        split = roles[name].split
-        if split is None or id(param) in absent:
+        cuts = roles[name].cuts
+        if not cuts or id(param) in absent:
             continue
         values = materialise(param, name=name) if param.is_meta else param.detach()
+        places = [(split, mesh[over].size, mesh[over].index) for over, split in cuts.items()]
         with torch.no_grad():
-            become(param, taken(values, split, axis.size, axis.index).clone())
-        become_cut(param, {axis.name: split})
-        ranges = tuple(split.own(axis.size, axis.index))
-        portions[id(param)] = Portion(tuple(values.shape), split.dim, ranges)
-        splits[id(param)] = split
+            own = values
+            for place in places:
+                own = taken(own, *place)
+            become(param, own.clone())
+        become_cut(param, cuts)
+        ranges = tuple((split.dim, tuple(split.own(size, index))) for split, size, index in places)
+        portions[id(param)] = Portion(tuple(values.shape), ranges)
+        splits[id(param)] = cuts
     # A backward in two halves would run such a node twice, and send twice.
     overlap = plan.pp == 1 or plan.schedule not in SPLIT_BACKWARD
-    run = Run(axis, axis.size, plan.sp, overlap)
+    run = Run(axis, axis.size, plan.sp, overlap, row=mesh[ROW] if plan.tensor != "1d" else None)
     return TensorParallel(roles, run, portions, splits)
 
 
 def rank_0s(roles: dict[str, Role], mesh: Mesh) -> dict[str, Role]:
     """Rank 0's roles: all ranks cut alike, whatever paths their rows took through the model. Collective."""
     said = {
-        name: [r.kind, None if r.split is None else [r.split.dim, r.split.parts, r.split.atoms], r.why]
+        name: [r.kind, *(None if s is None else [s.dim, s.parts, s.atoms] for s in (r.split, r.rows)), r.why]
         for name, r in roles.items()
     }
     first = gather_json(said, mesh.all, label="roles")[0]
+
+    def read(name: str, said: Any) -> Split | None:
+        return None if said is None else Split(said[0], tuple(said[1]), said[2], frozenset({name}))
+
     return {
-        name: Role(name, kind, None if s is None else Split(s[0], tuple(s[1]), s[2], frozenset({name})), why)
-        for name, (kind, s, why) in first.items()
+        name: Role(name, kind, read(name, split), why, read(name, rows))
+        for name, (kind, split, rows, why) in first.items()
     }

@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from soli.core.functions import in_place
-from soli.parallel.tensor.cut import Run, added, agreed, cut, entered, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.cut import (
+    Run,
+    added,
+    agreed,
+    call,
+    cut,
+    entered,
+    part_of,
+    shape_of,
+    split_of,
+    whole,
+)
 from soli.parallel.tensor.split import Misfit, Split
 
 KNOWN = {
@@ -48,6 +59,10 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     split = met(leaves, dims, run)
     if split is None:
         return func(*args, **kwargs)
+    if run.finder is not None and run.row is not None:
+        for x in leaves:
+            if isinstance(x, nn.Parameter) and (dim := split.dim - (dims - x.dim())) >= 0:
+                run.finder.choose_along(x, split.at(dim))
     if "out" in kwargs:
         raise Misfit(split.origins, "a result that is written to a given tensor")
     fits = lambda found, x: (
@@ -118,9 +133,11 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         at = split.at(split.dim - gone)
         return cut(result, at) if isinstance(result, Tensor) else type(result)(cut(r, at) for r in result)
     name = getattr(func, "__name__", "")
-    if name not in ("sum", "mean") or keep:
+    if name == "var" and len(over) == 1:
+        return _variance(x, given, keep)
+    if name not in ("sum", "mean"):
         raise Misfit(split.origins, f"{name} over the dim that is cut")
-    total = added(run, torch.sum(x, dim=tuple(over), dtype=given.get("dtype")))
+    total = added(run, torch.sum(x, dim=tuple(over), keepdim=keep, dtype=given.get("dtype")))
     if name == "sum":
         return total
     shape = shape_of(x)
@@ -128,6 +145,16 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     for d in over:
         divisor *= shape[d]
     return total / divisor
+
+
+def _variance(x: Tensor, given: dict[str, Any], keep: bool) -> Tensor:
+    """torch.var along the dim that is cut, from two means."""
+    (dim,) = [given["dim"]] if isinstance(given["dim"], int) else given["dim"]
+    less = given.get("correction", int(given.get("unbiased", True)))
+    centred = call(torch.sub, x, call(torch.mean, x, dim=dim, keepdim=True))
+    return call(torch.sum, call(torch.mul, centred, centred), dim=dim, keepdim=keep) / (
+        shape_of(x)[dim] - less
+    )
 
 
 def along(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from soli.core.axes import ROW
 from soli.parallel.context import attention as context
-from soli.parallel.tensor import moves, overlap
+from soli.parallel.tensor import moves, overlap, summa
 from soli.parallel.tensor.cut import (
     Cut,
     CutParameter,
@@ -33,6 +34,7 @@ from soli.parallel.tensor.cut import (
     keep_read,
     note,
     part_of,
+    plain,
     shape_of,
     shared,
     split_of,
@@ -122,6 +124,8 @@ def linear(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     words = [lead + "k", "nk"]
     if run.finder is not None:
         run.finder.choose([x, weight], words, lead + "n")
+    if ROW in getattr(weight, "cuts", {}):
+        return _on_grid(run, x, weight, bias)
     if (done := _overlapped(run, x, weight, bias)) is not None:
         return done
     if bias is None or _is_row(x, weight):
@@ -156,6 +160,29 @@ def _overlapped(
     return cut(result, split.at(result.dim() - 1))
 
 
+def _on_grid(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: int = 0) -> Tensor:
+    """x [.., k] with a weight that a grid cuts along k over its rows, and along n over this level's axis.
+
+    `of_weight`: which of the weight's dims is n.
+    """
+    split, rows = weight.cuts["tp"], weight.cuts[ROW]  # type: ignore[attr-defined]
+    last = len(shape_of(x)) - 1
+    found = split_of(x)
+    if found is not None and found.dim != last:
+        raise Misfit(rows.origins | found.origins, "its input is not cut along the summed dim", flat=True)
+    local = weight.t() if of_weight else weight
+    if run.finder is not None:
+        run.finder.choose_bias(bias, split.at(0)) if bias is not None else None
+        result = cut(F.linear(x, local), split.at(last))
+    else:
+        of_x = rows.at(last) if found is None else found
+        x = part_of(run, x, of_x) if found is None else x
+        if run.row is None:
+            raise AssertionError("the weight is cut over the rows of a grid")
+        result = cut(summa.linear(plain(x), local, of_x, rows, run.row, run.axis), split.at(last))
+    return result if bias is None else call(torch.add, result, bias)
+
+
 def _is_row(x: Tensor, weight: Tensor, dim: int = 1) -> bool:
     """Whether the sum is over a cut dim: of x its last, of the weight `dim`."""
     a, b = split_of(x), split_of(weight)
@@ -176,6 +203,8 @@ def conv1d(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     words = ["mk", "kn"]
     if run.finder is not None:
         run.finder.choose([x, weight], words, "mn")
+    if ROW in getattr(weight, "cuts", {}):
+        return _on_grid(run, x, weight, bias, of_weight=1)
     if (done := _overlapped(run, x, weight, bias, of_weight=1)) is not None:
         return done
     if bias.dim() != 1 or _is_row(x, weight, 0):
@@ -206,6 +235,11 @@ def matmul(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         lead = string.ascii_lowercase[: max(x, y) - 2]
         words = [lead[len(lead) - (x - 2) :] + "mk", lead[len(lead) - (y - 2) :] + "kn"]
         out = f"{lead}mn"
+    if run.row is not None:
+        if run.finder is not None:
+            run.finder.choose([a, b], words, out)
+        if ROW in getattr(b, "cuts", {}):
+            return _on_grid(run, a, b, None, of_weight=1)
     if run.context == "scores" and (done := context.product(run, a, b)) is not None:
         return done
     return finished(run, *contraction(run, [a, b], words, out, torch.matmul))
@@ -283,6 +317,9 @@ def embedding(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     (start, stop), *more = split.own(run.axis.size, run.axis.index)
     if more:
         raise Misfit(split.origins, "a vocabulary in parts")
+    rows_of_grid = getattr(weight, "cuts", {}).get(ROW)
+    if rows_of_grid is not None and run.row is not None:
+        weight = moves.share(weight, rows_of_grid, run.row)
     if indices.device.type == "cpu" and bool(((indices < 0) | (indices >= split.size)).any()):
         raise IndexError("index out of range in self")  # as torch says it; a device checks only its own rows
     mine = (indices >= start) & (indices < stop)
@@ -296,4 +333,7 @@ def embedding(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         rows = F.embedding((indices - start).masked_fill(~mine, 0), weight, pad)
     if run.axis.size > 1:
         rows = rows * mine.unsqueeze(-1).to(rows.dtype)
+    if rows_of_grid is not None:
+        hidden = replace(rows_of_grid.at(rows.dim() - 1), origins=split.origins)
+        return cut(moves.scatter(rows, hidden, run.axis), hidden)
     return finished(run, rows, replace(split, lead=()), True)

@@ -18,6 +18,10 @@ ALWAYS: dict[str, Rule] = {
 }  # fmt: skip
 """Rules that also see parameters whose layout is still to be chosen."""
 
+GRID_READS = {"linear", "matmul", "__matmul__", "mm", "addmm", "embedding", "__get__", "__set__", "__delete__", "size",
+              "dim", "numel", "__len__", "__hash__", "is_floating_point", "__repr__", "__format__"}  # fmt: skip
+"""Functions that may read a weight that a grid has cut both ways."""
+
 _REDUCTIONS = (
     "sum",
     "mean",

@@ -95,8 +95,10 @@ class Misfit(Exception):  # noqa: N818 - it is no error: a finder answers it wit
         *,
         atoms: int = 0,
         borders: tuple[tuple[int, int], ...] = (),  # fractions of the dim, as (numerator, denominator)
+        flat: bool = False,  # a grid may not cut them both ways
     ) -> None:
         super().__init__(why)
+        self.flat = flat
         self.origins, self.why, self.atoms, self.borders = origins, why, atoms, borders
 
 

@@ -1,0 +1,184 @@
+"""Products on a cube of ranks: 3D tensor parallelism (Agarwal et al. 1995; Bian et al., arXiv 2105.14450).
+
+Each of the three matrices is cut along one axis more than its two dims need, and gathered over it where it is read;
+a part of a sum is scattered over it. Per rank, what is sent falls with the square of the cube's edge, where that of
+a 1D product does not fall at all. An axis may be of size 1, and the three may differ: 2.5D is A x A x D.
+
+    y[T_B, N_A] = scattered over B of  x[T, K_B] @ W[N_A, K_B]^T      x gathered over A, W over D
+    dx[T_A, K_B] = scattered over A of  dy[T, N_A] @ W[N_A, K_B]      dy gathered over B, W over D
+    dW[N_AD, K_B] = scattered over D of  dy[T, N_A]^T @ x[T, K_B]     dy gathered over B, x over A
+
+    Legend: T tokens of the ranks with one number of D, N new, K summed; A ranks along `gather`, B along `scatter`,
+    D along `depth`; n, k this rank's block of W before its cut over D; e bytes of an element
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from soli.mesh.collectives import Axis, all_gather
+from soli.parallel.keep import carried
+from soli.parallel.tensor.moves import scattered_later
+from soli.parallel.tensor.split import Split, together
+from soli.parallel.tensor.summa import GRADIENT_OF_W, GRADIENT_OF_X, Later, lowered, plainly
+
+INPUT, WEIGHT, OUTPUT, GRADIENT = (
+    "input of a product",
+    "a weight",
+    "output of a product",
+    "gradient of an output",
+)
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    *,
+    tokens_in: Split,
+    tokens_out: Split,
+    gather: Axis,
+    scatter: Axis,
+    depth: Axis,
+    of_w: Split,
+) -> Tensor:
+    """x [T_A, .., K_B], W [N_AD, K_B] -> y [T_B, .., N_A].
+
+    x's dim 0 is cut over `gather` by tokens_in, y's over `scatter` by tokens_out; W's dim 0, which is already the
+    part N_A of this rank, once more over `depth` by of_w. What is gathered is dropped after the product and gathered
+    again for the backward.
+
+    Bytes of a rank's collectives, with T^ of a cut for its parts padded to the largest, times their number, and m
+    for the product of x's dims between the first and the last; those over an axis of size 1 are none:
+
+        forward     all_gather over gather T^in m k e,   over depth n^ k e,  reduce_scatter over scatter T^out m n e
+        backward    all_gather over scatter T^out m n e
+        for dx      all_gather over depth n^ k e,        reduce_scatter over gather T^in m k e
+        for dW      all_gather over gather T^in m k e,   reduce_scatter over depth n^ k e
+    """
+    x, w = lowered(x), lowered(w)
+    parts = tokens_in.local(gather.size, gather.index), of_w.local(depth.size, depth.index)
+    if (x.shape[0], w.shape[0]) != parts or x.shape[-1] != w.shape[1] or tokens_in.size != tokens_out.size:
+        raise ValueError(f"x {list(x.shape)} and W {list(w.shape)} are not the rank's parts {list(parts)}")
+    return _Linear.apply(x, w, tokens_in, tokens_out, gather, scatter, depth, of_w)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        tokens_in: Split,
+        tokens_out: Split,
+        gather: Axis,
+        scatter: Axis,
+        depth: Axis,
+        of_w: Split,
+    ) -> Tensor:
+        for_x, for_w = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if for_w else None, w if for_x else None)
+        ctx.cuts, ctx.axes = (tokens_in, tokens_out, of_w), (gather, scatter, depth)
+
+        def there(x: Tensor) -> Tensor:
+            part = _product(
+                collected_later(x, tokens_in, gather, INPUT), collected_later(w, of_w, depth, WEIGHT)
+            )
+            return _scattered_later(part, tokens_out, scatter, OUTPUT)()
+
+        with plainly(x.device):
+            # Under selective recomputation the sum is kept: nothing is sent again.
+            return carried(x, there, alone=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        with plainly(dy.device):
+            dx, dw = _gradients(dy, x, w, *ctx.cuts, *ctx.axes)
+        return dx, dw, None, None, None, None, None, None
+
+
+def _product(x: Later, w: Later) -> Tensor:
+    """Of two that are both under way; what is gathered goes with them."""
+    return F.linear(x(), w())
+
+
+def _gradients(
+    dy: Tensor,
+    x: Tensor | None,
+    w: Tensor | None,
+    tokens_in: Split,
+    tokens_out: Split,
+    of_w: Split,
+    gather: Axis,
+    scatter: Axis,
+    depth: Axis,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx [T_A, .., K_B] and dW [N_AD, K_B] of dy [T_B, .., N_A]. Without W no dx is wanted, without x no dW."""
+    of_y = collected_later(dy, tokens_out, scatter, GRADIENT)
+    of_weight = None if w is None else collected_later(w, of_w, depth, WEIGHT)
+    of_x = None if x is None else collected_later(x, tokens_in, gather, INPUT)
+    new = of_y()
+    del of_y
+    dx = dw = None
+    if of_weight is not None:
+        dx = _scattered_later(torch.matmul(new, of_weight()), tokens_in, gather, GRADIENT_OF_X)
+        of_weight = None  # what was gathered goes with it
+    if of_x is not None:
+        dw = _scattered_later(_flat(new).t() @ _flat(of_x()), of_w, depth, GRADIENT_OF_W)
+        of_x = None
+    return None if dx is None else dx(), None if dw is None else dw()
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def collected_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
+    """Begin to gather the whole of a cut tensor; what is returned waits for it. Parts are sent padded to the largest."""
+    if axis.size == 1:
+        return lambda: x
+    before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
+    sizes = [split.local(axis.size, r) for r in range(axis.size)]
+    shape = (*before, max(sizes), *after)
+    if not prod(shape):  # on every rank of the axis: backends refuse to move nothing
+        nothing = x.new_empty((*before, split.size, *after))
+        return lambda: nothing
+    piece = x.contiguous()
+    if x.shape[split.dim] < max(sizes):
+        piece = x.new_empty(shape)
+        piece.narrow(split.dim, 0, x.shape[split.dim]).copy_(x)
+    every = x.new_empty((axis.size, *shape))
+    n = max(sizes)
+    own = [split.own(axis.size, r) for r in range(axis.size)]
+    in_place = split.dim == 0 and own == [[(r * n, (r + 1) * n)] for r in range(axis.size)]
+    pending = all_gather(every.view(-1), piece.view(-1), axis, label=label, wait=False)
+
+    def finish() -> Tensor:
+        pending.wait()
+        if in_place:
+            return every.flatten(0, 1)
+        return together([every[r].narrow(split.dim, 0, n) for r, n in enumerate(sizes)], split)
+
+    return finish
+
+
+def _scattered_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
+    """Begin to sum over the axis, each rank its part of the sum; what is returned waits for it.
+
+    Sent in the tensors' own type, as a row's output is in 1D.
+    """
+    if axis.size == 1:
+        return lambda: x
+    if not x.numel():
+        nothing = x.new_empty(
+            (*x.shape[: split.dim], split.local(axis.size, axis.index), *x.shape[split.dim + 1 :])
+        )
+        return lambda: nothing
+    return scattered_later(x, split, axis, label)
