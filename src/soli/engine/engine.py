@@ -16,12 +16,11 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import layout, norm, pipelined, same
+from soli.engine import layout, microbatch, norm, pipelined, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, to_device
 from soli.engine.check import FirstStep
-from soli.engine.contract import total_and_count
 from soli.engine.data import Order, Position, batches
 from soli.losses import LossFn, from_model
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
@@ -242,42 +241,15 @@ class Engine:
         total, count = 0.0, 0.0
         for number, piece in enumerate(pieces):
             reducer.begin_backward(last=number == len(pieces) - 1)
-            more, counted = self._microbatch(piece)
+            more, counted = microbatch.forward_backward(self, piece)
             total, count = total + more, count + counted
             reducer.finish_backward()
         return self._agree(total, count)
-
-    def _microbatch(self, piece: Part) -> tuple[float, float]:
-        """Forward and backward of one microbatch; an empty one only joins the collectives of the others."""
-        gatherer = self.laid.gatherer
-        with self.randomness.begin(self.step_count, piece.start, max(piece.rows, 1)):
-            if gatherer is not None:
-                gatherer.begin_forward(training=True)
-            total, count = None, 0.0
-            if piece.rows:
-                data = to_device(piece.data, self.device)
-                with self.randomness.forward(), self.computing():
-                    total, count = self._loss(self._call(data), data)
-            if gatherer is not None:
-                gatherer.end_forward()
-                gatherer.begin_backward()
-            self.randomness.backward()
-            # A microbatch without counted targets has no gradient: its total may be 0/0.
-            value = float(total.detach()) if total is not None and count else 0.0
-            if total is not None and count:
-                with self.randomness.forward(), self.again():
-                    (total * self.seed_of_loss).backward()
-            if gatherer is not None:
-                gatherer.end_backward()
-        return value, count
 
     @property
     def seed_of_loss(self) -> float:
         """The gradient that a microbatch's total starts with. All ranks of cp have the total, and one counts it."""
         return self._seed_scale if self.mesh["cp"].index == 0 else 0.0
-
-    def _loss(self, output: Any, data: Any) -> tuple[Tensor, float]:
-        return total_and_count(self.loss_fn(output, data))
 
     def _agree(self, total: float, count: float) -> Tensor:
         """One small reduction: every rank's total and count in slots of their own, and which parameters were used."""
@@ -459,7 +431,7 @@ class Engine:
         total, count = 0.0, 0.0
         if data is not None:
             with self.computing():
-                found, count = self._loss(self._call(data), data)
+                found, count = microbatch.loss(self, self._call(data), data)
             total = float(found) if count else 0.0
         if gatherer is not None:
             gatherer.end_forward()

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.layout import even_parts
+from soli.engine import microbatch
 from soli.engine.batch import Part, part_of, to_device
 from soli.engine.layout import Runner
 from soli.mesh.collectives import all_reduce, gather_json
@@ -162,7 +163,7 @@ def build(engine: Engine, cutting: Cutting) -> Pipeline:
         cutting,
         engine.laid.reducer,
         engine.randomness,
-        lambda data: engine._loss(engine._call(data), data),
+        lambda data: microbatch.loss(engine, engine._call(data), data),
         engine.computing,
         engine.again,
     )

@@ -151,6 +151,7 @@ class Pipeline:
             total, count = result
             if count:  # without counted targets there is no gradient: the total may be 0/0
                 self._total, self._counted = self._total + float(total.detach()), self._counted + count
+            if count or self.plan.grid[0] > 1:
                 flight.outputs = [total * self._scale]
 
     @contextmanager

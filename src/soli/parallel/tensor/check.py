@@ -122,7 +122,9 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, sequence: bool) 
             raise _refused(sample, f"{name} is not there")
         of = name.removeprefix("gradient of ")
         if ROW in cuts.get(of, {}):
-            all_reduce(value, row, label="check of the tensor-parallel layout")  # rows have other tokens: their sum
+            all_reduce(
+                value, row, label="check of the tensor-parallel layout"
+            )  # rows have other tokens: their sum
         wanted = own(of, value)
         if wanted.shape != got[name].shape:
             raise _refused(sample, f"{name} has shape {tuple(got[name].shape)}, not {tuple(wanted.shape)}")

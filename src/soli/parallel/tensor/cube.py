@@ -28,12 +28,8 @@ from soli.parallel.tensor.moves import scattered_later
 from soli.parallel.tensor.split import Split, together
 from soli.parallel.tensor.summa import GRADIENT_OF_W, GRADIENT_OF_X, Later, lowered, plainly
 
-INPUT, WEIGHT, OUTPUT, GRADIENT = (
-    "input of a product",
-    "a weight",
-    "output of a product",
-    "gradient of an output",
-)
+INPUT, WEIGHT = "input of a product", "a weight"
+OUTPUT, GRADIENT = "output of a product", "gradient of an output"
 
 
 def linear(
@@ -86,10 +82,10 @@ class _Linear(torch.autograd.Function):
         ctx.cuts, ctx.axes = (tokens_in, tokens_out, of_w), (gather, scatter, depth)
 
         def there(x: Tensor) -> Tensor:
-            part = _product(
-                collected_later(x, tokens_in, gather, INPUT), collected_later(w, of_w, depth, WEIGHT)
+            product = _scattered_later(
+                _product(x, w, tokens_in, of_w, gather, depth), tokens_out, scatter, OUTPUT
             )
-            return _scattered_later(part, tokens_out, scatter, OUTPUT)()
+            return product()
 
         with plainly(x.device):
             # Under selective recomputation the sum is kept: nothing is sent again.
@@ -104,9 +100,10 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None, None, None, None, None, None
 
 
-def _product(x: Later, w: Later) -> Tensor:
-    """Of two that are both under way; what is gathered goes with them."""
-    return F.linear(x(), w())
+def _product(x: Tensor, w: Tensor, tokens_in: Split, of_w: Split, gather: Axis, depth: Axis) -> Tensor:
+    """[T, .., N_A], a part of a sum over K. Both are gathered at once, and what was gathered ends here."""
+    of_x, of_weight = collected_later(x, tokens_in, gather, INPUT), collected_later(w, of_w, depth, WEIGHT)
+    return F.linear(of_x(), of_weight())
 
 
 def _gradients(

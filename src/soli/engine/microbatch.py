@@ -1,0 +1,63 @@
+"""Forward and backward of one microbatch on one rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from soli.core.errors import SoliError
+from soli.engine.batch import Part, to_device
+from soli.engine.contract import total_and_count
+
+if TYPE_CHECKING:
+    from soli.engine.engine import Engine
+
+
+def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
+    """Its total and count. An empty one only joins the collectives of the others."""
+    gatherer = engine.laid.gatherer
+    with engine.randomness.begin(engine.step_count, piece.start, max(piece.rows, 1)):
+        if gatherer is not None:
+            gatherer.begin_forward(training=True)
+        total, count = None, 0.0
+        if piece.rows:
+            data = to_device(piece.data, engine.device)
+            with engine.randomness.forward(), engine.computing():
+                total, count = loss(engine, engine._call(data), data)
+        if gatherer is not None:
+            gatherer.end_forward()
+            gatherer.begin_backward()
+        engine.randomness.backward()
+        value = float(total.detach()) if total is not None and count else 0.0
+        if total is not None and (count or together(engine)):
+            with engine.randomness.forward(), engine.again():
+                (total * engine.seed_of_loss).backward()
+        if gatherer is not None:
+            gatherer.end_backward()
+    return value, count
+
+
+def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
+    """Total and count. Without counted targets there is no gradient: the total may be 0/0, and nobody differentiates it.
+
+    On a grid others wait in the backward for this rank's part of their products: zeros go back instead.
+    """
+    total, count = total_and_count(engine.loss_fn(output, data))
+    if count or not (together(engine) and torch.is_grad_enabled()):
+        return total, count
+    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad]
+    if not outputs:
+        raise SoliError(
+            "no target of this rank's rows is counted, and the model returns nothing but its loss to go back from",
+            got=type(output).__name__,
+            fix="return the logits too, give every row a target, or use tensor=1d",
+        )
+    return sum(((x * 0).sum() for x in outputs), total.new_zeros(())), count
+
+
+def together(engine: Engine) -> bool:
+    """Whether ranks with other rows compute each product together."""
+    return engine.plan.grid[0] > 1
