@@ -4,13 +4,13 @@ A rank's coordinates follow AXES from the slowest to the fastest: neighbours in 
 rank. `replicate` and `shard` say where a parameter's gradient is summed: ranks of data parallelism and of
 context parallelism alike, so replicate x shard = dp x cp, and cp is the faster part of it. Tensor parallelism in
 2D has a grid: `row` runs over the ranks of one column, `tp` over those of one row. Copies of the grid (2.5D) are
-data parallelism to a parameter, and so they are part of replicate x shard too.
+data parallelism to a parameter, and so they are part of replicate x shard too. In 3D grids stand in `depth`.
 """
 
 from __future__ import annotations
 
-PP, REPLICATE, SHARD, CP, ROW, TP, EP = "pp", "replicate", "shard", "cp", "row", "tp", "ep"
-AXES = (PP, REPLICATE, SHARD, ROW, TP)
+PP, REPLICATE, SHARD, CP, DEPTH, ROW, TP, EP = "pp", "replicate", "shard", "cp", "depth", "row", "tp", "ep"
+AXES = (PP, REPLICATE, SHARD, DEPTH, ROW, TP)
 
 
 def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:

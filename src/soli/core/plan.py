@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import isqrt
 from typing import Any
 
-from soli.core.axes import PP, REPLICATE, ROW, SHARD, TP
+from soli.core.axes import DEPTH, PP, REPLICATE, ROW, SHARD, TP
 from soli.core.errors import Problem, raise_all
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -61,19 +61,44 @@ class Plan:
     @property
     def sizes(self) -> dict[str, int]:
         """Degree of each mesh axis. Nothing is sharded under zero=0: all of dp and cp replicates."""
-        copies = (self.dp or 1) * self.depth * self.cp
+        depth, rows, columns = self.grid
+        copies = (self.dp or 1) * self.cp * self.tp // (depth * rows * columns)
         replicas = copies if self.zero == 0 else self.replicate
-        rows, columns = self.grid
-        return {PP: self.pp, REPLICATE: replicas, SHARD: copies // replicas, ROW: rows, TP: columns}
+        grid = {DEPTH: depth, ROW: rows, TP: columns}
+        return {PP: self.pp, REPLICATE: replicas, SHARD: copies // replicas, **grid}
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the grid of tensor parallelism: of each of its `depth` copies."""
+    def grid(self) -> tuple[int, int, int]:
+        """Depth, rows and columns of the ranks that a weight is cut over. The copies of 2.5D each have one."""
         if self.tensor == "1d":
-            return 1, self.tp
+            return 1, 1, self.tp
+        if self.tensor == "3d":
+            edge = round(self.tp ** (1 / 3))
+            return edge, edge, edge
         ranks = max(self.tp // self.depth, 1)
         rows = self.rows or isqrt(ranks)
-        return rows, ranks // rows
+        return 1, rows, ranks // rows
+
+    @property
+    def together(self) -> bool:
+        """Whether ranks with other rows of the batch compute each product together."""
+        depth, rows, _ = self.grid
+        return self.tensor != "1d" and depth * rows > 1
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The axes over which a gradient is a part of a sum wherever they do not cut its parameter."""
+        return {"1d": (), "2d": (ROW,), "2.5d": (ROW,), "3d": (DEPTH, ROW, TP)}[self.tensor]
+
+    @property
+    def cuts(self) -> list[frozenset[str]]:
+        """The axes that may cut a parameter together."""
+        ways: dict[str, list[set[str]]] = {
+            "1d": [set(), {TP}],
+            "2d": [set(), {TP}, {ROW, TP}],
+            "3d": [set(), {ROW}, {TP}, {DEPTH, ROW, TP}],
+        }
+        return [frozenset(way) for way in ways["2d" if self.tensor == "2.5d" else self.tensor]]
 
     @property
     def stages(self) -> int:

@@ -91,10 +91,10 @@ def part_of(batch: Any, ranks: int, index: int) -> Part:
 def microbatches(part: Part, ranks: int, plan: Plan) -> list[Part]:
     """The part in as many microbatches as every rank has, in the same number everywhere; some may be empty.
 
-    Not so on a grid (tensor=2d), whose rows compute each product together: there is a row of the batch for each.
+    Not so on a grid (2d, 3d), where ranks with other rows compute each product together: each has rows.
     """
     most = -(-part.total // ranks)
-    if plan.grid[0] > 1:
+    if plan.together:
         most = part.total // ranks
     pieces = even_parts(part.rows, max(1, min(plan.accumulate * plan.microbatches, most)))
     return [
@@ -105,10 +105,10 @@ def microbatches(part: Part, ranks: int, plan: Plan) -> list[Part]:
 
 def need_rows(part: Part, ranks: int, plan: Plan) -> None:
     """Raises SoliError where a rank has no row, and others wait for it in every product."""
-    if plan.grid[0] > 1 and part.total < ranks:
+    if plan.together and part.total < ranks:
         raise SoliError(
-            "the rows of a grid compute each product together, and some have no row of the batch",
-            got=f"{part.total} rows, {ranks} parts (dp x depth x rows of the grid), plan {plan}",
+            "the ranks of a grid compute each product together, and some have no row of the batch",
+            got=f"{part.total} rows, {ranks} parts (dp, copies and rows of the grid), plan {plan}",
             allowed=f"at least {ranks} rows in every batch, the last and those of an evaluation too",
             fix="drop or fill the ragged last batch, or use a smaller grid or dp",
             everywhere=True,

@@ -248,8 +248,8 @@ class Engine:
 
     @property
     def seed_of_loss(self) -> float:
-        """The gradient that a microbatch's total starts with. All ranks of cp have the total, and one counts it."""
-        return self._seed_scale if self.mesh["cp"].index == 0 else 0.0
+        """The gradient that a microbatch's total starts with. Where several ranks have it, one counts it."""
+        return self._seed_scale if self.mesh.seeds else 0.0
 
     def _agree(self, total: float, count: float) -> Tensor:
         """One small reduction: every rank's total and count in slots of their own, and which parameters were used."""

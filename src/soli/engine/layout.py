@@ -39,9 +39,9 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     part = part_of(batch, 1, 0)
     runner = Runner.of(engine, part)
     plan, mesh = engine.plan, engine.mesh
-    rows = 0 if plan.tensor == "1d" else plan.grid[0]
+    rows = 0 if plan.tensor == "1d" else plan.grid[1]
     # A rank without rows has no roles of its own; rank 0 has rows, and its roles hold.
-    roles, samples = runner.search(plan.grid[1], plan.sp, engine.hints, rows) if part.rows else ({}, {})
+    roles, samples = runner.search(plan.grid[2], plan.sp, engine.hints, rows) if part.rows else ({}, {})
     roles = oned.rank_0s(roles, mesh)
     if any(p.is_meta for p in engine.model.parameters()):
         text = (

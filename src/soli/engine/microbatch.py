@@ -32,7 +32,7 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
             gatherer.begin_backward()
         engine.randomness.backward()
         value = float(total.detach()) if total is not None and count else 0.0
-        if total is not None and (count or together(engine)):
+        if total is not None and (count or engine.plan.together):
             with engine.randomness.forward(), engine.again():
                 (total * engine.seed_of_loss).backward()
         if gatherer is not None:
@@ -46,7 +46,7 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
     On a grid others wait in the backward for this rank's part of their products: zeros go back instead.
     """
     total, count = total_and_count(engine.loss_fn(output, data))
-    if count or not (together(engine) and torch.is_grad_enabled()):
+    if count or not (engine.plan.together and torch.is_grad_enabled()):
         return total, count
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad]
     if not outputs:
@@ -56,8 +56,3 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
             fix="return the logits too, give every row a target, or use tensor=1d",
         )
     return sum(((x * 0).sum() for x in outputs), total.new_zeros(())), count
-
-
-def together(engine: Engine) -> bool:
-    """Whether ranks with other rows compute each product together."""
-    return engine.plan.grid[0] > 1

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from soli.core.axes import DEPTH, ROW, TP
 from soli.core.errors import SoliError
 from soli.engine import state as states
-from soli.mesh.collectives import all_reduce
+from soli.mesh.collectives import Axis, all_reduce
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -16,19 +17,24 @@ if TYPE_CHECKING:
 
 
 def gradient_norm(engine: Engine) -> float:
-    """The 2-norm of the summed gradient, each parameter counted once. Collective over shard, row, tp and pp."""
-    mesh = engine.mesh
-    squares = torch.zeros(3, dtype=torch.float64)  # of what is whole, cut over tp, cut over a grid
+    """The 2-norm of the summed gradient, each parameter counted once. Collective over all that it is cut over."""
+    mesh, kinds = engine.mesh, engine.plan.cuts
+    squares = torch.zeros(len(kinds), dtype=torch.float64)
     for unit in engine.laid.reducer.units:
         for cut, part in unit.norm_parts() if unit.counted else []:
-            squares[cut] += torch.linalg.vector_norm(part).double().cpu() ** 2
-    if mesh["row"].size == 1:
-        all_reduce(squares, mesh["shard"], label="gradient norm")
-    else:
-        all_reduce(squares[:2], mesh.shard, label="gradient norm")
-        all_reduce(squares[2:], mesh["shard"], label="gradient norm")
-        all_reduce(squares[2:], mesh["row"], label="gradient norm")
-    all_reduce(squares[1:], mesh["tp"], label="gradient norm")
+            squares[kinds.index(cut)] += torch.linalg.vector_norm(part).double().cpu() ** 2
+
+    def add_up(axis: Axis, among: list[int]) -> None:
+        part = squares[among]
+        all_reduce(part, axis, label="gradient norm")
+        squares[among] = part
+
+    shards = [mesh.sums[frozenset(engine.plan.summed) - cut][1] for cut in kinds]
+    for axis in dict.fromkeys(shards):
+        add_up(axis, [i for i, other in enumerate(shards) if other is axis])
+    for name in (DEPTH, ROW, TP):
+        if mesh[name].size > 1:
+            add_up(mesh[name], [i for i, cut in enumerate(kinds) if name in cut])
     all_reduce(squares, mesh["pp"], label="gradient norm")
     return float(squares.sum().sqrt())
 

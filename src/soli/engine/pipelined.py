@@ -166,7 +166,18 @@ def build(engine: Engine, cutting: Cutting) -> Pipeline:
         lambda data: microbatch.loss(engine, engine._call(data), data),
         engine.computing,
         engine.again,
+        lambda flags: _anyone(engine, flags),
     )
+
+
+def _anyone(engine: Engine, flags: list[bool]) -> list[bool]:
+    """Which flags are set on a rank with other rows that computes products together with this one. Collective there."""
+    if not engine.plan.together:
+        return flags
+    found = torch.tensor(flags, dtype=torch.float64)
+    for name in ("depth", "row"):
+        all_reduce(found, engine.mesh[name], "max", label="shapes that are new")
+    return [bool(flag) for flag in found.tolist()]
 
 
 def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> tuple[float, float]:

@@ -57,8 +57,9 @@ def mark(engine: Engine, part: Part) -> float:
 
 
 def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
-    """Sum `facts`, which the last stage has, over pp; and refuse rows that differ among ranks of pp, cp or tp."""
-    for axis in (engine.mesh["pp"], engine.mesh["cp"], engine.mesh["tp"]):
+    """Sum `facts`, which the last stage has, over pp; and refuse rows that differ among ranks that have the same."""
+    names = ("pp", "cp", "row", "tp") if engine.plan.tensor == "3d" else ("pp", "cp", "tp")
+    for axis in (engine.mesh[name] for name in names):
         if axis.size == 1:
             continue
         marks = torch.zeros(axis.size, dtype=torch.float64)

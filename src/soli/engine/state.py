@@ -145,9 +145,8 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
             whole, unit.shard_axis if unit else engine.mesh.shard, "sum" if shape else "max", label=name
         )
         if shape and slot is not None and slot.portion is not None and slot.whole_shape == shape:
-            if unit is not None and unit.on_grid:
-                all_reduce(whole, engine.mesh["row"], label=name)
-            all_reduce(whole, engine.mesh["tp"], label=name)
+            for axis in slot.cut_over:
+                all_reduce(whole, engine.mesh[axis], label=name)
         if engine.pipeline is not None:
             broadcast(whole, engine.mesh["pp"], engine.pipeline.cutting.first_owner(param), label=name)
         found[name] = whole
@@ -224,7 +223,7 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
         engine.saving.wait()
         engine.saving = None
     tensors = model_tensors(engine) | optimizer_tensors(engine)
-    if all(engine.mesh[axis].index == 0 for axis in ("pp", "cp", "tp")):  # one for each place on dp
+    if engine.mesh.leads:  # one for each place on dp
         tensors[f"{RNG}{engine.dp.index}"] = from_whole(rng.state())
     state = _state(engine, extra)
     if engine._save_group is None and engine.world > 1:

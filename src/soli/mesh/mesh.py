@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from soli.core.axes import AXES, CP, PP, REPLICATE, ROW, SHARD, TP, coordinates, peers
+from soli.core.axes import AXES, CP, DEPTH, REPLICATE, ROW, SHARD, TP, coordinates, peers
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, gather_json
 from soli.mesh.local.identity import mine
@@ -24,13 +24,19 @@ class Mesh:
     world: World
     axes: dict[str, Axis]
     all: Axis  # every rank of the job, named "world"
-    dp: Axis  # the ranks that see different data: replicate x shard x row, but for cp
-    replicate: Axis  # as the axes of these names, of parameters that a grid does not cut: with its rows
-    shard: Axis
+    dp: Axis  # the ranks that see different data
+    sums: dict[frozenset[str], tuple[Axis, Axis]]  # replicate and shard of what is summed over these axes too
+    seeds: bool  # of ranks with one loss whose gradients are parts of sums, the one that counts it
+    leads: bool  # the first of the ranks with the same rows of the batch
     torch_mesh: DeviceMesh | None
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
+
+    @property
+    def shard(self) -> Axis:
+        """The shard axis of parameters that no axis cuts: all that share a shard are on it."""
+        return max(self.sums.items(), key=lambda item: len(item[0]))[1][1]
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -116,27 +122,31 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
         if world.size > 1
         else Axis("world", ranks=(world.rank,))
     )
-    axes[CP] = _family(CP, axes, everyone, lambda rank: _place(rank, sizes, plan.cp)[1])
-    data = _family("dp", axes, everyone, lambda rank: _place(rank, sizes, plan.cp)[0])
-    replicate, shard = axes[REPLICATE], axes[SHARD]
-    if sizes[ROW] > 1:  # what the grid does not cut is a copy on every row
-        beside = lambda rank: tuple(n for name, n in coordinates(rank, sizes).items() if name != ROW)
-        if plan.zero:
-            shard = _family(SHARD, axes, everyone, lambda rank: _without(beside(rank), 2))
-        else:
-            replicate = _family(REPLICATE, axes, everyone, lambda rank: _without(beside(rank), 1))
-    return Mesh(world, axes, everyone, data, replicate, shard, torch_mesh)
+
+    def fixed(rank: int, *free: str) -> tuple[int, ...]:
+        """What ranks have in common that differ along `free` alone; along cp or dp, which are one number of data."""
+        place = coordinates(rank, sizes)
+        data, part = divmod(place.pop(REPLICATE) * sizes[SHARD] + place.pop(SHARD), plan.cp)
+        return tuple(n for name, n in {**place, "dp": data, CP: part}.items() if name not in free)
+
+    rows = {"2d": (ROW,), "2.5d": (ROW,), "3d": (DEPTH,)}.get(plan.tensor, ())
+    axes[CP] = _family(CP, axes, everyone, lambda rank: fixed(rank, CP))
+    data = _family("dp", axes, everyone, lambda rank: fixed(rank, "dp", *rows))
+    others = sorted({frozenset(plan.summed) - cut for cut in plan.cuts}, key=sorted)
+    sums = {over: _sums(over, plan, axes, everyone) for over in others}
+    alike = (CP, ROW, TP) if plan.tensor == "3d" else (CP,)
+    seeds = all(axes[name].index == 0 for name in alike)
+    leads = all(axis.index == 0 for name, axis in axes.items() if name not in (REPLICATE, SHARD, *rows))
+    return Mesh(world, axes, everyone, data, sums, seeds, leads, torch_mesh)
 
 
-def _without(numbers: tuple[int, ...], place: int) -> tuple[int, ...]:
-    return numbers[:place] + numbers[place + 1 :]
-
-
-def _place(rank: int, sizes: dict[str, int], cp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What ranks have in common that have other rows of the batch, and what those of another part of the sequence."""
-    where = coordinates(rank, sizes)
-    data, part = divmod(where[REPLICATE] * sizes[SHARD] + where[SHARD], cp)
-    return (where[PP], part, where[TP]), (where[PP], data, where[ROW], where[TP])
+def _sums(over: frozenset[str], plan: Plan, axes: dict[str, Axis], everyone: Axis) -> tuple[Axis, Axis]:
+    """The replicate and the shard axis of parameters whose gradients are summed over these axes too. Collective."""
+    name = SHARD if plan.zero else REPLICATE
+    free = {name, *over}
+    key = lambda rank: tuple(n for axis, n in coordinates(rank, plan.sizes).items() if axis not in free)
+    wider = _family(name, axes, everyone, key)
+    return (axes[REPLICATE], wider) if plan.zero else (wider, axes[SHARD])
 
 
 def _family(name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int], tuple[int, ...]]) -> Axis:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soli.core.axes import REPLICATE, ROW, SHARD
 from soli.core.errors import Problem, SoliError
 from soli.core.events import events
 from soli.core.layout import Portion
@@ -98,7 +97,7 @@ def distribute(
     else:
         trainable = [named for named in reversed(params) if named[1].requires_grad]
         alone = [named for named in trainable if id(named[1]) not in copies]
-        runs = [run for some in _families(alone) for run in buckets(some)]
+        runs = [run for some in _families(alone, mesh) for run in buckets(some)]
         units = [_unit(f"bucket {i}", run, plan, mesh, portions) for i, run in enumerate(runs)]
         units += _copied(trainable, plan, mesh, portions, copies)
     for unit in units:
@@ -124,29 +123,47 @@ def _unit(
     plan: Plan,
     mesh: Mesh,
     portions: dict[int, Portion],
-    gather: dict[bool, Axis] | None = None,
+    gather: dict[tuple[int, ...], Axis] | None = None,
 ) -> Unit:
-    trainable, grid = params[0][1].requires_grad, on_grid(params[0][1])
-    shard, replicate = (mesh[SHARD], mesh[REPLICATE]) if grid else (mesh.shard, mesh.replicate)
-    own = (gather or {}).get(grid)
-    return Unit(name, slots_of(params, portions), shard, replicate, plan.zero, trainable, own)
+    cut = cut_over(params[0][1])
+    replicate, shard = axes_of(mesh, cut)
+    own = (gather or {}).get(shard.ranks)
+    return Unit(
+        name, slots_of(params, portions), shard, replicate, plan.zero, params[0][1].requires_grad, own
+    )
 
 
-def on_grid(param: nn.Parameter) -> bool:
-    """Whether a grid cuts it both ways: its gradient is summed over no row of it, as others' are."""
-    return ROW in getattr(param, "cuts", {})
+def cut_over(param: nn.Parameter) -> tuple[str, ...]:
+    """The axes over which tensor parallelism cut it."""
+    return tuple(getattr(param, "cuts", ()))
 
 
-def _families(params: list[Named]) -> list[list[Named]]:
-    """Those that a grid cuts both ways, and the others."""
-    kinds = ([named for named in params if on_grid(named[1]) is grid] for grid in (True, False))
-    return [kind for kind in kinds if kind]
+def axes_of(mesh: Mesh, cut: tuple[str, ...]) -> tuple[Axis, Axis]:
+    """The replicate and the shard axis of a parameter that is cut over these axes."""
+    every = max(mesh.sums, key=len)
+    return mesh.sums[every - set(cut)]
 
 
-def _apart(mesh: Mesh) -> dict[bool, Axis]:
-    """Groups of their own for the gathers of ZeRO-3, of what a grid cuts both ways and of the rest. Collective."""
-    whole = mesh.another(mesh.shard)
-    return {True: whole if mesh[ROW].size == 1 else mesh.another(mesh[SHARD]), False: whole}
+def _families(params: list[Named], mesh: Mesh) -> list[list[Named]]:
+    """Those with the same axes: their gradients are summed over the same ranks."""
+    kinds: dict[Any, list[Named]] = {}
+    for named in params:
+        kinds.setdefault(_kind(named[1], mesh), []).append(named)
+    return list(kinds.values())
+
+
+def _kind(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:
+    every = max(mesh.sums, key=len)
+    return tuple(sorted(every - set(cut_over(param))))
+
+
+def _apart(mesh: Mesh) -> dict[tuple[int, ...], Axis]:
+    """Groups of their own for the gathers of ZeRO-3, by the ranks of the shard axis. Collective."""
+    found: dict[tuple[int, ...], Axis] = {}
+    for over in sorted(mesh.sums, key=sorted):
+        axis = mesh.another(mesh.sums[over][1])
+        found.setdefault(axis.ranks, axis)
+    return found
 
 
 def _blocks(
@@ -156,7 +173,7 @@ def _blocks(
     mesh: Mesh,
     portions: dict[int, Portion],
     copies: dict[int, Axis],
-    gather: dict[bool, Axis],
+    gather: dict[tuple[int, ...], Axis],
 ) -> tuple[Block, list[Block]]:
     """The root and the repeated blocks. A parameter that two blocks share belongs to the root."""
     owners: dict[int, set[str]] = {}
@@ -170,7 +187,9 @@ def _blocks(
     def units(name: str, members: list[Named]) -> list[Unit]:
         kinds: dict[Any, list[Named]] = {}
         for names, param in members:
-            kinds.setdefault((param.dtype, param.requires_grad, on_grid(param)), []).append((names, param))
+            kinds.setdefault((param.dtype, param.requires_grad, _kind(param, mesh)), []).append(
+                (names, param)
+            )
         return [
             _unit(f"{name} {i}" if i else name, group, plan, mesh, portions, gather)
             for i, group in enumerate(kinds.values())
@@ -191,12 +210,12 @@ def _copied(
     mesh: Mesh,
     portions: dict[int, Portion],
     copies: dict[int, Axis],
-    gather: dict[bool, Axis] | None = None,
+    gather: dict[tuple[int, ...], Axis] | None = None,
 ) -> list[Unit]:
     """Units of what several stages have, laid alike on all of them: their sums then round alike."""
     groups: dict[Any, list[Named]] = {}
     for names, param in sorted((n for n in params if id(n[1]) in copies), key=lambda named: named[0]):
-        groups.setdefault((copies[id(param)].ranks, param.requires_grad, on_grid(param)), []).append(
+        groups.setdefault((copies[id(param)].ranks, param.requires_grad, _kind(param, mesh)), []).append(
             (names, param)
         )
     found = []

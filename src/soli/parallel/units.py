@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from soli.core.axes import ROW
 from soli.core.layout import Portion, Sharded, from_flat, from_whole
 from soli.mesh.collectives import Axis, all_gather, allocate
 
@@ -67,6 +66,11 @@ class Slot:
         """Of the model's parameter."""
         return self.shape if self.portion is None else self.portion.shape
 
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """The axes over which tensor parallelism cut it."""
+        return tuple(getattr(self.param, "cuts", ()))
+
     def of_whole(self, local: Sharded) -> Sharded:
         """Boxes of what this rank has, as boxes of the model's parameter."""
         return local if self.portion is None else self.portion.of_whole(local)
@@ -101,7 +105,6 @@ class Unit:
         self.grad: Tensor | None = None
         self.grad_shard: Tensor | None = None
         self.gathered = zero < 3
-        self.on_grid = ROW in getattr(first, "cuts", {})
         self.copies = Axis("copies")  # the stages of a pipeline that have these parameters too
 
     @property
@@ -199,18 +202,17 @@ class Unit:
             return slot.of_whole(from_whole(slot.param.detach()))
         return self.owned_tensor(slot, self.shard, self.low)
 
-    def norm_parts(self) -> list[tuple[int, Tensor]]:
-        """The reduced gradient in runs: (over how many axes tensor parallelism cut it, this rank's elements)."""
+    def norm_parts(self) -> list[tuple[frozenset[str], Tensor]]:
+        """The reduced gradient in runs: (the axes over which tensor parallelism cut it, this rank's elements)."""
         if self.grad_shard is None:
             return []
         if all(slot.portion is None for slot in self.slots):
-            return [(0, self.grad_shard)]
+            return [(frozenset(), self.grad_shard)]
         found = []
         for slot in self.slots:
             start, stop = self.owned(slot)
             if start < stop:
-                cuts = 0 if slot.portion is None else 1 + self.on_grid
-                found.append((cuts, self.grad_shard[start - self.low : stop - self.low]))
+                found.append((frozenset(slot.cut_over), self.grad_shard[start - self.low : stop - self.low]))
         return found
 
     def whole(self, flat_shard: Tensor, label: str) -> Tensor:

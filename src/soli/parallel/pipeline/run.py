@@ -63,7 +63,7 @@ def needs_of(
 
 class Pipeline:
     """`call(data) -> (total, count)`: the model and its loss. `computing()`, `again()`: what it runs in, forward
-    and when it is recomputed."""
+    and when it is recomputed. `anyone(flags)`: which hold on a rank that computes products together with this one."""
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class Pipeline:
         call: Callable[[Any], tuple[Tensor, float]],
         computing: Callable[[], AbstractContextManager[Any]],
         again: Callable[[], AbstractContextManager[Any]],
+        anyone: Callable[[list[bool]], list[bool]],
     ) -> None:
         self.model, self.plan, self.axis, self.device = model, plan, axis, device
         self.cutting, self.stages, self.reducer, self.randomness = (
@@ -85,7 +86,7 @@ class Pipeline:
             reducer,
             randomness,
         )
-        self.call, self.computing, self.again = call, computing, again
+        self.call, self.computing, self.again, self.anyone = call, computing, again, anyone
         self.weights = [p for p in model.parameters() if p.requires_grad and not p.is_meta]  # of this rank
         self.mine = [Stage(self, index) for index in self.stages.of_rank(axis.index)]
         self.actions: list[Action] = []  # of the newest flush; seconds of time.perf_counter
@@ -113,8 +114,12 @@ class Pipeline:
         """
         self.pieces, self._step, self._scale = pieces, step, scale
         self.keys = [key_of(piece.data) if piece.rows else None for piece in pieces]
-        for piece, key in zip(pieces, self.keys, strict=True):
-            if piece.rows and key not in self.mine[0].known:
+        new = [
+            bool(piece.rows) and key not in self.mine[0].known
+            for piece, key in zip(pieces, self.keys, strict=True)
+        ]
+        for piece, unknown in zip(pieces, self.anyone(new), strict=True):
+            if unknown:
                 self._learn(piece)
         self._total, self._counted = 0.0, 0.0
         self.actions = []
@@ -151,7 +156,7 @@ class Pipeline:
             total, count = result
             if count:  # without counted targets there is no gradient: the total may be 0/0
                 self._total, self._counted = self._total + float(total.detach()), self._counted + count
-            if count or self.plan.grid[0] > 1:
+            if count or self.plan.together:
                 flight.outputs = [total * self._scale]
 
     @contextmanager

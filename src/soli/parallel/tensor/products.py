@@ -124,7 +124,7 @@ def linear(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     words = [lead + "k", "nk"]
     if run.finder is not None:
         run.finder.choose([x, weight], words, lead + "n")
-    if ROW in getattr(weight, "cuts", {}):
+    if run.row is not None and ROW in getattr(weight, "cuts", {}):
         return _on_grid(run, x, weight, bias)
     if (done := _overlapped(run, x, weight, bias)) is not None:
         return done
@@ -203,7 +203,7 @@ def conv1d(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     words = ["mk", "kn"]
     if run.finder is not None:
         run.finder.choose([x, weight], words, "mn")
-    if ROW in getattr(weight, "cuts", {}):
+    if run.row is not None and ROW in getattr(weight, "cuts", {}):
         return _on_grid(run, x, weight, bias, of_weight=1)
     if (done := _overlapped(run, x, weight, bias, of_weight=1)) is not None:
         return done
