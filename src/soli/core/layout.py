@@ -90,7 +90,10 @@ def from_flat(flat: Tensor, shape: tuple[int, ...], start: int) -> Sharded:
 
 @dataclass(frozen=True)
 class Portion:
-    """What a rank has of a tensor of `shape`: along each dim of `cuts` these [start, stop) ranges, side by side."""
+    """What a rank has of a tensor of `shape`: along each dim of `cuts` these [start, stop) ranges, side by side.
+
+    A dim may be cut again: then the ranges are those of what the cuts before have left.
+    """
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
@@ -98,7 +101,7 @@ class Portion:
     def of_whole(self, local: Sharded) -> Sharded:
         """Boxes of the local part, as boxes of the whole tensor."""
         pieces = local.pieces
-        for dim, ranges in self.cuts:
+        for dim, ranges in reversed(self.cuts):
             pieces = [found for box, tensor in pieces for found in _spread(box, tensor, dim, ranges)]
         return Sharded(self.shape, local.dtype, pieces)
 

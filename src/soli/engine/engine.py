@@ -194,7 +194,7 @@ class Engine:
     def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """The whole tensor of which every rank of tp has the part that it has of a parameter. Collective."""
         tensor = self.parallel.tensor if self.parallel is not None else None
-        for axis, split in tensor.splits.get(id(param), {}).items() if tensor is not None else ():
+        for axis, split in reversed(tensor.splits.get(id(param), {}).items()) if tensor is not None else ():
             local = collected(local, split, self.mesh[axis], "a cut tensor, whole")
         return local
 

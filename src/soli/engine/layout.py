@@ -41,7 +41,11 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     plan, mesh = engine.plan, engine.mesh
     rows = 0 if plan.tensor == "1d" else plan.grid[1]
     # A rank without rows has no roles of its own; rank 0 has rows, and its roles hold.
-    roles, samples = runner.search(plan.grid[2], plan.sp, engine.hints, rows) if part.rows else ({}, {})
+    roles, samples = (
+        runner.search(plan.grid[2], plan.sp, engine.hints, rows, plan.tensor == "3d")
+        if part.rows
+        else ({}, {})
+    )
     roles = oned.rank_0s(roles, mesh)
     if any(p.is_meta for p in engine.model.parameters()):
         text = (
@@ -53,7 +57,7 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     else:
         for sample in check.one_of_each(samples, roles):
             with Randomness(engine.model, 0).probe(runner.rows):
-                check.compare(sample, roles, mesh, plan.sp)
+                check.compare(sample, roles, mesh, plan)
     return roles
 
 
@@ -92,9 +96,9 @@ class Runner:
                 buffer.copy_(value)
 
     def search(
-        self, ranks: int, sequence: bool, hints: dict[str, str], rows: int = 0
+        self, ranks: int, sequence: bool, hints: dict[str, str], rows: int = 0, cube: bool = False
     ) -> tuple[dict[str, Role], dict[str, check.Sample]]:
         """The roles, and what every block was called with."""
         with check.sampling(self.model) as samples:
-            roles = Finder(self.model, ranks, hints, self.data, rows).search(self.run, sequence)
+            roles = Finder(self.model, ranks, hints, self.data, rows, cube).search(self.run, sequence)
         return roles, samples

@@ -30,7 +30,7 @@ class Parallel:
     @property
     def levels(self) -> list[Run]:
         """The axes along which tensors are cut, outermost first."""
-        return [*self.context, *([self.tensor.run] if self.tensor is not None else [])]
+        return [*self.context, *(self.tensor.runs if self.tensor is not None else [])]
 
 
 def apply(
@@ -57,5 +57,6 @@ def apply(
     portions = tensor.portions if tensor is not None else {}
     laid = data.distribute(model, plan, mesh, portions, absent, copies)  # last: shards what is left
     if tensor is not None:
-        tensor.run.reducer = laid.reducer
+        for run in tensor.runs:
+            run.reducer = laid.reducer
     return Parallel(laid, tensor, context)

@@ -14,7 +14,6 @@ from soli.core.errors import Problem, SoliError
 from soli.core.plan import SPLIT_BACKWARD, V_SHAPED, Plan
 
 BUILT: dict[str, tuple[object, ...]] = {
-    "tensor": ("1d", "2d", "2.5d"),
     "ep": (1,),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16", "fp16", "fp64"),
@@ -100,6 +99,8 @@ def _grid_problems(plan: Plan) -> list[Problem]:
                 Problem("'rows' are of a grid, and tensor=1d has none", got=f"rows={plan.rows}", fix=fix)
             )
         return found
+    if plan.tensor == "3d":
+        return found + _cube_problems(plan) + _on_grids(plan)
     ranks, more = divmod(plan.tp, plan.depth)
     near = lambda n: sorted({isqrt(n) ** 2, (isqrt(n) + 1) ** 2} - {0})
     fits = [f"tp={plan.depth * n}" for n in near(max(ranks, 1))]
@@ -128,6 +129,37 @@ def _grid_problems(plan: Plan) -> list[Problem]:
                 + " or ".join(str(d) for d in _divisors(ranks)[1:-1] or [1]),
             )
         )
+    return found + _on_grids(plan)
+
+
+def _cube_problems(plan: Plan) -> list[Problem]:
+    found = []
+    edge = plan.grid[0]
+    if plan.rows:
+        found.append(
+            Problem(
+                "'rows' are of a grid, and a cube is as wide as it is deep",
+                got=f"rows={plan.rows}",
+                fix="leave rows out",
+            )
+        )
+    if edge**3 != plan.tp:
+        near = sorted(
+            {max(e, 1) ** 3 for e in (int(plan.tp ** (1 / 3) + 1e-9), int(plan.tp ** (1 / 3) + 1e-9) + 1)}
+        )
+        found.append(
+            Problem(
+                f"{plan.tp} ranks are no cube",
+                got=f"tp={plan.tp}, tensor=3d",
+                allowed="tp = q x q x q",
+                fix=" or ".join(f"tp={n}" for n in near),
+            )
+        )
+    return found
+
+
+def _on_grids(plan: Plan) -> list[Problem]:
+    found = []
     if plan.sp:
         found.append(
             Problem(

@@ -318,12 +318,15 @@ def _form_read(said: Any) -> Any:
 
 
 def _said(cuts: dict[str, Split]) -> Any:
-    return {axis: [s.dim, s.parts, s.atoms, sorted(s.origins), s.lead, s.spans] for axis, s in cuts.items()}
+    return {
+        axis: [s.dim, s.parts, s.atoms, sorted(s.origins), s.lead, s.axis, s.spans]
+        for axis, s in cuts.items()
+    }
 
 
 def _read(said: Any) -> dict[str, Split]:
     found = {}
-    for axis, (dim, parts, atoms, origins, lead, spans) in said.items():
+    for axis, (dim, parts, atoms, origins, lead, over, spans) in said.items():
         by_rank = tuple(tuple((a, b) for a, b in own) for own in spans)
-        found[axis] = Split(dim, tuple(parts), atoms, frozenset(origins), tuple(lead), by_rank)
+        found[axis] = Split(dim, tuple(parts), atoms, frozenset(origins), tuple(lead), over, by_rank)
     return found

@@ -18,9 +18,13 @@ def layer_norm(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     x, shape, *rest = args if len(args) > 1 else (args[0], kwargs.pop("normalized_shape"))
     split = split_of(x)
     if split is None:
-        return func(*args, **kwargs)
+        of_weight = next((s for p in (*rest, *kwargs.values()) if (s := split_of(p)) is not None), None)
+        if of_weight is None:
+            return func(*args, **kwargs)
+        split = of_weight.at(x.dim() - 1)
+        x = cut(part_of(run, x, split), split)
     if split.dim >= x.dim() - len(shape):
-        if run.row is None or len(shape) > 1:
+        if not run.hidden or len(shape) > 1:
             raise Misfit(split.origins, "a norm over the cut dim")
         return cut(norms.norm(run, getattr(func, "__name__", ""), x, split, rest, kwargs), split)
     enter = lambda p: entered(run, p) if isinstance(p, Tensor) else p

@@ -10,21 +10,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from soli.core.axes import ROW
+from soli.core.axes import DEPTH, ROW, TP
 from soli.core.errors import SoliError
+from soli.core.plan import Plan
 from soli.mesh.collectives import all_reduce
 from soli.mesh.mesh import Mesh
 from soli.parallel.lift import lifted
-from soli.parallel.tensor.cut import Cut, Run, become_cut, cut, inside, part_of, running, whole
+from soli.parallel.tensor import oned
+from soli.parallel.tensor.cut import Cut, Run, become_cut, cut, inside, part_of, running, whole_at
 from soli.parallel.tensor.finder import Role
-from soli.parallel.tensor.split import taken
 from soli.parallel.units import blocks
 
 SAFETY = 8
@@ -83,35 +84,28 @@ def _named(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _said(name: str, roles: dict[str, Role]) -> Any:
-    split = roles[name].split if name in roles else None
-    return None if split is None else (split.dim, split.parts, split.atoms)
+    cuts = roles[name].cuts if name in roles else {}
+    return tuple((axis, split.dim, split.parts, split.atoms) for axis, split in cuts.items())
 
 
-def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, sequence: bool) -> None:
+def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> None:
     """Raises SoliError, on every rank, where the cut block computes something else. Collective."""
-    axis, row = mesh["tp"], mesh[ROW]
-    cuts = {n: roles[full].cuts for (full, _), (n, _) in zip(
+    cuts = {n: oned.cuts_of(roles[full], mesh) for (full, _), (n, _) in zip(
         _named(sample.name, sample.module), sample.module.named_parameters(), strict=True
     ) if full in roles}  # fmt: skip
     if not any(cuts.values()):
         return
-
-    def own(name: str, value: Tensor) -> Tensor:
-        for over, split in cuts.get(name, {}).items():
-            value = taken(value, split, mesh[over].size, mesh[over].index)
-        return value
-
-    expected = _traced(sample, lambda block: None, None)
+    expected = _traced(sample, lambda block: None, [], 1.0)
 
     def divide(block: nn.Module) -> None:
         for name, param in block.named_parameters():
             if cuts.get(name):
-                param.data = own(name, param.data).clone()
+                param.data = oned.own_part(param.data, cuts[name], mesh).clone()
                 become_cut(param, cuts[name])
 
-    run = Run(axis, axis.size, sequence, row=row if row.size > 1 else None)
+    levels = [replace(run, overlap=False) for run in oned.levels_of(plan, mesh)]
     try:
-        got = _traced(sample, divide, run)
+        got = _traced(sample, divide, levels, 1.0 if mesh.seeds else 0.0)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         raise _refused(sample, f"{type(error).__name__}: {error}") from error
     worst, where = 0.0, ""
@@ -121,11 +115,10 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, sequence: bool) 
         if name not in got:
             raise _refused(sample, f"{name} is not there")
         of = name.removeprefix("gradient of ")
-        if ROW in cuts.get(of, {}):
-            all_reduce(
-                value, row, label="check of the tensor-parallel layout"
-            )  # rows have other tokens: their sum
-        wanted = own(of, value)
+        cut_over = cuts.get(of, {})
+        if name.startswith("gradient"):
+            _add_up(value, got[name], cut_over, plan, mesh)
+        wanted = oned.own_part(value, cut_over, mesh)
         if wanted.shape != got[name].shape:
             raise _refused(sample, f"{name} has shape {tuple(got[name].shape)}, not {tuple(wanted.shape)}")
         if wanted.numel():
@@ -134,14 +127,29 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, sequence: bool) 
                 worst, where = off, name
     worst = worst if worst == worst else float("inf")
     found = torch.tensor([worst], dtype=torch.float64)
-    for over in (axis, row):
-        all_reduce(found, over, "max", label="check of the tensor-parallel layout")
+    for over in (mesh[name] for name in (DEPTH, ROW, TP)):
+        all_reduce(found, over, "max", label=LABEL)
     dims = max((d for p in sample.module.parameters() for d in p.shape), default=1)
     bound = SAFETY * torch.finfo(torch.float64).eps * len(list(sample.module.modules())) * dims
     if float(found) > bound:
         raise _refused(
             sample, f"relative error {float(found):.1e} of {where or 'another rank'}, bound {bound:.1e}"
         )
+
+
+def _add_up(whole: Tensor, own: Tensor, cut_over: dict[str, Any], plan: Plan, mesh: Mesh) -> None:
+    """Make sums, in place, of gradients that are parts of them. Ranks with other rows of the batch have other samples:
+    where one weight is cut over them, its gradient is of all their samples, and the others' are of their own."""
+    for name in plan.summed:
+        if name in cut_over and name not in _ALIKE[plan.tensor]:
+            all_reduce(whole, mesh[name], label=LABEL)
+        elif name not in cut_over and name in _ALIKE[plan.tensor]:
+            all_reduce(own, mesh[name], label=LABEL)
+
+
+_ALIKE = {"1d": (), "2d": (), "2.5d": (), "3d": (ROW, TP)}
+"""The axes of `plan.summed` whose ranks have the same rows of the batch."""
+LABEL = "check of the tensor-parallel layout"
 
 
 def _refused(sample: Sample, got: str) -> SoliError:
@@ -154,7 +162,9 @@ def _refused(sample: Sample, got: str) -> SoliError:
     )
 
 
-def _traced(sample: Sample, divide: Callable[[nn.Module], None], run: Run | None) -> dict[str, Tensor]:
+def _traced(
+    sample: Sample, divide: Callable[[nn.Module], None], levels: list[Run], seed: float
+) -> dict[str, Tensor]:
     """Outputs and gradients of a float64 copy of the block. Outputs are whole, parameters' gradients local."""
     block = copy.deepcopy(sample.module).double()
     for module in block.modules():
@@ -163,20 +173,16 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], run: Run | None
     block.eval()
     args, kwargs = tree_map(_leaf, copy.deepcopy((sample.args, sample.kwargs)))
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if run is not None:
-        args, kwargs = tree_map(lambda x: _as_it_was(run, x), (args, kwargs))
+    if len(levels) == 1:
+        args, kwargs = tree_map(lambda x: _as_it_was(levels[0], x), (args, kwargs))
     divide(block)
     found: dict[str, Tensor] = {}
-    with torch.enable_grad(), lifted(), running([run] if run is not None else []):
+    with torch.enable_grad(), lifted(), running(levels):
         leaves = [x for x in tree_leaves(block(*args, **kwargs)) if isinstance(x, Tensor)]
-        if run is not None:
-            with torch._C.DisableTorchFunctionSubclass(), inside([run], 0):
-                outputs = [whole(run, x) for x in leaves]
-        else:
-            outputs = leaves
+        outputs = [_wholly(x, levels) for x in leaves]
         floats = [x for x in outputs if x.is_floating_point() and x.requires_grad]
         weights = [torch.cos(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape) for x in floats]
-        total = sum(((x * w).sum() for x, w in zip(floats, weights, strict=True)), torch.zeros(()))
+        total = seed * sum(((x * w).sum() for x, w in zip(floats, weights, strict=True)), torch.zeros(()))
         if isinstance(total, Tensor) and total.requires_grad:
             total.backward()
     for number, x in enumerate(outputs):
@@ -185,6 +191,16 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], run: Run | None
     found |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
     found |= {f"gradient of {n}": p.grad for n, p in block.named_parameters() if p.grad is not None}
     return found
+
+
+def _wholly(x: Tensor, levels: list[Run]) -> Tensor:
+    """Whole at every level."""
+    for level in reversed(range(len(levels))):
+        if type(x) is Cut and levels[level].axis.name in x.cuts:
+            with inside(levels, level), torch._C.DisableTorchFunctionSubclass():
+                x = whole_at(x, level)
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.view_as(x) if type(x) is Cut else x
 
 
 def _leaf(x: Any) -> Any:

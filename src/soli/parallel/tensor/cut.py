@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from soli.core.axes import ROW
+from soli.core.axes import DEPTH, ROW
 from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.functions import in_place, name_of
@@ -56,6 +56,8 @@ class Run:
     overlap: bool = False  # the backward of a product may send while it computes
     finder: Finder | None = None
     reducer: Reducer | None = None  # keeps parameters' gradients that are parts of sums, to sum them at once
+    hidden: bool = False  # hidden sizes are cut, and not between a column and its row alone
+    cube: dict[str, Axis] | None = None  # of 3D: all three axes
     row: Axis | None = None  # of a grid (2D): it cuts weights the other way, and this level hidden sizes
     partial: bool = (
         False  # a gradient of a whole tensor is each rank's part of a sum; elsewhere it is the sum
@@ -134,8 +136,14 @@ def become_cut(param: nn.Parameter, cuts: dict[str, Split]) -> None:
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     """Answer a function of torch that was called with a cut tensor: by the next level that cuts one of them."""
     levels, before = _State.levels, _State.level
+    from soli.parallel.tensor import threed  # it is made of what stands here
+
     with torch._C.DisableTorchFunctionSubclass():
         name = getattr(func, "__name__", "")
+        if before < 0 and levels and levels[-1].cube is not None and name in threed.PRODUCTS:
+            done = threed.product(levels, func, name, args, kwargs)
+            if done is not None:
+                return done
         if before < 0 and name in INNERMOST_FIRST and len(levels) > 1:
             args, kwargs = tree_map(_cut_once, (args, kwargs))
             levels = levels[::-1]
@@ -185,8 +193,8 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
     axis = run.axis.name
     try:
-        if run.row is not None and name not in GRID_READS and not written_in_python(func):
-            _refuse_grids(name, args)
+        if run.hidden and name not in GRID_READS and not written_in_python(func):
+            _refuse_grids(run, name, args)
         if name in ALWAYS:
             return ALWAYS[name](run, func, args, kwargs)
         if not _any_cut(args, axis) and not (kwargs and _any_cut(kwargs.values(), axis)):
@@ -201,11 +209,12 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         return misfitted(run, misfit, func, args, kwargs)
 
 
-def _refuse_grids(name: str, args: tuple) -> None:
+def _refuse_grids(run: Run, name: str, args: tuple) -> None:
     """A weight that a grid has cut both ways is for products and lookups alone."""
-    found = [x.cuts[ROW] for x in tree_leaves(args) if type(x) is CutParameter and ROW in x.cuts]
+    leaves = [x for x in tree_leaves(args) if type(x) is CutParameter]
+    found = [x.cuts for x in leaves if DEPTH in x.cuts or (run.row is not None and ROW in x.cuts)]
     if found:
-        everyone = frozenset().union(*(split.origins for split in found))
+        everyone = frozenset().union(*(split.origins for cuts in found for split in cuts.values()))
         raise Misfit(everyone, f"{name} reads a weight that a grid has cut both ways", flat=True)
 
 
@@ -287,8 +296,10 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
     with torch._C.DisableTorchFunctionSubclass():
         shape = list(x.shape)
     if type(x) in (Cut, CutParameter) and x.cuts:  # type: ignore[attr-defined]
-        if type(x) is CutParameter and ROW in x.cuts:
-            shape[x.cuts[ROW].dim] = x.cuts[ROW].size
+        if type(x) is CutParameter:
+            for name in (DEPTH, ROW):
+                if name in x.cuts:
+                    shape[x.cuts[name].dim] = x.cuts[name].size
         for run in reversed(_State.levels[max(_State.level, 0) :]):
             split = x.cuts.get(run.axis.name)  # type: ignore[attr-defined]
             if split is not None:

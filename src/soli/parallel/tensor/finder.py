@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from soli.core.axes import ROW
+from soli.core.axes import ROW, TP
 from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor.cut import Cut, CutParameter, Run, become_cut, running, split_of
@@ -45,8 +45,8 @@ class Role:
     @property
     def cuts(self) -> dict[str, Split]:
         """By axis."""
-        found = {"tp": self.split} if self.split is not None else {}
-        return found | ({ROW: self.rows} if self.rows is not None else {})
+        found = {} if self.split is None else {self.split.axis or TP: self.split}
+        return found | ({} if self.rows is None else {self.rows.axis: self.rows})
 
 
 @dataclass
@@ -67,9 +67,16 @@ class Finder:
     """One search. `hints`: name patterns (`*` for anything) -> "column", "row", "vocabulary" or "replicated"."""
 
     def __init__(
-        self, model: nn.Module, ranks: int, hints: dict[str, str], batch: Any, rows: int = 0
+        self,
+        model: nn.Module,
+        ranks: int,
+        hints: dict[str, str],
+        batch: Any,
+        rows: int = 0,
+        cube: bool = False,
     ) -> None:
-        self.model, self.ranks, self.rows = model, ranks, rows  # rows of a grid; 0: there is none
+        self.model, self.ranks = model, ranks
+        self.rows, self.cube = rows, cube  # rows of a grid, 0: there is none; whether grids stand in depth
         self.hints = {name: (wish, "you said so") for name, wish in hints.items()}
         for name, wish in said_by(model).items():
             self.hints.setdefault(name, (wish, "the model's tp_plan says so"))
@@ -87,7 +94,8 @@ class Finder:
     def search(self, run_model: Callable[[], Any], sequence: bool) -> dict[str, Role]:
         """The role of every parameter. `run_model` runs the model and its loss once."""
         params = list(self.model.parameters())
-        run = Run(Axis("tp"), self.ranks, sequence, finder=self, row=Axis(ROW) if self.rows else None)
+        run = Run(Axis("tp"), self.ranks, sequence, finder=self)
+        run.row, run.hidden = (Axis(ROW), True) if self.rows else (None, False)
         try:
             for _ in range(PASSES):
                 self.roles, self._changed = {}, False
@@ -161,9 +169,13 @@ class Finder:
             return False
         size = x.shape[dim]
         rows = Split(dim, (size,), size) if split is None else replace(split.at(dim), lead=(), spans=())
+        # In 3D what a product sums over one axis comes out cut over the other.
+        summed_over = (rows.axis or ROW) if self.cube else ROW
+        rows = replace(rows, axis=summed_over)
         if rows.atoms < max(self.rows, self.ranks):
             return False
-        return self._column(x, name, word.index(new[0]), "block", who or "a matrix", rows)
+        over = ROW if summed_over == TP else TP
+        return self._column(x, name, word.index(new[0]), "block", who or "a matrix", rows, over)
 
     def choose_along(self, x: Tensor, split: Split) -> None:
         """A weight that meets a hidden size element by element (a norm's) is cut as it is."""
@@ -206,8 +218,10 @@ class Finder:
         if size < max(self.rows, self.ranks):
             return False
         if not from_batch and id(weight) not in self._tied:
-            return self._column(weight, name, 1, "hidden", "a row is looked up")
-        rows = Split(1, (size,), size)
+            return self._column(
+                weight, name, 1, "hidden", "a row is looked up", None, ROW if self.cube else TP
+            )
+        rows = Split(1, (size,), size, axis=ROW)
         return words >= self.ranks and self._column(weight, name, 0, "vocabulary", "looked up", rows)
 
     def answer(self, misfit: Misfit, what: str, cuts: list[Tensor]) -> bool:
@@ -264,7 +278,9 @@ class Finder:
         result.cuts, result.view_of = {}, (weight, dims)  # type: ignore[attr-defined]
         return result
 
-    def _column(self, x: Tensor, name: str, dim: int, role: str, why: str, rows: Split | None = None) -> bool:
+    def _column(
+        self, x: Tensor, name: str, dim: int, role: str, why: str, rows: Split | None = None, axis: str = ""
+    ) -> bool:
         """Cut over tp, along `dim`; on a grid along another dim over `rows`. False: it is replicated."""
         size, kind = x.shape[dim], self._kind(name)
         places = [Fraction(0), *(border * size for border in sorted(kind.borders)), Fraction(size)]
@@ -276,7 +292,7 @@ class Finder:
         if atoms < self.ranks:
             self._replicate(x, name, f"{atoms} units for {self.ranks} ranks")
             return False
-        split = Split(dim, parts, atoms, frozenset({name}))
+        split = Split(dim, parts, atoms, frozenset({name}), axis=axis)
         units = (
             ""
             if atoms == size
@@ -292,8 +308,9 @@ class Finder:
         if weight is not x:
             x.cuts = {"tp": split}  # type: ignore[attr-defined]
             split = split.at(dims[split.dim])
-        self.roles[name] = role = Role(name, kind, split, why, rows)
-        weight.cuts = role.cuts  # type: ignore[attr-defined]
+        role = self.roles[name] = Role(name, kind, split, why, rows)
+        # There is one level while a layout is sought.
+        weight.cuts = {TP: role.split} | ({ROW: rows} if rows is not None else {})  # type: ignore[attr-defined]
 
     def _replicate(self, x: Tensor, name: str, why: str) -> None:
         self.roles[name] = Role(name, "replicated", None, why)

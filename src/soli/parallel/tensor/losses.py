@@ -134,6 +134,10 @@ def cross_entropy(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     start = split.own(run.axis.size, run.axis.index)[0][0]
     safe = wanted.masked_fill(~kept, 0)
     losses = _CrossEntropy.apply(flat, safe, start, shape[classes_dim], smoothing, run.axis)
+    if run.partial:
+        losses = moves.enter(
+            losses, run.axis
+        )  # the gradient of a loss is a part of a sum: each needs all of it
     factors = kept.to(losses.dtype) if weight is None else kept * weight[safe]
     losses = torch.where(kept, losses, 0.0) * factors
     return _reduced(losses, factors, reduction, target.shape).to(x.dtype)

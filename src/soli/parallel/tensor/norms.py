@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import Run, part_of, plain, shape_of, split_of
+from soli.parallel.tensor.cut import Run, deeper, marked, part_of, plain, shape_of, split_of
 from soli.parallel.tensor.split import Misfit, Split
 
 
@@ -30,7 +30,8 @@ def norm(run: Run, name: str, x: Tensor, split: Split, rest: list[Any], kwargs: 
     weight, bias = (_own(run, given.get(key), split.at(0)) for key in ("weight", "bias"))
     eps = given.get("eps", 1e-5 if centred else None)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _Norm.apply(plain(x), weight, bias, eps, shape_of(x)[-1], centred, run.axis)
+    result = _Norm.apply(plain(x), weight, bias, eps, shape_of(x)[-1], centred, run.axis)
+    return marked(result, deeper(x))
 
 
 def _own(run: Run, weight: Tensor | None, split: Split) -> Tensor | None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from soli.core.axes import ROW
+from soli.core.axes import DEPTH, ROW, TP
 from soli.core.layout import Portion
 from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.mesh.collectives import gather_json
@@ -32,7 +32,7 @@ class TensorParallel:
     """A model whose parameters are cut: the roles, and what the forward runs under."""
 
     roles: dict[str, Role]
-    run: Run
+    runs: list[Run]
     portions: dict[int, Portion]  # by the parameter's id
     splits: dict[int, dict[str, Split]]  # by the parameter's id: how each axis cuts it
 
@@ -41,40 +41,68 @@ def divide(
     model: nn.Module, roles: dict[str, Role], plan: Plan, mesh: Mesh, absent: Container[int] = ()
 ) -> TensorParallel:
     """Keep this rank's part of every parameter that a role cuts, in place; not of those with ids in `absent`."""
-    axis = mesh["tp"]
     portions: dict[int, Portion] = {}
     splits: dict[int, dict[str, Split]] = {}
     for name, param in model.named_parameters():
-        cuts = roles[name].cuts
+        cuts = cuts_of(roles[name], mesh)
         if not cuts or id(param) in absent:
             continue
         values = materialise(param, name=name) if param.is_meta else param.detach()
-        places = [(split, mesh[over].size, mesh[over].index) for over, split in cuts.items()]
-        with torch.no_grad():
-            own = values
-            for place in places:
-                own = taken(own, *place)
-            become(param, own.clone())
-        become_cut(param, cuts)
-        ranges = tuple((split.dim, tuple(split.own(size, index))) for split, size, index in places)
+        ranges = tuple((s.dim, tuple(s.own(mesh[over].size, mesh[over].index))) for over, s in cuts.items())
         portions[id(param)] = Portion(tuple(values.shape), ranges)
+        with torch.no_grad():
+            become(param, own_part(values, cuts, mesh).clone())
+        become_cut(param, cuts)
         splits[id(param)] = cuts
+    return TensorParallel(roles, levels_of(plan, mesh), portions, splits)
+
+
+def levels_of(plan: Plan, mesh: Mesh) -> list[Run]:
+    """The levels of cut tensors that tensor parallelism has."""
+    axis = mesh[TP]
+    if plan.tensor == "3d":
+        cube = {name: mesh[name] for name in (DEPTH, ROW, TP)}
+        return [Run(over, over.size, hidden=True, partial=True, cube=cube) for over in (mesh[ROW], axis)]
+    if plan.tensor != "1d":
+        return [Run(axis, axis.size, hidden=True, row=mesh[ROW])]
     # A backward in two halves would run such a node twice, and send twice.
-    overlap = plan.pp == 1 or plan.schedule not in SPLIT_BACKWARD
-    run = Run(axis, axis.size, plan.sp, overlap, row=mesh[ROW] if plan.tensor != "1d" else None)
-    return TensorParallel(roles, run, portions, splits)
+    return [Run(axis, axis.size, plan.sp, plan.pp == 1 or plan.schedule not in SPLIT_BACKWARD)]
+
+
+def cuts_of(role: Role, mesh: Mesh) -> dict[str, Split]:
+    """By axis, the outer cut first: how a parameter is cut. In 3D what a grid has left is cut again, over the grids."""
+    cuts = role.cuts
+    if role.rows is not None and role.split is not None and mesh[DEPTH].size > 1:
+        over = mesh[role.split.axis or TP]
+        left = role.split.local(over.size, over.index)
+        cuts[DEPTH] = Split(role.split.dim, (left,), left)
+    return cuts
+
+
+def own_part(values: Tensor, cuts: dict[str, Split], mesh: Mesh) -> Tensor:
+    """This rank's part of a whole parameter."""
+    for over, split in cuts.items():
+        values = taken(values, split, mesh[over].size, mesh[over].index)
+    return values
 
 
 def rank_0s(roles: dict[str, Role], mesh: Mesh) -> dict[str, Role]:
     """Rank 0's roles: all ranks cut alike, whatever paths their rows took through the model. Collective."""
     said = {
-        name: [r.kind, *(None if s is None else [s.dim, s.parts, s.atoms] for s in (r.split, r.rows)), r.why]
+        name: [
+            r.kind,
+            *(None if s is None else [s.dim, s.parts, s.atoms, s.axis] for s in (r.split, r.rows)),
+            r.why,
+        ]
         for name, r in roles.items()
     }
     first = gather_json(said, mesh.all, label="roles")[0]
 
     def read(name: str, said: Any) -> Split | None:
-        return None if said is None else Split(said[0], tuple(said[1]), said[2], frozenset({name}))
+        if said is None:
+            return None
+        dim, parts, atoms, axis = said
+        return Split(dim, tuple(parts), atoms, frozenset({name}), axis=axis)
 
     return {
         name: Role(name, kind, read(name, split), why, read(name, rows))

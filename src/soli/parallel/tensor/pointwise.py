@@ -59,7 +59,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     split = met(leaves, dims, run)
     if split is None:
         return func(*args, **kwargs)
-    if run.finder is not None and run.row is not None:
+    if run.finder is not None and run.hidden:
         for x in leaves:
             if isinstance(x, nn.Parameter) and (dim := split.dim - (dims - x.dim())) >= 0:
                 run.finder.choose_along(x, split.at(dim))

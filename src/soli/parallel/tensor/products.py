@@ -295,6 +295,21 @@ def _origins(args: Any) -> frozenset[str]:
     return frozenset().union(*(s.origins for x in args if isinstance(x, Tensor) and (s := split_of(x))))
 
 
+def looked_up(indices: Tensor, weight: Tensor, own: tuple[int, int], size: int, pad: int | None) -> Tensor:
+    """A rank's part of a lookup: of a vocabulary of `size` it has the words `own`; the others' rows are zero."""
+    start, stop = own
+    if indices.device.type == "cpu" and bool(((indices < 0) | (indices >= size)).any()):
+        raise IndexError("index out of range in self")  # as torch says it; a device checks only its own rows
+    mine = (indices >= start) & (indices < stop)
+    if pad is not None:
+        pad = pad + size if pad < 0 else pad
+        pad = pad - start if start <= pad < stop else None
+    if start == stop:
+        return weight.new_zeros((*indices.shape, weight.shape[1])) + 0 * weight.sum()
+    rows = F.embedding((indices - start).masked_fill(~mine, 0), weight, pad)
+    return rows if stop - start == size else rows * mine.unsqueeze(-1).to(rows.dtype)
+
+
 def embedding(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """F.embedding: indices [..], W [v, n] cut along the vocabulary: a rank looks up what it has, the rest is zero."""
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -320,20 +335,9 @@ def embedding(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     rows_of_grid = getattr(weight, "cuts", {}).get(ROW)
     if rows_of_grid is not None and run.row is not None:
         weight = moves.share(weight, rows_of_grid, run.row)
-    if indices.device.type == "cpu" and bool(((indices < 0) | (indices >= split.size)).any()):
-        raise IndexError("index out of range in self")  # as torch says it; a device checks only its own rows
-    mine = (indices >= start) & (indices < stop)
-    pad = given.get("padding_idx")
-    if pad is not None:
-        pad = pad + split.size if pad < 0 else pad
-        pad = pad - start if start <= pad < stop else None
-    if start == stop:
-        rows = weight.new_zeros((*indices.shape, weight.shape[1])) + 0 * weight.sum()
-    else:
-        rows = F.embedding((indices - start).masked_fill(~mine, 0), weight, pad)
-    if run.axis.size > 1:
-        rows = rows * mine.unsqueeze(-1).to(rows.dtype)
+    rows = looked_up(indices, weight, (start, stop), split.size, given.get("padding_idx"))
     if rows_of_grid is not None:
-        hidden = replace(rows_of_grid.at(rows.dim() - 1), origins=split.origins)
+        over = rows_of_grid.axis if run.finder is not None and run.finder.cube else ""
+        hidden = replace(rows_of_grid.at(rows.dim() - 1), origins=split.origins, axis=over)
         return cut(moves.scatter(rows, hidden, run.axis), hidden)
     return finished(run, rows, replace(split, lead=()), True)
