@@ -248,6 +248,55 @@ class Routed(Experts):
         return out.view_as(x)
 
 
+class Chosen(nn.Module):
+    """The positions with the largest scores, added to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.mix = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        scores, places = self.score(x).tanh().squeeze(-1).topk(4, 1)
+        chosen = x.gather(1, places.unsqueeze(-1).expand(-1, -1, WIDTH))
+        return (self.mix(chosen) * scores.unsqueeze(-1)).sum(1, keepdim=True)
+
+
+class InPieces(Part):
+    """Attention of some queries at a time, as for long sequences on small memory."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.made(x)
+        seen = causal(x.shape[1])
+        parts = [
+            F.scaled_dot_product_attention(q[:, :, a : a + 3], k, v, attn_mask=seen[a : a + 3])
+            for a in range(0, x.shape[1], 3)
+        ]
+        return self.end(torch.cat(parts, 2))
+
+
+class Prefixed(Part):
+    """Positions that are learnt stand before the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Parameter(torch.randn(1, 2, WIDTH))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = torch.cat([self.prefix.expand(len(x), -1, -1), x], 1)
+        return self.attend(x, is_causal=True)[:, 2:]
+
+
+class Mixer(nn.Module):
+    """A product over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(LENGTH, LENGTH)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.mix(x.transpose(1, 2)).transpose(1, 2)
+
+
 class Block(nn.Module):
     def __init__(self, part: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -306,11 +355,23 @@ def next_token(output: Tensor, batch: Batch) -> tuple[Tensor, int]:
     return total, wanted.numel()
 
 
+def place(output: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    """Which position it is, as in extractive question answering: the classes are the sequence."""
+    return F.cross_entropy(output, batch["one"] % LENGTH, reduction="sum"), len(output)
+
+
+def own_labels(output: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    """Against labels that the logits give themselves, as a mean."""
+    labels = output.detach().max(-1)[1]
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten()) * labels.numel(), labels.numel()
+
+
 TOKENS, ONE = losses.cross_entropy("targets"), losses.cross_entropy("one")
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "padded": Padded, "window": Window, "packed": Packed, "slopes": Slopes, "relative": Relative, "tabled": Tabled,
     "written": Written, "einsum": Einsum, "cross": Cross, "grouped": Grouped, "one key": OneKey,
-    "three heads": ThreeHeads, "one head": OneHead, "torch's": Torchs, "sums": Sums, "convolution": Convolution,
+    "three heads": ThreeHeads, "one head": OneHead, "torch's": Torchs, "in pieces": InPieces, "prefixed": Prefixed,
+    "sums": Sums, "mixer": Mixer, "chosen": Chosen, "convolution": Convolution,
     "shifted": Shifted, "in place": InPlace, "experts": Experts, "routed": Routed,
 }  # fmt: skip
 ENDS: dict[str, tuple[End, losses.LossFn]] = {
@@ -329,6 +390,10 @@ ENDS: dict[str, tuple[End, losses.LossFn]] = {
     ),
     "next token": (lambda head, x, batch: head(x), next_token),
     "by hand": (lambda head, x, batch: head(x), by_hand),
+    "first slice": (lambda head, x, batch: head(torch.tanh(x[:, :1]).squeeze(1)), ONE),
+    "by length": (lambda head, x, batch: head(x[torch.arange(len(x)), batch["kept"].sum(1) - 1]), ONE),
+    "place": (lambda head, x, batch: head(x).tanh()[..., 0], place),
+    "own labels": (lambda head, x, batch: head(x), own_labels),
     "mean of the model": (mean_of_model, losses.from_model("targets", shifted=False)),
 }
 NAMES = [*PARTS, *ENDS]

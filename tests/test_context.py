@@ -58,6 +58,7 @@ OTHERS = [name for name in sequences.PARTS if name not in ATTENTION]
         *((name, plan) for name in ATTENTION for plan in (RING, HEADWISE, SCORES)),
         *((name, plan) for name in OTHERS for plan in (RING, HEADWISE)),
         *((name, RING) for name in sequences.ENDS),
+        ("place", SCORES),
     ],
 )
 def test_models_equal_sequential(pool: Pool, name: str, plan: str) -> None:
@@ -346,7 +347,7 @@ def test_checkpoints_across_plans(pool: Pool, tmp_path: Path) -> None:
 # --- evaluation, ragged batches, other types, deferred models -------------------------------------------------
 
 
-def gpt_losses(plan: str, *, precision: str = "fp32", deferred: bool = False) -> tuple[list[float], float]:
+def gpt_losses(plan: str, precision: str, deferred: bool = False) -> tuple[list[float], float]:
     """Losses of three ragged steps and of an evaluation, and how far rounding alone may take one of them."""
     torch.manual_seed(3)
     config = GPTConfig(vocab=29, dim=12, layers=2, heads=3, context=9)
@@ -355,6 +356,8 @@ def gpt_losses(plan: str, *, precision: str = "fp32", deferred: bool = False) ->
             model = GPT(config)
     else:
         model = GPT(config)
+    if precision == "fp64":
+        model.double()
     batches = []
     for number, rows in enumerate((5, 4, 7)):
         tokens = torch.randint(29, (rows, 10), generator=torch.Generator().manual_seed(number))
@@ -370,13 +373,7 @@ def _bound(engine: Engine) -> float:
 
 @functools.cache
 def one_rank(precision: str) -> tuple[list[float], float]:
-    return gpt_losses("dp=1", precision=precision)
-
-
-def apart(plan: str, precision: str, deferred: bool) -> tuple[float, float]:
-    """How far losses are from those of one rank, which this rank computes too, and how far they may be."""
-    found, bound = gpt_losses(plan, precision=precision, deferred=deferred)
-    return found, bound
+    return gpt_losses("dp=1", precision)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +392,7 @@ def apart(plan: str, precision: str, deferred: bool) -> tuple[float, float]:
 )
 def test_losses_are_those_of_one_rank(pool: Pool, plan: str, precision: str, deferred: bool) -> None:
     ((wanted, _),) = pool.run(one_rank, precision, ranks=1)
-    for found, bound in pool.run(apart, plan, precision, deferred, ranks=2):
+    for found, bound in pool.run(gpt_losses, plan, precision, deferred, ranks=2):
         assert bound < 0.5
         assert found == pytest.approx(wanted, rel=bound, abs=0)
 

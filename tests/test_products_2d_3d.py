@@ -25,7 +25,6 @@ from soli.mesh.collectives import Axis
 from soli.mesh.record import recorder
 from soli.parallel.keep import contexts
 from soli.parallel.tensor import cube, summa
-from soli.parallel.tensor.regrid import swapped
 from soli.parallel.tensor.split import Split, taken
 from soli.verify.pool import Pool
 
@@ -327,56 +326,6 @@ def two_at_a_time(shape: tuple[int, int]) -> list[str]:
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
 def test_two_panels_at_a_time(nine: Pool, shape: tuple[int, int]) -> None:
     assert nine.run(two_at_a_time, shape, ranks=6) == [[]] * 6
-
-
-# --- the same matrix, cut the other way ---------------------------------------------------------------------
-
-
-SWAPPED = [
-    (cut((12,), 12), cut((6,), 6)),
-    (cut((10,), 5), cut((7,), 7)),
-    (cut((6, 6), 6), cut((4, 4, 4), 2)),
-    (cut((8,), 1), cut((6,), 3)),
-]
-
-
-def of_swapped(shape: tuple[int, int]) -> list[str]:
-    row, col = axes(("row", "col"), shape)
-    return [line for rows, cols in SWAPPED for line in of_matrix(rows, cols, row, col)]
-
-
-def of_matrix(rows: Split, cols: Split, row: Axis, col: Axis) -> list[str]:
-    found: list[str] = []
-    grid = everyone()
-    whole = torch.arange(float(rows.size * cols.size)).view(rows.size, cols.size)
-
-    def part(whole: Tensor, over_v: Axis, over_h: Axis) -> Tensor:
-        lines = taken(whole, rows.at(0), over_v.size, over_v.index)
-        return taken(lines, cols.at(1), over_h.size, over_h.index).clone()
-
-    first, then = part(whole, col, row), part(whole, row, col)
-    x = first.clone().requires_grad_()
-    recorder.clear()
-    with saved_tensors_hooks(lambda t: found.append("saved") or t, lambda t: t):
-        y = swapped(x, rows, cols, row, col, grid)
-    both = len(set(first.flatten().tolist()) & set(then.flatten().tolist()))
-    sent, back = (x.numel() - both) * 4, (y.numel() - both) * 4
-    if (got := bytes_now()) != {("all_to_all", "grid"): sent}:
-        found.append(f"moved {got}, not {sent}")
-    if row.size == col.size and sent != (row.index != col.index) * x.numel() * 4:
-        found.append(f"{sent} bytes to the mirror")
-    y.backward(-then)
-    if (got := bytes_now()) != {("all_to_all", "grid"): back}:
-        found.append(f"moved {got}, not {back}")
-    if not torch.equal(y, then) or not torch.equal(x.grad, -first):
-        found.append("other values")
-    return [f"{rows} {cols}: {line}" for line in found]
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 2), (1, 4), (4, 1)])
-def test_swapped(nine: Pool, shape: tuple[int, int]) -> None:
-    ranks = prod(shape)
-    assert nine.run(of_swapped, shape, ranks=ranks) == [[]] * ranks
 
 
 # --- 3D ---------------------------------------------------------------------------------------------------

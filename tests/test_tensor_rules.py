@@ -346,3 +346,23 @@ def test_indices_outside_the_vocabulary_are_an_error() -> None:
     become_cut(weight, {"tp": Split(0, (4,), 4)})
     with running([Run(Axis("tp"), 2)]), pytest.raises(IndexError, match="out of range"):
         F.embedding(torch.tensor([0, 4]), weight)
+
+
+def gathered_twice() -> int:
+    """All-gathers of a tensor and of its contiguous self; on a rank with one of three columns they are one object."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD)
+    split, run = Split(2, (3,), 3, frozenset("w")), Run(axis, size)
+    whole_one = torch.arange(24.0, dtype=torch.float64).view(2, 3, 4).transpose(1, 2)
+    x = marked(taken(whole_one, split, size, rank), {"tp": split})
+    recorder.clear()
+    with running([run]):
+        y = x.contiguous()
+        with torch._C.DisableTorchFunctionSubclass(), inside([run], 0):
+            for one in (x, y):
+                assert torch.equal(whole(run, one), whole_one)
+    return len(recorder.records)
+
+
+def test_what_is_remembered_of_a_tensor_does_not_depend_on_a_ranks_strides(pool: Pool) -> None:
+    assert pool.run(gathered_twice, ranks=2) == [2, 2]

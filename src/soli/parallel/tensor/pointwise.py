@@ -87,6 +87,10 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         return entered(run, x) if dim < 0 else part_of(run, x, split.at(dim))
 
     result = func(*(local(x) for x in args), **{k: local(v) for k, v in kwargs.items()})
+    if result is leaves[0] and not in_place(func):
+        # contiguous() of a part that is so already. Other ranks' parts may not be: what is remembered of a tensor
+        # (that it was gathered) must be of the same one everywhere.
+        result = result.view_as(result)
     return cut(result, split)
 
 
