@@ -353,7 +353,7 @@ def gathered_twice() -> int:
     size, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD)
     split, run = Split(2, (3,), 3, frozenset("w")), Run(axis, size)
-    whole_one = torch.arange(24.0, dtype=torch.float64).view(2, 3, 4).transpose(1, 2)
+    whole_one = torch.arange(12.0, dtype=torch.float64).view(1, 3, 4).transpose(1, 2)
     x = marked(taken(whole_one, split, size, rank), {"tp": split})
     recorder.clear()
     with running([run]):
