@@ -366,3 +366,23 @@ def gathered_twice() -> int:
 
 def test_what_is_remembered_of_a_tensor_does_not_depend_on_a_ranks_strides(pool: Pool) -> None:
     assert pool.run(gathered_twice, ranks=2) == [2, 2]
+
+
+def parameter_gathered() -> tuple[bool, float]:
+    """A weight that a function without a rule reads: in an evaluation first, then in two microbatches."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD)
+    p = nn.Parameter(torch.ones(4 // size, dtype=torch.float64))
+    become_cut(p, {"tp": Split(0, (4,), 4, frozenset("w"))})
+    with running([Run(axis, size)]):
+        with torch.no_grad():
+            torch.trace(torch.diag(p))
+        for _ in range(2):
+            total = torch.trace(torch.diag(p))
+            total.backward()
+    assert p.grad is not None
+    return total.requires_grad, float(p.grad.sum())
+
+
+def test_a_gathered_weight_is_gathered_again(pool: Pool) -> None:
+    assert pool.run(parameter_gathered, ranks=2) == [(True, 4.0)] * 2

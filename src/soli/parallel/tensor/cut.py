@@ -378,12 +378,16 @@ def whole(run: Run, x: Any) -> Any:
         return x
     if run.axis.size == 1:
         return x.view_as(x) if type(x) is Cut else x
-    kept = x.__dict__.setdefault("_whole", {}).get(run.axis.name)
-    version = version_of(x)
-    if kept is None or kept[0] != version:
-        move = moves.gather_both if run.partial else moves.gather
-        kept = x._whole[run.axis.name] = (version, across(move, x, split, run.axis))
-    return kept[1]
+    move = moves.gather_both if run.partial else moves.gather
+    if isinstance(
+        x, nn.Parameter
+    ):  # it outlives the step, and what is gathered of it belongs to one backward
+        return across(move, x, split, run.axis)
+    known = x.__dict__.setdefault("_whole", {})
+    state = version_of(x), torch.is_grad_enabled()
+    if run.axis.name not in known or known[run.axis.name][0] != state:
+        known[run.axis.name] = state, across(move, x, split, run.axis)
+    return known[run.axis.name][1]
 
 
 def added(run: Run, x: Tensor, *, fresh: bool = False) -> Tensor:

@@ -56,6 +56,7 @@ class _Kind:
     atoms: int = 0  # no more than its divisors
     borders: set[Fraction] = field(default_factory=set)
     replicated: str = ""
+    over: str = ""  # the axis that cuts them, where what they meet is cut over another (3D)
     flat: str = ""  # why a grid may not cut them both ways
 
 
@@ -188,6 +189,18 @@ class Finder:
         else:
             self._decide(x, name, "hidden", replace(split, lead=()), "it meets what is cut")
 
+    def meet(self, splits: list[Split]) -> None:
+        """In 3D: tables that are looked up are cut over the axis that cuts what their rows are added to."""
+        found = {split.axis or TP for split in splits}
+        if not self.cube or len(found) < 2:
+            return
+        for split in splits:
+            tables = [self.roles[n] for n in split.origins if n in self.roles]
+            if tables and all(role.kind == "hidden" and not self._kind(role.name).over for role in tables):
+                for role in tables:
+                    self._kind(role.name).over = next(iter(found - {split.axis or TP}))
+                raise _Again
+
     def choose_bias(self, bias: Tensor, column: Split | None) -> None:
         name = self._open(bias)
         if name is None:
@@ -217,10 +230,9 @@ class Finder:
         words, size = weight.shape
         if size < max(self.rows, self.ranks):
             return False
+        over = (self._kind(name).over or ROW) if self.cube else TP
         if not from_batch and id(weight) not in self._tied:
-            return self._column(
-                weight, name, 1, "hidden", "a row is looked up", None, ROW if self.cube else TP
-            )
+            return self._column(weight, name, 1, "hidden", "a row is looked up", None, over)
         rows = Split(1, (size,), size, axis=ROW)
         return words >= self.ranks and self._column(weight, name, 0, "vocabulary", "looked up", rows)
 

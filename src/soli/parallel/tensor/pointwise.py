@@ -60,6 +60,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     if split is None:
         return func(*args, **kwargs)
     if run.finder is not None and run.hidden:
+        run.finder.meet([s for x in leaves if (s := split_of(x)) is not None and s.origins])
         for x in leaves:
             if isinstance(x, nn.Parameter) and (dim := split.dim - (dims - x.dim())) >= 0:
                 run.finder.choose_along(x, split.at(dim))
