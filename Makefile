@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity golden bench bench-backend bench-split pictures gpu-check clean
+.PHONY: train test check parity golden bench bench-backend bench-split network-bench pictures gpu-check clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -64,8 +64,15 @@ bench-split: .venv/developed    ## tensor, sequence and pipeline parallelism bes
 	$(BIN)/python benchmarks/run.py --sizes small --steps 8 --warmup 2 --rounds 2 --out benchmarks/results/pipeline-steps \
 		--only $(foreach name,$(PIPELINES),$(name)-local soli-$(name)-local)
 
+network-bench: .venv/developed  ## layouts over slow networks, in network namespaces: needs root -> benchmarks/results/
+	$(BIN)/python benchmarks/network/measure.py
+	$(BIN)/python benchmarks/network/run.py
+	$(BIN)/python benchmarks/network/run.py --rates none 1gbit --latencies 0 1 10 --out benchmarks/results/network-latency
+	$(BIN)/python benchmarks/network/run.py --per-host 2 --rates none 1gbit 100mbit --out benchmarks/results/network-two-level
+
 pictures: .venv/installed       ## the documents' pictures, from the results -> docs/pictures/
 	$(BIN)/python docs/draw.py
+	$(BIN)/python docs/draw_splits.py
 
 gpu-check:                      ## the tests and the bench on a CUDA device; refuses elsewhere
 	@$(PYTHON) -c "import importlib.util as u, sys; ok = u.find_spec('torch') and __import__('torch').cuda.is_available(); sys.exit(None if ok else 'make gpu-check: needs a PyTorch with a CUDA device, and there is none here')"

@@ -297,6 +297,20 @@ class Mixer(nn.Module):
         return self.mix(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Looked(nn.Module):
+    """Sums of what came before, made stable by a largest value that has no gradient; it is read again with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        y = self.one(x)
+        with torch.no_grad():
+            most = y.amax(1, keepdim=True)
+        return self.two((y - most).exp().cumsum(1).log() + most) * y.amax(1, keepdim=True)
+
+
 class Block(nn.Module):
     def __init__(self, part: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -371,7 +385,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "padded": Padded, "window": Window, "packed": Packed, "slopes": Slopes, "relative": Relative, "tabled": Tabled,
     "written": Written, "einsum": Einsum, "cross": Cross, "grouped": Grouped, "one key": OneKey,
     "three heads": ThreeHeads, "one head": OneHead, "torch's": Torchs, "in pieces": InPieces, "prefixed": Prefixed,
-    "sums": Sums, "mixer": Mixer, "chosen": Chosen, "convolution": Convolution,
+    "sums": Sums, "mixer": Mixer, "chosen": Chosen, "looked at": Looked, "convolution": Convolution,
     "shifted": Shifted, "in place": InPlace, "experts": Experts, "routed": Routed,
 }  # fmt: skip
 ENDS: dict[str, tuple[End, losses.LossFn]] = {

@@ -25,7 +25,7 @@ from soli.engine.contract import rounding
 from soli.engine.engine import Engine, parallelize
 from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
-from soli.parallel.context.ring import length
+from soli.parallel.context.ring import length, pairs
 from soli.parallel.context.sequence import spans_of
 from soli.parallel.context.ulysses import shared_heads
 from soli.verify.cases import CASES
@@ -79,6 +79,7 @@ def test_models_equal_sequential(pool: Pool, name: str, plan: str) -> None:
         ("cross", "cp=4"),
         ("cross", "cp=2,tp=2,sp=on"),
         ("packed", "cp=4,recompute=full"),
+        ("mixer", "cp=2,tp=2"),  # a weight that is cut over tp where its other dim meets the sequence
         ("class token", "cp=2,tp=2,sp=on"),
         ("experts", "cp=2,tp=2"),
         ("by hand", "cp=2,tp=2"),
@@ -151,6 +152,13 @@ def test_what_crosses_in_a_step(pool: Pool, context: str, cp: int, tp: int) -> N
     plan = f"cp={cp},tp={tp},context={context}"
     for rank, found in enumerate(pool.run(crossed, plan, ranks=cp * tp)):
         assert found == closed_form(context, cp, tp, rank)
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_ranks_of_a_ring_have_the_same_work(cp: int) -> None:
+    spans = spans_of(8 * cp, cp, zigzag=True)
+    assert len(set(pairs(spans, spans, causal=True))) == 1
+    assert sorted(n for own in spans for a, b in own for n in range(a, b)) == list(range(8 * cp))
 
 
 # --- what a rank keeps ----------------------------------------------------------------------------------------

@@ -243,6 +243,10 @@ PLANS: dict[int, tuple[str, ...]] = {
         "cp=2,pp=2,microbatches=2,schedule=gpipe,context=scores",
         "cp=2,pp=2,microbatches=4,schedule=zbh1,context=ulysses,zero=1",
         "cp=2,pp=2,microbatches=4,schedule=zbv,zero=3,recompute=full",
+        "tp=4,tensor=2d",
+        "tp=4,tensor=2d,accumulate=2,recompute=full",
+        "dp=2,tp=2,tensor=2d,rows=2,zero=3,recompute=selective",
+        "pp=2,tp=2,tensor=2d,rows=2,microbatches=2",
     ),
     8: (
         "dp=4,tp=2,zero=3",
@@ -255,16 +259,26 @@ PLANS: dict[int, tuple[str, ...]] = {
         "dp=2,cp=2,tp=2,sp=on,zero=3",
         "cp=2,pp=2,tp=2,microbatches=4,schedule=dualpipev,context=ulysses,recompute=selective",
         "dp=2,cp=2,pp=2,zero=1,microbatches=2,schedule=interleaved,chunks=2,context=scores",
+        "dp=2,tp=4,tensor=2d,zero=1",
+        "cp=2,tp=4,tensor=2d",
+        "tp=8,tensor=2d,rows=2,recompute=selective",
+        "tp=8,tensor=2.5d,depth=2,zero=2",
+        "tp=8,tensor=3d",
+        "tp=8,tensor=3d,accumulate=2,recompute=full",
     ),
+    9: ("tp=9,tensor=2d",),
+    16: ("dp=2,tp=8,tensor=3d,zero=3", "pp=2,tp=8,tensor=3d,microbatches=2"),
 }
 
 
 def refused(name: str, plan: str) -> bool:
-    """Whether soli refuses this model under this plan.
+    """Whether this model cannot be under this plan.
 
-    One whose rows choose among blocks has no stages; what has no sequence has none to cut.
+    One whose rows choose among blocks has no stages, nor products that ranks with other rows compute together; what
+    has no sequence has none to cut.
     """
-    return (name == "skipping" and "pp=" in plan) or (name in ("odd", "skipping") and "cp=" in plan)
+    chooses = name in ("odd", "skipping")
+    return (name == "skipping" and "pp=" in plan) or (chooses and ("cp=" in plan or "tensor=" in plan))
 
 
 def rows() -> list[tuple[str, str, int]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from soli.core.axes import DEPTH, ROW, TP
+from soli.core.axes import CP, DEPTH, ROW, TP
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.mesh.collectives import all_reduce
@@ -103,9 +103,10 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
                 param.data = oned.own_part(param.data, cuts[name], mesh).clone()
                 become_cut(param, cuts[name])
 
+    seed = float(all(mesh[name].index == 0 for name in _ALIKE[plan.tensor]))
     levels = [replace(run, overlap=False) for run in oned.levels_of(plan, mesh)]
     try:
-        got = _traced(sample, divide, levels, 1.0 if mesh.seeds else 0.0)
+        got = _traced(sample, divide, levels, seed)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         raise _refused(sample, f"{type(error).__name__}: {error}") from error
     worst, where = 0.0, ""
@@ -127,7 +128,7 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
                 worst, where = off, name
     worst = worst if worst == worst else float("inf")
     found = torch.tensor([worst], dtype=torch.float64)
-    for over in (mesh[name] for name in (DEPTH, ROW, TP)):
+    for over in (mesh[name] for name in (CP, DEPTH, ROW, TP)):
         all_reduce(found, over, "max", label=LABEL)
     dims = max((d for p in sample.module.parameters() for d in p.shape), default=1)
     bound = SAFETY * torch.finfo(torch.float64).eps * len(list(sample.module.modules())) * dims

@@ -1,7 +1,7 @@
 """Rules of what is normalised over a dim that may be cut: softmax, log-sum-exp, cross-entropy, gather.
 
 Cross-entropy over a cut vocabulary never sees a whole row of logits (Megatron-LM, arXiv 1909.08053, 3): the ranks
-exchange three numbers a token, the largest logit, the sum of exponentials and the target's logit.
+exchange four numbers a token: the largest logit, the sum of exponentials, the target's logit, the sum for smoothing.
 """
 
 from __future__ import annotations
