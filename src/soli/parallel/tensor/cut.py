@@ -135,28 +135,37 @@ def become_cut(param: nn.Parameter, cuts: dict[str, Split]) -> None:
 
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     """Answer a function of torch that was called with a cut tensor: by the next level that cuts one of them."""
-    levels, before = _State.levels, _State.level
-    from soli.parallel.tensor import threed  # it is made of what stands here
-
+    levels, before = outside = _State.levels, _State.level
     with torch._C.DisableTorchFunctionSubclass():
         name = getattr(func, "__name__", "")
-        if before < 0 and levels and levels[-1].cube is not None and name in threed.PRODUCTS:
-            done = threed.product(levels, func, name, args, kwargs)
-            if done is not None:
+        if before < 0 and len(levels) > 1:
+            if (
+                levels[-1].cube is not None
+                and (done := _by_cube(levels, func, name, args, kwargs)) is not None
+            ):
                 return done
-        if before < 0 and name in INNERMOST_FIRST and len(levels) > 1:
-            args, kwargs = tree_map(_cut_once, (args, kwargs))
-            levels = levels[::-1]
-        level = before + 1
-        while level < len(levels) and not _concerns(levels[level], name, args, kwargs):
+            if name in INNERMOST_FIRST:
+                args, kwargs = tree_map(_cut_once, (args, kwargs))
+                levels = levels[::-1]
+        level, last = before + 1, len(levels) - 1
+        while level < last and not _concerns(levels[level], name, args, kwargs):
             level += 1
-        if level == len(levels):
+        if level > last:
             return func(*args, **kwargs)
-        with inside(levels, level):
-            if level == len(levels) - 1:
+        _State.levels, _State.level = levels, level
+        try:
+            if level == last:
                 return _answer(levels[level], func, name, args, kwargs)
             with torch._C._EnableTorchFunction():
                 return _answer(levels[level], func, name, args, kwargs)
+        finally:
+            _State.levels, _State.level = outside
+
+
+def _by_cube(levels: tuple[Run, ...], func: Any, name: str, args: tuple, kwargs: dict) -> Tensor | None:
+    from soli.parallel.tensor import threed  # it is made of what stands here
+
+    return threed.product(levels, func, name, args, kwargs) if name in threed.PRODUCTS else None
 
 
 INNERMOST_FIRST = {"scaled_dot_product_attention"}
