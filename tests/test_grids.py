@@ -71,15 +71,12 @@ ROWS = [
     ("gpt-ragged", GRID + ",zero=2,accumulate=2", 4),
     ("gpt-masked", GRID + ",zero=3,recompute=full", 4),
     ("llama", GRID + ",zero=3,accumulate=3", 4),
-    ("bert", GRID, 4),
     ("t5", GRID + ",zero=2", 4),
     ("vit", GRID + ",zero=3", 4),
     ("hf-gpt2", GRID + ",zero=1", 4),
-    ("hf-vit", GRID + ",recompute=selective", 4),
     # Other shapes, with data parallelism, stages and a cut sequence.
-    ("gpt-dropout", "dp=2,tp=2,tensor=2d,rows=2,zero=3", 4),
+    ("hf-vit", "dp=2,tp=2,tensor=2d,rows=2,replicate=2,zero=3,recompute=selective", 4),
     ("llama", "dp=2,tp=2,tensor=2d,rows=1,zero=2", 4),
-    ("gpt-dropout", "dp=2,tp=2,tensor=2d,rows=2,replicate=2,zero=1", 4),
     ("gpt-ragged", "pp=2,tp=2,tensor=2d,rows=2,microbatches=2,schedule=gpipe,zero=1", 4),
     ("gpt-masked", "pp=2,tp=2,tensor=2d,rows=2,microbatches=2", 4),
     ("bert", "pp=2,tp=2,tensor=2d,rows=2,microbatches=2,schedule=interleaved,chunks=2,zero=3", 4),
@@ -443,8 +440,9 @@ def norms_of(plan: str) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
-        *((f"{GRID},zero={z}", 4) for z in (0, 1, 3)),
-        *((f"dp=2,tp=2,tensor=2d,rows={r},zero={z}", 4) for r in (1, 2) for z in (1, 3)),
+        *((f"{GRID},zero={z}", 4) for z in (0, 3)),
+        ("dp=2,tp=2,tensor=2d,rows=1,zero=1", 4),
+        ("dp=2,tp=2,tensor=2d,rows=2,zero=3", 4),
         *((f"{CUBE},zero={z}", 8) for z in (0, 3)),
     ],
 )
@@ -667,12 +665,14 @@ class InPlace(nn.Module):
 
 
 class Odd(nn.Module):
-    """[B, S] tokens -> [B, S, 7]: two blocks with residuals and a norm between an embedding and a head."""
+    """[B, S] tokens -> [B, S, 7]: all of them with residuals and a norm between an embedding and a head."""
 
-    def __init__(self, block: Callable[[int], nn.Module], dim: int = 12, time_first: bool = False) -> None:
+    def __init__(self, dim: int, time_first: bool = False) -> None:
         super().__init__()
         self.embedding, self.time_first = nn.Embedding(11, dim), time_first
-        self.blocks = nn.ModuleList(block(dim) for _ in range(2))
+        kinds = (Router, OddNumber, OddNumber, Matrices, Otherwise, InPlace)
+        normed = [nn.Sequential(norm(dim), nn.Linear(dim, dim)) for norm in (RootMeanSquare, ByHand)]
+        self.blocks = nn.ModuleList([*normed, *(kind(dim) for kind in kinds)])
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 7)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -699,15 +699,8 @@ class Pictures(nn.Module):
 
 
 ODD: dict[str, Callable[[], nn.Module]] = {
-    "root mean square": lambda: Odd(lambda n: nn.Sequential(RootMeanSquare(n), nn.Linear(n, n))),
-    "norm by hand": lambda: Odd(lambda n: nn.Sequential(ByHand(n), nn.Linear(n, n))),
-    "router": lambda: Odd(Router),
-    "odd number of products": lambda: Odd(OddNumber),
-    "matrices": lambda: Odd(Matrices),
-    "read otherwise": lambda: Odd(Otherwise),
-    "in place": lambda: Odd(InPlace),
-    "widths that nothing divides": lambda: Odd(OddNumber, dim=13),
-    "time first": lambda: Odd(OddNumber, time_first=True),
+    "batch first": lambda: Odd(12),
+    "time first, sizes that nothing divides": lambda: Odd(13, time_first=True),
     "pictures": Pictures,
 }
 
@@ -738,8 +731,7 @@ def odd(name: str, plan: str, ranks: int):
     ("name", "plan", "ranks"),
     [
         *((name, GRID + ",zero=1", 4) for name in ODD),
-        ("router", WIDE, 6),
-        ("widths that nothing divides", WIDE, 6),
+        ("time first, sizes that nothing divides", WIDE, 6),
         *((name, CUBE + ",zero=1", 8) for name in ODD),
     ],
 )
@@ -749,7 +741,7 @@ def test_odd_models(ranks_of: Callable[[int], Pool], name: str, plan: str, ranks
 
 
 def one_row_each(plan: str, ranks: int):
-    return check(of_odd("in place", (2, 2, 3)), plan, ranks)
+    return check(of_odd("batch first", (2, 2, 3)), plan, ranks)
 
 
 @pytest.mark.parametrize(("plan", "ranks"), [(GRID, 4), (CUBE, 8)])

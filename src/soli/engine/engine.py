@@ -151,6 +151,9 @@ class Engine:
         """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
         if self.parallel is not None:
             return
+        precision.cast(
+            self.model, self.plan
+        )  # before what looks at types, or compares with the model as it is
         roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
         sample = same.sample(self, example) if self.plan.model_ranks > 1 else None
         # The last that the whole model runs: what it leaves in attributes is known by its marks.
@@ -161,7 +164,7 @@ class Engine:
             self.pipeline = pipelined.build(self, cutting)
         if sample is not None:
             same.check_loss(self, sample)
-            sequence.check_begun(self.parallel.context, sample.rows)
+            sequence.check_begun(self.parallel.context, sample.rows, self.mesh["pp"])
         if self.to_load is not None:
             states.fill(self, self.to_load)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from soli.core.plan import Plan
 from soli.mesh.mesh import Mesh
-from soli.parallel import data, precision, recompute
+from soli.parallel import data, recompute
 from soli.parallel.context import sequence
 from soli.parallel.data import DataParallel
 from soli.parallel.pipeline.own import keep_own
@@ -45,7 +45,6 @@ def apply(
     tp > 1 needs `roles`, pp > 1 `cutting`.
     """
     data.agree_on_weights(model, mesh.all)  # first: ranks compare whole weights
-    precision.cast(model, plan)  # before what follows looks at types: the flat units have one, and it is this
     absent, copies = (
         keep_own(model, cutting, mesh) if cutting is not None else ({}, {})
     )  # before what works on weights: it need not on those of other stages

@@ -15,11 +15,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from soli.core.errors import SoliError
 from soli.core.layout import even_parts
 from soli.core.plan import Plan
+from soli.mesh.collectives import Axis, all_reduce
 from soli.mesh.mesh import Mesh, rings
 from soli.parallel.tensor.cut import Run, cut, inside, levels, part_of, split_of
 from soli.parallel.tensor.split import Spans, Split
@@ -55,16 +57,24 @@ def spans_of(size: int, ranks: int, zigzag: bool) -> Spans:
     return tuple(found)
 
 
-def check_begun(levels: list[Run], rows: int) -> None:
-    """Raises SoliError where a forward went by and no sequence was cut."""
+def check_begun(levels: list[Run], rows: int, stages: Axis | None = None) -> None:
+    """Raises SoliError where a forward went by and no sequence was cut.
+
+    `stages`: the ranks of pp, of which one is enough: what it cut the later ones get cut. Collective over them.
+    """
     for run in levels:
-        if rows and not run.begun:
-            longest = f"the longest dim that could be one has {run.longest}" if run.longest else ""
+        found = torch.tensor([int(run.begun), run.longest])
+        if stages is not None:
+            all_reduce(found, stages, "max", label="the sequence that is cut")
+        begun, longest = found.tolist()
+        if rows and not begun:
             raise SoliError(
                 f"cp={run.ranks} cuts the sequence, and the model has none that is long enough",
-                got=longest or "no lookup of tokens [B, S] and no block with an input [B, S, H]",
+                got=f"the longest dim that could be one has {longest}"
+                if longest
+                else "no lookup of tokens [B, S] and no block with an input [B, S, H]",
                 allowed=f"sequences of at least {run.ranks}",
-                fix=f"cp={run.longest} or less" if run.longest > 1 else "leave cp out",
+                fix=f"cp={longest} or less" if longest > 1 else "leave cp out",
                 everywhere=True,
             )
 

@@ -15,7 +15,18 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import Run, across, added, call, cut, entered, part_of, shape_of, split_of
+from soli.parallel.tensor.cut import (
+    Run,
+    across,
+    added,
+    call,
+    cut,
+    entered,
+    part_of,
+    shape_of,
+    split_of,
+    whole,
+)
 from soli.parallel.tensor.pointwise import along, pointwise
 from soli.parallel.tensor.split import Misfit, Split
 
@@ -124,6 +135,8 @@ def cross_entropy(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         raise Misfit(split.origins, "cross-entropy with weights and smoothing")
     if split.dim != classes_dim:
         return _by_rows(run, x, target, split, given)
+    if split.spans:
+        raise Misfit(split.origins, "classes that are positions of the sequence")
     shape = shape_of(x)
     _check_targets(target, shape[classes_dim], ignore)
     wanted = target.reshape(-1)
@@ -163,6 +176,7 @@ def _by_rows(run: Run, x: Tensor, target: Tensor, split: Split, given: dict) -> 
     total = call(torch.sum, losses)
     if reduction == "sum":
         return total
+    target = whole(run, target)
     kept = target != ignore
     weight = given.get("weight")
     return total / (kept.sum() if weight is None else weight[target.masked_fill(~kept, 0)][kept].sum())
@@ -211,6 +225,8 @@ def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _picked(run: Run, x: Tensor, split: Split, index: Tensor) -> Tensor:
+    if split.spans:
+        raise Misfit(split.origins, "elements chosen along the sequence")
     (start, stop), *more = split.own(run.axis.size, run.axis.index)
     if more:
         raise Misfit(split.origins, "elements of a dim in parts")

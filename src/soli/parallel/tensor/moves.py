@@ -191,4 +191,6 @@ def pick(x: Tensor, split: Split, axis: Axis) -> Tensor:
 
 def own_part(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's part of a whole tensor whose gradients are parts of a sum."""
-    return taken(x, split, axis.size, axis.index)
+    mine = taken(x, split, axis.size, axis.index)
+    # A view would keep all of what was drawn or computed whole; a parameter is there anyway.
+    return mine.clone() if axis.size > 1 and mine._is_view() and not isinstance(x, nn.Parameter) else mine

@@ -95,6 +95,13 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     return cut(result, split)
 
 
+def where(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+    """torch.where; of one tensor, the places where it is true, which are of the whole."""
+    if len(args) + len(kwargs) == 1:
+        return func(*(whole(run, x) for x in args), **{k: whole(run, v) for k, v in kwargs.items()})
+    return pointwise(run, func, args, kwargs)
+
+
 def met(leaves: list[Tensor], dims: int, run: Run) -> Split | None:
     """Where tensors that broadcast to so many dims are cut together. A cut along the sequence gives way to others."""
     splits = [s.at(s.dim + dims - x.dim()) for x in leaves if (s := split_of(x))]

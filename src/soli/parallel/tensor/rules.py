@@ -107,7 +107,7 @@ CUT: dict[str, Rule] = {
     **dict.fromkeys(_LOSSES, losses.elementwise_loss), **dict.fromkeys(_WHOLE, shapes.gathered),
     **dict.fromkeys(_LOCAL, _local), "softmax": losses.softmax, "log_softmax": losses.softmax,
     "logsumexp": losses.logsumexp, "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
-    "gather": losses.gather, "take_along_dim": losses.gather, "layer_norm": attention.layer_norm,
+    "where": pointwise.where, "gather": losses.gather, "take_along_dim": losses.gather, "layer_norm": attention.layer_norm,
     "rms_norm": attention.layer_norm, "scaled_dot_product_attention": attention.attention, "size": _size,
     **dict.fromkeys(("to", "type_as"), pointwise.cast), "__len__": _length, **dict.fromkeys(("numel", "nelement"), _count),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), _new),

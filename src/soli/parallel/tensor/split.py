@@ -109,7 +109,7 @@ def taken(whole: Tensor, split: Split, ranks: int, rank: int) -> Tensor:
     """A rank's part of a whole tensor. A view where it is one piece."""
     if ranks == 1:
         return whole
-    pieces = [whole.narrow(split.dim, a, b - a) for a, b in split.own(ranks, rank)]
+    pieces = [whole.narrow(split.dim, a, b - a) for a, b in split.own(ranks, rank) or [(0, 0)]]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, split.dim)
 
 
