@@ -293,7 +293,7 @@ REFUSED = [
     (
         "pp=2,tp=6,tensor=2d,sp=on,schedule=zbv",
         8,
-        ["12 and", "no square grid", "'sp' cuts", "'zbv' computes"],
+        ["= 12", "no square grid", "'sp' cuts", "'zbv' computes"],
     ),
 ]  # fmt: skip
 
@@ -319,7 +319,7 @@ def test_depth_of_a_grid_that_has_none_is_one_problem() -> None:
     ("plan", "world", "near"),
     [
         ("tp=6,tensor=2d", 6, "tp=6,tensor=2d,rows=2"),
-        ("tp=12,tensor=2.5d,depth=2", 12, "tp=12,tensor=2.5d,depth=2,rows=2"),
+        ("tp=12,tensor=2.5d,depth=2", 12, "tp=12,tensor=2.5d,rows=2,depth=2"),
         ("tp=8,tensor=2.5d,depth=3", 8, "tp=8,tensor=2.5d,depth=2"),
         ("tp=8,tensor=3d,rows=2,depth=2", 8, "tp=8,tensor=3d"),
         ("tp=8,tensor=3d,sp=on", 8, "tp=8,tensor=3d"),

@@ -75,7 +75,7 @@ class Plan:
         if self.tensor == "3d":
             edge = round(self.tp ** (1 / 3))
             return edge, edge, edge
-        ranks = max(self.tp // self.depth, 1)
+        ranks = max(self.tp // (self.depth if self.tensor == "2.5d" else 1), 1)
         rows = self.rows or isqrt(ranks)
         return 1, rows, ranks // rows
 

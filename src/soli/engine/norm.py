@@ -31,7 +31,7 @@ def gradient_norm(engine: Engine) -> float:
 
     shards = [mesh.sums[frozenset(engine.plan.summed) - cut][1] for cut in kinds]
     for axis in dict.fromkeys(shards):
-        add_up(axis, [i for i, other in enumerate(shards) if other is axis])
+        add_up(axis, [i for i, other in enumerate(shards) if other == axis])
     for name in (DEPTH, ROW, TP):
         if mesh[name].size > 1:
             add_up(mesh[name], [i for i, cut in enumerate(kinds) if name in cut])

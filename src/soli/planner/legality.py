@@ -99,11 +99,15 @@ def _grid_problems(plan: Plan) -> list[Problem]:
                 Problem("'rows' are of a grid, and tensor=1d has none", got=f"rows={plan.rows}", fix=fix)
             )
         return found
+    if plan.tp == 1:
+        what = f"'tensor={plan.tensor}' lays the ranks of tp in a grid, and tp=1 has one"
+        return [*found, Problem(what, got=f"tp=1, tensor={plan.tensor}", fix="leave tensor out")]
     if plan.tensor == "3d":
         return found + _cube_problems(plan) + _on_grids(plan)
-    ranks, more = divmod(plan.tp, plan.depth)
+    depth = plan.depth if plan.tensor == "2.5d" else 1
+    ranks, more = divmod(plan.tp, depth)
     near = lambda n: sorted({isqrt(n) ** 2, (isqrt(n) + 1) ** 2} - {0})
-    fits = [f"tp={plan.depth * n}" for n in near(max(ranks, 1))]
+    fits = [f"tp={depth * n}" for n in near(max(ranks, 1))]
     if more:
         found.append(
             Problem(
@@ -249,16 +253,14 @@ def nearest(plan: Plan, world: int) -> Plan:
         for dp in (None, world // (tp * pp * cp))
     ]
     no_pipeline = {"schedule": Plan.schedule, "chunks": 1, "microbatches": 1}
-    options = [
-        Plan(
-            **{
-                **base,
-                **degree,
-                **more,
-                **(no_pipeline if degree["pp"] == 1 else {}),
-                **({"context": Plan.context} if degree["cp"] == 1 else {}),
-            }
-        )
+    options: list[dict[str, Any]] = [
+        {
+            **base,
+            **degree,
+            **more,
+            **(no_pipeline if degree["pp"] == 1 else {}),
+            **({"context": Plan.context} if degree["cp"] == 1 else {}),
+        }
         for degree in degrees
         for more in (
             {"sp": sp, "replicate": replicate, "zero": zero, "schedule": schedule, **grid}
@@ -267,32 +269,30 @@ def nearest(plan: Plan, world: int) -> Plan:
                 _divisors(world // (degree["tp"] * degree["pp"] * degree["cp"])),
                 {plan.zero, 0, 1},
                 {base["schedule"]} if plan.tensor == "1d" else {base["schedule"], "1f1b"},
-                _grids(plan),
+                _grids(plan, degree["tp"]),
             )
         )
     ]
-    legal = [option for option in options if not problems(option, world)]
     asked = asdict(plan)
 
-    def distance(option: Plan) -> tuple[int, int]:
-        changed = sum(asked[key] != value for key, value in asdict(option).items())
-        moved = sum(abs(getattr(option, k) - getattr(plan, k)) for k in ("replicate", "tp", "pp", "cp"))
-        return changed, moved + abs((option.dp or world) - (plan.dp or world))
+    def distance(option: dict[str, Any]) -> tuple[int, int]:
+        changed = sum(asked[key] != value for key, value in option.items())
+        moved = sum(abs(option[k] - asked[k]) for k in ("replicate", "tp", "pp", "cp"))
+        return changed, moved + abs((option["dp"] or world) - (plan.dp or world))
 
-    return min(legal, key=distance)
+    ordered = (Plan(**option) for option in sorted(options, key=distance))
+    return next(option for option in ordered if not problems(option, world))
 
 
-def _grids(plan: Plan) -> list[dict[str, Any]]:
-    """The grid that was asked for, and those beside it."""
+def _grids(plan: Plan, tp: int) -> list[dict[str, Any]]:
+    """The grid that was asked for, and those beside it, the likest first."""
     if plan.tensor == "1d":
         return [{"tensor": "1d", "depth": 1, "rows": 0}]
-    asked = {
-        "tensor": plan.tensor if plan.tensor in BUILT["tensor"] else "2d",
-        "depth": plan.depth,
-        "rows": plan.rows,
-    }
-    others = [{"tensor": kind, "depth": 1, "rows": 0} for kind in ("1d", "2d")]
-    return [asked, *others, *({"tensor": "2.5d", "depth": d, "rows": 0} for d in (2, plan.depth))]
+    kinds = [(plan.tensor, plan.depth, plan.rows), (plan.tensor, plan.depth, 0), (plan.tensor, 1, 0)]
+    if plan.tensor != "3d":
+        kinds += [(plan.tensor, plan.depth, rows) for rows in _divisors(tp)[1:-1]]
+    kinds += [("1d", 1, 0), ("2d", 1, 0), ("2.5d", 2, 0), ("2.5d", plan.depth, 0)]
+    return [{"tensor": kind, "depth": depth, "rows": rows} for kind, depth, rows in dict.fromkeys(kinds)]
 
 
 def default_plan(world: int) -> tuple[Plan, str]:
