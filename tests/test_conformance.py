@@ -211,7 +211,7 @@ def test_the_loop_in_ones_own_hands_is_step(pool: Pool, plan: str) -> None:
 
 
 def test_coordinates_and_peers_partition_the_ranks() -> None:
-    sizes = dict(zip(AXES, (2, 2, 1, 1, 2), strict=True))
+    sizes = dict(zip(AXES, (2, 2, 1, 1, 1, 2), strict=True))
     everyone = [tuple(coordinates(rank, sizes).values()) for rank in range(8)]
     assert len(set(everyone)) == 8
     for rank in range(8):
