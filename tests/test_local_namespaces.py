@@ -129,7 +129,9 @@ def test_what_crosses_the_wire(wire: list[str], tmp_path: Path) -> None:
     """Each host sends half of the sum's 4 MB twice, whatever the number of its ranks (gloo alone: 1.5 times 4 MB)."""
     for code, said in start(wire, tmp_path, "well"):
         assert code == 0, said
-        assert 4.0e6 < said["crossed"] < 4.4e6
+        assert (
+            4.0e6 < said["crossed"] < 5.0e6
+        )  # headers and what TCP repeats are some percent; a half sent once more is 2 MB
 
 
 def test_a_rank_that_dies_on_the_other_host(wire: list[str], tmp_path: Path) -> None:
