@@ -86,6 +86,11 @@ class Plan:
         return self.tensor != "1d" and depth * rows > 1
 
     @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes of the grid whose ranks have other rows of the batch."""
+        return {"1d": (), "2d": (ROW,), "2.5d": (ROW,), "3d": (DEPTH,)}[self.tensor]
+
+    @property
     def summed(self) -> tuple[str, ...]:
         """The axes over which a gradient is a part of a sum wherever they do not cut its parameter."""
         return {"1d": (), "2d": (ROW,), "2.5d": (ROW,), "3d": (DEPTH, ROW, TP)}[self.tensor]

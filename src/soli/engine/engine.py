@@ -151,9 +151,8 @@ class Engine:
         """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
         if self.parallel is not None:
             return
-        precision.cast(
-            self.model, self.plan
-        )  # before what looks at types, or compares with the model as it is
+        # before what looks at types, or compares with the model as it is
+        precision.cast(self.model, self.plan)
         roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
         sample = same.sample(self, example) if self.plan.model_ranks > 1 else None
         # The last that the whole model runs: what it leaves in attributes is known by its marks.

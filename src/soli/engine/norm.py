@@ -29,7 +29,7 @@ def gradient_norm(engine: Engine) -> float:
         all_reduce(part, axis, label="gradient norm")
         squares[among] = part
 
-    shards = [mesh.sums[frozenset(engine.plan.summed) - cut][1] for cut in kinds]
+    shards = [mesh.sharing(cut)[1] for cut in kinds]
     for axis in dict.fromkeys(shards):
         add_up(axis, [i for i, other in enumerate(shards) if other == axis])
     for name in (DEPTH, ROW, TP):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from soli.core.axes import REPLICATE, SHARD
 from soli.core.errors import failure
 from soli.engine.batch import Part, part_of, to_device
 from soli.engine.contract import rounding, total_and_count
@@ -58,9 +59,8 @@ def mark(engine: Engine, part: Part) -> float:
 
 def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
     """Sum `facts`, which the last stage has, over pp; and refuse rows that differ among ranks that have the same."""
-    names = ("pp", "cp", "row", "tp") if engine.plan.tensor == "3d" else ("pp", "cp", "tp")
-    for axis in (engine.mesh[name] for name in names):
-        if axis.size == 1:
+    for name, axis in engine.mesh.axes.items():
+        if axis.size == 1 or name in (REPLICATE, SHARD, *engine.plan.apart):
             continue
         marks = torch.zeros(axis.size, dtype=torch.float64)
         marks[axis.index] = mark

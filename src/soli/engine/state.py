@@ -18,10 +18,8 @@ from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import rng
 from soli.engine.data import Position
 from soli.mesh.collectives import all_gather, all_reduce, broadcast, gather_json
-from soli.parallel import recompute
-from soli.parallel.context import sequence
-from soli.parallel.pipeline.watch import unwatch
-from soli.parallel.units import Slot, Unit, named_once
+from soli.parallel.units import Slot, Unit, cut_over, named_once
+from soli.parallel.wrapping import unwrap
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -91,10 +89,8 @@ def copy_model(engine: Engine) -> nn.Module:
     weights = engine.global_state_dict()
     plain = copy.deepcopy(engine.model)
     for module in plain.modules():
-        unwatch(module)
-    recompute.unwrap(plain)
-    sequence.unwrap(plain)
-    for module in plain.modules():
+        while unwrap(module):
+            pass
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     fresh: dict[int, nn.Parameter] = {}  # a tied one stays tied
@@ -142,10 +138,13 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
         slot, unit = slots.get(param, (None, None))
         # A scalar is the same for all who hold it, and the others have less than any number.
         all_reduce(
-            whole, unit.shard_axis if unit else engine.mesh.shard, "sum" if shape else "max", label=name
+            whole,
+            unit.shard_axis if unit else engine.mesh.sharing()[1],
+            "sum" if shape else "max",
+            label=name,
         )
         if shape and slot is not None and slot.portion is not None and slot.whole_shape == shape:
-            for axis in slot.cut_over:
+            for axis in cut_over(slot.param):
                 all_reduce(whole, engine.mesh[axis], label=name)
         if engine.pipeline is not None:
             broadcast(whole, engine.mesh["pp"], engine.pipeline.cutting.first_owner(param), label=name)
@@ -162,7 +161,7 @@ def _agreed_shapes(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     mine = {name: [list(s.shape), str(s.dtype).removeprefix("torch.")] for name, s in local.items()}
     merged: dict[str, Any] = {}
-    for axis in (engine.mesh.shard, engine.mesh["pp"]):
+    for axis in (engine.mesh.sharing()[1], engine.mesh["pp"]):
         for other in gather_json(merged or mine, axis, label="optimizer state names"):
             merged |= other
     return {n: (tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in sorted(merged.items())}

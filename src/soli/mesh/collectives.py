@@ -86,12 +86,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum", *, label: str = "", wait: bool = True) -> Pending:
     """Reduce `tensor` in place over the axis."""
-    if axis.size == 1:
-        return NOTHING
-    record = _record("all_reduce", axis, tensor, label)
-    moved = _staged(tensor, axis)
-    works = _issue(record, lambda: [dist.all_reduce(moved, OPERATORS[op], group=axis.group, async_op=True)])
-    return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
+    return _in_place(dist.all_reduce, tensor, axis, label, wait, op=OPERATORS[op])
 
 
 def reduce_scatter(
@@ -165,22 +160,12 @@ def _swap(received: Tensor, sent: Tensor, axis: Axis) -> list[Any]:
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0, *, label: str = "", wait: bool = True) -> Pending:
     """Give every rank of the axis the `tensor` of rank number `source` of the axis, in place."""
-    if axis.size == 1:
-        return NOTHING
-    record = _record("broadcast", axis, tensor, label)
-    moved = _staged(tensor, axis)
-    works = _issue(record, lambda: [dist.broadcast(moved, group=axis.group, group_src=source, async_op=True)])
-    return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
+    return _in_place(dist.broadcast, tensor, axis, label, wait, group_src=source)
 
 
 def reduce(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = True) -> Pending:
     """Sum `tensor` over the axis into rank number `to`, in place; what the others have afterwards is undefined."""
-    if axis.size == 1:
-        return NOTHING
-    record = _record("reduce", axis, tensor, label)
-    moved = _staged(tensor, axis)
-    works = _issue(record, lambda: [dist.reduce(moved, group=axis.group, group_dst=to, async_op=True)])
-    return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
+    return _in_place(dist.reduce, tensor, axis, label, wait, group_dst=to)
 
 
 def all_to_all(
@@ -307,6 +292,18 @@ def gather_json(value: Any, axis: Axis, *, label: str = "") -> list[Any]:
 def barrier(axis: Axis, *, label: str = "barrier") -> None:
     """Return once every rank of the axis has called it."""
     all_reduce(torch.zeros(1), axis, label=label)
+
+
+def _in_place(
+    collective: Callable[..., Any], tensor: Tensor, axis: Axis, label: str, wait: bool, **options: Any
+) -> Pending:
+    """One of torch's collectives that leaves its result where its argument is."""
+    if axis.size == 1:
+        return NOTHING
+    record = _record(collective.__name__, axis, tensor, label)
+    moved = _staged(tensor, axis)
+    works = _issue(record, lambda: [collective(moved, group=axis.group, async_op=True, **options)])
+    return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
 
 
 def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:

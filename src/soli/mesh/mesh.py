@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from soli.core.axes import AXES, CP, DEPTH, REPLICATE, ROW, SHARD, TP, coordinates, peers
+from soli.core.axes import AXES, CP, REPLICATE, SHARD, coordinates, peers
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, gather_json
 from soli.mesh.local.identity import mine
@@ -33,10 +33,13 @@ class Mesh:
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
 
-    @property
-    def shard(self) -> Axis:
-        """The shard axis of parameters that no axis cuts: all that share a shard are on it."""
-        return max(self.sums.items(), key=lambda item: len(item[0]))[1][1]
+    def summed(self, cut: Iterable[str] = ()) -> frozenset[str]:
+        """The axes beside data's over which the gradient of a parameter is summed that is cut over `cut`."""
+        return max(self.sums, key=len) - frozenset(cut)
+
+    def sharing(self, cut: Iterable[str] = ()) -> tuple[Axis, Axis]:
+        """The replicate and the shard axis of such a parameter. Uncut: all that share any shard are on it."""
+        return self.sums[self.summed(cut)]
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -129,14 +132,13 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
         data, part = divmod(place.pop(REPLICATE) * sizes[SHARD] + place.pop(SHARD), plan.cp)
         return tuple(n for name, n in {**place, "dp": data, CP: part}.items() if name not in free)
 
-    rows = {"2d": (ROW,), "2.5d": (ROW,), "3d": (DEPTH,)}.get(plan.tensor, ())
     axes[CP] = _family(CP, axes, everyone, lambda rank: fixed(rank, CP))
-    data = _family("dp", axes, everyone, lambda rank: fixed(rank, "dp", *rows))
+    data = _family("dp", axes, everyone, lambda rank: fixed(rank, "dp", *plan.apart))
     others = sorted({frozenset(plan.summed) - cut for cut in plan.cuts}, key=sorted)
     sums = {over: _sums(over, plan, axes, everyone) for over in others}
-    alike = (CP, ROW, TP) if plan.tensor == "3d" else (CP,)
-    seeds = all(axes[name].index == 0 for name in alike)
-    leads = all(axis.index == 0 for name, axis in axes.items() if name not in (REPLICATE, SHARD, *rows))
+    one_loss = {CP, *plan.summed} - {*plan.apart}
+    seeds = all(axes[name].index == 0 for name in one_loss)
+    leads = all(axis.index == 0 for name, axis in axes.items() if name not in (REPLICATE, SHARD, *plan.apart))
     return Mesh(world, axes, everyone, data, sums, seeds, leads, torch_mesh)
 
 

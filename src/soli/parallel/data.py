@@ -28,7 +28,7 @@ from soli.mesh.mesh import Mesh
 from soli.parallel.gather import Block, Gatherer
 from soli.parallel.init import fingerprint, is_deferred, materialise, sweep
 from soli.parallel.reduce import Reducer
-from soli.parallel.units import Slot, Unit, become, blocks, buckets, named_once, slots_of
+from soli.parallel.units import Slot, Unit, become, blocks, buckets, cut_over, named_once, slots_of
 
 Named = tuple[tuple[str, ...], nn.Parameter]
 
@@ -125,36 +125,23 @@ def _unit(
     portions: dict[int, Portion],
     gather: dict[tuple[int, ...], Axis] | None = None,
 ) -> Unit:
-    cut = cut_over(params[0][1])
-    replicate, shard = axes_of(mesh, cut)
+    replicate, shard = mesh.sharing(cut_over(params[0][1]))
     own = (gather or {}).get(shard.ranks)
     return Unit(
         name, slots_of(params, portions), shard, replicate, plan.zero, params[0][1].requires_grad, own
     )
 
 
-def cut_over(param: nn.Parameter) -> tuple[str, ...]:
-    """The axes over which tensor parallelism cut it."""
-    return tuple(getattr(param, "cuts", ()))
-
-
-def axes_of(mesh: Mesh, cut: tuple[str, ...]) -> tuple[Axis, Axis]:
-    """The replicate and the shard axis of a parameter that is cut over these axes."""
-    every = max(mesh.sums, key=len)
-    return mesh.sums[every - set(cut)]
-
-
 def _families(params: list[Named], mesh: Mesh) -> list[list[Named]]:
     """Those with the same axes: their gradients are summed over the same ranks."""
     kinds: dict[Any, list[Named]] = {}
     for named in params:
-        kinds.setdefault(_kind(named[1], mesh), []).append(named)
+        kinds.setdefault(_summed(named[1], mesh), []).append(named)
     return list(kinds.values())
 
 
-def _kind(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:
-    every = max(mesh.sums, key=len)
-    return tuple(sorted(every - set(cut_over(param))))
+def _summed(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:
+    return tuple(sorted(mesh.summed(cut_over(param))))
 
 
 def _apart(mesh: Mesh) -> dict[tuple[int, ...], Axis]:
@@ -187,7 +174,7 @@ def _blocks(
     def units(name: str, members: list[Named]) -> list[Unit]:
         kinds: dict[Any, list[Named]] = {}
         for names, param in members:
-            kinds.setdefault((param.dtype, param.requires_grad, _kind(param, mesh)), []).append(
+            kinds.setdefault((param.dtype, param.requires_grad, _summed(param, mesh)), []).append(
                 (names, param)
             )
         return [
@@ -215,7 +202,7 @@ def _copied(
     """Units of what several stages have, laid alike on all of them: their sums then round alike."""
     groups: dict[Any, list[Named]] = {}
     for names, param in sorted((n for n in params if id(n[1]) in copies), key=lambda named: named[0]):
-        groups.setdefault((copies[id(param)].ranks, param.requires_grad, _kind(param, mesh)), []).append(
+        groups.setdefault((copies[id(param)].ranks, param.requires_grad, _summed(param, mesh)), []).append(
             (names, param)
         )
     found = []

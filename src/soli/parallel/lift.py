@@ -13,19 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 
 class _Lift(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].double()
-        args, kwargs = tree_map_only(torch.dtype, _double, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        # torch takes a type as an argument of its own, never inside another
+        return func(*map(_double, args), **{name: _double(value) for name, value in (kwargs or {}).items()})
 
 
-def _double(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float32 else dtype
+def _double(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from soli.core.errors import Problem, SoliError
 from soli.core.events import events
 from soli.core.plan import Plan
+from soli.parallel import wrapping
 from soli.parallel.keep import contexts
 from soli.parallel.units import blocks
 
@@ -49,9 +50,8 @@ def wrap(model: nn.Module, plan: Plan) -> None:
         if getattr(module, "gradient_checkpointing", False):  # transformers' word for it
             events.emit("note", text=f"{name} recomputes itself already")
             continue
-        module.forward = _again(
-            module.forward, {"context_fn": contexts} if plan.recompute == "selective" else {}
-        )
+        options = {"context_fn": contexts} if plan.recompute == "selective" else {}
+        wrapping.wrap(module, _again(module.forward, options))
 
 
 @contextmanager
@@ -67,13 +67,6 @@ def explained() -> Iterator[None]:
             fix="a key-value cache that blocks write into is the usual cause (model.config.use_cache = False); "
             "or recompute=none",
         ) from error
-
-
-def unwrap(model: nn.Module) -> None:
-    """Take it back."""
-    for module in model.modules():
-        if getattr(module.__dict__.get("forward"), "soli_recompute", False):
-            del module.forward
 
 
 def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -92,5 +85,4 @@ def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[...
             )
         return out
 
-    wrapped.soli_recompute = True  # type: ignore[attr-defined]
     return wrapped

@@ -66,11 +66,6 @@ class Slot:
         """Of the model's parameter."""
         return self.shape if self.portion is None else self.portion.shape
 
-    @property
-    def cut_over(self) -> tuple[str, ...]:
-        """The axes over which tensor parallelism cut it."""
-        return tuple(getattr(self.param, "cuts", ()))
-
     def of_whole(self, local: Sharded) -> Sharded:
         """Boxes of what this rank has, as boxes of the model's parameter."""
         return local if self.portion is None else self.portion.of_whole(local)
@@ -212,7 +207,9 @@ class Unit:
         for slot in self.slots:
             start, stop = self.owned(slot)
             if start < stop:
-                found.append((frozenset(slot.cut_over), self.grad_shard[start - self.low : stop - self.low]))
+                found.append(
+                    (frozenset(cut_over(slot.param)), self.grad_shard[start - self.low : stop - self.low])
+                )
         return found
 
     def whole(self, flat_shard: Tensor, label: str) -> Tensor:
@@ -222,6 +219,11 @@ class Unit:
         full = torch.empty(self.padded, dtype=flat_shard.dtype, device=flat_shard.device)
         all_gather(full, flat_shard, self.shard_axis, label=f"{label} of {self.name}")
         return full
+
+
+def cut_over(param: nn.Parameter) -> tuple[str, ...]:
+    """The axes over which tensor parallelism cut it."""
+    return tuple(getattr(param, "cuts", ()))
 
 
 def become(param: nn.Parameter, values: Tensor) -> None:

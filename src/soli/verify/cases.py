@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ PLANS: dict[int, tuple[str, ...]] = {
         "pp=2,tp=2,microbatches=4,schedule=zbv,recompute=selective",
         "pp=2,tp=2,sp=on,microbatches=2,schedule=zbh1",
         "pp=2,tp=2,sp=on,microbatches=4,schedule=dualpipev,recompute=full",
-        "cp=4,context=ulysses,zero=2",
+        "cp=4,context=ulysses",
         "dp=2,cp=2,zero=3,accumulate=2,recompute=selective",
         "dp=2,cp=2,replicate=2,zero=1,context=scores",
         "cp=2,tp=2,zero=1",
@@ -292,16 +293,24 @@ def rows() -> list[tuple[str, str, int]]:
     ]
 
 
+SOME = ("dp", "microbatches", "accumulate")
+
+
+def choices(name: str, plan: str) -> list[str]:
+    """The model and the keys of a plan with their values; of those in SOME, only that they are there."""
+    keys = [key.split("=") for key in plan.split(",")]
+    return [name, *(key if key in SOME else f"{key}={value}" for key, value in keys)]
+
+
 def selection(most_ranks: int) -> list[tuple[str, str, int]]:
-    """Rows that cover, together, every pair of choices that the matrix has: of two keys of a plan, of model and key.
+    """Rows that cover, together, every pair of `choices` that the matrix has.
 
     Greedy: the row that covers the most that is left, and so on.
     """
     pairs: dict[tuple[str, str, int], set[frozenset[str]]] = {}
     for name, plan, ranks in rows():
         if ranks <= most_ranks:
-            choices = [name, *plan.split(",")]
-            pairs[name, plan, ranks] = {frozenset((a, b)) for a in choices for b in choices if a != b}
+            pairs[name, plan, ranks] = {frozenset(pair) for pair in combinations(choices(name, plan), 2)}
     left: set[frozenset[str]] = set().union(*pairs.values())
     chosen = []
     while left:

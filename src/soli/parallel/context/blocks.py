@@ -43,7 +43,7 @@ def forward(
     may be given. A row that sees nothing gives zeros and the lse -inf.
     """
     kernel = chosen(q, k, v)
-    k, v = _repeated(k, q), _repeated(v, q)
+    q, k, v = (_plain(x) for x in (q, _repeated(k, q), _repeated(v, q)))
     if mask is None and (kernel.causal or not causal):
         return kernel.forward(q, k, v, None, causal, scale)
     bias, hidden = _bias(mask, causal, q, k)
@@ -70,6 +70,7 @@ def backward(
         bias, hidden = _bias(mask, causal, q, k)
         lse = lse.masked_fill(hidden, math.inf)  # exp(score - inf) = 0: no part in any gradient
         causal = False
+    grad, q, every_k, every_v, out = (_plain(x) for x in (grad, q, every_k, every_v, out))
     dq, dk, dv = kernel.backward(grad, q, every_k, every_v, out, lse, bias, causal, scale)
     return dq, _summed(dk, k), _summed(dv, v)
 
@@ -98,6 +99,11 @@ def lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     low = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(low) for x in tensors)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """With a stride of 1 in the last dim."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
@@ -167,15 +173,9 @@ def _written_backward(
 # --- torch's kernels --------------------------------------------------------------------------------------
 
 
-def _plain(x: Tensor) -> Tensor:
-    """With a stride of 1 in the last dim."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = (_plain(x) for x in (q, k, v))
     return _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -192,7 +192,6 @@ def _cpu_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, k, v, out = (_plain(x) for x in (grad, q, k, v, out))
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -210,7 +209,6 @@ def _cuda_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 def _cuda_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = (_plain(x) for x in (q, k, v))
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
         q, k, v, _cuda_bias(bias, q, k), True, 0.0, causal, scale=scale
     )
@@ -228,7 +226,6 @@ def _cuda_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, k, v, out = (_plain(x) for x in (grad, q, k, v, out))
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
     seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(

@@ -26,44 +26,36 @@ GRADIENTS = "gradient of keys or values of a ring"
 
 def ring_qk(q: Tensor, k: Tensor, spans_k: Spans, axis: Axis) -> Tensor:
     """q @ k.mT: q [.., l, e] of local rows and local k [.., s, e], the same leading dims -> scores [.., l, S]."""
-    q, k = lowered(q, k)
-    with torch.autocast(q.device.type, enabled=False):
-        return _RingQK.apply(q, k, spans_k, axis)
+    return _product(q, k, spans_k, axis, True)
 
 
 def ring_av(a: Tensor, v: Tensor, spans_v: Spans, axis: Axis) -> Tensor:
     """a @ v: a [.., l, S] of local rows and local v [.., s, f], the same leading dims -> [.., l, f]."""
-    a, v = lowered(a, v)
-    with torch.autocast(a.device.type, enabled=False):
-        return _RingAV.apply(a, v, spans_v, axis)
+    return _product(a, v, spans_v, axis, False)
 
 
-class _RingQK(torch.autograd.Function):
+def _product(x: Tensor, y: Tensor, spans: Spans, axis: Axis, of_keys: bool) -> Tensor:
+    x, y = lowered(x, y)
+    with torch.autocast(x.device.type, enabled=False):
+        return _Ring.apply(x, y, spans, axis, of_keys)
+
+
+class _Ring(torch.autograd.Function):
+    """x with every rank's y: x @ y.mT where y is of keys, else x @ y. One's forward is the other's backward."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, spans: Spans, axis: Axis) -> Tensor:
-        ctx.save_for_backward(q, k)
-        ctx.spans, ctx.axis = spans, axis
-        return _with_each(q, k, spans, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k = ctx.saved_tensors
-        return _with_all(grad, k, ctx.spans, ctx.axis), _sent_home(grad, q, ctx.spans, ctx.axis), None, None
-
-
-class _RingAV(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, v: Tensor, spans: Spans, axis: Axis) -> Tensor:
-        ctx.save_for_backward(a, v)
-        ctx.spans, ctx.axis = spans, axis
-        return _with_all(a, v, spans, axis)
+    def forward(ctx: Any, x: Tensor, y: Tensor, spans: Spans, axis: Axis, of_keys: bool) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.ring, ctx.of_keys = (spans, axis), of_keys
+        return (_with_each if of_keys else _with_all)(x, y, *ctx.ring)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        a, v = ctx.saved_tensors
-        return _with_each(grad, v, ctx.spans, ctx.axis), _sent_home(a, grad, ctx.spans, ctx.axis), None, None
+        x, y = ctx.saved_tensors
+        scores, rows = (grad, x) if ctx.of_keys else (x, grad)
+        of_x = (_with_all if ctx.of_keys else _with_each)(grad, y, *ctx.ring)
+        return of_x, _sent_home(scores, rows, *ctx.ring), None, None, None
 
 
 def _with_each(x: Tensor, y: Tensor, spans: Spans, axis: Axis) -> Tensor:

@@ -26,6 +26,7 @@ from soli.mesh.mesh import Mesh, rings
 from soli.parallel.tensor.cut import Run, cut, inside, levels, part_of, split_of
 from soli.parallel.tensor.split import Spans, Split
 from soli.parallel.units import blocks
+from soli.parallel.wrapping import wrap
 
 
 def begin(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Run]:
@@ -38,9 +39,9 @@ def begin(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Run]:
     repeated = {id(module) for _, module in blocks(model)}
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            module.forward = _cutting(module.forward, run, _tokens)  # type: ignore[method-assign]
+            wrap(module, _cutting(module.forward, run, _tokens))
         elif id(module) in repeated:
-            module.forward = _cutting(module.forward, run, _hidden)
+            wrap(module, _cutting(module.forward, run, _hidden))
     return [run]
 
 
@@ -79,13 +80,6 @@ def check_begun(levels: list[Run], rows: int, stages: Axis | None = None) -> Non
             )
 
 
-def unwrap(model: nn.Module) -> None:
-    """Take it back."""
-    for module in model.modules():
-        if getattr(module.__dict__.get("forward"), "soli_cutting", False):
-            del module.forward
-
-
 def _cutting(
     forward: Callable[..., Any], run: Run, is_sequence: Callable[[Tensor], bool]
 ) -> Callable[..., Any]:
@@ -102,7 +96,6 @@ def _cutting(
                 kwargs = {**kwargs, next(iter(kwargs)): first}
         return forward(*args, **kwargs)
 
-    wrapped.soli_cutting = True  # type: ignore[attr-defined]
     return wrapped
 
 

@@ -28,6 +28,7 @@ from soli.core.errors import SoliError
 from soli.core.functions import in_place, name_of
 from soli.mesh.versions import mode_popped
 from soli.parallel.pipeline.units import Unit
+from soli.parallel.wrapping import unwrap, wrap
 
 Name = tuple[int, int, int]
 """(gap, number, leaf); number is OUTPUT for what a unit's call returned, whose gap is the one after it."""
@@ -187,22 +188,13 @@ def watched(units: list[Unit]) -> Iterator[None]:
         yield
     finally:
         for _, module in units:
-            unwatch(module)
+            unwrap(module)
 
 
 def watch_units(units: list[Unit]) -> None:
     """Let units tell the watch, where there is one, that they are called."""
     for name, module in units:
-        module.forward = _told(name, module, module.forward)
-
-
-def unwatch(module: nn.Module) -> None:
-    """Take it back."""
-    inner = getattr(module.__dict__.get("forward"), "soli_watched", None)
-    if inner is not None:
-        del module.forward
-        if getattr(inner, "__func__", None) is not type(module).forward:  # not the class's: it had its own
-            module.forward = inner
+        wrap(module, _told(name, module, module.forward))
 
 
 def _told(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,7 +205,6 @@ def _told(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable
             return forward(*args, **kwargs)
         return watch.unit(name, module, forward, args, kwargs)
 
-    told.soli_watched = forward  # type: ignore[attr-defined]
     return told
 
 

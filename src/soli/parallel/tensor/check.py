@@ -103,7 +103,7 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
                 param.data = oned.own_part(param.data, cuts[name], mesh).clone()
                 become_cut(param, cuts[name])
 
-    seed = float(all(mesh[name].index == 0 for name in _ALIKE[plan.tensor]))
+    seed = float(all(mesh[name].index == 0 for name in plan.summed if name not in plan.apart))
     levels = [replace(run, overlap=False) for run in oned.levels_of(plan, mesh)]
     try:
         got = _traced(sample, divide, levels, seed)
@@ -142,14 +142,12 @@ def _add_up(whole: Tensor, own: Tensor, cut_over: dict[str, Any], plan: Plan, me
     """Make sums, in place, of gradients that are parts of them. Ranks with other rows of the batch have other samples:
     where one weight is cut over them, its gradient is of all their samples, and the others' are of their own."""
     for name in plan.summed:
-        if name in cut_over and name not in _ALIKE[plan.tensor]:
+        if name in cut_over and name in plan.apart:
             all_reduce(whole, mesh[name], label=LABEL)
-        elif name not in cut_over and name in _ALIKE[plan.tensor]:
+        elif name not in cut_over and name not in plan.apart:
             all_reduce(own, mesh[name], label=LABEL)
 
 
-_ALIKE = {"1d": (), "2d": (), "2.5d": (), "3d": (ROW, TP)}
-"""The axes of `plan.summed` whose ranks have the same rows of the batch."""
 LABEL = "check of the tensor-parallel layout"
 
 

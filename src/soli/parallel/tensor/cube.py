@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from soli.mesh.collectives import Axis, all_gather
+from soli.mesh.collectives import Axis
 from soli.parallel.keep import carried
-from soli.parallel.tensor.moves import scattered_later
-from soli.parallel.tensor.split import Split, together
-from soli.parallel.tensor.summa import GRADIENT_OF_W, GRADIENT_OF_X, Later, lowered, plainly
+from soli.parallel.tensor.moves import collected_later, scattered_later
+from soli.parallel.tensor.split import Split
+from soli.parallel.tensor.summa import GRADIENT_OF_W, GRADIENT_OF_X, lowered, plainly
 
 INPUT, WEIGHT = "input of a product", "a weight"
 OUTPUT, GRADIENT = "output of a product", "gradient of an output"
@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
         ctx.cuts, ctx.axes = (tokens_in, tokens_out, of_w), (gather, scatter, depth)
 
         def there(x: Tensor) -> Tensor:
-            product = _scattered_later(
+            product = scattered_later(
                 _product(x, w, tokens_in, of_w, gather, depth), tokens_out, scatter, OUTPUT
             )
             return product()
@@ -125,57 +125,13 @@ def _gradients(
     del of_y
     dx = dw = None
     if of_weight is not None:
-        dx = _scattered_later(torch.matmul(new, of_weight()), tokens_in, gather, GRADIENT_OF_X)
+        dx = scattered_later(torch.matmul(new, of_weight()), tokens_in, gather, GRADIENT_OF_X)
         of_weight = None  # what was gathered goes with it
     if of_x is not None:
-        dw = _scattered_later(_flat(new).t() @ _flat(of_x()), of_w, depth, GRADIENT_OF_W)
+        dw = scattered_later(_flat(new).t() @ _flat(of_x()), of_w, depth, GRADIENT_OF_W)
         of_x = None
     return None if dx is None else dx(), None if dw is None else dw()
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
-
-
-def collected_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
-    """Begin to gather the whole of a cut tensor; what is returned waits for it. Parts are sent padded to the largest."""
-    if axis.size == 1:
-        return lambda: x
-    before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
-    sizes = [split.local(axis.size, r) for r in range(axis.size)]
-    shape = (*before, max(sizes), *after)
-    if not prod(shape):  # on every rank of the axis: backends refuse to move nothing
-        nothing = x.new_empty((*before, split.size, *after))
-        return lambda: nothing
-    piece = x.contiguous()
-    if x.shape[split.dim] < max(sizes):
-        piece = x.new_empty(shape)
-        piece.narrow(split.dim, 0, x.shape[split.dim]).copy_(x)
-    every = x.new_empty((axis.size, *shape))
-    n = max(sizes)
-    own = [split.own(axis.size, r) for r in range(axis.size)]
-    in_place = split.dim == 0 and own == [[(r * n, (r + 1) * n)] for r in range(axis.size)]
-    pending = all_gather(every.view(-1), piece.view(-1), axis, label=label, wait=False)
-
-    def finish() -> Tensor:
-        pending.wait()
-        if in_place:
-            return every.flatten(0, 1)
-        return together([every[r].narrow(split.dim, 0, n) for r, n in enumerate(sizes)], split)
-
-    return finish
-
-
-def _scattered_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
-    """Begin to sum over the axis, each rank its part of the sum; what is returned waits for it.
-
-    Sent in the tensors' own type, as a row's output is in 1D.
-    """
-    if axis.size == 1:
-        return lambda: x
-    if not x.numel():
-        nothing = x.new_empty(
-            (*x.shape[: split.dim], split.local(axis.size, axis.index), *x.shape[split.dim + 1 :])
-        )
-        return lambda: nothing
-    return scattered_later(x, split, axis, label)

@@ -20,6 +20,7 @@ a parameter's is under data parallelism. A whole value is then read as it is, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from soli.parallel.reduce import Reducer
 
 Way = Callable[[Tensor], Tensor]
+Later = Callable[[], Tensor]
+"""Waits for a tensor that is under way."""
 COLUMN = "gradient of a column's input"
 
 
@@ -42,9 +45,7 @@ def summed(x: Tensor, axis: Axis, label: str, op: str = "sum") -> Tensor:
     return x if axis.size == 1 else summed_later(x, axis, label, op)()
 
 
-def summed_later(
-    x: Tensor, axis: Axis, label: str, op: str = "sum", *, fresh: bool = False
-) -> Callable[[], Tensor]:
+def summed_later(x: Tensor, axis: Axis, label: str, op: str = "sum", *, fresh: bool = False) -> Later:
     """Begin the sum; what is returned waits for it. `fresh`: nobody else has x, which may hold the sum."""
     total = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     pending = all_reduce(total, axis, op, label=label, wait=False)
@@ -58,35 +59,58 @@ def summed_later(
 
 def collected(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
     """The whole tensor, of which every rank has its local part."""
+    return collected_later(x, split, axis, label)()
+
+
+def collected_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
+    """Begin to gather it; what is returned waits for it. Parts are sent padded to the largest."""
     if axis.size == 1:
-        return x
+        return lambda: x
+    before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
     sizes = [split.local(axis.size, r) for r in range(axis.size)]
-    shape = (*x.shape[: split.dim], max(sizes), *x.shape[split.dim + 1 :])
+    n = max(sizes)
+    if not prod((*before, n, *after)):  # on every rank of the axis: backends refuse to move nothing
+        nothing = x.new_empty((*before, split.size, *after))
+        return lambda: nothing
     piece = x.contiguous()
-    if x.shape[split.dim] < max(sizes):
-        piece = x.new_empty(shape)
+    if x.shape[split.dim] < n:
+        piece = x.new_empty((*before, n, *after))
         piece.narrow(split.dim, 0, x.shape[split.dim]).copy_(x)
-    every = x.new_empty((axis.size, *shape))
-    all_gather(every.view(-1), piece.view(-1), axis, label=label)
-    return together([every[r].narrow(split.dim, 0, n) for r, n in enumerate(sizes)], split)
+    every = x.new_empty((axis.size, *before, n, *after))
+    in_order = split.dim == 0 and all(
+        split.own(axis.size, r) == [(r * n, (r + 1) * n)] for r in range(axis.size)
+    )
+    pending = all_gather(every.view(-1), piece.view(-1), axis, label=label, wait=False)
+
+    def finish() -> Tensor:
+        pending.wait()
+        if in_order:
+            return every.flatten(0, 1)
+        return together([every[r].narrow(split.dim, 0, m) for r, m in enumerate(sizes)], split)
+
+    return finish
 
 
 def scattered(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
     """This rank's local part of the sum over the axis."""
-    return x if axis.size == 1 else scattered_later(x, split, axis, label)()
+    return scattered_later(x, split, axis, label)()
 
 
-def scattered_later(x: Tensor, split: Split, axis: Axis, label: str) -> Callable[[], Tensor]:
+def scattered_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
     """Begin it; what is returned waits for it."""
+    if axis.size == 1:
+        return lambda: x
     sizes = [split.local(axis.size, r) for r in range(axis.size)]
     shape = (*x.shape[: split.dim], max(sizes), *x.shape[split.dim + 1 :])
-    every = x.new_empty((axis.size, *shape))
-    for r, n in enumerate(sizes):
-        every[r].narrow(split.dim, 0, n).copy_(taken(x, split, axis.size, r))
-        every[r].narrow(split.dim, n, max(sizes) - n).zero_()
-    mine = x.new_empty(shape)
-    pending = reduce_scatter(mine.view(-1), every.view(-1), axis, label=label, wait=False)
     n = sizes[axis.index]
+    mine = x.new_empty(shape)
+    if not mine.numel():  # on every rank of the axis: backends refuse to move nothing
+        return lambda: mine.narrow(split.dim, 0, n)
+    every = x.new_empty((axis.size, *shape))
+    for r, m in enumerate(sizes):
+        every[r].narrow(split.dim, 0, m).copy_(taken(x, split, axis.size, r))
+        every[r].narrow(split.dim, m, max(sizes) - m).zero_()
+    pending = reduce_scatter(mine.view(-1), every.view(-1), axis, label=label, wait=False)
 
     def finish() -> Tensor:
         pending.wait()

@@ -29,11 +29,10 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import NOTHING, Axis, broadcast, reduce
 from soli.parallel.keep import alias, carried
+from soli.parallel.tensor.moves import Later
 from soli.parallel.tensor.split import Split
 
 Range = tuple[int, int]
-Later = Callable[[], Tensor]
-"""Waits for a tensor that is under way."""
 HALVES = (torch.float16, torch.bfloat16)
 PANEL_OF_X, PANEL_OF_W = "panel of a product's input", "panel of a weight"
 GRADIENT_OF_X, GRADIENT_OF_W = "gradient of a product's input", "gradient of a weight"
@@ -207,12 +206,15 @@ def _summed(
 def _each(
     todo: tuple[Panel, ...], begin: Callable[[Panel], list[Later | None]], compute: Callable[..., None]
 ) -> None:
-    """Compute with each panel once it is there, while the next is under way. None stands for what is not needed."""
+    """Compute with each panel once it is there, while the next is under way. None stands for what is not needed.
+
+    The next is begun before this one is waited for: another rank owns it, whose link would be idle.
+    """
     coming = begin(todo[0]) if todo else []
     for number, panel in enumerate(todo):
-        here = [None if finish is None else finish() for finish in coming]
-        coming = begin(todo[number + 1]) if number + 1 < len(todo) else []
-        compute(panel, *here)
+        following = begin(todo[number + 1]) if number + 1 < len(todo) else []
+        compute(panel, *(None if finish is None else finish() for finish in coming))
+        coming = following
 
 
 # --- the product and its gradients ------------------------------------------------------------------------
