@@ -21,6 +21,14 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def many() -> Iterator[Pool]:
+    """For what takes more than four; started when it is first asked for."""
+    made = Pool(9)
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 kB."""

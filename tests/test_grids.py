@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,6 @@ GRID, WIDE, DEEP, CUBE = (
 )
 
 
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Pool]:
-    made = Pool(8)
-    made.run(foreign.ready, ranks=8, deadline=120)
-    yield made
-    made.close()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _foreign_ready(pool: Pool) -> None:
     pool.run(foreign.ready, ranks=4, deadline=120)
@@ -55,7 +47,7 @@ def _foreign_ready(pool: Pool) -> None:
 @pytest.fixture
 def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Pool]:
     """The pool that has so many ranks; the large one is started when it is first asked for."""
-    return lambda ranks: request.getfixturevalue("pool" if ranks <= 4 else "eight")
+    return lambda ranks: request.getfixturevalue("pool" if ranks <= 4 else "many")
 
 
 # --- parity -------------------------------------------------------------------------------------------------

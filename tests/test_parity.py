@@ -11,7 +11,7 @@ from soli.engine import engine as engine_module
 from soli.parallel.lift import lifted
 from soli.parallel.reduce import Reducer
 from soli.verify import foreign
-from soli.verify.cases import CASES, refused, rows, selection
+from soli.verify.cases import CASES, choices, refused, rows, selection
 from soli.verify.parity import BOUND, check, compare, expected_of, under_plan
 from soli.verify.pool import Pool
 
@@ -32,7 +32,7 @@ def test_plan_equals_sequential(pool: Pool, name: str, plan: str, ranks: int) ->
 
 
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -56,8 +56,8 @@ def test_drawn_plans_equal_sequential(
 
 def test_the_selection_leaves_no_pair_out() -> None:
     def pairs(chosen):
-        each = [[name, *plan.split(",")] for name, plan, ranks in chosen if ranks <= 4]
-        return {frozenset((a, b)) for choices in each for a in choices for b in choices}
+        each = [choices(name, plan) for name, plan, ranks in chosen if ranks <= 4]
+        return {frozenset((a, b)) for found in each for a in found for b in found}
 
     assert pairs(selection(most_ranks=4)) == pairs(rows())
     assert len(selection(most_ranks=4)) < len(rows()) / 2

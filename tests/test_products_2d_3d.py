@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,13 +27,6 @@ from soli.parallel.keep import contexts
 from soli.parallel.tensor import cube, summa
 from soli.parallel.tensor.split import Split, taken
 from soli.verify.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def nine() -> Iterator[Pool]:
-    made = Pool(9)
-    yield made
-    made.close()
 
 
 def axes(names: tuple[str, ...], shape: tuple[int, ...]) -> list[Axis]:
@@ -270,9 +263,9 @@ def of_grid(shape: tuple[int, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 3), (2, 3), (3, 2), (1, 4), (4, 1), (2, 1), (1, 1)])
-def test_linear_2d(nine: Pool, shape: tuple[int, int]) -> None:
+def test_linear_2d(many: Pool, shape: tuple[int, int]) -> None:
     ranks = prod(shape)
-    assert nine.run(of_grid, shape, ranks=ranks) == [[]] * ranks
+    assert many.run(of_grid, shape, ranks=ranks) == [[]] * ranks
 
 
 def two_at_a_time(shape: tuple[int, int]) -> list[str]:
@@ -324,8 +317,8 @@ def two_at_a_time(shape: tuple[int, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
-def test_two_panels_at_a_time(nine: Pool, shape: tuple[int, int]) -> None:
-    assert nine.run(two_at_a_time, shape, ranks=6) == [[]] * 6
+def test_two_panels_at_a_time(many: Pool, shape: tuple[int, int]) -> None:
+    assert many.run(two_at_a_time, shape, ranks=6) == [[]] * 6
 
 
 # --- 3D ---------------------------------------------------------------------------------------------------
@@ -435,9 +428,9 @@ def of_cube(shape: tuple[int, int, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (2, 1, 2), (1, 3, 2), (3, 2, 1), (1, 1, 2)])
-def test_linear_3d(nine: Pool, shape: tuple[int, int, int]) -> None:
+def test_linear_3d(many: Pool, shape: tuple[int, int, int]) -> None:
     ranks = prod(shape)
-    assert nine.run(of_cube, shape, ranks=ranks) == [[]] * ranks
+    assert many.run(of_cube, shape, ranks=ranks) == [[]] * ranks
 
 
 # --- what is kept; autocast and recomputation -------------------------------------------------------------
@@ -469,8 +462,8 @@ def only_blocks() -> list[str]:
     return found
 
 
-def test_only_local_blocks_are_kept(nine: Pool) -> None:
-    assert nine.run(only_blocks, ranks=4) == [[]] * 4
+def test_only_local_blocks_are_kept(many: Pool) -> None:
+    assert many.run(only_blocks, ranks=4) == [[]] * 4
 
 
 def in_modes() -> list[str]:
@@ -513,5 +506,5 @@ def in_modes() -> list[str]:
     return found
 
 
-def test_autocast_and_recomputation(nine: Pool) -> None:
-    assert nine.run(in_modes, ranks=4) == [[]] * 4
+def test_autocast_and_recomputation(many: Pool) -> None:
+    assert many.run(in_modes, ranks=4) == [[]] * 4
