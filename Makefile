@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity golden bench bench-backend bench-split network-bench pictures gpu-check clean
+.PHONY: train test check parity golden bench bench-backend bench-split bench-context network-bench pictures gpu-check clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -69,10 +69,17 @@ network-bench: .venv/developed  ## layouts over slow networks, in network namesp
 	$(BIN)/python benchmarks/network/run.py
 	$(BIN)/python benchmarks/network/run.py --rates none 1gbit --latencies 0 1 10 --out benchmarks/results/network-latency
 	$(BIN)/python benchmarks/network/run.py --per-host 2 --rates none 1gbit 100mbit --out benchmarks/results/network-two-level
+	$(BIN)/python benchmarks/network/run.py --backend gloo --sequence 1024 --batch 1 --rates none 1gbit 100mbit \
+		--plans cp=4 cp=4,context=ulysses cp=4,context=scores --out benchmarks/results/network-context
+	$(BIN)/python benchmarks/network/headline.py
+
+bench-context: .venv/developed  ## context parallelism: step times beside one process, the longest sequence -> benchmarks/results/
+	$(BIN)/python benchmarks/context.py
 
 pictures: .venv/installed       ## the documents' pictures, from the results -> docs/pictures/
 	$(BIN)/python docs/draw.py
 	$(BIN)/python docs/draw_splits.py
+	$(BIN)/python docs/draw_network.py
 
 gpu-check:                      ## the tests and the bench on a CUDA device; refuses elsewhere
 	@$(PYTHON) -c "import importlib.util as u, sys; ok = u.find_spec('torch') and __import__('torch').cuda.is_available(); sys.exit(None if ok else 'make gpu-check: needs a PyTorch with a CUDA device, and there is none here')"

@@ -1,6 +1,5 @@
 """Start ranks, wait for them, and kill all they started when the time is up. Used by run.py and memory.py."""
 
-import contextlib
 import json
 import os
 import resource
@@ -11,6 +10,8 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ranks import kill, wait
 
 GRACE_S = 10.0  # what the other ranks get after the first one has failed, to say why themselves
 
@@ -63,7 +64,7 @@ def launch(command: list[str], world: int, deadline: float, extra: dict[str, str
                             start_new_session=True,
                         )
                     )  # fmt: skip
-            first, late = wait(ranks, start + deadline)
+            first, late = wait(ranks, start + deadline, GRACE_S)
         finally:
             kill(ranks)
         outcome = Outcome(seconds=time.monotonic() - start)
@@ -76,29 +77,6 @@ def launch(command: list[str], world: int, deadline: float, extra: dict[str, str
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     outcome.cpu_seconds = now.ru_utime + now.ru_stime - children.ru_utime - children.ru_stime
     return outcome
-
-
-def wait(ranks: list[subprocess.Popen], until: float) -> tuple[int | None, bool]:
-    """(the rank that failed first or None, whether the deadline passed)."""
-    first = None
-    while any(p.poll() is None for p in ranks):
-        if first is None:
-            first = next((i for i, p in enumerate(ranks) if p.returncode not in (None, 0)), None)
-            if first is not None:
-                until = min(until, time.monotonic() + GRACE_S)
-        if time.monotonic() > until:
-            return first, first is None
-        time.sleep(0.05)
-    failed = next((i for i, p in enumerate(ranks) if p.returncode != 0), None)
-    return (first if first is not None else failed), False
-
-
-def kill(ranks: list[subprocess.Popen]) -> None:
-    """End every process of every rank's session, and reap the ranks."""
-    for process in ranks:
-        with contextlib.suppress(ProcessLookupError):  # gone already, with all it started, as it should be
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def reason(folder: Path, rank: int, code: int) -> str:

@@ -38,16 +38,9 @@ def main() -> None:
     torch.set_num_threads(1)
     workload.SIZES["lab"] = workload.Size(**args.size)
     meeting = Meeting()
-    steps = {}
-    for plan in args.plans:
-        note(plan)
-        step, why = build(plan)
-        # all ranks keep it or none: one that went on alone would wait for the others
-        reasons = [f"{said} (rank {rank})" for rank, said in enumerate(meeting.gather(why)) if said]
-        if step is None or reasons:
-            RECORD["plans"][plan] = {"error": reasons[0]}
-        else:
-            RECORD["plans"][plan], steps[plan] = {"turns": [], "losses": []}, step
+    steps = built(meeting, args.plans)
+    for plan in steps:
+        RECORD["plans"][plan] = {"turns": [], "losses": []}
     for _ in range(args.rounds):
         for plan, step in steps.items():
             note(plan)
@@ -55,6 +48,21 @@ def main() -> None:
             found["turns"].append(turn(meeting, step, found["losses"], args.warmup, args.steps))
     note("")
     meeting.gather()
+
+
+def built(meeting: Meeting, plans: list[str]) -> dict[str, Step]:
+    """The steps of the plans that every rank could build; the others' errors are noted."""
+    steps = {}
+    for plan in plans:
+        note(plan)
+        step, why = build(plan)
+        # all ranks keep it or none: one that went on alone would wait for the others
+        reasons = [f"{said} (rank {rank})" for rank, said in enumerate(meeting.gather(why)) if said]
+        if step is None or reasons:
+            RECORD["plans"][plan] = {"error": reasons[0]}
+        else:
+            steps[plan] = step
+    return steps
 
 
 def build(plan: str) -> tuple[Step | None, str]:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import commands
@@ -107,9 +107,8 @@ def build(made: Lab) -> None:
         for h in hosts:
             run("ip", "-n", made.switch, "link", "set", port(h), "master", "bridge")
     if network.rate is not None:
-        for h in hosts:
-            shape(made.host(h), LINK, network)
-            shape(made.switch, port(h), network)
+        for where, end in ends(made):
+            shape(where, end, network)
 
 
 def port(h: int) -> str:
@@ -139,11 +138,22 @@ def connect(made: Lab, h: int) -> None:
     """Host h's link, from its namespace to the switch's, not shaped yet."""
     network, host = made.network, made.host(h)
     pair = ["type", "veth", "peer", "name", port(h), "netns", made.switch]
-    run("ip", "link", "add", LINK, "netns", host, "address", f"02:00:00:00:00:{h + 1:02x}", *pair)
+    run("ip", "link", "add", LINK, "netns", host, "address", hardware(h), *pair)
     for namespace, end in ((host, LINK), (made.switch, port(h))):
         size = str(network.largest_frame)
         run("ip", "-n", namespace, "link", "set", end, "mtu", str(MTU), "gso_max_size", size, "up")
     run("ip", "-n", host, "addr", "add", f"{made.address(h)}/24", "dev", LINK)
+    # All others are introduced: neighbours that a host must ask for are counted over all namespaces, and more than
+    # 1,024 of them (33 hosts) overflow the kernel's table.
+    others = [other for other in range(network.hosts) if other != h]
+    words = "neigh add {} lladdr {} dev {} nud permanent"
+    known = [words.format(made.address(other), hardware(other), LINK) for other in others]
+    run("ip", "-n", host, "-batch", "-", given="\n".join(known) + "\n")
+
+
+def hardware(h: int) -> str:
+    """The Ethernet address of host h's link."""
+    return f"02:00:00:00:00:{h + 1:02x}"
 
 
 def shape(namespace: str, end: str, network: Network) -> None:
@@ -154,12 +164,29 @@ def shape(namespace: str, end: str, network: Network) -> None:
     run("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, *queue)
 
 
+def reshape(made: Lab, rate: float | None) -> None:
+    """Give every link another rate, while ranks run: none of them may be sending. Only where there is no latency."""
+    if made.network.latency:
+        raise LabError("the relay was tried for one rate: a lab with latency keeps it")
+    before, made.network = made.network.rate, replace(made.network, rate=rate)
+    for where, end in ends(made):
+        if before is not None:
+            run("tc", "-n", where, "qdisc", "del", "dev", end, "root")
+        if rate is not None:
+            shape(where, end, made.network)
+
+
+def ends(made: Lab) -> list[tuple[str, str]]:
+    """Both ends of every link, each with its namespace."""
+    hosts = range(made.network.hosts)
+    return [*((made.host(h), LINK) for h in hosts), *((made.switch, port(h)) for h in hosts)]
+
+
 def figures(made: Lab) -> dict[str, object]:
     """What the network says of itself: frames that it dropped (none, or something is wrong), the relay's figures."""
-    ends = [(made.host(h), LINK) for h in range(made.network.hosts)]
-    ends += [(made.switch, port(h)) for h in range(made.network.hosts)]
     queues = [
-        json.loads(run("tc", "-n", where, "-s", "-j", "qdisc", "show", "dev", end)) for where, end in ends
+        json.loads(run("tc", "-n", where, "-s", "-j", "qdisc", "show", "dev", end))
+        for where, end in ends(made)
     ]
     dropped = sum(q.get("drops", 0) for found in queues for q in found)
     relay = {} if made.relay is None else {"relay": delay.ask(made.relay)}

@@ -5,7 +5,6 @@ program as it is and prints what its ranks print. Ranks lie host by host: rank r
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -14,11 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab import LINK, Lab, end_well, lab, stopped
 from network import LabError, Network, parse_rate
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from ranks import kill, wait
 
 GRACE_S = 3.0  # what the others get after the first failure, to say why themselves
 PORTS = itertools.count(29500)  # the store's, a fresh one a launch: namespaces have no other users
@@ -55,11 +58,17 @@ def environment(made: Lab, rank: int, folder: Path, extra: dict[str, str]) -> di
 
 
 def launch(
-    made: Lab, program: list[str], deadline: float, extra: dict[str, str] | None = None, show: bool = False
+    made: Lab,
+    program: list[str],
+    deadline: float,
+    extra: dict[str, str] | None = None,
+    show: bool = False,
+    watch: Callable[[Path], None] = lambda folder: None,
 ) -> Outcome:
     """`program` (a Python file and its arguments) on all ranks; at most `deadline` seconds.
 
-    Never raises for what the ranks do; the Outcome says it. show: print as the ranks print, do not collect.
+    Never raises for what the ranks do; the Outcome says it. show: print as the ranks print, do not collect. watch:
+    called every 50 ms with the folder where LAB_MEETING lies.
     """
     extra = {"MASTER_PORT": str(next(PORTS)), **(extra or {})}
     start = time.monotonic()
@@ -77,7 +86,12 @@ def launch(
                             start_new_session=True,
                         )
                     )  # fmt: skip
-            first, late = wait(made, ranks, start + deadline)
+
+            def look() -> None:
+                relay_runs(made)
+                watch(folder)
+
+            first, late = wait(ranks, start + deadline, GRACE_S, look)
         finally:
             kill(ranks)
         outcome = Outcome(failed=first, seconds=time.monotonic() - start)
@@ -93,29 +107,10 @@ def launch(
     return outcome
 
 
-def wait(made: Lab, ranks: list[subprocess.Popen], until: float) -> tuple[int | None, bool]:
-    """(the rank that failed first or None, whether the deadline passed). LabError if the network itself ends."""
-    first = None
-    while None in [process.poll() for process in ranks]:  # every one is asked, not only until one still runs
-        if made.relay is not None and made.relay.poll() is not None:
-            raise LabError("the relay ended while ranks were running")
-        if first is None:
-            first = next((i for i, p in enumerate(ranks) if p.returncode not in (None, 0)), None)
-            if first is not None:
-                until = min(until, time.monotonic() + GRACE_S)
-        if time.monotonic() > until:
-            return first, first is None
-        time.sleep(0.05)
-    failed = next((i for i, p in enumerate(ranks) if p.returncode != 0), None)
-    return (first if first is not None else failed), False
-
-
-def kill(ranks: list[subprocess.Popen]) -> None:
-    """End every process of every rank's session, and reap the ranks."""
-    for process in ranks:
-        with contextlib.suppress(ProcessLookupError):  # gone already, with all it started, as it should be
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def relay_runs(made: Lab) -> None:
+    """LabError if the network itself has ended."""
+    if made.relay is not None and made.relay.poll() is not None:
+        raise LabError("the relay ended while ranks were running")
 
 
 def reason(outcome: Outcome, rank: int, code: int) -> str:

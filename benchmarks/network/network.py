@@ -22,13 +22,15 @@ class Network:
     """`hosts` machines around one switch, each with `per_host` ranks and one link of its own.
 
     rate: Mbit/s of a host's link, in each direction; None: as fast as the kernel goes. latency: ms from one
-    host to another, one way. Inside a host there is neither.
+    host to another, one way. Inside a host there is neither. slowest: the least rate that links are given later
+    (lab.reshape); a connection keeps the frames that it began with.
     """
 
     hosts: int
     per_host: int = 1
     rate: float | None = None
     latency: float = 0.0
+    slowest: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= 250 or self.per_host < 1:
@@ -54,12 +56,13 @@ class Network:
         A shaper that wakes late makes it good only up to its burst, so this is long beside a late timer; and it
         is a gift to every first message, so it is no longer than that needs.
         """
-        return max(LEAST_BURST, int((self.rate or 0.0) * 1e6 / 8 * BURST_MS / 1e3))
+        return burst(self.rate or 0.0)
 
     @property
     def largest_frame(self) -> int:
         """Bytes of the largest frame that TCP hands down: a shaper would cut one larger than its burst."""
-        return 65536 if self.rate is None else min(65536, self.burst // 2)
+        least = min((rate for rate in (self.rate, self.slowest) if rate is not None), default=None)
+        return 65536 if least is None else min(65536, burst(least) // 2)
 
     @property
     def window(self) -> int:
@@ -69,6 +72,11 @@ class Network:
     def __str__(self) -> str:
         ranks = f"{self.hosts} hosts" + (f" of {self.per_host} ranks" if self.per_host > 1 else "")
         return f"{ranks}, {spell(self.rate)}, {self.latency:g} ms"
+
+
+def burst(rate: float) -> int:
+    """Bytes of BURST_MS at this rate, in Mbit/s."""
+    return max(LEAST_BURST, int(rate * 1e6 / 8 * BURST_MS / 1e3))
 
 
 def parse_rate(text: str) -> float | None:
