@@ -3,15 +3,13 @@
 import argparse
 import json
 import os
-import sys
 import time
-import traceback
 from pathlib import Path
 
 import probe
 import torch
 import torch.distributed as dist
-from rank import Meeting, last_line
+from rank import Meeting, finish
 from torch import Tensor
 
 import soli
@@ -95,6 +93,8 @@ def longest(engine: soli.Engine, budget: float, first: int, vocabulary: int) -> 
             tried[tokens] = round(float(most), 2)
         return tried[tokens]
 
+    if grows(1) > budget:
+        raise ValueError(f"a step of {GRAIN} tokens a rank grows by {grows(1)} MiB, more than {budget:g}")
     low, high = 1, max(2, first // (GRAIN * ranks))
     while grows(high) <= budget:
         low, high = high, 2 * high
@@ -104,8 +104,19 @@ def longest(engine: soli.Engine, budget: float, first: int, vocabulary: int) -> 
     return {"tokens": low * GRAIN * ranks, "tried": tried}
 
 
+def measure(meeting: Meeting, args: argparse.Namespace) -> dict:
+    """Step times, or with a budget the longest sequence."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if args.contiguous:
+        contiguous()
+    engine, vocabulary = engine_of(args.plan, args.config), args.config["vocab"]
+    if args.budget is None:
+        return times(engine, meeting, args.tokens, args.warmup, args.steps, vocabulary)
+    return longest(engine, args.budget, args.tokens, vocabulary)
+
+
 def main() -> None:
-    """Measure and write, or write what went wrong."""
+    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", required=True)
     parser.add_argument("--config", type=json.loads, required=True, help="LlamaConfig as JSON")
@@ -116,26 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    meeting = Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    try:
-        if args.contiguous:
-            contiguous()
-        engine, vocabulary = engine_of(args.plan, args.config), args.config["vocab"]
-        record = (
-            times(engine, meeting, args.tokens, args.warmup, args.steps, vocabulary)
-            if args.budget is None
-            else longest(engine, args.budget, args.tokens, vocabulary)
-        )
-        code = 0
-        meeting.leave()
-    except Exception as error:
-        traceback.print_exc()
-        record, code = {"error": last_line(error)}, 1
-    args.out.write_text(json.dumps(record))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finish(args.out, lambda meeting: measure(meeting, args))
 
 
 if __name__ == "__main__":

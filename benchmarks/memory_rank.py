@@ -1,15 +1,12 @@
 """One rank of one memory measurement: wide linear layers under one ZeRO stage (memory.py starts it)."""
 
 import argparse
-import json
 import os
-import sys
-import traceback
 from pathlib import Path
 
 import probe
 import torch
-from rank import Meeting, last_line
+from rank import finish
 from torch import Tensor, nn
 
 BATCH = 4
@@ -110,24 +107,14 @@ def measure(name: str, layers: int, width: int) -> dict:
 
 
 def main() -> None:
-    """Measure and write, or write what went wrong."""
+    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--row", required=True, help="soli:STAGE or hand:MODE")
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    meeting = Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    try:
-        record, code = measure(args.row, args.layers, args.width), 0
-        meeting.leave()
-    except Exception as error:
-        traceback.print_exc()
-        record, code = {"error": last_line(error)}, 1
-    args.out.write_text(json.dumps(record))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finish(args.out, lambda meeting: measure(args.row, args.layers, args.width))
 
 
 if __name__ == "__main__":

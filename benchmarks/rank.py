@@ -8,7 +8,9 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import probe
 import torch
@@ -74,7 +76,7 @@ def measure(meeting: Meeting, name: str, size: str, warmup: int, steps: int) -> 
 
 
 def main() -> None:
-    """Measure and write; an exception is written too, so that the launcher can quote it."""
+    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--entry", required=True, choices=sorted(ENTRIES))
     parser.add_argument("--size", required=True, choices=sorted(workload.SIZES))
@@ -82,14 +84,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    finish(args.out, lambda meeting: measure(meeting, args.entry, args.size, args.warmup, args.steps))
+
+
+def finish(out: Path, measured: Callable[[Meeting], dict]) -> NoReturn:
+    """Write what was measured, or what went wrong, so that the launcher can quote it; and end the process."""
     meeting = Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     try:
-        record, code = measure(meeting, args.entry, args.size, args.warmup, args.steps), 0
+        record, code = measured(meeting), 0
         meeting.leave()
     except Exception as error:
         traceback.print_exc()
         record, code = {"error": last_line(error)}, 1
-    args.out.write_text(json.dumps(record))
+    out.write_text(json.dumps(record))
     sys.stdout.flush()
     sys.stderr.flush()
     # no interpreter teardown: some systems leave threads and groups whose end is not what is measured here

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -112,7 +113,8 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()) or '(no message)'}"[:400]
 
 
-if __name__ == "__main__":
+def finish(main: Callable[[], None]) -> None:
+    """Run the rank's `main` and end the process: with 1, and the reason in its record, where it fails."""
     code = 0
     try:
         main()
@@ -123,3 +125,7 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no interpreter teardown: the end of threads and groups is not what is measured here
+
+
+if __name__ == "__main__":
+    finish(main)

@@ -42,7 +42,7 @@ RATES = {4: FEW, 8: FEW, 16: {1024: (None, 100.0), 4096: (None, 100.0, 10.0)}, 6
 two cores half a minute: faster links show nothing of the network there."""
 STEPS = {4: 2, 8: 2, 16: 1, 64: 1}
 """Timed, after one that is not, at each rate."""
-LAYERS, WIDTH, HEADS, VOCABULARY = 2, 256, 64, 1024
+SIZE = {"layers": 2, "width": 256, "heads": 64, "vocabulary": 1024}
 
 
 def main() -> None:
@@ -66,16 +66,8 @@ def main() -> None:
 def measured(ranks: int) -> list[dict]:
     """A lab for each number of tokens and rate, all of one launch, and how quiet the machine was meanwhile."""
     phases = [{"tokens": tokens, "mbit": rate} for tokens, rates in RATES[ranks].items() for rate in rates]
-    size = {
-        "layers": LAYERS,
-        "width": WIDTH,
-        "heads": HEADS,
-        "vocabulary": VOCABULARY,
-        "tokens": SEQUENCE,
-        "batch": 1,
-    }
     command = [
-        str(RANK), "--plans", *PLANS[ranks], "--size", json.dumps(size), "--warmup", "1", "--steps", str(STEPS[ranks]),
+        str(RANK), "--plans", *PLANS[ranks], "--size", json.dumps(SIZE | {"tokens": SEQUENCE, "batch": 1}), "--warmup", "1", "--steps", str(STEPS[ranks]),
         "--phases", json.dumps([{"batch": ROWS[phase["tokens"]], "mbit": phase["mbit"]} for phase in phases]),
     ]  # fmt: skip
     slowest = min(phase["mbit"] for phase in phases if phase["mbit"] is not None)
@@ -109,11 +101,11 @@ def write(labs: list[dict], out: Path) -> None:
     """The predictions beside the rows, and both files."""
     predict(labs)
     result: dict = paper.head() | {
-        "size": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "vocabulary": VOCABULARY},
+        "command": "python benchmarks/network/headline.py",  # whatever ranks this call was about
+        "size": SIZE,
         "labs": labs,
         "beyond": headline_page.beyond(),
     }
-    result["command"] = "python benchmarks/network/headline.py"
     record.write(result, headline_page.markdown(result), out)
 
 
@@ -123,7 +115,7 @@ def predict(labs: list[dict]) -> None:
     over_1d: the step of the better 1D plan over this one's.
     """
     for one in labs:
-        size = forms.Size(LAYERS, WIDTH, VOCABULARY, SEQUENCE, ROWS[one["tokens"]])
+        size = forms.Size(SIZE["layers"], SIZE["width"], SIZE["vocabulary"], SEQUENCE, ROWS[one["tokens"]])
         free = next(
             (o for o in labs if o["mbit"] is None and all(o[k] == one[k] for k in ("ranks", "tokens"))), None
         )
@@ -138,12 +130,9 @@ def predict(labs: list[dict]) -> None:
             if base is not None and one["mbit"] is not None:
                 wire = row["form_bytes"] * 8 / 1e3 / (one["mbit"] * TCP_PAYLOAD)
                 row["predicted_ms"] = round(base["median"] + wire, 1)
-        for key, name in (("step_ms", "over_1d"), ("predicted_ms", "predicted_over_1d")):
-            steps = {
-                p: row[key]["median"] if key == "step_ms" else row[key]
-                for p, row in good.items()
-                if key in row
-            }
+        medians = {plan: row["step_ms"]["median"] for plan, row in good.items()}
+        predicted = {plan: row["predicted_ms"] for plan, row in good.items() if "predicted_ms" in row}
+        for steps, name in ((medians, "over_1d"), (predicted, "predicted_over_1d")):
             best = min((steps[p] for p in PLANS[one["ranks"]][:2] if p in steps), default=None)
             for plan, step in steps.items():
                 if best is not None:

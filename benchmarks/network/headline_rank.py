@@ -6,16 +6,14 @@ Writes to LAB_RECORD at the end, or when it fails: {"plans": {plan: {"error": wh
 import argparse
 import json
 import os
-import sys
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import engine_rank
 import torch
 import workload
-from engine_rank import RECORD, note, one_line, turn
+from engine_rank import RECORD, note, turn
 from meeting import Meeting
 
 
@@ -66,13 +64,4 @@ def ask(mbit: float | None) -> None:
 
 
 if __name__ == "__main__":
-    code = 0
-    try:
-        main()
-    except Exception as error:
-        traceback.print_exc()
-        RECORD["error"], code = one_line(error), 1
-        note(RECORD["at"])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # no interpreter teardown: the end of threads and groups is not what is measured here
+    engine_rank.finish(main)

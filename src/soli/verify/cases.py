@@ -294,6 +294,7 @@ def rows() -> list[tuple[str, str, int]]:
 
 
 SOME = ("dp", "microbatches", "accumulate")
+"""Keys whose number changes how often the same code runs, not which code."""
 
 
 def choices(name: str, plan: str) -> list[str]:
