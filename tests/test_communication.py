@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from soli.core.plan import Plan
 from soli.engine.engine import parallelize
 from soli.mesh.collectives import (
     Axis,
@@ -22,7 +24,10 @@ from soli.mesh.collectives import (
     reduce,
     reduce_scatter,
 )
+from soli.mesh.mesh import build_mesh
 from soli.mesh.record import record_torch, recorder
+from soli.mesh.world import join
+from soli.planner.legality import resolve
 from soli.verify.cases import CASES
 from soli.verify.pool import Pool
 
@@ -127,6 +132,31 @@ def against_torch(backend: str):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives(pool: Pool, ranks: int, backend: str) -> None:
     assert pool.run(against_torch, backend, ranks=ranks) == [[]] * ranks
+
+
+def order_and_groups():
+    """What a gather begins, in order; whether the axes of a 2D grid over gloo have two groups each."""
+    begun = []
+    seen = lambda name, real: lambda *args, **kwargs: (begun.append(name), real(*args, **kwargs))[1]
+    receive, send = dist.irecv, dist.isend
+    group = dist.new_group(backend="gloo")
+    axis = Axis("dp", 4, dist.get_rank(), (0, 1, 2, 3), group)
+    dist.irecv, dist.isend = seen("receive", receive), seen("send", send)
+    try:
+        all_gather(torch.empty(4), torch.ones(1), axis)
+        reduce_scatter(torch.empty(1), torch.ones(4), axis)
+    finally:
+        dist.irecv, dist.isend = receive, send
+    world = replace(join(), backend="gloo")
+    mesh = build_mesh(resolve(Plan.parse("tp=4,tensor=2d"), 4), world)
+    return begun, [mesh[name].other not in (None, mesh[name].group) for name in ("row", "tp")]
+
+
+def test_nothing_is_sent_before_all_is_asked_for(pool: Pool) -> None:
+    """On gloo, a rank's word that it can receive waits behind what it sends."""
+    for begun, two in pool.run(order_and_groups, ranks=4):
+        assert begun == (["receive"] * 3 + ["send"] * 3) * 2
+        assert two == [True, True]
 
 
 def crossed(to: int):

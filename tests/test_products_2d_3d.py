@@ -29,8 +29,8 @@ from soli.parallel.tensor.split import Split, taken
 from soli.verify.pool import Pool
 
 
-def axes(names: tuple[str, ...], shape: tuple[int, ...]) -> list[Axis]:
-    """The axes of a grid of all ranks, row-major; every rank makes every group."""
+def axes(names: tuple[str, ...], shape: tuple[int, ...], gloo: bool = False) -> list[Axis]:
+    """The axes of a grid of all ranks, row-major; every rank makes every group. Over gloo each axis has two."""
     ranks = torch.arange(prod(shape)).view(shape)
     me = dist.get_rank() if dist.is_initialized() else 0
     found = []
@@ -39,9 +39,11 @@ def axes(names: tuple[str, ...], shape: tuple[int, ...]) -> list[Axis]:
             found.append(Axis(name, ranks=(me,)))
             continue
         for family in ranks.movedim(dim, -1).reshape(-1, size).tolist():
-            group = dist.new_group(family)
+            backend = "gloo" if gloo else dist.get_backend()
+            group = dist.new_group(family, backend=backend)
+            other = dist.new_group(family, backend=backend) if gloo else None
             if me in family:
-                found.append(Axis(name, size, family.index(me), tuple(family), group, dist.get_backend()))
+                found.append(Axis(name, size, family.index(me), tuple(family), group, backend, other))
     return found
 
 
@@ -257,20 +259,24 @@ def of_flat(case: Flat, row: Axis, col: Axis) -> list[str]:
     return [f"{case}: {line}" for line in (*found, *none)]
 
 
-def of_grid(shape: tuple[int, int]) -> list[str]:
-    row, col = axes(("row", "col"), shape)
+def of_grid(shape: tuple[int, int], gloo: bool) -> list[str]:
+    row, col = axes(("row", "col"), shape, gloo)
     return [line for case in FLAT for line in of_flat(case, row, col)]
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (3, 3), (2, 3), (3, 2), (1, 4), (4, 1), (2, 1), (1, 1)])
-def test_linear_2d(many: Pool, shape: tuple[int, int]) -> None:
+SHAPES = [(2, 2), (3, 3), (2, 3), (3, 2), (1, 4), (4, 1), (2, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(("shape", "gloo"), [*((s, False) for s in SHAPES), ((2, 2), True), ((3, 2), True)])
+def test_linear_2d(many: Pool, shape: tuple[int, int], gloo: bool) -> None:
     ranks = prod(shape)
-    assert many.run(of_grid, shape, ranks=ranks) == [[]] * ranks
+    assert many.run(of_grid, shape, gloo, ranks=ranks) == [[]] * ranks
 
 
 def two_at_a_time(shape: tuple[int, int]) -> list[str]:
-    """What is begun before what, and how many panels live, where there are four."""
-    row, col = axes(("row", "col"), shape)
+    """What is begun before what, over which groups, and how many panels live, where there are four."""
+    row, col = axes(("row", "col"), shape, gloo=True)
+    turns: dict[tuple[str, str], list[bool]] = {}
     split, lines, alive, log = cut((12,), 12), [], {}, []
     plain = {"broadcast": summa.broadcast, "reduce": summa.reduce, "_add": summa._add}
 
@@ -285,6 +291,7 @@ def two_at_a_time(shape: tuple[int, int]) -> list[str]:
                 lines.append(f"three panels of {name} over {axis.name}")
             tensor.mul_(1)  # as collectives do that stage what they send: what is saved must not look changed
             log.append(f"{name} {axis.name}")
+            turns.setdefault((name, axis.name), []).append(axis.group is axis.other)
             pending = plain[name](tensor, axis, *args, **kwargs)
             if name == "reduce":
                 wait = pending.wait
@@ -311,6 +318,8 @@ def two_at_a_time(shape: tuple[int, int]) -> list[str]:
         pair, sums, waits = pair[::-1], ["reduce col", "reduce row"], ["wait col", "wait row"]
         if log != [*pair, *pair, *sums, *([*pair, *sums, *waits] * 2), *sums, *waits, *waits]:
             lines.append(f"backward in the order {log}")
+        if any(found[:4] != [False, True, False, True] for found in turns.values()):
+            lines.append(f"neighbours share a group: {turns}")
     finally:
         summa.broadcast, summa.reduce, summa._add = plain["broadcast"], plain["reduce"], plain["_add"]
     return lines

@@ -36,12 +36,15 @@ RANK = Path(__file__).resolve().parent / "headline_rank.py"
 SEQUENCE = 16
 ROWS = {1024: 64, 4096: 256}
 """Tokens of a step, and as rows."""
-FEW = {1024: (None, 1000.0, 100.0), 4096: (None, 100.0)}
-RATES = {4: FEW, 8: FEW, 16: {1024: (None, 100.0), 4096: (None, 100.0, 10.0)}, 64: {1024: (None, 4.0)}}
-"""For each number of ranks and of tokens, Mbit/s of a link; None is not shaped. Computing and sending for 64 ranks take
-two cores half a minute: faster links show nothing of the network there."""
-STEPS = {4: 2, 8: 2, 16: 1, 64: 1}
-"""Timed, after one that is not, at each rate."""
+FEW = {1024: {None: 5, 1000.0: 5, 100.0: 3}, 4096: {None: 5, 100.0: 3}}
+ROUNDS = {
+    4: FEW,
+    8: FEW,
+    16: {1024: {None: 3, 100.0: 3}, 4096: {None: 3, 100.0: 3, 10.0: 2}},
+    64: {1024: {None: 1, 1.0: 1}},
+}
+"""For each number of ranks and of tokens, Mbit/s of a link (None is not shaped) and how many rounds. Computing and
+sending for 64 ranks take two cores half a minute: faster links show nothing of the network there."""
 SIZE = {"layers": 2, "width": 256, "heads": 64, "vocabulary": 1024}
 
 
@@ -65,16 +68,20 @@ def main() -> None:
 
 def measured(ranks: int) -> list[dict]:
     """A lab for each number of tokens and rate, all of one launch, and how quiet the machine was meanwhile."""
-    phases = [{"tokens": tokens, "mbit": rate} for tokens, rates in RATES[ranks].items() for rate in rates]
+    phases = [
+        {"tokens": tokens, "mbit": rate, "rounds": rounds}
+        for tokens, rates in ROUNDS[ranks].items()
+        for rate, rounds in rates.items()
+    ]
     command = [
-        str(RANK), "--plans", *PLANS[ranks], "--size", json.dumps(SIZE | {"tokens": SEQUENCE, "batch": 1}), "--warmup", "1", "--steps", str(STEPS[ranks]),
-        "--phases", json.dumps([{"batch": ROWS[phase["tokens"]], "mbit": phase["mbit"]} for phase in phases]),
+        str(RANK), "--plans", *PLANS[ranks], "--size", json.dumps(SIZE | {"tokens": SEQUENCE, "batch": 1}),
+        "--phases", json.dumps([{**phase, "batch": ROWS[phase["tokens"]]} for phase in phases]),
     ]  # fmt: skip
     slowest = min(phase["mbit"] for phase in phases if phase["mbit"] is not None)
     shares: list[dict[str, float]] = []
     with paper.watched(shares), lab(Network(ranks, slowest=slowest)) as made:
         extra = {"SOLI_BACKEND": "gloo", "SOLI_DEADLINE": "1800"}
-        outcome = launch(made, command, 3600.0, extra, watch=lambda folder: shaped(made, folder))
+        outcome = launch(made, command, 7200.0, extra, watch=lambda folder: shaped(made, folder))
         if outcome.error:
             raise LabError(f"{ranks} ranks: {outcome.error}")
         dropped = figures(made)["dropped"]

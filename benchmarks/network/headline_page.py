@@ -80,7 +80,7 @@ def markdown(result: dict) -> str:
         "kernel's work of sending. It is more than on as many machines, the more so the more is sent. *busy* is the ranks' "
         "CPU time as a part of all cores' time in the step: where it is low, the step is the network's.",
         "",
-        "step: seconds, the slowest rank, the median of the steps. forms: *computing* and the bytes that "
+        "step: seconds, the slowest rank, the median over alternating rounds of one step of each plan [least, most]. forms: *computing* and the bytes that "
         "docs/communication.md derives at the link's rate, nothing overlapping. over 1D: the step of the better of 1D's two "
         "(without and with sp) over this one's, measured, and by the forms. MB: what a rank sends in a step, counted at its "
         "link, and by the forms. "
@@ -137,9 +137,15 @@ def table(labs: list[dict]) -> list[str]:
             over = f"{row['predicted_over_1d']:.2f}" if "predicted_over_1d" in row else ""
             lines.append(
                 f"| {spell(one['mbit'])} | {plan} | {base} | {row['sent_bytes'] / 1e6:.1f} | {row['form_bytes'] / 1e6:.1f} "
-                f"| {row['step_ms']['median'] / 1e3:.2f} | {said} | {row['busy']:.0%} | **{row['over_1d']:.2f}** | {over} |"
+                f"| {seconds(row['step_ms'])} | {said} | {row['busy']:.0%} | **{row['over_1d']:.2f}** | {over} |"
             )
     return lines
+
+
+def seconds(step_ms: dict[str, float]) -> str:
+    """A spread of more than one round with its ends."""
+    median, least, most = (f"{step_ms[key] / 1e3:.2f}" for key in ("median", "min", "max"))
+    return median if least == most else f"{median} [{least}, {most}]"
 
 
 def predicted(rows: list[dict]) -> list[str]:

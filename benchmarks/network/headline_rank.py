@@ -18,15 +18,16 @@ from meeting import Meeting
 
 
 def main() -> None:
-    """Build all plans; then every phase, and in it a turn of every plan."""
+    """Build all plans; then every phase, and in it rounds of one step of every plan.
+
+    Where links are not shaped, what is measured is computing: each plan has a step before the rounds that does not count.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plans", nargs="+", required=True)
     parser.add_argument("--size", type=json.loads, required=True, help="workload.Size as JSON")
     parser.add_argument(
-        "--phases", type=json.loads, required=True, help="JSON: [{batch: rows, mbit: rate or null}]"
+        "--phases", type=json.loads, required=True, help="JSON: [{batch: rows, mbit: rate or null, rounds}]"
     )
-    parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     size = workload.Size(**args.size)
@@ -41,13 +42,16 @@ def main() -> None:
         if meeting.rank == 0:
             ask(phase["mbit"])
         meeting.gather()
-        for plan, step in steps.items():
-            note(plan)
-            losses: list[float] = []
-            found = turn(meeting, step, losses, args.warmup, args.steps)
-            RECORD["plans"][plan]["phases"].append({"turns": [found], "losses": losses})
-            if meeting.rank == 0:
-                print(plan, phase, found["step_s"], flush=True)
+        found = {plan: {"turns": [], "losses": []} for plan in steps}
+        for number in range(phase["rounds"]):
+            warmup = int(phase["mbit"] is None and number == 0)
+            for plan, step in steps.items():
+                note(plan)
+                found[plan]["turns"].append(turn(meeting, step, found[plan]["losses"], warmup, 1))
+                if meeting.rank == 0:
+                    print(plan, phase, found[plan]["turns"][-1]["step_s"], flush=True)
+        for plan, phases in found.items():
+            RECORD["plans"][plan]["phases"].append(phases)
     note("")
     meeting.gather()
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from soli.core.axes import AXES, CP, REPLICATE, SHARD, coordinates, peers
+from soli.core.axes import AXES, CP, REPLICATE, ROW, SHARD, TP, coordinates, peers
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, gather_json
 from soli.mesh.local.identity import mine
@@ -139,7 +139,11 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     one_loss = {CP, *plan.summed} - {*plan.apart}
     seeds = all(axes[name].index == 0 for name in one_loss)
     leads = all(axis.index == 0 for name, axis in axes.items() if name not in (REPLICATE, SHARD, *plan.apart))
-    return Mesh(world, axes, everyone, data, sums, seeds, leads, torch_mesh)
+    mesh = Mesh(world, axes, everyone, data, sums, seeds, leads, torch_mesh)
+    if plan.tensor in ("2d", "2.5d") and backend == "gloo":  # whose panels cross on their way: collectives.py
+        for name in (ROW, TP):
+            axes[name] = replace(axes[name], other=mesh.another(axes[name]).group)
+    return mesh
 
 
 def _sums(over: frozenset[str], plan: Plan, axes: dict[str, Axis], everyone: Axis) -> tuple[Axis, Axis]:

@@ -204,16 +204,17 @@ def _summed(
 
 
 def _each(
-    todo: tuple[Panel, ...], begin: Callable[[Panel], list[Later | None]], compute: Callable[..., None]
+    todo: tuple[Panel, ...], begin: Callable[[Panel, int], list[Later | None]], compute: Callable[..., None]
 ) -> None:
     """Compute with each panel once it is there, while the next is under way. None stands for what is not needed.
 
-    The next is begun before this one is waited for: another rank owns it, whose link would be idle.
+    The next is begun before this one is waited for: another rank owns it, whose link would be idle. Neighbouring panels
+    take turns in the axes' groups (collectives.py says why).
     """
-    coming = begin(todo[0]) if todo else []
+    coming = begin(todo[0], 0) if todo else []
     for number, panel in enumerate(todo):
-        following = begin(todo[number + 1]) if number + 1 < len(todo) else []
-        compute(panel, *(None if finish is None else finish() for finish in coming))
+        following = begin(todo[number + 1], number + 1) if number + 1 < len(todo) else []
+        compute(panel, number, *(None if finish is None else finish() for finish in coming))
         coming = following
 
 
@@ -232,13 +233,13 @@ def _product(x: Tensor, w: Tensor, of_x: Split, of_w: Split, row: Axis, col: Axi
     wide = torch.float32 if x.dtype in HALVES and len(todo) > 1 else x.dtype
     total = rows.new_zeros(rows.shape[0], w.shape[0], dtype=wide)
 
-    def begin(panel: Panel) -> list[Later | None]:
+    def begin(panel: Panel, number: int) -> list[Later | None]:
         return [
-            _sent(rows, panel.of_x, panel.size, col, panel.j, PANEL_OF_X),
-            _sent(block, panel.of_w, panel.size, row, panel.i, PANEL_OF_W),
+            _sent(rows, panel.of_x, panel.size, col.turn(number), panel.j, PANEL_OF_X),
+            _sent(block, panel.of_w, panel.size, row.turn(number), panel.i, PANEL_OF_W),
         ]
 
-    def compute(panel: Panel, x_p: Tensor, w_p: Tensor) -> None:
+    def compute(panel: Panel, number: int, x_p: Tensor, w_p: Tensor) -> None:
         _add(total, x_p, w_p.t())
 
     _each(todo, begin, compute)
@@ -265,18 +266,19 @@ def _gradients(
     dw = None if x is None else dy.new_empty(rows.shape[1], of_w.local(row.size, row.index))
     under_way: deque[Callable[[], None]] = deque()
 
-    def begin(panel: Panel) -> list[Later | None]:
+    def begin(panel: Panel, number: int) -> list[Later | None]:
+        r, c = row.turn(number), col.turn(number)
         return [
-            None if block is None else _sent(block, panel.of_w, panel.size, row, panel.i, PANEL_OF_W),
-            None if new is None else _sent(new, panel.of_x, panel.size, col, panel.j, PANEL_OF_X),
+            None if block is None else _sent(block, panel.of_w, panel.size, r, panel.i, PANEL_OF_W),
+            None if new is None else _sent(new, panel.of_x, panel.size, c, panel.j, PANEL_OF_X),
         ]
 
-    def compute(panel: Panel, w_p: Tensor | None, x_p: Tensor | None) -> None:
-        before = len(under_way)
+    def compute(panel: Panel, number: int, w_p: Tensor | None, x_p: Tensor | None) -> None:
+        before, r, c = len(under_way), row.turn(number), col.turn(number)
         if dx is not None and w_p is not None:
-            under_way.append(_summed(rows, w_p, dx, panel.of_x, col, panel.j, GRADIENT_OF_X))
+            under_way.append(_summed(rows, w_p, dx, panel.of_x, c, panel.j, GRADIENT_OF_X))
         if dw is not None and x_p is not None:
-            under_way.append(_summed(rows.t(), x_p, dw, panel.of_w, row, panel.i, GRADIENT_OF_W))
+            under_way.append(_summed(rows.t(), x_p, dw, panel.of_w, r, panel.i, GRADIENT_OF_W))
         for _ in range(before):
             under_way.popleft()()
 
