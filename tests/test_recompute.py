@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -180,6 +181,30 @@ class Writing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x.mul_(0.5))
+
+
+def test_a_copy_has_the_forwards_that_the_model_had() -> None:
+    """A module's own forward too, bound to the copy and not to the original, whose weights go on being trained."""
+    model, loss_fn, batches = CASES["gpt"].make()
+    block = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0]
+    calls: list[nn.Module] = []
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return type(self).forward(self, *args, **kwargs)
+
+    block.forward = MethodType(forward, block)
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan="dp=1,recompute=full")
+    engine.step(batches[0])
+    assert calls
+    assert all(module is block for module in calls)
+    plain = engine.copy_model()
+    calls.clear()
+    loss_fn(plain(batches[0]["tokens"]), batches[0])
+    copied = next(m for m in plain.modules() if isinstance(m, nn.ModuleList))[0]
+    assert calls == [copied]
+    assert copied is not block
+    assert [name for name, m in plain.named_modules() if "forward" in vars(m) and m is not copied] == []
 
 
 def test_a_block_that_writes_into_its_input() -> None:

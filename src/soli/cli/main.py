@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from soli.cli import checkpoint, env, plan, roles, run, train
+from soli.cli import checkpoint, env, hardware, plan, roles, run, train
 from soli.core.errors import SoliError
 from soli.core.report import render
 
@@ -21,6 +21,7 @@ app.command("run", context_settings={"ignore_unknown_options": True, "allow_inte
 )
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
+app.command("hardware")(hardware.hardware)
 app.command("roles")(roles.roles)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("env")(env.env)

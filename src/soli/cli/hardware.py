@@ -1,0 +1,62 @@
+"""`soli hardware`: the devices that are known, or what a cluster's text or file says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from soli.planner.hardware.clusters import read_cluster
+from soli.planner.hardware.devices import Device, devices
+
+COLUMNS = {
+    "memory_gib": "GiB", "memory_gbs": "GB/s", "node": "node", "link_gbs": "link", "net_gbits": "net", "host_gbs": "host",
+}  # fmt: skip
+CAPTION = (
+    "16 bit, 8 bit: dense peak, TFLOP/s. GiB, GB/s: memory. node: devices of a server. link, host: GB/s in one "
+    "direction to the server's other devices and its memory. net: Gbit/s to other servers. All of one device."
+)
+
+
+def hardware(
+    cluster: Annotated[
+        str, typer.Argument(help="Such as h100:8x64 or mine.toml. Without one: every device that is known.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """The devices that are known, or one cluster as it was understood.
+
+    A cluster is DEVICE, DEVICE:PER_SERVER or DEVICE:PER_SERVERxSERVERS, or a TOML file: like = "h100" and what is
+    different (nodes, node, tflops, memory_gib, memory_gbs, units, link_gbs, link_us, net_gbits, net_us, host_gbs).
+    """
+    if not cluster:
+        known = list(devices().values())
+        print(json.dumps([asdict(device) for device in known], indent=2)) if as_json else _show(known)
+        return
+    found = read_cluster(cluster)
+    if as_json:
+        print(
+            json.dumps(
+                {"nodes": found.nodes, "devices": found.size, "device": asdict(found.device)}, indent=2
+            )
+        )
+        return
+    _show([found.device])
+    servers = "one server" if found.nodes == 1 else f"{found.nodes} servers"
+    print(f"{found}: {servers} of {found.device.node}, {found.size} devices. Source: {found.device.source}")
+
+
+def _show(known: list[Device]) -> None:
+    table = Table("device", box=box.SIMPLE, caption=CAPTION, caption_justify="left")
+    for title in ("16 bit", "8 bit", *COLUMNS.values()):
+        table.add_column(title, justify="right", no_wrap=True)
+    for device in known:
+        peak = device.tflops.get("bf16", device.tflops.get("fp16"))
+        numbers = (peak, device.tflops.get("fp8"), *(getattr(device, key) for key in COLUMNS))
+        table.add_row(device.name, *("" if n is None else f"{n:g}" for n in numbers))
+    Console().print(table)

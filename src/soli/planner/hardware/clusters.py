@@ -1,0 +1,140 @@
+"""What a plan is made for: so many devices of one kind, in servers, as `h100:8x64` or as a TOML file says it.
+
+    h100:8x64    64 servers of 8          h100:4    one server of 4          h100    one server as it is sold
+
+A file starts from a known device and says what is different, or describes a new one whole:
+
+    like = "h100"          # or "name" and every field of hardware/devices.toml
+    nodes = 64
+    net_gbits = 200        # a field of hardware/devices.toml
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from soli.core.errors import Problem, SoliError, raise_all
+from soli.planner.hardware.devices import NUMBERS, PRECISIONS, Device, devices, named
+
+SHORT = re.compile(r"([^:]+?)(?::(\d+)(?:x(\d+))?)?")
+WORDS = ("like", "name", "source", "generation", "nodes", "tflops", *NUMBERS)
+DESCRIBE = 'describe it in a file, --cluster mine.toml: like = "{}", and the fields that differ (soli hardware --help)'
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` servers, each with `device.node` devices."""
+
+    device: Device
+    nodes: int = 1
+
+    @property
+    def size(self) -> int:
+        """All devices."""
+        return self.nodes * self.device.node
+
+    def __str__(self) -> str:
+        return f"{self.device.name}:{self.device.node}x{self.nodes}"
+
+
+def read_cluster(text: str) -> Cluster:
+    """A cluster of its short text, or of a file that ends in .toml. SoliError with every problem."""
+    if text.endswith(".toml"):
+        return _of_file(Path(text))
+    found = SHORT.fullmatch(text.strip())
+    if found is None:
+        raise SoliError(
+            "a cluster is a device, and how many a server and how many servers",
+            got=text,
+            allowed="h100, h100:8, h100:8x64, or a file that ends in .toml",
+        )
+    name, per_node, nodes = found.groups()
+    device, problems = named(name), []
+    if device is None:
+        problems.append(unknown(name))
+    for what, number in (("devices a server", per_node), ("servers", nodes)):
+        if number is not None and int(number) == 0:
+            problems.append(Problem(f"a cluster of no {what}", got=text, allowed="1, 2, 3, ..."))
+    raise_all(problems)
+    assert device is not None
+    return Cluster(replace(device, node=int(per_node or device.node)), int(nodes or 1))
+
+
+def unknown(name: str) -> Problem:
+    """What to say of a device that the table has not."""
+    every = [word for device in devices().values() for word in (device.name, *device.aliases)]
+    near = difflib.get_close_matches(name.lower(), every, n=3, cutoff=0.3)
+    known = dict.fromkeys(device.name for word in near if (device := named(word)))
+    return Problem(
+        f"no device '{name}' is known",
+        got=name,
+        allowed=("the nearest are " + ", ".join(known) if known else ", ".join(devices())),
+        fix=DESCRIBE.format(next(iter(known), "h100")),
+    )
+
+
+def _of_file(path: Path) -> Cluster:
+    try:
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SoliError("the file of the cluster cannot be read", got=f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SoliError("the file of the cluster is not TOML", got=f"{path}: {error}") from error
+    problems = [_misspelt(path, key) for key in said if key not in WORDS]
+    problems += [problem for key, value in said.items() if (problem := _unfit(path, key, value))]
+    base = named(said["like"]) if isinstance(said.get("like"), str) else None
+    if "like" in said and base is None:
+        problems.append(unknown(str(said["like"])))
+    needed = [key for key in ("name", "tflops", *NUMBERS) if "like" not in said and key not in said]
+    if needed:
+        problems.append(
+            Problem(
+                f"{path} describes a device and leaves out {', '.join(needed)}",
+                fix='say them, or start from a known device with like = "h100"',
+            )
+        )
+    raise_all(problems)
+    fields: dict[str, Any] = {"source": str(path), "generation": "unknown", **(asdict(base) if base else {})}
+    fields |= {key: value for key, value in said.items() if key not in ("like", "nodes")}
+    fields["tflops"] = {**(base.tflops if base else {}), **said.get("tflops", {})}
+    return Cluster(Device(**{**fields, "source": str(path)}), said.get("nodes", 1))
+
+
+def _misspelt(path: Path, key: str) -> Problem:
+    near = difflib.get_close_matches(key, WORDS, n=1)
+    return Problem(
+        f"{path} says '{key}', which no cluster has",
+        allowed=", ".join(WORDS),
+        fix=f"did you mean '{near[0]}'?" if near else "",
+    )
+
+
+def _unfit(path: Path, key: str, value: Any) -> Problem | None:
+    """What is wrong with the value of a known word."""
+    whole = key in ("nodes", "node", "units")
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if key in NUMBERS or key == "nodes":
+        if not number or value <= 0:
+            wanted = "a whole number above 0" if whole else "a number above 0"
+            return Problem(f"'{key}' of {path} cannot be", got=repr(value), allowed=wanted)
+    elif key == "tflops":
+        fit = isinstance(value, Mapping) and value
+        if not fit or any(k not in PRECISIONS or not _positive(v) for k, v in value.items()):
+            return Problem(
+                f"'tflops' of {path} cannot be read",
+                got=repr(value),
+                allowed="TFLOP/s above 0 by type, of " + ", ".join(PRECISIONS),
+            )
+    elif key in WORDS and not isinstance(value, str):
+        return Problem(f"'{key}' of {path} is text", got=repr(value))
+    return None
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

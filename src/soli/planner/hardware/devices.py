@@ -1,0 +1,64 @@
+"""Accelerators as data: what each can at most. The table is devices.toml, one entry a device, each with its source."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator in its usual server. Units are those of devices.toml, which explains each field."""
+
+    name: str
+    source: str
+    generation: str
+    tflops: Mapping[str, float]
+    memory_gib: float
+    memory_gbs: float
+    units: int
+    node: int
+    link_gbs: float
+    link_us: float
+    net_gbits: float
+    net_us: float
+    host_gbs: float
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def memory(self) -> float:
+        """Bytes."""
+        return self.memory_gib * 2**30
+
+
+NUMBERS = tuple(field.name for field in fields(Device) if field.type in ("float", "int"))
+"""The fields that are numbers above 0."""
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """All that are known, by name, in the order of the table."""
+    text = files(__package__).joinpath("devices.toml").read_text(encoding="utf-8")
+    return {name: _device(name, entry) for name, entry in tomllib.loads(text).items()}
+
+
+def named(name: str) -> Device | None:
+    """The device of this name or alias, whatever the case; None if there is none."""
+    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    return _names().get(wanted)
+
+
+@cache
+def _names() -> dict[str, Device]:
+    """Every name and alias."""
+    return {word: device for device in devices().values() for word in (device.name, *device.aliases)}
+
+
+def _device(name: str, entry: dict[str, Any]) -> Device:
+    return Device(**{**entry, "name": name, "aliases": tuple(entry.get("aliases", ()))})
