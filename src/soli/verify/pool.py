@@ -83,8 +83,7 @@ class Pool:
                     self.close()
                     raise failure(f"rank {rank} of the pool died with exit code {code}")
                 if time.monotonic() > until:
-                    failed = self._failed(rank + 1, ranks)
-                    report = failed + self._hang(ranks)
+                    report = self._failed(results, ranks) + self._hang(ranks)
                     raise failure(
                         f"rank {rank} did not finish before the deadline; where the ranks stood:\n{report}"
                     )
@@ -95,10 +94,11 @@ class Pool:
                 raise failure(f"rank {rank} of the pool died") from None
         return results
 
-    def _failed(self, first: int, ranks: int) -> str:
-        """What the ranks from `first` on have reported: often why the others wait."""
-        waiting = [(r, self._ranks[r][1]) for r in range(first, ranks) if self._ranks[r][1].poll()]
-        told = [(r, pipe.recv()) for r, pipe in waiting]
+    def _failed(self, results: list[tuple[bool, Any]], ranks: int) -> str:
+        """What ranks before and after the one that is waited for have reported: often why the others wait."""
+        after = range(len(results) + 1, ranks)
+        told = list(enumerate(results))
+        told += [(r, self._ranks[r][1].recv()) for r in after if self._ranks[r][1].poll()]
         return "".join(f"rank {r} had failed:\n{text}\n" for r, (ok, text) in told if not ok)
 
     def _hang(self, ranks: int) -> str:
