@@ -24,7 +24,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def many() -> Iterator[Pool]:
     """For what takes more than four; started when it is first asked for."""
-    made = Pool(9)
+    made = Pool(16)
     yield made
     made.close()
 

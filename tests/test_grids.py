@@ -80,6 +80,8 @@ ROWS = [
     # A cube. Every model under one, and nine ranks in a square: `make parity`.
     ("gpt-masked", CUBE + ",zero=3,accumulate=2", 8),
     ("vit", CUBE + ",zero=3", 8),
+    # Stages of cubes: with dropout its attention is written out, and what leaves it is cut otherwise.
+    ("vit", "pp=2," + CUBE + ",microbatches=2", 16),
 ]
 
 

@@ -369,9 +369,12 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention; with dropout it is written out, as torch's own is on the CPU."""
+    """scaled_dot_product_attention; with dropout it is written out, as torch's own is on the CPU.
+
+    In a probe too: what is cut after it, and so what crosses to another stage, is then as in training.
+    """
     shape = (*query.shape[:-1], key.shape[-2])
-    if dropout_p == 0.0 or randomness._probing is not None:
+    if dropout_p == 0.0:
         randomness.dropped(query, 0.0, True, shape)  # shows the shape to a probe, and counts the call
         return _sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from soli.core.errors import SoliError
 from soli.verify import cases, foreign
 from soli.verify.cases import CASES, PLANS
 from soli.verify.parity import BOUND, Row, check
@@ -21,14 +22,26 @@ def _one(name: str, plan: str, ranks: int) -> Row:
 
 
 def main() -> int:
-    """Run the matrix in the repository that is the working directory; 1 if a row is over the bound."""
-    pool, rows = Pool(max(PLANS)), []
+    """Run the matrix in the repository that is the working directory; 1 if a row is over the bound or did not run.
+
+    A table is written of rows that all ran. What a row said that did not is printed, and the others go on.
+    """
+    pool, rows, failed = Pool(max(PLANS)), [], []
     pool.run(foreign.ready, ranks=max(PLANS), deadline=120)
     for name, plan, ranks in cases.rows():
-        row = max(pool.run(_one, name, plan, ranks, ranks=ranks, deadline=120), key=lambda r: r.worst)
+        try:
+            row = max(pool.run(_one, name, plan, ranks, ranks=ranks, deadline=120), key=lambda r: r.worst)
+        except SoliError as error:
+            failed.append(f"{name} {plan} on {ranks} ranks")
+            print(f"{failed[-1]} did not run:\n{error}", flush=True)
+            continue
         rows.append(row)
         print(f"{name:12} {plan:32} {ranks} ranks  {row.worst:.1e}  {row.tensor}", flush=True)
     pool.close()
+    if failed:
+        print(f"{len(failed)} of {len(failed) + len(rows)} rows did not run, so no table is written:")
+        print("\n".join(failed))
+        return 1
     _write(rows)
     bad = [row for row in rows if row.worst > BOUND]
     print(f"{len(rows)} rows, {len(bad)} over {BOUND:g}, worst {max(row.worst for row in rows):.1e}")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -201,7 +202,7 @@ class Pipeline:
                 fix="call the same blocks for every batch, or use pp=1",
             )
         if known.own is not None and forward.forms != known.own:
-            raise shapes_differ(index)
+            raise shapes_differ(index, forward.forms, known.own)
         known.own = forward.forms
         return forward, result
 
@@ -280,16 +281,18 @@ def key_of(data: Any, training: bool = True) -> Any:
 
 def _outputs(forward: StageForward, known: Known) -> list[Tensor]:
     found = [plain(_found(forward, value.name)) for value in known.outgoing]
-    for x, value in zip(found, known.outgoing, strict=True):
-        if (tuple(x.shape), x.dtype) != value.form:
-            raise shapes_differ(forward.stage)
+    now, then = [(tuple(x.shape), x.dtype) for x in found], [value.form for value in known.outgoing]
+    if now != then:
+        raise shapes_differ(forward.stage, now, then)
     return found
 
 
-def shapes_differ(stage: int) -> SoliError:
+def shapes_differ(stage: int, now: list[Any], then: list[Any]) -> SoliError:
+    differ = [pair for pair in zip_longest(now, then) if pair[0] != pair[1]]
+    here, before = (", ".join(str(pair[i]) for pair in differ) for i in (0, 1))
     return SoliError(
         "the shapes inside the model depend on the values of the batch, and a pipeline must know them before",
-        got=f"stage {stage}: other shapes than for the last batch of the same shape",
+        got=f"stage {stage}: {here}; for the last batch of the same shape {before}",
         allowed="shapes that follow from the batch's",
         fix="pad instead of selecting rows or positions by value, or use pp=1",
     )
