@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity golden bench bench-backend bench-split bench-context network-bench pictures gpu-check clean
+.PHONY: train test check parity golden bench bench-backend bench-split bench-context network-bench pictures gpu-check fit-planner validate-planner clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -63,6 +63,12 @@ bench-split: .venv/developed    ## tensor, sequence and pipeline parallelism bes
 		--only $(foreach name,$(TENSOR),$(name)-gloo $(name)-local)
 	$(BIN)/python benchmarks/run.py --sizes small --steps 8 --warmup 2 --rounds 2 --out benchmarks/results/pipeline-steps \
 		--only $(foreach name,$(PIPELINES),$(name)-local soli-$(name)-local)
+
+fit-planner: .venv/developed    ## the planner's constants of published measurements -> src/soli/planner/cost/constants.toml
+	$(BIN)/python benchmarks/planner.py --fit
+
+validate-planner: .venv/developed ## how far the planner is off, in and out of sample -> benchmarks/results/planner.*
+	$(BIN)/python benchmarks/planner.py --validate
 
 network-bench: .venv/developed  ## layouts over slow networks, in network namespaces: needs root -> benchmarks/results/
 	$(BIN)/python benchmarks/network/measure.py

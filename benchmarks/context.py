@@ -109,8 +109,7 @@ def markdown(result: dict) -> str:
     lines = [
         "# Context parallelism on one machine",
         "",
-        f"{result['date']}, `{result['command']}`; {about['processor']}, {about['cores']} cores, "
-        + ", ".join(f"{k} {v}" for k, v in result["versions"].items()) + ".",
+        record.line(result),
         "",
         f"One row of {result['tokens']} tokens, a Llama {result['timed']}, float32, causal. step: seconds, the slowest "
         "rank, median of the rounds' medians [least, most]. share: the step over one thread's divided by the cores that "

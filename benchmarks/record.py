@@ -20,6 +20,15 @@ def head() -> dict[str, object]:
     }
 
 
+def line(result: dict) -> str:
+    """The same for people, as a page begins."""
+    about = result["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return (
+        f"{result['date']}, `{result['command']}`; {about['processor']}, {about['cores']} cores, {versions}."
+    )
+
+
 def write(result: dict, text: str, out: Path) -> None:
     """`out`.json and `out`.md, each whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)

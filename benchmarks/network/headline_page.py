@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import forms
 from network import spell
+from paper import record
 
 from soli.core.plan import Plan
 from soli.planner.legality import resolve
@@ -64,13 +65,11 @@ def shapes(ranks: int) -> list[str]:
 def markdown(result: dict) -> str:
     """What was measured beside the prediction, then what is predicted alone."""
     size, labs = result["size"], result["labs"]
-    about = result["machine"]
     noise = [one["noise"] for one in labs]
     lines = [
         "# 2D, 2.5D and 3D tensor parallelism against 1D over slow links",
         "",
-        f"{result['date']}, `{result['command']}`; {about['processor']}, {about['cores']} cores, "
-        + ", ".join(f"{name} {number}" for name, number in result["versions"].items()) + ".",
+        record.line(result),
         "",
         f"A GPT of {size['layers']} layers, width {size['width']}, {size['heads']} heads, vocabulary "
         f"{size['vocabulary']}, float32, the same weights and batches under every plan; one rank a host, each with a link "

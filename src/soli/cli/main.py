@@ -20,7 +20,7 @@ app.command("run", context_settings={"ignore_unknown_options": True, "allow_inte
     run.run
 )
 app.command("train")(train.train)
-app.command("plan")(plan.plan)
+app.add_typer(plan.app, name="plan")
 app.command("hardware")(hardware.hardware)
 app.command("roles")(roles.roles)
 app.add_typer(checkpoint.app, name="checkpoint")

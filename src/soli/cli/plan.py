@@ -1,26 +1,54 @@
-"""`soli plan`: check a plan and fill it in."""
+"""`soli plan`: check a plan and fill it in; predict what the rows of a table take."""
 
 from __future__ import annotations
 
+import csv
+import json
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
 
 from soli.cli.options import Ranks
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.planner.legality import default_plan, resolve
 
+if TYPE_CHECKING:
+    from soli.planner.predict import Prediction
+
 FORMS = ("text", "toml", "json")
 
 
-def plan(
+class Group(TyperGroup):
+    """What is no command's name is a plan to check: `soli plan dp=2`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help"):
+            args = ["check", *args]
+        found: list[str] = super().parse_args(ctx, args)
+        return found
+
+
+app = typer.Typer(
+    cls=Group,
+    help="Check a plan (soli plan dp=2,zero=3 -n 2), or predict what plans take.",
+    no_args_is_help=True,
+)
+
+
+@app.command("check")
+def check(
     text: Annotated[str, typer.Argument(help='Such as "dp=2,zero=3", or auto.')],
     ranks: Ranks = 1,
     form: Annotated[str, typer.Option("--format", help=", ".join(FORMS))] = "text",
 ) -> None:
-    """Check a plan for N ranks and print it with every degree filled in."""
+    """Check a plan for N ranks and print it with every degree filled in. "check" may be left out."""
     if form not in FORMS:
         raise SoliError("a plan has no such format", got=form, allowed=", ".join(FORMS))
     if text == "auto":
@@ -29,3 +57,84 @@ def plan(
     else:
         made = resolve(Plan.parse(text), ranks)
     print({"text": str(made), "toml": made.to_toml().rstrip(), "json": made.to_json()}[form])
+
+
+@app.command("predict")
+def predict(
+    table: Annotated[Path, typer.Argument(help="A CSV file: a run a row, its model, plan and devices.")],
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            help="A CSV file of measured runs (iter_time_s), to which the constants are fitted first."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Time and memory of a step of each row, with 90% intervals, or why it cannot be said.
+
+    A row needs layers and hidden (or params_b), seq_len, gpu, gpus (or dp) and global_batch (or microbatch and
+    grad_accum); tp, pp, dp, cp, ep, vp, microbatch, heads, kv_heads, ffn, vocab, arch, precision, recompute, shard,
+    sp, framework and interconnect are used where they stand, and inferred, which is said, where they do not. Columns
+    with other names are not looked at, nor are measured times.
+    """
+    from soli.planner import predict as planner
+
+    rows = _rows(table)
+    found = planner.predict(rows, [] if measured is None else _rows(measured))
+    if as_json:
+        print(json.dumps([one.asdict() for one in found], indent=1))
+    else:
+        _show(found)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; SoliError if it is none, or has none of the columns that say what runs."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True, restval="")
+            names, rows = list(reader.fieldnames or []), list(reader)
+    except OSError as error:
+        raise SoliError("the table cannot be read", got=f"{path}: {error.strerror}") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise SoliError("the table is no CSV file", got=f"{path}: {error}") from error
+    if "gpu" not in names:
+        raise SoliError(
+            "the table has no column 'gpu'",
+            got=f"{path}: {', '.join(names) or 'an empty file'}",
+            fix="name the columns in its first line: gpu, gpus, layers, hidden, seq_len, global_batch, tp, pp, ...",
+        )
+    odd = [number for number, row in enumerate(rows, 2) if None in row]
+    if odd:
+        raise SoliError(
+            "rows of the table have more cells than it has columns",
+            got=f"{path}, lines {', '.join(map(str, odd[:5]))}{', ...' * (len(odd) > 5)}",
+            fix='put cells that hold commas into "quotes"',
+        )
+    return rows
+
+
+def _show(found: list[Prediction]) -> None:
+    table = Table(
+        "row", box=box.SIMPLE, caption="Intervals: 90%. fits: the upper bound of the memory is there."
+    )
+    for title in ("step, s", "from", "to", "memory, GB", "to", "fits"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("inferred, or why not")
+    for number, one in enumerate(found, 1):
+        if one.refused:
+            table.add_row(str(number), *[""] * 6, one.refused)
+            continue
+        numbers = (
+            one.predicted_time_s,
+            one.time_low_s,
+            one.time_high_s,
+            one.predicted_memory_gb,
+            one.memory_high_gb,
+        )
+        table.add_row(
+            str(number),
+            *(f"{n:.4g}" for n in numbers),
+            "yes" if one.feasible else "no",
+            "; ".join(one.inferred),
+        )
+    Console().print(table)

@@ -1,0 +1,377 @@
+"""The planner against published measurements: fits its constants (--fit), and says how far it is off (--validate).
+
+    python benchmarks/planner.py --fit          -> src/soli/planner/cost/constants.toml
+    python benchmarks/planner.py --validate     -> benchmarks/results/planner.json, planner.md
+
+Out of sample: a row's prediction comes from constants that were fitted without its source (all rows of its table),
+and from some that were fitted without its model (every row, of any table, with its layers, hidden size and MLP).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+from scipy.stats import spearmanr
+
+from soli.planner.cost.constants import DEFAULT, MEANINGS, SPREADS, chain, constants
+from soli.planner.cost.step import step
+from soli.planner.fit import fit
+from soli.planner.measured import step_with
+from soli.planner.predict import arrays, family_of, learn_family, repeated
+from soli.planner.rows import Row, read
+
+HERE = Path(__file__).parent
+TABLES = (
+    "bigscience_104b_v100", "bigscience_v100_sweep", "deepspeed_posts", "llm_foundry_mpt", "megatron_2020_v100_a100",
+    "megatron_bridge_perf_summary", "megatron_ci_golden_values", "megatron_h100_weak_scaling",
+    "megatron_llama_example", "megatron_sc21", "nanotron_bench_logs", "nemo_perf_summary", "planner_vtrain_single",
+)  # fmt: skip
+CONSTANTS = HERE.parent / "src/soli/planner/cost/constants.toml"
+FOLDS = 10
+EVEN = 20  # rows of a source that count in the default set as so many
+SEEDS, CALIBRATION = 5, 48
+Sets = dict[str, dict[str, float]]
+
+
+class Table:
+    """One published table: its rows as they were read, beside what they say."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        with (HERE / "published" / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+            self.raw = list(csv.DictReader(file))
+        self.rows = [read(raw) for raw in self.raw]
+
+
+# --- fitting ----------------------------------------------------------------------------------------------
+
+
+def fit_sets(rows: Sequence[Row], sources: Sequence[str]) -> Sets:
+    """Every set of constants: the default, then each framework's, then each of its generations'."""
+    timed = [
+        (row, source) for row, source in zip(rows, sources, strict=True) if row.framework != "megatron-tests"
+    ]
+    count = {source: sum(s == source for _, s in timed) for source in sources}
+    weights = np.array([EVEN / max(count[source], EVEN) for _, source in timed])
+    start = {name: meaning.default for name, meaning in MEANINGS.items()}
+    sets = {DEFAULT: fit(*arrays([row for row, _ in timed]), start, weights)}
+    for family in sorted({family_of(row) for row in rows}):
+        _, framework, leaf = chain(*family)
+        mine = [row for row in rows if row.framework == framework]
+        if framework not in sets:
+            sets[framework] = fit(*arrays(mine), sets[DEFAULT])
+        sets[leaf] = fit(*arrays([row for row in mine if family_of(row) == family]), sets[framework])
+    return sets
+
+
+def of(sets: Sets, row: Row) -> dict[str, float]:
+    return next(sets[name] for name in reversed(chain(*family_of(row))) if name in sets)
+
+
+def off(rows: Sequence[Row], sets: Sets) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted by measured, of each row: time and memory."""
+    p, times, memories, _ = arrays(rows)
+    cost = step(p, constants([of(sets, row) for row in rows]))
+    return cost.time / times, cost.memory / memories
+
+
+def held_out(
+    rows: Sequence[Row], sources: Sequence[str], groups: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """`off`, each row by constants that were fitted without its group."""
+    times, memories = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
+    for number, group in enumerate(sorted(set(groups))):
+        out = [i for i, g in enumerate(groups) if g == group]
+        rest = [i for i, g in enumerate(groups) if g != group]
+        sets = fit_sets([rows[i] for i in rest], [sources[i] for i in rest])
+        times[out], memories[out] = off([rows[i] for i in out], sets)
+        print(
+            f"  without group {number + 1} of {len(set(groups))}: {len(out)} rows",
+            file=sys.stderr,
+            flush=True,
+        )
+    return times, memories
+
+
+def model_of(row: Row) -> tuple[float, ...]:
+    return tuple(round(row.point[name]) for name in ("layers", "hidden", "ffn", "experts"))
+
+
+def folds_of(rows: Sequence[Row]) -> list[int]:
+    """Folds that no model is in two of; the largest models (by rows) are spread first."""
+    models = [model_of(row) for row in rows]
+    order = sorted(set(models), key=lambda m: (-models.count(m), m))
+    sizes, fold = [0] * FOLDS, {}
+    for model in order:
+        fold[model] = int(np.argmin(sizes))
+        sizes[fold[model]] += models.count(model)
+    return [fold[model] for model in models]
+
+
+def spreads(rows: Sequence[Row], times: np.ndarray, memories: np.ndarray) -> Sets:
+    """SPREADS of each set, of what was measured by what was predicted without the row's model."""
+    found: Sets = {}
+    for name in dict.fromkeys(name for row in rows for name in chain(*family_of(row))):
+        at = [i for i, row in enumerate(rows) if name in chain(*family_of(row))]
+        entry = {}
+        for kind, ratio in (("time", 1 / times[at]), ("memory", 1 / memories[at])):
+            logs = np.log(ratio[np.isfinite(ratio)])
+            if len(logs) < 8:
+                continue
+            # One more than there are, as wide as the widest: the next row is as likely to be it (conformal, n + 1).
+            level = min(0.05 * (len(logs) + 1) / len(logs), 0.5) - 0.05 / len(logs)
+            low, high = np.quantile(logs, level), np.quantile(logs, 1 - level)
+            entry |= {f"{kind}_low": float(np.exp(low)), f"{kind}_high": float(np.exp(high))}
+        found[name] = {key: float(f"{value:.4g}") for key, value in entry.items()}
+    return found
+
+
+def write_constants(sets: Sets, of_sets: Sets, counts: dict[str, int]) -> None:
+    lines = [
+        "# What is fitted: constants of the cost model by framework and generation; `make fit-planner` writes it.",
+        "# Names: soli/planner/cost/constants.py. Of published measurements: benchmarks/published, `rows` of them.",
+        "# time_low ... memory_high: 90% of rows whose model was not fitted were measured between low and high, by what",
+        "# was predicted.",
+    ]
+    for name, values in sets.items():
+        parent = DEFAULT if " " not in name else name.rsplit(" ", 1)[0]
+        said = {k: v for k, v in values.items() if name == DEFAULT or v != sets[parent][k]} | of_sets.get(
+            name, {}
+        )
+        lines += [
+            "",
+            f'["{name}"]',
+            f"rows = {counts[name]}",
+            *(f"{key} = {value!r}" for key, value in said.items()),
+        ]
+    CONSTANTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+# --- validating -------------------------------------------------------------------------------------------
+
+
+def errors(ratio: np.ndarray) -> dict[str, float]:
+    """Of predicted by measured."""
+    ratio = ratio[np.isfinite(ratio)]
+    if not len(ratio):
+        return {"rows": 0}
+    error = np.abs(ratio - 1)
+    numbers = {
+        "mean": error.mean(), "median": np.median(error), "p90": np.quantile(error, 0.9), "bias": (ratio - 1).mean(),
+    }  # fmt: skip
+    return {"rows": len(ratio), **{key: round(float(value), 4) for key, value in numbers.items()}}
+
+
+def sweeps(rows: Sequence[Row], sources: Sequence[str], least: int) -> list[list[int]]:
+    """Rows of one workload: the same model, batch, sequence, devices and program, under so many plans that differ."""
+    names = ("layers", "hidden", "ffn", "experts", "seq", "global_batch", "peak", "low", "frozen")
+    groups: dict[Any, dict[Any, int]] = {}
+    for i, row in enumerate(rows):
+        if row.time is not None:
+            devices = row.point["tp"] * row.point["pp"] * row.point["cp"] * row.point["dp"]
+            key = (sources[i], row.framework, devices, *(row.point[name] for name in names))
+            groups.setdefault(key, {}).setdefault(
+                tuple(row.point.values()), i
+            )  # measured again: the first counts
+    return [list(group.values()) for group in groups.values() if len(group) >= least]
+
+
+def ranking(rows: Sequence[Row], ratio: np.ndarray, groups: Iterable[Sequence[int]]) -> dict[str, Any]:
+    """Rank correlation within sweeps, and regret: the best measured of the first k by prediction, over the best."""
+    correlations, regrets = [], {1: [], 3: [], 5: []}
+    for group in groups:
+        measured = np.array([rows[i].time for i in group])
+        predicted = measured * ratio[list(group)]
+        if np.ptp(measured) and np.ptp(predicted):
+            correlations.append(spearmanr(measured, predicted).statistic)
+        order = np.argsort(predicted, kind="stable")
+        for k, found in regrets.items():
+            found.append(measured[order[:k]].min() / measured.min() - 1)
+    said: dict[str, Any] = {"sweeps": len(correlations)}
+    if correlations:
+        said["rank correlation"] = round(float(np.mean(correlations)), 3)
+        for k, found in regrets.items():
+            said[f"regret@{k}"] = [round(float(np.mean(found)), 4), round(float(np.max(found)), 4)]
+    return said
+
+
+def calibrated(rows: Sequence[Row], sets: Sets) -> list[dict[str, Any]]:
+    """48 rows are measured, the others predicted: law and factors. `sets`: fitted without any of these rows."""
+    _, times, _, _ = arrays(rows)
+    groups = sweeps(rows, ["one"] * len(rows), 10)
+    found = []
+    for seed in range(SEEDS):
+        known = np.random.default_rng(seed).choice(len(rows), CALIBRATION, replace=False)
+        learnt = learn_family([rows[i] for i in known], of(sets, rows[0]))
+        p = arrays(rows)[0]
+        ratio = step_with(p, repeated(learnt.constants, len(rows)), learnt.factors).time / times
+        rest = np.setdiff1d(np.arange(len(rows)), known)
+        found.append({"seed": seed, **errors(ratio[rest]), **ranking(rows, ratio, groups)})
+    return found
+
+
+def covered(rows: Sequence[Row], times: np.ndarray, folds: Sequence[int]) -> float:
+    """The share of rows whose measured time lies in an interval that was made of the other folds."""
+    inside = []
+    for fold in sorted(set(folds)):
+        rest = [i for i, f in enumerate(folds) if f != fold]
+        made = spreads([rows[i] for i in rest], times[rest], np.full(len(rest), np.nan))
+        for i in (i for i, f in enumerate(folds) if f == fold and np.isfinite(times[i])):
+            spread = dict(SPREADS)
+            for name in chain(*family_of(rows[i])):
+                spread |= made.get(name, {})
+            inside.append(spread["time_low"] <= 1 / times[i] <= spread["time_high"])
+    return round(float(np.mean(inside)), 3)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--fit", action="store_true", help="write constants.toml")
+    parser.add_argument("--validate", action="store_true", help="write results/planner.json and planner.md")
+    args = parser.parse_args()
+    if not (args.fit or args.validate):
+        parser.error("say --fit, --validate or both")
+    tables = [Table(name) for name in TABLES]
+    kept = [(row, table.name) for table in tables for row in table.rows if not row.refused and measured(row)]
+    rows, sources = [row for row, _ in kept], [source for _, source in kept]
+    folds = folds_of(rows)
+    print(f"{len(rows)} measured rows, without their models:", file=sys.stderr)
+    times, memories = held_out(rows, sources, folds)
+    sets = fit_sets(rows, sources)
+    if args.fit:
+        counts = {name: sum(name in chain(*family_of(row)) for row in rows) for name in sets}
+        write_constants(sets, spreads(rows, times, memories), counts)
+    if args.validate:
+        print("without their sources:", file=sys.stderr)
+        numbers = [sorted(set(sources)).index(source) for source in sources]
+        by_source = held_out(rows, sources, numbers)
+        write(tables, rows, sources, sets, (times, memories), by_source, covered(rows, times, folds))
+    return 0
+
+
+def measured(row: Row) -> bool:
+    return row.time is not None or row.memory is not None
+
+
+def write(
+    tables: Sequence[Table],
+    rows: Sequence[Row],
+    sources: Sequence[str],
+    sets: Sets,
+    by_model: tuple[np.ndarray, np.ndarray],
+    by_source: tuple[np.ndarray, np.ndarray],
+    coverage: float,
+) -> None:
+    inside = off(rows, sets)
+    kinds: dict[str, tuple[np.ndarray, np.ndarray]] = {
+        "fitted": inside, "model left out": by_model, "source left out": by_source,
+    }  # fmt: skip
+    names = np.array(sources)
+    result: dict[str, Any] = {**record.head(), "tables": {}, "coverage of 90%": coverage}
+    choices: list[tuple[str, Callable[[np.ndarray], np.ndarray]]] = [
+        (table.name, lambda at, name=table.name: at == name) for table in tables
+    ]
+    choices.append(("all but tests", lambda at: at != "megatron_ci_golden_values"))
+    for name, chosen in choices:
+        at = chosen(names)
+        entry: dict[str, Any] = {
+            kind: {"time": errors(found[0][at]), "memory": errors(found[1][at])}
+            for kind, found in kinds.items()
+        }
+        index = np.flatnonzero(at)
+        groups = [g for g in sweeps(rows, sources, 3) if set(g) <= set(index.tolist())]
+        entry["sweeps"] = {kind: ranking(rows, found[0], groups) for kind, found in kinds.items()}
+        table = next((t for t in tables if t.name == name), None)
+        if table is not None:
+            reasons = [reason for row in table.rows for reason in row.refused]
+            entry["refused"] = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
+            entry["not measured"] = sum(not row.refused and not measured(row) for row in table.rows)
+        result["tables"][name] = entry
+    vtrain = [row for row, source in zip(rows, sources, strict=True) if source == "planner_vtrain_single"]
+    others = [(row, s) for row, s in zip(rows, sources, strict=True) if s != "planner_vtrain_single"]
+    without = fit_sets([row for row, _ in others], [s for _, s in others])
+    result["vtrain, 48 rows measured"] = calibrated(vtrain, without)
+    record.write(result, page(result), HERE / "results" / "planner")
+    print(page(result))
+
+
+def page(result: dict[str, Any]) -> str:
+    """The result for people."""
+    head = "| table | rows | " + " | ".join(f"{kind}: mean, median, p90, bias" for kind in KINDS) + " |"
+    lines = [
+        "# The planner against published measurements", "",
+        "Errors of predicted times and memories, in percent of what was measured. Made by `make validate-planner` from",
+        "the tables in [published](../published); a row of a model, or of a source, that was left out is predicted by",
+        "constants that were fitted without it. `megatron_ci_golden_values` are test runs of toy models on shared",
+        "machines; `all but tests` leaves them out.", "",
+    ]  # fmt: skip
+    for what in ("time", "memory"):
+        lines += [f"## {what.capitalize()}", "", head, "|---" * (2 + len(KINDS)) + "|"]
+        for name, entry in result["tables"].items():
+            found = [entry[kind][what] for kind in KINDS]
+            if found[0]["rows"]:
+                lines.append(f"| {name} | {found[0]['rows']} | " + " | ".join(map(_said, found)) + " |")
+        lines.append("")
+    lines += [
+        f"Measured times inside the 90% interval (made without the row's model): {result['coverage of 90%']:.1%}.",
+        "",
+    ]
+    lines += ["## Choosing: sweeps of one workload under three plans or more", ""]
+    lines += ["Regret: how much longer than the best plan the best of the first k takes; mean and worst.", ""]
+    lines += ["| table | constants | sweeps | rank correlation | regret@1 | @3 | @5 |", "|---" * 7 + "|"]
+    for name, entry in result["tables"].items():
+        for kind in KINDS:
+            found = entry["sweeps"][kind]
+            if found["sweeps"]:
+                lines.append(f"| {name} | {kind} | {_ranked(found)} |")
+    lines += ["", f"## vTrain's single servers, {CALIBRATION} rows measured", ""]
+    lines += [
+        "The law from the other tables, fitted to 48 rows, with factors of their shapes; the others predicted.",
+        "",
+    ]
+    lines += [
+        "| seed | rows | mean, median, p90, bias | sweeps of 10 and more | rank correlation | regret@1 | @3 | @5 |",
+        "|---" * 8 + "|",
+    ]
+    runs = result["vtrain, 48 rows measured"]
+    lines += [f"| {run['seed']} | {run['rows']} | {_said(run)} | {_ranked(run)} |" for run in runs]
+    lines += [
+        "",
+        f"Mean of the seeds: {100 * np.mean([run['mean'] for run in runs]):.2f}%.",
+        "",
+        "## Rows that say too little",
+        "",
+    ]
+    for name, entry in result["tables"].items():
+        lines += [f"- {name}: {count} x {reason}" for reason, count in entry.get("refused", {}).items()]
+        if entry.get("not measured"):
+            lines.append(f"- {name}: {entry['not measured']} rows have neither a time nor a memory")
+    return "\n".join(lines) + "\n"
+
+
+KINDS = ("fitted", "model left out", "source left out")
+
+
+def _said(found: dict[str, float]) -> str:
+    return ", ".join(f"{100 * found[key]:+.1f}" if key == "bias" else f"{100 * found[key]:.1f}" for key in ("mean", "median", "p90", "bias"))  # fmt: skip
+
+
+def _ranked(found: dict[str, Any]) -> str:
+    regrets = (
+        f"{100 * mean:.2f}%, {100 * worst:.1f}%" for mean, worst in (found[f"regret@{k}"] for k in (1, 3, 5))
+    )
+    return " | ".join((str(found["sweeps"]), f"{found['rank correlation']:.3f}", *regrets))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""What a rank computes of one microbatch: products, attention, what only moves memory, and the logits.
+
+Symbols: T tokens of a microbatch on a rank of cp, h hidden, a query heads of size e, g key heads, f the MLP's width,
+s the sequence, V the vocabulary, t = tp, c = cp.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from soli.planner.cost.constants import Constants
+from soli.planner.cost.points import FULL, SELECTIVE, Array, Points
+
+
+def product(p: Points, k: Constants, m: Array, n: Array, summed: Array) -> Array:
+    """Seconds of [m, summed] @ [summed, n]: 2 m n summed flops at a share of the peak that grows with each size.
+
+    Each size x reaches x / (x + half) of the whole: a law between the launch-bound and the full device
+    (arXiv 1811.02084 has it for the batch). Never faster than its matrices are read and written (roofline,
+    Williams et al. 2009).
+    """
+    share = k.product_share * np.where(p.low < 2, k.low_share, 1.0)
+    share = share * m / (m + k.product_half) * (n / (n + k.product_half_inner))
+    share = share * summed / (summed + k.product_half_inner)
+    moved = p.low * (m * summed + summed * n) + 2.0 * m * n
+    return np.maximum(2.0 * m * n * summed / (p.peak * share), moved / (p.bandwidth * k.stream_share))
+
+
+def products_forward(p: Points, k: Constants) -> Array:
+    """Seconds of a layer's products with weights: q, k, v; output; the MLP's two or three, or its experts'."""
+    T, t = p.tokens, p.tp
+    width = p.attention_width / t
+    spent = product(p, k, T, width * (1 + 2 * p.kv_share), p.hidden) + product(p, k, T, p.hidden, width)
+    # An expert has its tokens of all ranks of ep; a rank has experts / ep of them.
+    moe = p.experts > 0
+    local = np.where(moe, np.maximum(p.experts / p.ep, 1.0), 1.0)
+    each = np.where(moe, T * p.active / local, T)
+    into = product(p, k, each, p.ffn / t * (1 + p.gated), p.hidden)
+    return spent + local * (into + product(p, k, each, p.hidden, p.ffn / t))
+
+
+def attention_forward(p: Points, k: Constants) -> Array:
+    """Seconds of softmax(q k^T) v: 4 T s a e / t flops; half where a causal kernel leaves out what is masked.
+
+    Where scores are kept in memory they are moved as well, k.score_bytes each.
+    """
+    flops = 4.0 * p.tokens * p.seq * p.attention_width / p.tp * np.where(p.flash > 0, 0.5, 1.0)
+    scores = np.where(p.flash > 0, 0.0, p.tokens * p.seq * p.heads / p.tp)
+    return flops / (p.peak_wide * k.attention_share) + scores * k.score_bytes / (p.bandwidth * k.stream_share)
+
+
+def elements_forward(p: Points, k: Constants) -> Array:
+    """Seconds of norms, residuals, dropout and activations: so many bytes of memory a token.
+
+    Between the products of a layer they are cut over tp; around them (norms, residuals) only under sp.
+    """
+    around = p.tokens * p.hidden / np.where(p.sp > 0, p.tp, 1.0)
+    active = np.where(p.experts > 0, p.active, 1.0)
+    between = p.tokens * p.ffn * active * (1 + p.gated) / (4.0 * p.tp)
+    return (around + between) * k.element_bytes / (p.bandwidth * k.stream_share)
+
+
+def recomputed(p: Points, whole: Array, attention: Array) -> Array:
+    """What of a forward runs again in the backward."""
+    return np.where(p.recompute == FULL, whole, np.where(p.recompute == SELECTIVE, attention, 0.0))
+
+
+def logits(p: Points, k: Constants) -> Array:
+    """Seconds of the last product, its two gradients, and the loss of one microbatch, on the last stage."""
+    T, V = p.tokens, p.vocab / p.tp
+    wide = p.low * 0 + 2.0
+    share = k.product_share * T / (T + k.product_half) * (p.hidden / (p.hidden + k.product_half_inner))
+    flops = 6.0 * T * V * p.hidden / (p.peak_wide * share)
+    return flops + T * V * (k.logit_bytes + wide) / (p.bandwidth * k.stream_share)
+
+
+def embedding(p: Points, k: Constants) -> Array:
+    """Seconds of the lookup and its gradient, on the first stage: memory alone."""
+    return p.tokens * p.hidden * 12.0 / (p.bandwidth * k.stream_share)
+
+
+def optimizer(p: Points, k: Constants, parameters: Array) -> Array:
+    """Seconds of the update of so many parameters: memory alone, or the way to the host and back."""
+    over_link = parameters * 4.0 / p.host
+    return np.where(p.offload > 0, over_link, parameters * k.optimizer_bytes / (p.bandwidth * k.stream_share))

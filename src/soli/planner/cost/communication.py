@@ -1,0 +1,100 @@
+"""What collectives cost, and which of them a plan issues.
+
+Ranks are numbered with tp innermost, then cp, dp and pp (Megatron-LM, arXiv 2104.04473, 3): an axis with `inner`
+ranks inside it has some of its ranks in one server and goes over the network with the others.
+
+    all_reduce       2 (n-1)/n S / B + 2 (n-1) latency      ring (Patarasuk and Yuan 2009)
+    over servers     reduce_scatter inside, all_reduce of S/k between, all_gather inside, with k ranks a server
+    reduce_scatter, all_gather: half of it.   all_to_all: (n-1)/n S / B + latency
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from soli.planner.cost.constants import Constants
+from soli.planner.cost.points import FULL, Array, Points
+
+
+def inside(p: Points, n: Array, inner: Array) -> Array:
+    """How many of an axis' n ranks are in one server, where `inner` ranks lie between two neighbours."""
+    return np.clip(np.floor(p.node / inner), 1.0, n)
+
+
+def all_reduce(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Array:
+    """Seconds for `size` bytes over n ranks."""
+    local = inside(p, n, inner)
+    between = n / local
+    link, net = p.link * k.link_share, p.net * k.net_share
+    # Rings start to overlap their steps inside a server, so that latency grows with the logarithm of the ranks.
+    near = 2 * (local - 1) / local * size / link + 2 * np.log2(local) * p.link_latency * k.latency_scale
+    far = 2 * (between - 1) / between * size / local / net
+    far = far + 2 * np.log2(between) * p.net_latency * k.latency_scale
+    return np.where(n > 1, near + far, 0.0)
+
+
+def gather(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Array:
+    """Seconds of an all_gather that ends in, or a reduce_scatter that starts from, `size` bytes."""
+    return all_reduce(p, k, size, n, inner) / 2
+
+
+def all_to_all(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Array:
+    """Seconds in which every rank sends a part of `size` bytes to each of n."""
+    local = inside(p, n, inner)
+    near = size * (local - 1) / n / (p.link * k.link_share)
+    far = size * (n - local) / n / (p.net * k.net_share)
+    latency = np.where(local < n, p.net_latency, p.link_latency) * k.latency_scale
+    return np.where(n > 1, near + far + latency, 0.0)
+
+
+def of_layer(p: Points, k: Constants) -> tuple[Array, Array]:
+    """Seconds of a layer's collectives in a forward and in a backward, and none of ZeRO.
+
+    tp: two sums each way of T h values; under sp as many bytes are gathered and scattered (arXiv 2205.05198, 4.2.2).
+    Full recomputation sums again. cp: keys and values go once round, their gradients too. ep: tokens to their
+    experts and back (GShard, arXiv 2006.16668), each rank of tp with its part of them under sp.
+    """
+    one = np.ones_like(p.tp)
+    hidden = p.tokens * p.hidden * 2.0
+    sums = 2 * all_reduce(p, k, hidden, p.tp, one)
+    keys = 2 * hidden * p.attention_width / p.hidden * p.kv_share / p.tp
+    rounds = gather(p, k, keys * p.cp, p.cp, p.tp)
+    routed = hidden * p.active / np.where(p.sp > 0, p.tp, 1.0)
+    experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, one), 0.0)
+    forward = sums + rounds + experts
+    backward = sums + 2 * rounds + experts
+    return forward, backward + np.where(p.recompute == FULL, forward, 0.0)
+
+
+def calls_of_layer(p: Points) -> Array:
+    """Collectives that a layer's forward starts."""
+    return 2.0 * (p.tp > 1) + 1.0 * (p.cp > 1) + 2.0 * ((p.experts > 0) & (p.ep > 1))
+
+
+def gathers_of_layer(p: Points, k: Constants, parameters: Array) -> tuple[Array, Array]:
+    """Seconds in which ZeRO-3 gathers a layer's parameters for a forward; and for a backward, with its gradients.
+
+    Of each microbatch (arXiv 1910.02054, 7.2.2). Recomputation uses what the backward gathered.
+    """
+    one = gather(p, k, parameters * 2.0, p.dp, p.tp * p.cp)
+    return np.where(p.zero >= 3, one, 0.0), np.where(p.zero >= 3, 2 * one, 0.0)
+
+
+def of_gradients(p: Points, k: Constants, parameters: Array) -> Array:
+    """Seconds in which a step's gradients are summed over dp and cp, and ZeRO's parameters gathered.
+
+    ZeRO-3 has done it a layer (`gathers_of_layer`). Half of an all_reduce is a reduce_scatter, and the other half
+    what ZeRO-1 and 2 gather.
+    """
+    size = parameters * k.gradient_bytes
+    whole = all_reduce(p, k, size, p.dp * p.cp, p.tp)
+    sharded = gather(p, k, size, p.dp * p.cp, p.tp) + gather(p, k, parameters * 2.0, p.dp * p.cp, p.tp)
+    return np.where(p.zero >= 3, 0.0, np.where(p.zero >= 1, sharded, whole))
+
+
+def send(p: Points, k: Constants) -> Array:
+    """Seconds in which a microbatch goes to the next stage. Ranks of tp each send their part under sp."""
+    size = p.tokens * p.hidden * 2.0 / np.where(p.sp > 0, p.tp, 1.0)
+    near = p.tp * p.cp * p.dp * 2 <= p.node
+    rate = np.where(near, p.link, p.net) * k.send_share
+    return size / rate + np.where(near, p.link_latency, p.net_latency)

@@ -1,0 +1,110 @@
+"""What is fitted: how near to their data sheets devices and frameworks come. One set a (generation, framework).
+
+constants.toml has the sets, which `make fit-planner` writes. A set says what is different from the one that it
+follows: a framework on one generation follows the framework on all, and that one the default. Nothing is fitted a
+model or a row.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+
+from soli.planner.cost.points import Array
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """A constant: where it starts, between what it must stay, and what it is."""
+
+    default: float
+    low: float
+    high: float
+    what: str
+
+
+MEANINGS: dict[str, Meaning] = {
+    "product_share": Meaning(0.75, 0.3, 1.0, "of the peak that a large product reaches"),
+    "product_half": Meaning(200.0, 1.0, 4000.0, "rows of a product at which it reaches half of that"),
+    "product_half_inner": Meaning(100.0, 1.0, 2000.0, "columns, and summed elements, at which it does"),
+    "low_share": Meaning(0.75, 0.3, 1.2, "of product_share that a product of 8 bits or fewer reaches"),
+    "attention_share": Meaning(0.45, 0.05, 1.0, "of the peak that attention's products reach"),
+    "score_bytes": Meaning(12.0, 2.0, 60.0, "moved for each score that is kept in memory, forward"),
+    "stream_share": Meaning(0.8, 0.3, 1.0, "of the memory's bandwidth that is reached"),
+    "element_bytes": Meaning(40.0, 5.0, 200.0, "moved for each token and hidden unit in a layer's forward"),
+    "logit_bytes": Meaning(40.0, 4.0, 200.0, "moved for each logit, forward and backward"),
+    "layer_floor": Meaning(3e-4, 1e-6, 5e-3, "seconds in which a layer's forward is launched"),
+    "collective_floor": Meaning(3e-5, 1e-6, 1e-3, "seconds that a layer's collective adds to that"),
+    "microbatch_overhead": Meaning(1e-3, 1e-6, 3e-2, "seconds of a microbatch beside its layers"),
+    "step_overhead": Meaning(5e-3, 1e-5, 1.0, "seconds of a step beside its microbatches"),
+    "link_share": Meaning(0.75, 0.1, 1.0, "of a link's bandwidth that a collective reaches"),
+    "net_share": Meaning(0.7, 0.05, 1.0, "of the network's bandwidth that a collective reaches"),
+    "send_share": Meaning(0.3, 0.01, 1.0, "of either that a stage's send reaches"),
+    "latency_scale": Meaning(2.0, 0.2, 20.0, "latency of a collective's step, in the device's"),
+    "hidden_gradients": Meaning(0.3, 0.0, 1.0, "of the gradients' reduction that runs behind the backward"),
+    "hidden_gathers": Meaning(0.8, 0.0, 1.0, "of a layer's time behind which its parameters are gathered"),
+    "optimizer_bytes": Meaning(32.0, 12.0, 120.0, "moved for each parameter's update"),
+    "gradient_bytes": Meaning(4.0, 2.0, 4.0, "of a gradient that is kept"),
+    "logit_kept": Meaning(6.0, 2.0, 14.0, "bytes that a logit takes at the peak"),
+    "activation_scale": Meaning(1.0, 0.5, 2.0, "kept activations by those that the formulas count"),
+    "resident": Meaning(
+        1.0e8, 1.0e7, 2.0e9, "bytes that stay beside parameters, gradients and the optimizer's"
+    ),
+    "workspace": Meaning(5.0e8, 1.0e7, 6.0e9, "bytes that a step takes beside its activations"),
+}
+NAMES = tuple(MEANINGS)
+DEFAULT = "default"
+SPREADS = {"time_low": 0.5, "time_high": 2.0, "memory_low": 0.5, "memory_high": 1.5}
+"""What is measured, by what is predicted: 5% of rows that were not fitted lie below low, 5% above high. And where
+nothing is known of it."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Each constant as an array [N], beside Points. The names are those of MEANINGS."""
+
+    values: dict[str, Array]
+
+    def __getattr__(self, name: str) -> Array:
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@cache
+def sets() -> dict[str, dict[str, float]]:
+    """The sets of constants.toml by name: "default", "megatron", "megatron ampere", ..."""
+    text = files(__package__).joinpath("constants.toml").read_text(encoding="utf-8")
+    return {name: dict(entry) for name, entry in tomllib.loads(text).items()}
+
+
+def chain(framework: str, generation: str) -> tuple[str, str, str]:
+    """The sets that one follows, the most general first."""
+    return DEFAULT, framework, f"{framework} {generation}"
+
+
+def known(framework: str, generation: str) -> dict[str, float]:
+    """Every constant of a framework on a generation, of the nearest set that says it."""
+    found = {name: meaning.default for name, meaning in MEANINGS.items()}
+    for name in chain(framework, generation):
+        found |= {key: value for key, value in sets().get(name, {}).items() if key in NAMES}
+    return found
+
+
+def spread_of(framework: str, generation: str) -> dict[str, float]:
+    """See SPREADS."""
+    found = dict(SPREADS)
+    for name in chain(framework, generation):
+        found |= {key: value for key, value in sets().get(name, {}).items() if key in SPREADS}
+    return found
+
+
+def constants(of: Sequence[dict[str, float]]) -> Constants:
+    """One set a place."""
+    return Constants({name: np.array([one[name] for one in of], dtype=np.float64) for name in NAMES})

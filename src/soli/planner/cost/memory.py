@@ -1,0 +1,104 @@
+"""What a rank keeps: states, activations, logits, gathered parameters and workspace; of the fullest stage.
+
+states          2 (bf16) + gradient + 12 (fp32 copy, two moments) bytes a parameter; ZeRO cuts 12, then the
+                gradient, then the 2 (arXiv 1910.02054, 3.1 and 5)
+activations     bytes a token and layer, by what is recomputed (arXiv 2205.05198, 4: equations 1 to 6), summed
+                here tensor by tensor so that grouped heads, gates and experts are counted as they are
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from soli.planner.cost.constants import Constants
+from soli.planner.cost.pipeline import in_flight
+from soli.planner.cost.points import FULL, NONE, Array, Points
+
+
+def of_layer(p: Points) -> tuple[Array, Array]:
+    """A layer's parameters on a rank: those that dp replicates, and those of experts, which dp / ep ranks have."""
+    attention = p.attention_width * p.hidden * (2 + 2 * p.kv_share)
+    mlp = p.matrices * p.hidden * p.ffn
+    router = p.hidden * p.experts
+    dense = (attention + np.where(p.experts > 0, router * p.tp, mlp)) / p.tp + 4 * p.hidden
+    return dense, np.where(p.experts > 0, mlp * p.experts / p.ep / p.tp, 0.0)
+
+
+def of_stage(p: Points) -> tuple[Array, Array]:
+    """The most parameters that a stage's rank has, as `of_layer`: the first or last with its table."""
+    dense, experts = of_layer(p)
+    layers = np.ceil(p.layers / p.pp)
+    tables = np.where((p.pp == 1) & (p.tied == 0), 2.0, 1.0)
+    return layers * dense + tables * p.vocab * p.hidden / p.tp, layers * experts
+
+
+def trained(p: Points) -> tuple[Array, Array]:
+    """Those of `of_stage` that have gradients. Of frozen ones a few in a hundred do, which are not counted."""
+    dense, experts = of_stage(p)
+    return dense * (1 - p.frozen), experts * (1 - p.frozen)
+
+
+def parameters(p: Points) -> Array:
+    """Of the whole model."""
+    dense, experts = of_layer(p)
+    return p.layers * p.tp * (dense + experts * p.ep) + (2 - p.tied) * p.vocab * p.hidden
+
+
+def states(p: Points, k: Constants) -> Array:
+    """Bytes of parameters, gradients, optimizer, and what else stays between steps."""
+    replicas = p.dp * p.cp
+    total = np.zeros_like(replicas)
+    for count, learnt, over in zip(
+        of_stage(p), trained(p), (replicas, np.maximum(replicas / p.ep, 1.0)), strict=True
+    ):
+        kept = np.where(p.offload > 0, 0.0, 12.0 / np.where(p.zero >= 1, over, 1.0))
+        gradient = k.gradient_bytes / np.where(p.zero >= 2, over, 1.0)
+        total = total + learnt * (kept + gradient) + count * 2.0 / np.where(p.zero >= 3, over, 1.0)
+    return total + k.resident
+
+
+def gathered(p: Points) -> Array:
+    """Bytes of the parameters that ZeRO-3 has gathered: a layer and the next."""
+    dense, experts = of_layer(p)
+    return np.where(p.zero >= 3, 2 * 2.0 * (dense + experts), 0.0)
+
+
+def activations_of_layer(p: Points) -> Array:
+    """Bytes that one layer keeps of one microbatch for its backward."""
+    around = np.where(p.sp > 0, p.tp, 1.0)
+    width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
+    # Two norms' inputs and outputs, two residuals with their dropout's bytes: 10 h of the paper's 34.
+    outside = 10.0 * p.hidden
+    # q, k, v and what the output's product reads; what the MLP's products give and read; tokens at their experts.
+    inside = 2.0 * width * (2 + 2 * p.kv_share) + 2.0 * p.ffn * active * (2 + p.gated)
+    inside = inside + np.where(p.experts > 0, 2.0 * p.hidden * active, 0.0)
+    # Scores, softmax and its dropout's bytes; of a kernel that keeps none one fp32 number a query.
+    scores = np.where(p.recompute == NONE, 5.0 * p.heads * p.seq, 0.0)
+    scores = np.where(p.flash > 0, 4.0 * p.heads, scores)
+    kept = p.tokens * (outside / around + (inside + scores) / p.tp)
+    return np.where(p.recompute == FULL, 2.0 * p.tokens * p.hidden / around, kept)
+
+
+def activations(p: Points, k: Constants) -> Array:
+    """Bytes of the first stage's microbatches that are under way, and of a recomputed layer beside them."""
+    layers = p.layers / p.pp
+    one = activations_of_layer(p)
+    kept = layers * in_flight(p) * one
+    whole = activations_of_layer(replace(p, recompute=np.full(len(p), NONE)))
+    again = np.where(p.recompute == FULL, whole - one, 0.0)  # its input is among what is kept
+    return k.activation_scale * (kept + again)
+
+
+def logits(p: Points, k: Constants) -> Array:
+    """Bytes of the last stage's logits, in 16 and in 32 bits, and of what the loss makes of them."""
+    return p.tokens * p.vocab / p.tp * k.logit_kept
+
+
+def peak(p: Points, k: Constants) -> Array:
+    """Bytes at the fullest moment of the fullest rank."""
+    layers = p.layers / p.pp
+    last = k.activation_scale * layers * activations_of_layer(p) + logits(p, k)
+    first = activations(p, k) + np.where(p.pp == 1, logits(p, k), 0.0)
+    return states(p, k) + np.maximum(first, last) + gathered(p) + k.workspace

@@ -1,0 +1,42 @@
+"""How stages follow each other: the time of a step's microbatches.
+
+    1F1B, GPipe      sum over stages of (F + B)  +  (m - 1) max over stages of (F + B)
+    interleaved      the same with the sum over v; m max is not changed (arXiv 2104.04473, 2.2)
+
+It holds for stages of different lengths: the longest is never idle between its first and last microbatch, and what
+comes before and after is one pass through the others.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from soli.planner.cost.points import Array, Points
+
+
+def spent(p: Points, inner: Array, first: Array, last: Array, send: Array) -> tuple[Array, Array]:
+    """Seconds of m microbatches on the busiest stage; and those in which it waits for the others.
+
+    A stage takes `inner` seconds a microbatch (both ways), the first and last ones so much more; and a send.
+    """
+    m, stages = p.microbatches, p.pp
+    one = stages <= 1
+    longest = np.where(one, inner + first + last, inner + np.maximum(first, last))
+    through = stages * inner + first + last
+    fill = (through - longest) / p.chunks + 2 * send * (stages - 1)
+    # Interleaving sends a microbatch v times; what is sent meanwhile is hidden but for the last.
+    fill = fill + np.where(p.chunks > 1, 2 * send * (p.chunks - 1), 0.0)
+    return m * longest, np.where(one, 0.0, fill)
+
+
+def in_flight(p: Points) -> Array:
+    """Microbatches whose activations the first stage keeps, in parts of all its layers (arXiv 2205.05198, 4.2.3)."""
+    m, stages = p.microbatches, p.pp
+    deep = np.where(p.chunks > 1, stages * (1 + (stages - 1) / (stages * p.chunks)), stages)
+    return np.minimum(deep, m)
+
+
+def bubble(p: Points) -> Array:
+    """The share of a step in which a rank waits, of stages that are alike."""
+    waits = (p.pp - 1) / p.chunks
+    return waits / (p.microbatches + waits)

@@ -1,0 +1,104 @@
+"""Plans of models on devices as arrays: place i of every array is one plan. Units: seconds, bytes, flops, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
+"""What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Each field is an array [N]. A flag is 0 or 1."""
+
+    # the model
+    layers: Array
+    hidden: Array
+    heads: Array
+    kv_heads: Array
+    head_size: Array
+    ffn: Array  # of a dense layer's MLP; of one expert where there are experts
+    gated: Array  # flag: the MLP has three matrices (SwiGLU), not two
+    seq: Array
+    vocab: Array
+    experts: Array  # in each layer; 0: dense
+    active: Array  # experts that a token goes to, those that it always goes to among them
+    tied: Array  # flag: the embedding is the last product's matrix
+    flash: Array  # flag: attention's scores are not kept in memory
+    frozen: Array  # flag: weights have no gradient but for a few (LoRA)
+    # the plan
+    global_batch: Array  # sequences a step
+    microbatch: Array  # sequences of one forward of one replica
+    tp: Array
+    sp: Array  # flag
+    cp: Array
+    pp: Array
+    chunks: Array  # stages of a rank
+    dp: Array
+    zero: Array  # 0..3
+    ep: Array
+    recompute: Array  # NONE, SELECTIVE, FULL
+    offload: Array  # flag: the optimizer's state lies in the host's memory
+    low: Array  # bytes of an element that linear products read: 2, 1 (fp8), 0.5 (fp4)
+    # the device and its network
+    peak: Array  # flops/s of linear products
+    peak_wide: Array  # flops/s of attention's products
+    capacity: Array  # bytes
+    bandwidth: Array  # bytes/s
+    node: Array  # devices of a server
+    link: Array  # bytes/s in one direction, inside a server
+    link_latency: Array
+    net: Array  # bytes/s in one direction and device, between servers
+    net_latency: Array
+    host: Array  # bytes/s to the host's memory
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def take(self, index: Any) -> Points:
+        """The plans at these places."""
+        return Points(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    @property
+    def microbatches(self) -> Array:
+        """Of a replica in a step."""
+        return np.maximum(self.global_batch / (self.dp * self.microbatch), 1.0)
+
+    @property
+    def tokens(self) -> Array:
+        """Of one microbatch, on one rank of cp."""
+        return self.microbatch * self.seq / self.cp
+
+    @property
+    def kv_share(self) -> Array:
+        """Width of keys (or values) by width of queries."""
+        return self.kv_heads / self.heads
+
+    @property
+    def attention_width(self) -> Array:
+        """All heads' queries."""
+        return self.heads * self.head_size
+
+    @property
+    def matrices(self) -> Array:
+        """Of an MLP."""
+        return 2.0 + self.gated
+
+    @property
+    def devices(self) -> Array:
+        return self.tp * self.cp * self.pp * self.dp
+
+
+def points(rows: Sequence[Mapping[str, float]]) -> Points:
+    """One point a row; every row has every field."""
+    return Points(
+        **{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(Points)}
+    )

@@ -1,0 +1,78 @@
+"""A step: what is computed, sent and waited for, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from soli.planner.cost import arithmetic, communication, memory, pipeline
+from soli.planner.cost.constants import Constants
+from soli.planner.cost.points import Array, Points
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step of each point and what they go to; bytes at its peak and what they are. Arrays [N]."""
+
+    time: Array
+    layers: Array  # of all microbatches, with the collectives inside them
+    tables: Array  # the embedding's, the last product's and the loss', of all microbatches
+    exposed: Array  # collectives of layers that nothing hides, in `layers`
+    waiting: Array  # of the pipeline
+    gradients: Array  # reduction that nothing hides
+    update: Array
+    memory: Array
+    states: Array
+    activations: Array
+
+
+def layer(p: Points, k: Constants) -> tuple[Array, Array]:
+    """Seconds of one layer and microbatch, forward and backward; and of the collectives in it that nothing hides.
+
+    A layer takes as long as it computes and waits, or as it is launched: kernels are started one after another, and
+    small ones end before the next is there. The backward has two products for each of the forward's, one of frozen
+    weights.
+    """
+    products, attention = arithmetic.products_forward(p, k), arithmetic.attention_forward(p, k)
+    elements = arithmetic.elements_forward(p, k)
+    whole = products + attention + elements
+    again = arithmetic.recomputed(p, whole, attention)
+    forward, backward = whole, (2 - p.frozen) * products + 2.5 * attention + 1.5 * elements + again
+    sent_forward, sent_backward = communication.of_layer(p, k)
+    dense, experts = memory.of_layer(p)
+    gather_forward, gather_backward = communication.gathers_of_layer(p, k, dense + experts)
+    late = np.maximum(gather_forward - k.hidden_gathers * forward, 0.0)
+    late = late + np.maximum(gather_backward - k.hidden_gathers * backward, 0.0)
+    exposed = sent_forward + sent_backward + late
+    passes = 3.0 + arithmetic.recomputed(p, np.ones_like(whole), np.zeros_like(whole))
+    floor = passes * (k.layer_floor + communication.calls_of_layer(p) * k.collective_floor)
+    return np.maximum(forward + backward + exposed, floor), exposed
+
+
+def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
+    """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
+    one, exposed = layer(p, k)
+    one = one * of_layers
+    inner = one * p.layers / p.pp + k.microbatch_overhead
+    send = np.where(p.pp > 1, communication.send(p, k), 0.0)
+    first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
+    busy, waiting = pipeline.spent(p, inner, first, last, send)
+    dense, experts = memory.trained(p)
+    backward = one * p.layers / p.pp / 2
+    reduced = communication.of_gradients(p, k, dense + experts)
+    late = np.maximum(reduced - k.hidden_gradients * np.minimum(reduced, backward), 0.0)
+    share = np.where(p.zero >= 1, np.maximum(p.dp * p.cp, 1.0), 1.0)
+    update = arithmetic.optimizer(p, k, (dense + experts) / share)
+    return Step(
+        time=busy + waiting + late + update + k.step_overhead,
+        layers=p.microbatches * one * p.layers / p.pp,
+        tables=p.microbatches * last,
+        exposed=p.microbatches * exposed * p.layers / p.pp,
+        waiting=waiting,
+        gradients=late,
+        update=update,
+        memory=memory.peak(p, k),
+        states=memory.states(p, k),
+        activations=memory.activations(p, k),
+    )

@@ -1,0 +1,74 @@
+"""Fit constants to measured steps: bounded least squares of logarithms, held to the set that they follow.
+
+A constant that the rows do not show stays where its parent has it: each is drawn back with the weight of one row that
+is off by as much as PRIOR allows. Rows that no law explains count less (soft L1). Used for published tables
+(benchmarks/planner.py) and for what a machine measures of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from soli.planner.cost.constants import MEANINGS, NAMES, Constants
+from soli.planner.cost.points import Array, Points
+from soli.planner.cost.step import step
+
+TIME_ERROR, MEMORY_ERROR = 0.05, 0.05
+"""The relative error at which a row starts to count less."""
+PRIOR = 0.6
+"""How far, as a logarithm, a constant may be from its parent's at the price of one such error."""
+
+BOUNDS = np.array([[np.log(max(m.low, 1e-3 * m.high)), np.log(m.high)] for m in MEANINGS.values()])
+
+
+def fit(
+    points: Points,
+    times: Array,
+    memories: Array,
+    states: Array,
+    parent: Mapping[str, float],
+    weights: Array | None = None,
+    free: Sequence[str] = NAMES,
+) -> dict[str, float]:
+    """Constants for which the step model gives `times` [N], seconds, and `memories` and `states` [N], bytes, of its peak
+    and between steps; nan: not measured.
+
+    `parent`: where they start and what holds them. `weights` [N]: of rows. `free`: those that may change.
+    """
+    at = np.array([NAMES.index(name) for name in free])
+    low, high = BOUNDS[at].T
+    base = logs(parent)
+    start = np.clip(base[at], low + 1e-9, high - 1e-9)
+    scale = np.sqrt(np.ones(len(points)) if weights is None else weights)
+    timed, sized, stated = (np.isfinite(x) for x in (times, memories, states))
+
+    def residuals(found: NDArray[np.float64]) -> NDArray[np.float64]:
+        whole = base.copy()
+        whole[at] = found
+        cost = step(points, spread(whole, len(points)))
+        return np.concatenate(
+            [
+                (scale * np.log(cost.time / times))[timed] / TIME_ERROR,
+                (scale * np.log(cost.memory / memories))[sized] / MEMORY_ERROR,
+                (scale * np.log(cost.states / states))[stated] / MEMORY_ERROR,
+                (found - start) / PRIOR,
+            ]
+        )
+
+    found = least_squares(residuals, start, bounds=(low, high), loss="soft_l1", x_scale=0.3, max_nfev=60)
+    base[at] = found.x
+    return {name: float(f"{value:.5g}") for name, value in zip(NAMES, np.exp(base), strict=True)}
+
+
+def logs(of: Mapping[str, float]) -> NDArray[np.float64]:
+    """Constants as the fit varies them."""
+    return np.clip(np.log([max(of[name], 1e-9) for name in NAMES]), BOUNDS[:, 0], BOUNDS[:, 1])
+
+
+def spread(values: NDArray[np.float64], count: int) -> Constants:
+    """The same constants at every place."""
+    return Constants({name: np.full(count, value) for name, value in zip(NAMES, np.exp(values), strict=True)})

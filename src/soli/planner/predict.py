@@ -1,0 +1,122 @@
+"""Time and memory of rows of a table, each with its interval; from constants, and from steps that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from soli.core.errors import SoliError
+from soli.planner import measured
+from soli.planner.cost.constants import Constants, constants, known, spread_of
+from soli.planner.cost.points import Array, Points, points
+from soli.planner.cost.step import Step
+from soli.planner.fit import fit
+from soli.planner.rows import Row, read
+
+GB = 1e9
+FEWEST = 8
+"""Measured rows of a framework on a generation from which constants are fitted."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one row will take; or why that cannot be said. 90% of what is measured should lie between low and high."""
+
+    predicted_time_s: float | None = None
+    time_low_s: float | None = None
+    time_high_s: float | None = None
+    predicted_memory_gb: float | None = None
+    memory_low_gb: float | None = None
+    memory_high_gb: float | None = None
+    feasible: bool | None = None  # the upper bound of its memory is there
+    inferred: tuple[str, ...] = ()
+    refused: str | None = None
+
+    def asdict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What measured rows of one framework and generation said."""
+
+    constants: dict[str, float]
+    factors: measured.Factors
+
+
+def predict(
+    table: Iterable[Mapping[str, str]], known_rows: Iterable[Mapping[str, str]] = ()
+) -> list[Prediction]:
+    """A prediction for each row, in their order. `known_rows`: measured ones, from which constants are fitted."""
+    rows = [read(row) for row in table]
+    learnt = learn([read(row) for row in known_rows])
+    found = [Prediction(refused="; ".join(row.refused)) for row in rows]
+    for family in sorted({family_of(row) for row in rows if not row.refused}):
+        at = [i for i, row in enumerate(rows) if not row.refused and family_of(row) == family]
+        p = points([rows[i].point for i in at])
+        cost, spread = costs(p, family, learnt)
+        for place, i in enumerate(at):
+            time, memory = float(cost.time[place]), float(cost.memory[place])
+            low, high = (time * spread[name] for name in ("time_low", "time_high"))
+            least, most = (memory * spread[name] for name in ("memory_low", "memory_high"))
+            found[i] = Prediction(
+                time, low, high, memory / GB, least / GB, most / GB,
+                feasible=bool(most <= p.capacity[place]), inferred=tuple(rows[i].inferred),
+            )  # fmt: skip
+    return found
+
+
+def family_of(row: Row) -> tuple[str, str]:
+    """Rows of one family share constants."""
+    return row.framework, row.generation
+
+
+def costs(
+    p: Points, family: tuple[str, str], learnt: Mapping[tuple[str, str], Learnt]
+) -> tuple[Step, dict[str, float]]:
+    """The points' costs, and by what measured steps are known to differ."""
+    mine = learnt.get(family)
+    same = mine.constants if mine else known(*family)
+    factors = mine.factors if mine else None
+    return measured.step_with(p, repeated(same, len(p)), factors), spread_of(*family)
+
+
+def learn(rows: Sequence[Row]) -> dict[tuple[str, str], Learnt]:
+    """Constants and factors of each family of which enough rows were measured. SoliError where there are too few."""
+    usable = [row for row in rows if not row.refused and row.time is not None]
+    found = {}
+    for family in sorted({family_of(row) for row in usable}):
+        own = [row for row in usable if family_of(row) == family]
+        if len(own) < FEWEST:
+            raise SoliError(
+                "constants cannot be fitted to so few measured rows",
+                got=f"{len(own)} of {family[0]} on {family[1]}",
+                allowed=f"{FEWEST} or more of each framework and generation of devices",
+            )
+        found[family] = learn_family(own, known(*family))
+    return found
+
+
+def learn_family(rows: Sequence[Row], parent: Mapping[str, float]) -> Learnt:
+    """What these rows, of one family, say."""
+    p, times, memories, states = arrays(rows)
+    fitted = fit(p, times, memories, states, parent)
+    return Learnt(fitted, measured.learn(p, repeated(fitted, len(p)), times))
+
+
+def arrays(rows: Sequence[Row]) -> tuple[Points, Array, Array, Array]:
+    """Points of rows, and what was measured of each: seconds, bytes at the peak, bytes between steps; nan: nothing."""
+    times, memories, states = (
+        np.array([np.nan if (x := getattr(row, name)) is None else x for row in rows])
+        for name in ("time", "memory", "states")
+    )
+    return points([row.point for row in rows]), times, memories, states
+
+
+def repeated(one: dict[str, float], count: int) -> Constants:
+    """The same constants at every place."""
+    return constants([one] * count)
