@@ -23,7 +23,7 @@ BASE = {
     "vocab": 51200, "experts": 0, "active": 1, "tied": 1, "flash": 0, "frozen": 0, "global_batch": 64, "microbatch": 1,
     "tp": 1, "sp": 0, "cp": 1, "pp": 1, "chunks": 1, "dp": 1, "zero": 0, "ep": 1, "recompute": NONE, "offload": 0,
     "low": 2, "peak": 312e12, "peak_wide": 312e12, "capacity": 80 * 2**30, "bandwidth": 2e12, "node": 8, "link": 300e9,
-    "link_latency": 6e-6, "net": 25e9, "net_latency": 5e-6, "host": 25e9,
+    "weight": 2, "moments": 12, "whole": 0, "casts": 0, "link_latency": 6e-6, "net": 25e9, "net_latency": 5e-6, "host": 25e9,
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_memory_is_that_of_the_paper() -> None:
         )  # fmt: skip
         gib = 2.0**30
         if row["quantity"].startswith("activations"):
-            got = made.layers / made.pp * pipeline.in_flight(made) * memory.activations_of_layer(made) / gib
+            got = made.own_layers * pipeline.in_flight(made) * memory.activations_of_layer(made) / gib
         else:
             matrices = (
                 12 * made.layers * made.hidden**2 / made.tp / made.pp
@@ -172,7 +172,7 @@ plans = st.fixed_dictionaries(
         "pp": degree, "dp": degree, "cp": st.sampled_from([1, 2]), "sp": st.sampled_from([0, 1]),
         "zero": st.sampled_from([0, 1, 2, 3]), "recompute": st.sampled_from([NONE, SELECTIVE, FULL]),
         "flash": st.sampled_from([0, 1]), "microbatch": st.sampled_from([1, 2]), "experts": st.sampled_from([0, 8]),
-        "offload": st.sampled_from([0, 1]), "low": st.sampled_from([1, 2]), "global_batch": st.sampled_from([16, 64]),
+        "offload": st.sampled_from([0, 1]), "low": st.sampled_from([1, 2]), "global_batch": st.sampled_from([16, 64]), "whole": st.sampled_from([0, 1]), "casts": st.sampled_from([0, 1]),
     }
 ).map(lambda said: said | {"active": 2 if said["experts"] else 1, "heads": said["hidden"] / 64, "kv_heads": said["hidden"] / 64})  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,17 +21,18 @@ from soli.core.plan import Plan
 from soli.planner.legality import default_plan, resolve
 
 if TYPE_CHECKING:
+    from soli.planner.explain import Choice
     from soli.planner.predict import Prediction
 
 FORMS = ("text", "toml", "json")
 
 
 class Group(TyperGroup):
-    """What is no command's name is a plan to check: `soli plan dp=2`."""
+    """What is no command's name is a plan to check, `soli plan dp=2`, or a model, `soli plan MODEL --cluster h100`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
-            args = ["check", *args]
+            args = ["search" if any(word.startswith("--cluster") for word in args) else "check", *args]
         found: list[str] = super().parse_args(ctx, args)
         return found
 
@@ -57,6 +59,105 @@ def check(
     else:
         made = resolve(Plan.parse(text), ranks)
     print({"text": str(made), "toml": made.to_toml().rstrip(), "json": made.to_json()}[form])
+
+
+@app.command("search")
+def search(
+    model: Annotated[Path, typer.Argument(help="A Hugging Face config.json, or the directory that has one.")],
+    cluster: Annotated[str, typer.Option(help="Such as h100:8x64, or a file (soli hardware --help).")],
+    batch: Annotated[int, typer.Option("--global-batch", min=1, help="Sequences a step.")],
+    seq: Annotated[
+        int, typer.Option(min=0, help="Tokens of a sequence; 0: what the model was made for, 8192 at most.")
+    ] = 0,
+    precision: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    memory: Annotated[str, typer.Option(help="Of a device, such as 70GB; else all that it has.")] = "",
+    fix: Annotated[str, typer.Option(help="What every plan must have, such as tp=8,recompute=full.")] = "",
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option(help="Ask why the best plan is not such a one: tp=8. Any number of times."),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Plans that are shown.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """The best plans of a model on a cluster: time, memory, and why. "search" may be left out.
+
+    Every plan is looked at; one is offered if the upper bound of its memory is there. No GPU, weights or network.
+    """
+    from soli.planner import explain
+    from soli.planner.hardware.clusters import read_cluster
+    from soli.planner.models import read_model
+    from soli.planner.search import Task
+
+    known, made = read_model(model), read_cluster(cluster)
+    task = Task(
+        known,
+        made,
+        batch,
+        seq or min(known.seq or 8192, 8192),
+        _of(precision),
+        _bytes(memory),
+        explain.fixed_of(fix),
+    )
+    found = explain.answer(task, count)
+    reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
+    if as_json:
+        said = {
+            "model": known.name, "cluster": str(made), "global_batch": batch, "seq": task.seq, "plans": found.counted,
+            "fit": found.fit, "best": [one.asdict() for one in found.choices], "why": found.why, "why_not": reasons,
+            "assumed": found.assumed,
+        }  # fmt: skip
+        print(json.dumps(said, indent=1))
+        return
+    print(f"{known.name}, {batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)")
+    _best(found.choices)
+    print(f"{found.counted} plans, {found.fit} of which fit. {found.why}.")
+    low, high = (
+        n / found.choices[0].step_time_s - 1
+        for n in (found.choices[0].time_low_s, found.choices[0].time_high_s)
+    )
+    print(
+        f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.",
+        *(f"Why not {reason}." for reason in reasons),
+        sep="\n",
+    )
+
+
+def _of(precision: str) -> str:
+    if precision not in ("bf16", "fp16"):
+        raise SoliError("the planner knows no such precision", got=precision, allowed="bf16, fp16")
+    return precision
+
+
+def _bytes(text: str) -> float:
+    """70GB, 64GiB."""
+    if not text:
+        return 0.0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.I)
+    if found is None or not float(found.group(1)):
+        raise SoliError("a memory is a number and its unit", got=text, allowed="70GB, 64GiB")
+    return float(found.group(1)) * (2**30 if "i" in found.group(2).lower() else 1e9)
+
+
+LEGEND = (
+    "GB of a device, and its upper bound: states between steps, kept for the backward. wait: in the pipeline. sent: "
+    "communication that nothing hides."
+)
+
+
+def _best(choices: list[Choice]) -> None:
+    table = Table(box=box.SIMPLE, caption=LEGEND, caption_justify="left", pad_edge=False)
+    table.add_column("", min_width=2, no_wrap=True)
+    for title in ("step s", "tok/s", "MFU", "GB", "to", "states", "kept", "wait", "sent"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for number, one in enumerate(choices, 1):
+        sent = (one.parts_s["exposed"] + one.parts_s["gradients"]) / one.step_time_s
+        table.add_row(
+            str(number), f"{one.step_time_s:.4g}", f"{one.tokens_per_s / 1000:.3g}k",
+            f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.states_gb:.1f}",
+            f"{one.activations_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
+        )  # fmt: skip
+    Console().print(table)
+    print("\n".join(f"  {number:<3} {one.plan}" for number, one in enumerate(choices, 1)))
 
 
 @app.command("predict")

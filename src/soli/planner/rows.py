@@ -133,7 +133,7 @@ def _hardware(
     return {
         "capacity": device.memory, "bandwidth": device.memory_gbs * 1e9, "node": node, "link": device.link_gbs * 1e9,
         "link_latency": device.link_us * 1e-6, "net": net, "net_latency": device.net_us * 1e-6,
-        "host": device.host_gbs * 1e9,
+        "host": device.host_gbs * 1e9, "weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0,
     }  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def gathers_of_layer(p: Points, k: Constants, parameters: Array) -> tuple[Array,
 
     Of each microbatch (arXiv 1910.02054, 7.2.2). Recomputation uses what the backward gathered.
     """
-    one = gather(p, k, parameters * 2.0, p.dp, p.tp * p.cp)
+    one = gather(p, k, parameters * p.weight, p.dp * p.cp, p.tp)
     return np.where(p.zero >= 3, one, 0.0), np.where(p.zero >= 3, 2 * one, 0.0)
 
 
@@ -88,7 +88,7 @@ def of_gradients(p: Points, k: Constants, parameters: Array) -> Array:
     """
     size = parameters * k.gradient_bytes
     whole = all_reduce(p, k, size, p.dp * p.cp, p.tp)
-    sharded = gather(p, k, size, p.dp * p.cp, p.tp) + gather(p, k, parameters * 2.0, p.dp * p.cp, p.tp)
+    sharded = gather(p, k, size, p.dp * p.cp, p.tp) + gather(p, k, parameters * p.weight, p.dp * p.cp, p.tp)
     return np.where(p.zero >= 3, 0.0, np.where(p.zero >= 1, sharded, whole))
 
 

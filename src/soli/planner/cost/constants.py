@@ -59,6 +59,8 @@ MEANINGS: dict[str, Meaning] = {
 }
 NAMES = tuple(MEANINGS)
 DEFAULT = "default"
+LIKE = {"soli": "fsdp"}
+"""Frameworks that were not measured on such devices, and the most alike that was: eager PyTorch with flash attention."""
 SPREADS = {"time_low": 0.5, "time_high": 2.0, "memory_low": 0.5, "memory_high": 1.5}
 """What is measured, by what is predicted: 5% of rows that were not fitted lie below low, 5% above high. And where
 nothing is known of it."""
@@ -86,6 +88,7 @@ def sets() -> dict[str, dict[str, float]]:
 
 def chain(framework: str, generation: str) -> tuple[str, str, str]:
     """The sets that one follows, the most general first."""
+    framework = LIKE.get(framework, framework)
     return DEFAULT, framework, f"{framework} {generation}"
 
 
@@ -98,9 +101,9 @@ def known(framework: str, generation: str) -> dict[str, float]:
 
 
 def spread_of(framework: str, generation: str) -> dict[str, float]:
-    """See SPREADS."""
+    """See SPREADS. Of a framework that was not measured, what holds of any: that another's fits is a guess."""
     found = dict(SPREADS)
-    for name in chain(framework, generation):
+    for name in (DEFAULT,) if framework in LIKE else chain(framework, generation):
         found |= {key: value for key, value in sets().get(name, {}).items() if key in SPREADS}
     return found
 

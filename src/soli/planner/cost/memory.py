@@ -1,7 +1,7 @@
 """What a rank keeps: states, activations, logits, gathered parameters and workspace; of the fullest stage.
 
-states          2 (bf16) + gradient + 12 (fp32 copy, two moments) bytes a parameter; ZeRO cuts 12, then the
-                gradient, then the 2 (arXiv 1910.02054, 3.1 and 5)
+states          2 (bf16) + gradient + 12 (fp32 copy, two moments) bytes a parameter, or 4 + 4 + 8; ZeRO cuts the
+                last, then the gradient, then the first (arXiv 1910.02054, 3.1 and 5)
 activations     bytes a token and layer, by what is recomputed (arXiv 2205.05198, 4: equations 1 to 6), summed
                 here tensor by tensor so that grouped heads, gates and experts are counted as they are
 """
@@ -29,7 +29,7 @@ def of_layer(p: Points) -> tuple[Array, Array]:
 def of_stage(p: Points) -> tuple[Array, Array]:
     """The most parameters that a stage's rank has, as `of_layer`: the first or last with its table."""
     dense, experts = of_layer(p)
-    layers = np.ceil(p.layers / p.pp)
+    layers = p.own_layers
     tables = np.where((p.pp == 1) & (p.tied == 0), 2.0, 1.0)
     return layers * dense + tables * p.vocab * p.hidden / p.tp, layers * experts
 
@@ -53,16 +53,24 @@ def states(p: Points, k: Constants) -> Array:
     for count, learnt, over in zip(
         of_stage(p), trained(p), (replicas, np.maximum(replicas / p.ep, 1.0)), strict=True
     ):
-        kept = np.where(p.offload > 0, 0.0, 12.0 / np.where(p.zero >= 1, over, 1.0))
-        gradient = k.gradient_bytes / np.where(p.zero >= 2, over, 1.0)
-        total = total + learnt * (kept + gradient) + count * 2.0 / np.where(p.zero >= 3, over, 1.0)
+        kept = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
+        apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
+        gradient = k.gradient_bytes / np.where(apart, over, 1.0)
+        total = total + learnt * (kept + gradient) + count * p.weight / np.where(p.zero >= 3, over, 1.0)
     return total + k.resident
 
 
 def gathered(p: Points) -> Array:
-    """Bytes of the parameters that ZeRO-3 has gathered: a layer and the next."""
-    dense, experts = of_layer(p)
-    return np.where(p.zero >= 3, 2 * 2.0 * (dense + experts), 0.0)
+    """Bytes of the parameters that ZeRO-3 has gathered: a layer and the next; of a pipeline, perhaps the stage's."""
+    layer, stage = (dense + experts for dense, experts in (of_layer(p), of_stage(p)))
+    return np.where(p.zero >= 3, p.weight * np.where((p.whole > 0) & (p.pp > 1), stage, 2 * layer), 0.0)
+
+
+def casts(p: Points) -> Array:
+    """Bytes of the parameters in 16 bits that microbatches under way keep; what is recomputed is cast again."""
+    dense, experts = of_stage(p)
+    times = np.where(p.recompute == FULL, 1.0 / p.own_layers, np.minimum(p.pp, p.microbatches))
+    return np.where(p.casts > 0, 2.0 * (dense + experts) * times, 0.0)
 
 
 def activations_of_layer(p: Points) -> Array:
@@ -83,7 +91,7 @@ def activations_of_layer(p: Points) -> Array:
 
 def activations(p: Points, k: Constants) -> Array:
     """Bytes of the first stage's microbatches that are under way, and of a recomputed layer beside them."""
-    layers = p.layers / p.pp
+    layers = p.own_layers
     one = activations_of_layer(p)
     kept = layers * in_flight(p) * one
     whole = activations_of_layer(replace(p, recompute=np.full(len(p), NONE)))
@@ -98,7 +106,7 @@ def logits(p: Points, k: Constants) -> Array:
 
 def peak(p: Points, k: Constants) -> Array:
     """Bytes at the fullest moment of the fullest rank."""
-    layers = p.layers / p.pp
+    layers = p.own_layers
     last = k.activation_scale * layers * activations_of_layer(p) + logits(p, k)
     first = activations(p, k) + np.where(p.pp == 1, logits(p, k), 0.0)
-    return states(p, k) + np.maximum(first, last) + gathered(p) + k.workspace
+    return states(p, k) + np.maximum(first, last) + gathered(p) + casts(p) + k.workspace

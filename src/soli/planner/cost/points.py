@@ -48,6 +48,11 @@ class Points:
     recompute: Array  # NONE, SELECTIVE, FULL
     offload: Array  # flag: the optimizer's state lies in the host's memory
     low: Array  # bytes of an element that linear products read: 2, 1 (fp8), 0.5 (fp4)
+    # how the program keeps its states
+    weight: Array  # bytes of a parameter, and of what is gathered of it
+    moments: Array  # bytes of the optimizer's a parameter, a copy in fp32 among them where there is one
+    whole: Array  # flag: gradients are whole until the step's last microbatch, gathered parameters until a pipeline's
+    casts: Array  # flag: each microbatch keeps the parameters that it reads in 16 bits (torch.autocast)
     # the device and its network
     peak: Array  # flops/s of linear products
     peak_wide: Array  # flops/s of attention's products
@@ -69,8 +74,13 @@ class Points:
 
     @property
     def microbatches(self) -> Array:
-        """Of a replica in a step."""
-        return np.maximum(self.global_batch / (self.dp * self.microbatch), 1.0)
+        """Of a replica in a step; the last may be smaller, and takes as long."""
+        return np.maximum(np.ceil(self.global_batch / (self.dp * self.microbatch) - 1e-9), 1.0)
+
+    @property
+    def own_layers(self) -> Array:
+        """Of the rank that has the most, where each of its stages has whole ones."""
+        return self.chunks * np.ceil(self.layers / (self.pp * self.chunks) - 1e-9)
 
     @property
     def tokens(self) -> Array:

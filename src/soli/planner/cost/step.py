@@ -54,21 +54,21 @@ def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Arr
     """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
     one, exposed = layer(p, k)
     one = one * of_layers
-    inner = one * p.layers / p.pp + k.microbatch_overhead
+    inner = one * p.own_layers + k.microbatch_overhead
     send = np.where(p.pp > 1, communication.send(p, k), 0.0)
     first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
     busy, waiting = pipeline.spent(p, inner, first, last, send)
     dense, experts = memory.trained(p)
-    backward = one * p.layers / p.pp / 2
+    backward = one * p.own_layers / 2
     reduced = communication.of_gradients(p, k, dense + experts)
     late = np.maximum(reduced - k.hidden_gradients * np.minimum(reduced, backward), 0.0)
     share = np.where(p.zero >= 1, np.maximum(p.dp * p.cp, 1.0), 1.0)
     update = arithmetic.optimizer(p, k, (dense + experts) / share)
     return Step(
         time=busy + waiting + late + update + k.step_overhead,
-        layers=p.microbatches * one * p.layers / p.pp,
+        layers=p.microbatches * one * p.own_layers,
         tables=p.microbatches * last,
-        exposed=p.microbatches * exposed * p.layers / p.pp,
+        exposed=p.microbatches * exposed * p.own_layers,
         waiting=waiting,
         gradients=late,
         update=update,

@@ -1,0 +1,215 @@
+"""What a search found, for people and for programs: the best plans, why the first, and why not another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from soli.core.errors import Problem, SoliError, raise_all
+from soli.planner.cost import memory
+from soli.planner.cost.constants import DEFAULT, LIKE, sets, spread_of
+from soli.planner.cost.points import Points
+from soli.planner.cost.step import Step
+from soli.planner.hardware.clusters import Cluster
+from soli.planner.search import (
+    FIXED,
+    FRAMEWORK,
+    LEVELS,
+    Found,
+    Task,
+    different,
+    enough,
+    plan_of,
+    problems,
+    search,
+    spaces,
+    with_fixed,
+)
+
+GB = 1e9
+PARTS = {
+    "computing": "computing",
+    "exposed": "communication inside layers that nothing hides",
+    "waiting": "waiting in the pipeline",
+    "gradients": "reducing gradients",
+    "update": "the optimizer",
+}
+"""What a step's time goes to."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One plan and what it costs. Seconds, bytes in GB, shares of 1."""
+
+    plan: str
+    microbatch: int
+    step_time_s: float
+    time_low_s: float
+    time_high_s: float
+    tokens_per_s: float
+    mfu: float
+    memory_gb: float
+    memory_high_gb: float
+    states_gb: float
+    activations_gb: float
+    bubble: float
+    parts_s: dict[str, float]
+
+    def asdict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plans, why the first one, and on what this stands."""
+
+    choices: list[Choice]
+    why: str
+    counted: int
+    fit: int
+    assumed: str
+
+
+def answer(task: Task, count: int = 10) -> Answer:
+    """The best plans of a task, which differ. SoliError where nothing fits, with what would."""
+    found = search(task)
+    if not len(found.points):
+        raise _nothing(found)
+    best = [choice(task, found.points, found.cost, i) for i in different(found, count)]
+    return Answer(best, why(best), found.counted, len(found.points), assumed(task.cluster))
+
+
+def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
+    """The plan at a place."""
+    spread = spread_of(FRAMEWORK, task.cluster.device.generation)
+    time, size = float(cost.time[i]), float(cost.memory[i])
+    tokens = task.batch * task.seq
+    parts = {name: float(getattr(cost, name)[i]) for name in PARTS if name != "computing"}
+    return Choice(
+        plan=str(plan_of(p, i, task.precision)),
+        microbatch=int(p.microbatch[i]),
+        step_time_s=time,
+        time_low_s=time * spread["time_low"],
+        time_high_s=time * spread["time_high"],
+        tokens_per_s=tokens / time,
+        mfu=flops(p, i) * tokens / (time * task.cluster.size * float(p.peak[i])),
+        memory_gb=size / GB,
+        memory_high_gb=size * spread["memory_high"] / GB,
+        states_gb=float(cost.states[i]) / GB,
+        activations_gb=float(cost.activations[i]) / GB,
+        bubble=float(cost.waiting[i]) / time,
+        parts_s={"computing": time - sum(parts.values()), **parts},
+    )
+
+
+def flops(p: Points, i: int) -> float:
+    """Of the model, a token: 6 a parameter that a product reads, and attention's (arXiv 2204.02311, appendix B)."""
+    one = p.take([i])
+    table = one.vocab * one.hidden
+    whole = memory.parameters(one) - (2 - one.tied) * table
+    unused = one.layers * one.matrices * one.hidden * one.ffn * (one.experts - one.active) * (one.experts > 0)
+    return float((6 * (whole - unused + table) + 12 * one.layers * one.seq * one.attention_width)[0])
+
+
+def why(best: list[Choice]) -> str:
+    """What makes the first quicker than the second."""
+    if len(best) < 2:
+        return "No other plan of another layout fits."
+    first, second = best[0], best[1]
+    less = second.step_time_s - first.step_time_s
+    text = f"{less:.3g} s ({less / first.step_time_s:.1%}) less than the second: " + compared(first, second)
+    if first.time_high_s > second.time_low_s:
+        text += ". Less than the error: measure both"
+    return text
+
+
+def compared(a: Choice, b: Choice) -> str:
+    """Where a step of a spends less than one of b, and where more."""
+    gaps = {PARTS[name]: b.parts_s[name] - a.parts_s[name] for name in PARTS}
+    told = sorted(
+        (gap for gap in gaps.items() if abs(gap[1]) >= 0.001 * a.step_time_s), key=lambda g: -abs(g[1])
+    )
+    words = [f"{abs(gap):.3g} s {'less' if gap > 0 else 'more'} {name}" for name, gap in told[:3]]
+    return ", ".join(words) or "in no part by more than 0.1%"
+
+
+def why_not(task: Task, wanted: Mapping[str, float]) -> str:
+    """Why the best plan is none with what is wanted: what the best of these costs, or what it lacks."""
+    best = answer(task, 1).choices[0]
+    said = ", ".join(f"{name}={value:g}" for name, value in wanted.items())
+    asked = with_fixed(task, wanted)
+    if wrong := problems(asked):
+        return f"{said}: " + "; ".join(problem.what for problem in wrong)
+    found = spaces(asked)
+    if not len(found):
+        return f"{said}: no plan has it, with {task.model.heads} heads, {task.model.layers} layers and {task.batch} sequences"
+    seen = search(asked)
+    if not len(seen.points):
+        return f"{said}: does not fit. " + lacking(seen)
+    other = choice(asked, seen.points, seen.cost, 0)
+    if other.plan == best.plan:
+        return f"{said}: the best plan has it"
+    more = other.step_time_s - best.step_time_s
+    return f"{said}: at best {other.step_time_s:.4g} s with {other.plan}, {more / best.step_time_s:.1%} more: {compared(other, best)}"
+
+
+def lacking(found: Found) -> str:
+    """What the plan that takes least lacks."""
+    over = (found.least - found.task.limit) / GB
+    assert found.nearest is not None
+    plan = plan_of(found.nearest, 0, found.task.precision)
+    return f"The nearest, {plan}, takes up to {found.least / GB:.1f} GB a device and lacks {over:.1f} GB"
+
+
+def _nothing(found: Found) -> SoliError:
+    task = found.task
+    nodes = enough(task)
+    fix = "more memory a device, or a smaller model"
+    if nodes is not None:
+        fix = f"{nodes} servers of {task.cluster.device.node} would hold it ({nodes * task.cluster.device.node} devices)"
+    return SoliError(
+        f"{task.cluster} cannot hold {task.model.name} under any of {found.counted} plans",
+        got=lacking(found),
+        allowed=f"{task.limit / GB:.1f} GB a device",
+        fix=fix,
+    )
+
+
+def assumed(cluster: Cluster) -> str:
+    """On what measurements the constants and the intervals stand."""
+    family, generation = LIKE.get(FRAMEWORK, FRAMEWORK), cluster.device.generation
+    known = sets().get(f"{family} {generation}")
+    if known is not None and "time_low" in known:
+        return (
+            f"constants are those of {known['rows']:g} published runs of {family} on {generation}, as soli was not "
+            "measured there, and intervals those of all frameworks"
+        )
+    rows = sets()[DEFAULT]["rows"]
+    return f"nobody measured {family} on {generation}: constants and intervals of {rows:g} published runs elsewhere"
+
+
+def fixed_of(text: str) -> dict[str, float]:
+    """What the user fixes, such as "tp=8,recompute=full". SoliError with every word that cannot be."""
+    found: dict[str, float] = {}
+    wrong = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, _, said = word.partition("=")
+        values = WORDS.get(name, {})
+        value = values.get(said) if values else float(said) if said.isdigit() and int(said) > 0 else None
+        if name not in FIXED:
+            wrong.append(Problem(f"'{name}' cannot be fixed", allowed=", ".join(FIXED)))
+        elif value is None:
+            allowed = ", ".join(values) if values else "a whole number above 0"
+            wrong.append(Problem(f"'{word}' cannot be", got=said or "nothing", allowed=allowed))
+        elif found.setdefault(name, value) != value:
+            wrong.append(Problem(f"'{name}' is fixed twice", got=text))
+    raise_all(wrong)
+    return found
+
+
+WORDS: dict[str, dict[str, float]] = {
+    "recompute": LEVELS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+}  # fmt: skip
+"""What is no number above 0."""

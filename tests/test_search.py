@@ -1,0 +1,319 @@
+"""The search: the whole space and nothing else, the best of it, what is said of it; models that are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+from soli.planner import explain, legality
+from soli.planner.cost import memory
+from soli.planner.cost.points import FULL, NONE, SELECTIVE
+from soli.planner.hardware.clusters import read_cluster
+from soli.planner.models import Model, read_model
+from soli.planner.search import Task, constants_of, different, enough, peaks, plan_of, search, spaces
+from test_cli import soli
+
+LLAMA = Model("llama", 32, 4096, 32, 8, 128, 14336, True, 128256, 0, 1, False, 8192)
+SMALL = Model("small", 12, 1024, 16, 16, 64, 4096, False, 51200, 0, 1, True, 2048)
+
+
+def task(
+    model: Model = LLAMA, cluster: str = "h100:8x4", batch: int = 128, seq: int = 4096, **more: object
+) -> Task:
+    return Task(model, read_cluster(cluster), batch, seq, **more)  # type: ignore[arg-type]
+
+
+# --- the space --------------------------------------------------------------------------------------------
+
+
+def brute(asked: Task) -> set[tuple[float, ...]]:
+    """Every plan, by loops and by what the rules say."""
+    n, model = asked.cluster.size, asked.model
+    degrees = [d for d in range(1, n + 1) if n % d == 0]
+    found = set()
+    for tp, cp, pp, dp in product(degrees, repeat=4):
+        fits = tp * cp * pp * dp == n and model.heads % tp == 0 and asked.seq % cp == 0 and pp <= model.layers
+        if not fits or (model.kv_heads % tp and tp % model.kv_heads):
+            continue
+        choices = product((0, 1), range(4), (NONE, SELECTIVE, FULL), (1, 2, 3, 4, 6, 8), (1, 2, 4, 8, 16, 32))
+        for sp, zero, recompute, chunks, microbatch in choices:
+            times = -(-asked.batch // (dp * microbatch))
+            if (
+                dp * microbatch > asked.batch
+                or (sp and (tp == 1 or asked.seq // cp % tp))
+                or (zero and dp * cp == 1)
+            ):
+                continue
+            if chunks > 1 and (pp == 1 or pp * chunks > model.layers or times % pp):
+                continue
+            found.add((tp, cp, pp, dp, sp, zero, recompute, chunks, microbatch))
+    return found
+
+
+NAMES = ("tp", "cp", "pp", "dp", "sp", "zero", "recompute", "chunks", "microbatch")
+
+
+@pytest.mark.parametrize("cluster", ["h100:1", "a100:8", "h100:6x2", "h100:8x3"])
+def test_the_space_is_every_plan(cluster: str) -> None:
+    asked = task(SMALL, cluster, batch=48, seq=2048)
+    p = spaces(asked)
+    got = list(zip(*(getattr(p, name).tolist() for name in NAMES), strict=True))
+    assert len(set(got)) == len(got)
+    assert set(got) == brute(asked)
+
+
+def test_every_plan_is_one_that_the_engine_takes() -> None:
+    asked = task(cluster="h100:8x2", batch=64)
+    p = spaces(asked)
+    plans = {plan_of(p, i, "bf16") for i in range(len(p))}
+    assert len(plans) > 1000
+    for plan in plans:
+        assert not legality.problems(plan, 16), str(plan)
+        assert Plan.parse(str(plan)) == plan
+
+
+def test_the_first_is_the_best_of_what_fits() -> None:
+    """Against every point computed by itself."""
+    from soli.planner.cost.step import step
+
+    asked = task(SMALL, "a100:4x1", batch=16, seq=1024, memory=8e9)
+    space = spaces(asked)
+    best, fit = np.inf, 0
+    for i in range(len(space)):
+        one = space.take([i])
+        if peaks(asked, one)[0] <= 8e9:
+            fit += 1
+            best = min(best, step(one, constants_of(asked, 1)).time[0])
+    found = search(asked)
+    assert 0 < fit < len(space)
+    assert (found.counted, len(found.points)) == (len(space), fit)
+    assert found.cost.time[0] == best
+    assert (np.diff(found.cost.time) >= 0).all()
+    assert (peaks(asked, found.points) <= 8e9).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(["tp", "pp", "dp", "zero", "microbatch"]), st.sampled_from([1, 2]), st.floats(1.0, 3.0)
+)
+def test_more_to_choose_from_or_to_use_is_never_slower(name: str, value: int, times: float) -> None:
+    asked = task(memory=40e9)
+    best = search(asked).cost.time[0]
+    less = search(replace(asked, fixed={name: float(value)}))
+    assert not len(less.points) or best <= less.cost.time[0]
+    assert search(replace(asked, memory=40e9 * times)).cost.time[0] <= best
+    device = asked.cluster.device
+    for what in ("link_gbs", "net_gbits", "memory_gbs"):
+        better = replace(asked.cluster, device=replace(device, **{what: getattr(device, what) * times}))
+        assert search(replace(asked, cluster=better)).cost.time[0] <= best
+
+
+def test_plans_that_are_shown_differ() -> None:
+    found = search(task())
+    places = different(found, 10)
+    shown = {tuple(getattr(found.points, n)[i] for n in ("tp", "cp", "pp", "dp")) + (found.points.zero[i] >= 3,) for i in places}  # fmt: skip
+    assert len(shown) == len(places) == 10
+    assert places[0] == 0
+
+
+# --- what is said -----------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_step_are_the_step() -> None:
+    for one in explain.answer(task()).choices:
+        assert sum(one.parts_s.values()) == pytest.approx(one.step_time_s)
+        assert one.time_low_s < one.step_time_s < one.time_high_s
+        assert one.memory_high_gb <= 80 * 2**30 / 1e9
+        assert 0 < one.mfu < 1
+
+
+def test_flops_are_those_of_the_paper() -> None:
+    """PaLM's count: 6 N + 12 L H Q T; 8 billion parameters, of which the table is read once."""
+    p = spaces(task(batch=32, cluster="h100:1"))
+    whole = memory.parameters(p)[0] - 128256 * 4096
+    assert explain.flops(p, 0) == pytest.approx(6 * whole + 12 * 32 * 4096 * 32 * 128)
+
+
+def test_why_not_says_what_it_costs_or_lacks() -> None:
+    asked = task(memory=30e9)
+    best = explain.answer(asked, 1).choices[0]
+    wanted = {"tp": 8.0}
+    said = explain.why_not(asked, wanted)
+    other = explain.answer(replace(asked, fixed=wanted), 1).choices[0]
+    assert other.plan in said
+    assert f"{(other.step_time_s - best.step_time_s) / best.step_time_s:.1%} more" in said
+    assert "lacks" in explain.why_not(asked, {"tp": 1.0, "pp": 1.0, "zero": 0.0})
+    assert "does not divide" in explain.why_not(asked, {"tp": 3.0})
+    mine = explain.why_not(asked, {"tp": float(Plan.parse(best.plan).tp)})
+    assert mine.endswith("the best plan has it")
+
+
+def test_what_cannot_hold_a_model_says_what_would() -> None:
+    asked = task(replace(LLAMA, layers=80, hidden=8192, heads=64, ffn=28672), "a100-40gb:8x1", batch=512)
+    nodes = enough(asked)
+    assert nodes is not None
+    assert nodes > 1
+    with pytest.raises(SoliError) as refused:
+        explain.answer(asked)
+    assert f"{nodes} servers of 8 would hold it ({8 * nodes} devices)" in str(refused.value)
+    assert "lacks" in str(refused.value)
+    assert len(search(replace(asked, cluster=replace(asked.cluster, nodes=nodes))).points)
+    assert not len(search(replace(asked, cluster=replace(asked.cluster, nodes=nodes // 2))).points)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({"tp": 3.0}, "tp=3 does not divide the 32 devices"),
+        ({"tp": 8.0, "dp": 8.0}, "tp=8 and dp=8 contradict each other"),
+        ({"tp": 2.0, "cp": 1.0, "pp": 2.0, "dp": 4.0}, "take 16 devices"),
+        (
+            {"dp": 32.0, "microbatch": 8.0},
+            "dp=32 and microbatch=8 take 256 sequences, and the global batch has 128",
+        ),
+        ({"sp": 1.0, "tp": 1.0}, "sp=on and tp=1 contradict each other"),
+        ({"chunks": 2.0, "pp": 1.0}, "chunks=2 and pp=1 contradict each other"),
+        ({"zero": 3.0, "dp": 1.0, "cp": 1.0}, "zero=3 and dp=1 contradict each other"),
+    ],
+)
+def test_what_contradicts_itself_is_named(fixed: dict[str, float], said: str) -> None:
+    with pytest.raises(SoliError) as refused:
+        search(task(fixed=fixed))
+    assert said in str(refused.value)
+
+
+def test_too_small_a_batch_says_how_large() -> None:
+    alone = {"tp": 1.0, "cp": 1.0, "pp": 1.0}
+    with pytest.raises(SoliError) as refused:
+        search(task(batch=16, fixed=alone))
+    assert "a global batch of 32 or more" in str(refused.value)
+    assert search(task(SMALL, batch=32, fixed=alone, seq=1024)).counted
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp=0", "a whole number above 0"), ("sp=yes", "on, off"), ("zero=4", "0, 1, 2, 3"), ("tq=2", "'tq' cannot be fixed"),
+        ("recompute=half", "none, selective, full"), ("tp=2,tp=4", "fixed twice"), ("tp", "got     nothing"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fixed(text: str, said: str) -> None:
+    with pytest.raises(SoliError) as refused:
+        explain.fixed_of(text)
+    assert said in str(refused.value.problems[0])
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "LlamaConfig": {"num_key_value_heads": 8, "hidden_size": 4096, "num_attention_heads": 32},
+    "GPT2Config": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "MistralConfig": {},
+    "Qwen2Config": {},
+    "MixtralConfig": {},
+    "GemmaConfig": {},
+    "Phi3Config": {},
+    "OPTConfig": {},
+    "GPTNeoXConfig": {},
+    "FalconConfig": {},
+    "Qwen3MoeConfig": {},
+    "OlmoConfig": {},
+    "StableLmConfig": {},
+    "GPTJConfig": {},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_have_the_parameters_that_they_have(name: str, tmp_path: Path) -> None:
+    """Of the same configuration, built on the meta device by transformers."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, name)(**CONFIGS[name])
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    there = sum(p.numel() for p in built.parameters())
+    model = read_model(tmp_path)
+    counted = memory.parameters(spaces(task(model, "h100:1", batch=1, seq=64)))[0]
+    assert counted == pytest.approx(there, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "the model cannot be read"),
+        ("{", "the model is no config.json"),
+        ("[1]", "no object of JSON"),
+        ('{"hidden_size": 4}', "layers"),
+        ('{"hidden_size": 4, "num_hidden_layers": true}', "layers"),
+    ],
+)
+def test_what_is_no_model(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(SoliError) as refused:
+        read_model(tmp_path)
+    assert said in str(refused.value)
+
+
+# --- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    said = {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu",
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    return tmp_path
+
+
+def test_the_command_gives_the_best(config: Path) -> None:
+    words = [
+        "--cluster",
+        "h100:8x4",
+        "--global-batch",
+        "128",
+        "--seq",
+        "4096",
+        "--why-not",
+        "tp=8",
+        "--fix",
+        "zero=1",
+    ]
+    done = soli("plan", str(config), *words, "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    asked = task(fixed={"zero": 1.0})
+    assert [one["plan"] for one in said["best"]] == [one.plan for one in explain.answer(asked).choices]
+    assert said["why_not"] == [explain.why_not(asked, {"tp": 8.0})]
+    assert all("zero=1" in one["plan"] for one in said["best"])
+    shown = soli("plan", str(config), *words)
+    assert "Why not tp=8" in shown.stdout
+    assert said["best"][0]["plan"].split(",")[0] in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "h1000:8", "--global-batch", "8"], "no device 'h1000' is known"),
+        (["--cluster", "h100:8", "--global-batch", "8", "--memory", "70"], "70GB, 64GiB"),
+        (["--cluster", "h100:8", "--global-batch", "8", "--precision", "int4"], "bf16, fp16"),
+        (["--cluster", "v100:8", "--global-batch", "8"], "v100 does not multiply bf16"),
+    ],
+)
+def test_mistakes_are_said(config: Path, words: list[str], said: str) -> None:
+    done = soli("plan", str(config), *words)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
