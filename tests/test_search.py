@@ -245,6 +245,7 @@ def test_models_have_the_parameters_that_they_have(name: str, tmp_path: Path) ->
     model = read_model(tmp_path)
     counted = memory.parameters(spaces(task(model, "h100:1", batch=1, seq=64)))[0]
     assert counted == pytest.approx(there, rel=0.02)
+    assert model.active == (getattr(config, "num_experts_per_tok", 1) if model.experts else 1)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from soli.core.plan import Plan
 from soli.planner.legality import default_plan, resolve
 
 if TYPE_CHECKING:
-    from soli.planner.explain import Choice
+    from soli.planner.explain import Answer, Choice
     from soli.planner.predict import Prediction
+    from soli.planner.search import Task
 
 FORMS = ("text", "toml", "json")
 
@@ -77,6 +78,13 @@ def search(
         typer.Option(help="Ask why the best plan is not such a one: tp=8. Any number of times."),
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Plans that are shown.")] = 10,
+    whatif: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="seq: the longest sequence; model: the largest model; tokens=15e12,days=10: how many devices."
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the answer with pictures to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """The best plans of a model on a cluster: time, memory, and why. "search" may be left out.
@@ -89,37 +97,78 @@ def search(
     from soli.planner.search import Task
 
     known, made = read_model(model), read_cluster(cluster)
-    task = Task(
-        known,
-        made,
-        batch,
-        seq or min(known.seq or 8192, 8192),
-        _of(precision),
-        _bytes(memory),
-        explain.fixed_of(fix),
-    )
-    found = explain.answer(task, count)
-    reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
+    tokens = seq or min(known.seq or 8192, 8192)
+    task = Task(known, made, batch, tokens, _of(precision), _bytes(memory), explain.fixed_of(fix))
+    said: dict[str, Any] = {
+        "model": known.name, "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
+        "assumed": explain.assumed(made),
+    }  # fmt: skip
+    if whatif:
+        said["whatif"] = [_whatif(task, question) for question in whatif]
+    else:
+        found = explain.answer(task, count)
+        reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
+        said |= {**found.asdict(), "why_not": reasons}
+        if html is not None:
+            _write(html, task, found, reasons)
     if as_json:
-        said = {
-            "model": known.name, "cluster": str(made), "global_batch": batch, "seq": task.seq, "plans": found.counted,
-            "fit": found.fit, "best": [one.asdict() for one in found.choices], "why": found.why, "why_not": reasons,
-            "assumed": found.assumed,
-        }  # fmt: skip
         print(json.dumps(said, indent=1))
-        return
-    print(f"{known.name}, {batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)")
-    _best(found.choices)
+    elif whatif:
+        print("\n".join(f"{one['answer']}\n  {_short(one['choice'])}" for one in said["whatif"]))
+        print(f"{said['assumed']}.")
+    else:
+        print(f"{known.name}, {batch} sequences of {tokens} tokens a step, on {made} ({made.size} devices)")
+        _best(found.choices)
+        _reasons(found, reasons)
+        if html is not None:
+            print(f"With pictures: {html}")
+
+
+def _reasons(found: Answer, reasons: list[str]) -> None:
+    first = found.choices[0]
+    low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
     print(f"{found.counted} plans, {found.fit} of which fit. {found.why}.")
-    low, high = (
-        n / found.choices[0].step_time_s - 1
-        for n in (found.choices[0].time_low_s, found.choices[0].time_high_s)
-    )
-    print(
-        f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.",
-        *(f"Why not {reason}." for reason in reasons),
-        sep="\n",
-    )
+    print(f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.")
+    for reason in reasons:
+        print(f"Why not {reason}.")
+
+
+def _write(path: Path, task: Task, found: Answer, reasons: list[str]) -> None:
+    from soli.planner.page import page
+
+    try:
+        path.write_text(page(task, found, reasons), encoding="utf-8")
+    except OSError as error:
+        raise SoliError("the page cannot be written", got=f"{path}: {error.strerror}") from error
+
+
+def _whatif(task: Task, question: str) -> dict[str, Any]:
+    """One question, its answer in words, and the best plan for it."""
+    from soli.planner import whatif
+
+    if question == "seq":
+        length, choice = whatif.longest(task)
+        text = f"The longest sequence: {length} tokens."
+        return {"question": question, "seq": length, "answer": text, "choice": choice.asdict()}
+    if question == "model":
+        model, parameters, choice = whatif.largest(task)
+        text = (
+            f"The largest model of these proportions: {parameters / 1e9:.4g} billion parameters "
+            f"({model.layers} layers of {model.hidden})."
+        )
+        return {"question": question, "parameters": parameters, "answer": text, "choice": choice.asdict()}
+    found = re.fullmatch(r"tokens=(\d+(?:\.\d+)?(?:e\d+)?),days=(\d+(?:\.\d+)?)", question)
+    if found is None or not all(float(number) for number in found.groups()):
+        raise SoliError("there is no such question", got=question, allowed="seq, model, tokens=15e12,days=10")
+    tokens, days = (float(number) for number in found.groups())
+    nodes, choice = whatif.devices(task, tokens, days)
+    taken = tokens / choice.tokens_per_s / 86400
+    text = f"{tokens:.3g} tokens in {days:g} days: {nodes * task.cluster.device.node} devices ({nodes} servers), {taken:.3g} days."
+    return {"question": question, "nodes": nodes, "days": taken, "answer": text, "choice": choice.asdict()}
+
+
+def _short(choice: dict[str, Any]) -> str:
+    return f"{choice['plan']}: {choice['step_time_s']:.4g} s a step, up to {choice['memory_high_gb']:.1f} GB"
 
 
 def _of(precision: str) -> str:

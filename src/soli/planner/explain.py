@@ -71,6 +71,13 @@ class Answer:
     fit: int
     assumed: str
 
+    def asdict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "plans": self.counted, "fit": self.fit, "best": [one.asdict() for one in self.choices], "why": self.why,
+            "assumed": self.assumed,
+        }  # fmt: skip
+
 
 def answer(task: Task, count: int = 10) -> Answer:
     """The best plans of a task, which differ. SoliError where nothing fits, with what would."""

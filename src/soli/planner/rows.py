@@ -23,6 +23,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "gpus": ("gpus",), "tp": ("tp",), "pp": ("pp",), "chunks": ("vp", "chunks"), "dp": ("dp",), "cp": ("cp",),
     "ep": ("ep",), "microbatch": ("microbatch", "mbs"), "global_batch": ("global_batch", "gbs"),
     "accumulate": ("grad_accum",), "experts": ("experts",), "topk": ("topk",), "moe_ffn": ("moe_ffn",),
+    "chunk_layers": ("vp_layers",),
 }  # fmt: skip
 """A number's name here, and the columns that may have it."""
 
@@ -31,10 +32,11 @@ MEMORIES = {"peak_mem_gb": 1e9, "peak_mem_alloc_gib": 2.0**30, "peak_memory_gb":
 STATES = {"static_mem_alloc_gib": 2.0**30}
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?\s*top(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
+TESTS = "megatron-tests"
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
 
-FLASH = ("fsdp", "nanotron", "soli", "megatron-tests")
+FLASH = ("fsdp", "nanotron", "soli", TESTS)
 """Frameworks, and generations of devices, whose attention keeps no scores unless a row says so."""
 
 FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "cdna3")
@@ -65,7 +67,7 @@ def read(row: Mapping[str, str]) -> Row:
     found.generation, found.framework = device.generation, framework(row)
     point = _hardware(row, device, said, found) | _precision(row, device, found)
     point |= _model(row, said, found) | _attention(row, found)
-    point |= _degrees(said, point["node"], found) | _choices(row, point, found)
+    point |= _degrees(said, point, found) | _choices(row, point, found)
     point |= _batch(said, point, found)
     found.time, found.memory = _measured(row, TIMES), _measured(row, MEMORIES)
     found.states = _measured(row, STATES)
@@ -78,7 +80,7 @@ def read(row: Mapping[str, str]) -> Row:
 def framework(row: Mapping[str, str]) -> str:
     """Whose program ran: a family whose rows share constants."""
     if _text(row, "test_case"):
-        return "megatron-tests"  # of toy sizes, deterministic, on shared machines
+        return TESTS  # of toy sizes, deterministic, on shared machines
     text = " ".join(_text(row, name) for name in ("framework", "source")).lower()
     families = (
         ("zero-3", "deepspeed"), ("zero3", "deepspeed"), ("deepspeed zero", "deepspeed"), ("offload", "deepspeed"),
@@ -134,6 +136,7 @@ def _hardware(
         "capacity": device.memory, "bandwidth": device.memory_gbs * 1e9, "node": node, "link": device.link_gbs * 1e9,
         "link_latency": device.link_us * 1e-6, "net": net, "net_latency": device.net_us * 1e-6,
         "host": device.host_gbs * 1e9, "weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0,
+        "logged": float(found.framework == TESTS),
     }  # fmt: skip
 
 
@@ -206,7 +209,9 @@ def _shape_of(parameters: float, layers: float | None, hidden: float | None) -> 
 
 def _attention(row: Mapping[str, str], found: Row) -> dict[str, float]:
     text = " ".join(_text(row, name) for name in ("attn_backend", "notes", "provenance")).lower()
-    if "unfused" in text or _text(row, "impl") == "local":
+    # Megatron-LM's long-term-support image has no flash attention that is deterministic.
+    old = _true(row, "deterministic") and _text(row, "env") == "lts" and "flash" not in text
+    if "unfused" in text or _text(row, "impl") == "local" or old:
         return {"flash": 0.0}
     known = "flash" in text or "fused" in text or found.framework in FLASH
     return {"flash": float(known or found.generation in FLASH_SINCE)}
@@ -215,11 +220,14 @@ def _attention(row: Mapping[str, str], found: Row) -> dict[str, float]:
 # --- the plan ---------------------------------------------------------------------------------------------
 
 
-def _degrees(said: dict[str, float | None], node: float, found: Row) -> dict[str, float]:
+def _degrees(said: dict[str, float | None], point: dict[str, float], found: Row) -> dict[str, float]:
     tp, pp, cp, ep = (said[name] or 1.0 for name in ("tp", "pp", "cp", "ep"))
+    chunks = said["chunks"] or 1.0
+    if said["chunk_layers"] and "layers" in point:  # Megatron-LM's num-layers-per-virtual-pipeline-stage
+        chunks = max(point["layers"] / pp / said["chunk_layers"], 1.0)
     gpus, dp = said["gpus"], said["dp"]
     if gpus is None and dp is None:
-        gpus = max(node, pp * max(tp * cp, ep))
+        gpus = max(point["node"], pp * max(tp * cp, ep))
         found.inferred.append(f"gpus={gpus:g}")
     if dp is None and gpus is not None:
         dp = gpus / (tp * pp * cp)
@@ -233,7 +241,7 @@ def _degrees(said: dict[str, float | None], node: float, found: Row) -> dict[str
         "cp": cp,
         "ep": ep,
         "dp": dp or 1.0,
-        "chunks": max(said["chunks"] or 1.0, 1.0),
+        "chunks": chunks,
     }
 
 

@@ -27,7 +27,7 @@ WIDEST = {"tp": 64, "cp": 64}
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 CHUNKS = (1, 2, 3, 4, 6, 8)
 LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
-KEEPS = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0}
+KEEPS = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0, "logged": 0.0}
 """soli's states: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
 FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch")
 """What the user may fix; `microbatch` is in sequences."""

@@ -13,8 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.pipeline import in_flight
+from soli.planner.cost.pipeline import in_flight, in_flight_last
 from soli.planner.cost.points import FULL, NONE, Array, Points
+
+NORMS = 4.0
+"""Vectors of a layer's width: two norms' weights and biases, or what others have in their place."""
 
 
 def of_layer(p: Points) -> tuple[Array, Array]:
@@ -22,7 +25,7 @@ def of_layer(p: Points) -> tuple[Array, Array]:
     attention = p.attention_width * p.hidden * (2 + 2 * p.kv_share)
     mlp = p.matrices * p.hidden * p.ffn
     router = p.hidden * p.experts
-    dense = (attention + np.where(p.experts > 0, router * p.tp, mlp)) / p.tp + 4 * p.hidden
+    dense = (attention + np.where(p.experts > 0, router * p.tp, mlp)) / p.tp + NORMS * p.hidden
     return dense, np.where(p.experts > 0, mlp * p.experts / p.ep / p.tp, 0.0)
 
 
@@ -43,7 +46,8 @@ def trained(p: Points) -> tuple[Array, Array]:
 def parameters(p: Points) -> Array:
     """Of the whole model."""
     dense, experts = of_layer(p)
-    return p.layers * p.tp * (dense + experts * p.ep) + (2 - p.tied) * p.vocab * p.hidden
+    norms = (p.tp - 1) * NORMS * p.hidden  # which every rank of tp has
+    return p.layers * (p.tp * (dense + experts * p.ep) - norms) + (2 - p.tied) * p.vocab * p.hidden
 
 
 def states(p: Points, k: Constants) -> Array:
@@ -89,11 +93,10 @@ def activations_of_layer(p: Points) -> Array:
     return np.where(p.recompute == FULL, 2.0 * p.tokens * p.hidden / around, kept)
 
 
-def activations(p: Points, k: Constants) -> Array:
-    """Bytes of the first stage's microbatches that are under way, and of a recomputed layer beside them."""
-    layers = p.own_layers
+def activations(p: Points, k: Constants, under_way: Array) -> Array:
+    """Bytes of a stage's microbatches that are under way, and of a recomputed layer beside them."""
     one = activations_of_layer(p)
-    kept = layers * in_flight(p) * one
+    kept = p.own_layers * under_way * one
     whole = activations_of_layer(replace(p, recompute=np.full(len(p), NONE)))
     again = np.where(p.recompute == FULL, whole - one, 0.0)  # its input is among what is kept
     return k.activation_scale * (kept + again)
@@ -105,8 +108,8 @@ def logits(p: Points, k: Constants) -> Array:
 
 
 def peak(p: Points, k: Constants) -> Array:
-    """Bytes at the fullest moment of the fullest rank."""
-    layers = p.own_layers
-    last = k.activation_scale * layers * activations_of_layer(p) + logits(p, k)
-    first = activations(p, k) + np.where(p.pp == 1, logits(p, k), 0.0)
-    return states(p, k) + np.maximum(first, last) + gathered(p) + casts(p) + k.workspace
+    """Bytes at the fullest moment of the fullest rank (or of the last stage's, see Points.logged)."""
+    last = activations(p, k, in_flight_last(p)) + logits(p, k)
+    first = activations(p, k, in_flight(p)) + np.where(p.pp == 1, logits(p, k), 0.0)
+    fullest = np.where(p.logged > 0, last, np.maximum(first, last))
+    return states(p, k) + fullest + gathered(p) + casts(p) + k.workspace

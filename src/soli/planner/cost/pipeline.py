@@ -36,6 +36,11 @@ def in_flight(p: Points) -> Array:
     return np.minimum(deep, m)
 
 
+def in_flight_last(p: Points) -> Array:
+    """The same of the last stage: one, or with chunks the (v - 1) p + 1 of v that its warm-up has begun."""
+    return np.minimum(((p.chunks - 1) * p.pp + 1) / p.chunks, p.microbatches)
+
+
 def bubble(p: Points) -> Array:
     """The share of a step in which a rank waits, of stages that are alike."""
     waits = (p.pp - 1) / p.chunks

@@ -52,6 +52,7 @@ class Points:
     weight: Array  # bytes of a parameter, and of what is gathered of it
     moments: Array  # bytes of the optimizer's a parameter, a copy in fp32 among them where there is one
     whole: Array  # flag: gradients are whole until the step's last microbatch, gathered parameters until a pipeline's
+    logged: Array  # flag: the memory that is asked for is the last stage's, whose rank writes Megatron's log
     casts: Array  # flag: each microbatch keeps the parameters that it reads in 16 bits (torch.autocast)
     # the device and its network
     peak: Array  # flops/s of linear products

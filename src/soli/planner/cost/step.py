@@ -74,5 +74,5 @@ def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Arr
         update=update,
         memory=memory.peak(p, k),
         states=memory.states(p, k),
-        activations=memory.activations(p, k),
+        activations=memory.activations(p, k, pipeline.in_flight(p)),
     )

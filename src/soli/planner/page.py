@@ -1,0 +1,187 @@
+"""The planner's answer as one HTML page: the plans, why, and four pictures. Nothing is fetched, nothing runs in it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from soli.planner import explain
+from soli.planner.search import Found, Task, plan_of, search
+from soli.planner.timeline import Work, timeline
+from soli.planner.whatif import holds
+
+WIDE = (9.0, 3.6)
+DRAWN = 24  # microbatches and stages of a timeline that can be read
+COLORS = {
+    "states": "#4c72b0",
+    "kept for the backward": "#dd8452",
+    "logits, casts, workspace": "#bbbbbb",
+    "F": "#4c72b0",
+    "B": "#dd8452",
+}
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse;font-size:14px}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
+td.plan{text-align:left;font-family:monospace;overflow-wrap:anywhere;min-width:18em}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
+
+
+def page(task: Task, answer: explain.Answer, reasons: list[str]) -> str:
+    """The whole page. `reasons`: answers to why-not."""
+    found = search(task)
+    head = f"{task.model.name} on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
+    figures = [
+        ("Memory of a device", "Bars: what is predicted. Line: the upper bound, which must stay below the dashes.", _memory),
+        ("One step of the first plan", _said_of_timeline(task, found), _timeline),
+        ("Time against devices", "The best plan's step on fewer and on more servers, with its interval.", _devices),
+        ("Time against memory", "Every plan that fits, and the quickest for each amount of memory.", _front),
+    ]  # fmt: skip
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        f"<title>{escape(head)}</title><style>{STYLE}</style><h1>{escape(head)}</h1>",
+        _table(answer),
+        f"<p>{answer.counted} plans, {answer.fit} of which fit. {escape(answer.why)}.</p>",
+        f"<p>90% intervals: {escape(answer.assumed)}.</p>",
+        *(f"<p>Why not {escape(reason)}.</p>" for reason in reasons),
+    ]
+    for title, caption, draw in figures:
+        svg = _svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]
+        parts.append(
+            f"<figure><h2>{escape(title)}</h2>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+        )
+    return "\n".join(parts) + "\n</html>\n"
+
+
+def _table(answer: explain.Answer) -> str:
+    titles = ("", "plan", "step s", "from", "to", "tokens/s", "MFU", "GB", "up to", "wait", "exposed")
+    rows = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
+    for number, one in enumerate(answer.choices, 1):
+        sent = (one.parts_s["exposed"] + one.parts_s["gradients"]) / one.step_time_s
+        cells = (
+            f"{one.step_time_s:.4g}", f"{one.time_low_s:.4g}", f"{one.time_high_s:.4g}", f"{one.tokens_per_s:,.0f}",
+            f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
+        )  # fmt: skip
+        said = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f"<tr><td>{number}</td><td class=plan>{escape(one.plan)}</td>{said}</tr>")
+    return "<table>" + "".join(rows) + "</table>"
+
+
+def _svg(draw: Callable[[Any], None]) -> str:
+    """A picture as text of SVG, without a date or random names in it."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.hashsalt": "soli", "svg.fonttype": "none", "font.size": 9}):
+        figure, axes = pyplot.subplots(figsize=WIDE, layout="constrained")
+        draw(axes)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+    whole = text.getvalue()
+    return whole[whole.index("<svg") :]
+
+
+def _memory(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
+    places = np.arange(len(answer.choices))
+    states = np.array([one.states_gb for one in answer.choices])
+    kept = np.array([one.activations_gb for one in answer.choices])
+    whole = np.array([one.memory_gb for one in answer.choices])
+    bottom = np.zeros(len(places))
+    for name, size in (
+        ("states", states),
+        ("kept for the backward", kept),
+        ("logits, casts, workspace", whole - states - kept),
+    ):
+        axes.barh(places, np.maximum(size, 0), left=bottom, color=COLORS[name], label=name, height=0.6)
+        bottom = bottom + np.maximum(size, 0)
+    for place, one in zip(places, answer.choices, strict=True):
+        axes.plot([one.memory_gb, one.memory_high_gb], [place, place], color="black", linewidth=1.2)
+    axes.axvline(task.limit / explain.GB, color="black", linestyle="--")
+    axes.set(yticks=places, yticklabels=[str(n + 1) for n in places], xlabel="GB", ylabel="plan")
+    axes.invert_yaxis()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3, frameon=False)
+
+
+def _first(task: Task, found: Found) -> tuple[int, int, int, float]:
+    """Stages, chunks, microbatches and seconds of a microbatch on a rank of the first plan."""
+    p, cost = found.points, found.cost
+    times = float(p.microbatches[0])
+    return (
+        int(p.pp[0]),
+        int(p.chunks[0]),
+        int(times),
+        float((cost.layers[0] + cost.tables[0] / p.pp[0]) / times),
+    )
+
+
+def _drawn(stages: int, chunks: int) -> int:
+    """Microbatches that a timeline shows; with chunks as many as there are ranks, or twice, ..."""
+    return DRAWN if chunks == 1 else max(DRAWN // chunks // stages, 1) * stages
+
+
+def _said_of_timeline(task: Task, found: Found) -> str:
+    stages, chunks, times, _ = _first(task, found)
+    text = f"{plan_of(found.points, 0, task.precision)}: blue forward, orange backward; white is waiting."
+    if chunks > 1:
+        text += f" Each rank has {chunks} stages; paler ones are later in the model."
+    if times > _drawn(stages, chunks) or stages > DRAWN:
+        text += f" {min(times, _drawn(stages, chunks))} of {times} microbatches and {min(stages, DRAWN)} of {stages} ranks are drawn."
+    return text
+
+
+def _timeline(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
+    stages, chunks, times, spent = _first(task, found)
+    recomputed = float(found.points.recompute[0]) == 2.0
+    forward = spent / (4 if recomputed else 3) / chunks
+    shown = min(times, _drawn(stages, chunks))
+    work: list[Work] = timeline(stages, chunks, shown, forward, spent / chunks - forward)
+    for one in work:
+        if one.rank < DRAWN:
+            shade = 1.0 - 0.5 * (one.chunk / max(chunks - 1, 1)) if chunks > 1 else 0.9
+            axes.barh(
+                one.rank, one.end - one.start, left=one.start, color=COLORS[one.kind], alpha=shade, height=0.9,
+                edgecolor="white", linewidth=0.3,
+            )  # fmt: skip
+    axes.set(xlabel="s", ylabel="rank of the pipeline", yticks=range(min(stages, DRAWN)))
+    axes.invert_yaxis()
+
+
+def _devices(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
+    sizes, times, low, high = [], [], [], []
+    nodes = sorted({max(int(task.cluster.nodes * 2**k), 1) for k in range(-3, 4)})
+    for count in nodes:
+        other = replace(task, cluster=replace(task.cluster, nodes=count))
+        if holds(other):
+            best = explain.answer(other, 1).choices[0]
+            sizes.append(other.cluster.size)
+            times.append(best.step_time_s)
+            low.append(best.step_time_s - best.time_low_s)
+            high.append(best.time_high_s - best.step_time_s)
+    axes.errorbar(sizes, times, yerr=[low, high], marker="o", capsize=3)
+    ideal = [answer.choices[0].step_time_s * task.cluster.size / size for size in sizes]
+    axes.plot(sizes, ideal, linestyle=":", color="gray", label="as if nothing were lost on the way")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="devices",
+        ylabel="s a step",
+        xticks=sizes,
+        xticklabels=map(str, sizes),
+    )
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+
+
+def _front(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
+    memory, time = found.cost.memory / explain.GB, found.cost.time
+    some = np.linspace(0, len(time) - 1, min(len(time), 4000)).astype(int)
+    axes.scatter(memory[some], time[some], s=3, color="#bbbbbb", rasterized=False)
+    order = np.argsort(memory, kind="stable")
+    best = np.minimum.accumulate(time[order])
+    axes.step(memory[order], best, where="post", color="#c44e52")
+    axes.set(xlabel="GB of a device", ylabel="s a step", yscale="log")

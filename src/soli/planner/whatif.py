@@ -1,0 +1,102 @@
+"""Questions the other way round: how many devices, how long a sequence, how large a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from soli.core.errors import SoliError
+from soli.planner import explain
+from soli.planner.cost import memory
+from soli.planner.models import Model
+from soli.planner.search import MOST, Task, peaks, problems, spaces
+
+LENGTHS = sorted({n << k for n in range(8, 16) for k in range(6, 21)})
+"""Sequences that are tried, tokens: eighths between powers of two, which cp divides."""
+STEP = 2 ** (1 / 8)  # from one size of a model to the next, in its width
+SIZES = range(-40, 81)
+
+
+def holds(task: Task) -> bool:
+    """Whether some plan fits."""
+    if problems(task):
+        return False
+    space = spaces(task)
+    return bool(len(space)) and bool(peaks(task, space).min() <= task.limit)
+
+
+def longest(task: Task) -> tuple[int, explain.Choice]:
+    """The longest sequence, of LENGTHS, that some plan holds; and the best plan for it."""
+    kept = _last(lambda n: holds(replace(task, seq=LENGTHS[n - 1])), len(LENGTHS))
+    if not kept:
+        raise _none(task, f"not even sequences of {LENGTHS[0]} tokens fit")
+    return LENGTHS[kept - 1], explain.answer(replace(task, seq=LENGTHS[kept - 1]), 1).choices[0]
+
+
+def largest(task: Task) -> tuple[Model, float, explain.Choice]:
+    """The largest model of this one's proportions that some plan holds, its parameters, and the best plan for it."""
+    sizes = [scaled(task.model, STEP**k) for k in SIZES]
+    kept = _last(lambda n: holds(replace(task, model=sizes[n - 1])), len(sizes))
+    if not kept:
+        raise _none(task, f"not even {sizes[0].layers} layers of {sizes[0].hidden} fit")
+    found = replace(task, model=sizes[kept - 1])
+    whole = float(memory.parameters(spaces(found))[0])
+    return found.model, whole, explain.answer(found, 1).choices[0]
+
+
+def scaled(model: Model, times: float) -> Model:
+    """A model of about times^3 the parameters: as much wider as eight key heads at a time allow, the rest in depth."""
+    group = model.heads // model.kv_heads
+    heads = max(round(model.heads * times / group / 8) * 8 * group, group)
+    wide = heads / model.heads
+    return replace(
+        model,
+        name=f"{model.name} x {times:.3g}",
+        layers=max(round(model.layers * times**3 / wide**2), 1),
+        hidden=round(model.hidden * wide / 64) * 64,
+        heads=heads,
+        kv_heads=heads // group,
+        ffn=max(round(model.ffn * wide / 64), 1) * 64,
+    )
+
+
+def devices(task: Task, tokens: float, days: float) -> tuple[int, explain.Choice]:
+    """The fewest servers (1, 2, 3, 4, 6, 8, 12, ...) on which so many tokens take no longer; and the best plan."""
+    nodes = sorted({n for k in range(MOST.bit_length()) for n in (1 << k, 3 << k) if n <= MOST})
+    best = 0.0
+    for count in nodes:
+        larger = replace(task, cluster=replace(task.cluster, nodes=count))
+        if not holds(larger):
+            continue
+        found = explain.answer(larger, 1).choices[0]
+        best = max(best, found.tokens_per_s)
+        if tokens / found.tokens_per_s <= days * 86400:
+            return count, found
+    raise SoliError(
+        f"no cluster of up to {MOST} servers of {task.cluster.device.name} makes {tokens:.3g} tokens in {days:g} days",
+        got=f"at best {tokens / best / 86400:.3g} days" if best else "none holds the model",
+        fix="a larger global batch, which more devices can share, or more days",
+    )
+
+
+def _last(fits: Callable[[int], bool], most: int) -> int:
+    """The last of 1 .. most that fits, where all before it do; 0 if none."""
+    if not fits(1):
+        return 0
+    low = 1
+    while low * 2 <= most and fits(low * 2):
+        low *= 2
+    high = min(low * 2, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _none(task: Task, why: str) -> SoliError:
+    return SoliError(
+        f"{task.cluster} holds nothing of {task.model.name}",
+        got=why,
+        allowed=f"{task.limit / explain.GB:.1f} GB a device",
+        fix="more devices, more memory a device, or less that is fixed",
+    )

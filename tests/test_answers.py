@@ -1,0 +1,143 @@
+"""The planner's page, its timeline, and questions the other way round."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from soli.core.errors import SoliError
+from soli.planner import explain, whatif
+from soli.planner.cost import memory, pipeline
+from soli.planner.hardware.clusters import read_cluster
+from soli.planner.page import page
+from soli.planner.search import search
+from soli.planner.timeline import order, timeline
+from test_cli import soli
+from test_cost import point
+from test_search import LLAMA, SMALL, config, task  # noqa: F401  (config is a fixture)
+
+# --- the timeline -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stages", "chunks", "m"), [(1, 1, 3), (2, 1, 5), (4, 1, 8), (8, 1, 3), (4, 2, 8), (4, 3, 12), (2, 4, 6), (8, 4, 16)])  # fmt: skip
+def test_a_timeline_takes_what_the_cost_says_and_keeps_what_the_memory_says(
+    stages: int, chunks: int, m: int
+) -> None:
+    work = timeline(stages, chunks, m, 1 / chunks, 2 / chunks)
+    p = point(pp=stages, chunks=chunks, global_batch=m, layers=stages * chunks)
+    busy, waiting = pipeline.spent(p, np.array([3.0]), np.zeros(1), np.zeros(1), np.zeros(1))
+    assert max(one.end for one in work) == pytest.approx(float((busy + waiting)[0]))
+    assert (
+        len({(one.kind, one.rank, one.chunk, one.microbatch) for one in work})
+        == len(work)
+        == 2 * stages * chunks * m
+    )
+    for rank in range(stages):  # one thing at a time
+        own = sorted((one.start, one.end) for one in work if one.rank == rank)
+        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(own, own[1:], strict=False))
+    for rank, said in ((0, pipeline.in_flight(p)), (stages - 1, pipeline.in_flight_last(p))):
+        kept = most = 0
+        for kind, _, _ in order(rank, stages, chunks, m):
+            kept += 1 if kind == "F" else -1
+            most = max(most, kept)
+        assert most / chunks == pytest.approx(float(said[0]))
+
+
+def test_groups_of_chunks_must_be_whole() -> None:
+    with pytest.raises(ValueError, match="no multiple"):
+        order(0, 4, 2, 6)
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_plans_and_its_pictures_and_fetches_nothing() -> None:
+    asked = task(batch=64)
+    found = explain.answer(asked, 5)
+    text = page(asked, found, ["tp=8: <it> costs & more"])
+    assert all(one.plan in text for one in found.choices)
+    assert "tp=8: &lt;it&gt; costs &amp; more" in text
+    pictures = re.findall(r"<svg.*?</svg>", text, re.S)
+    assert len(pictures) == 4
+    for picture in pictures:
+        assert len(list(ElementTree.fromstring(picture).iter())) > 50
+    outside = set(re.findall(r"(?:href|src)=\"([^#\"][^\"]*)\"", text))
+    assert not outside
+    assert "<script" not in text
+    assert page(asked, found, []) == page(asked, found, [])
+
+
+# --- questions --------------------------------------------------------------------------------------------
+
+
+def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
+    asked = task(cluster="h100:8x1", batch=8)
+    length, choice = whatif.longest(asked)
+    assert choice.memory_high_gb <= asked.limit / 1e9
+    following = whatif.LENGTHS[whatif.LENGTHS.index(length) + 1]
+    assert whatif.holds(replace(asked, seq=length))
+    assert not whatif.holds(replace(asked, seq=following))
+    assert whatif.longest(replace(asked, cluster=read_cluster("h200:8x1")))[0] > length
+
+
+def test_the_largest_model_fits_and_the_next_does_not() -> None:
+    asked = task(cluster="h100:8x1", batch=64)
+    model, parameters, _ = whatif.largest(asked)
+    assert whatif.holds(replace(asked, model=model))
+    assert parameters == pytest.approx(memory.parameters(search(replace(asked, model=model)).points)[0])
+    sizes = [whatif.scaled(LLAMA, whatif.STEP**k) for k in whatif.SIZES]
+    following = sizes[[one.name for one in sizes].index(model.name) + 1]
+    assert not whatif.holds(replace(asked, model=following))
+    assert model.heads / model.kv_heads == LLAMA.heads / LLAMA.kv_heads
+    inner = lambda one: one.layers * one.hidden * (one.hidden + one.ffn)
+    for one, k in zip(sizes, whatif.SIZES, strict=True):
+        if one.hidden >= LLAMA.hidden:
+            assert inner(one) == pytest.approx(inner(LLAMA) * whatif.STEP ** (3 * k), rel=0.05)
+
+
+def test_enough_devices_are_the_fewest() -> None:
+    asked = task(SMALL, batch=256, seq=2048)
+    nodes, choice = whatif.devices(asked, 1e12, 5)
+    assert 1e12 / choice.tokens_per_s <= 5 * 86400
+    fewer = {1 << k for k in range(12)} | {3 << k for k in range(12)}
+    before = max(n for n in fewer if n < nodes)
+    best = explain.answer(replace(asked, cluster=replace(asked.cluster, nodes=before)), 1).choices[0]
+    assert 1e12 / best.tokens_per_s > 5 * 86400
+    with pytest.raises(SoliError, match=r"in 0\.001 days"):
+        whatif.devices(asked, 1e15, 0.001)
+
+
+def test_nothing_that_fits_is_said() -> None:
+    with pytest.raises(SoliError, match="holds nothing"):
+        whatif.longest(task(memory=1e9))
+    with pytest.raises(SoliError, match="holds nothing"):
+        whatif.largest(task(memory=1e8))
+
+
+def test_the_command_answers_and_writes(config: Path) -> None:  # noqa: F811
+    words = ["plan", str(config), "--cluster", "h100:8x1", "--global-batch", "16", "--seq", "2048"]
+    asked = task(cluster="h100:8x1", batch=16, seq=2048)
+    done = soli(*words, "--whatif", "seq", "--whatif", "model", "--whatif", "tokens=1e11,days=30", "--json")
+    assert done.returncode == 0, done.stderr
+    one, two, three = json.loads(done.stdout)["whatif"]
+    assert one["seq"] == whatif.longest(asked)[0]
+    assert two["parameters"] == whatif.largest(asked)[1]
+    assert three["nodes"] == whatif.devices(asked, 1e11, 30)[0]
+    assert f"{one['seq']} tokens" in soli(*words, "--whatif", "seq").stdout
+    file = config / "answer.html"
+    assert str(file) in soli(*words, "--html", str(file)).stdout
+    assert file.read_text().count("<svg") == 4
+    for wrong in (
+        ["--whatif", "gpus"],
+        ["--whatif", "tokens=0,days=3"],
+        ["--html", str(config / "no" / "x.html")],
+    ):
+        done = soli(*words, *wrong)
+        assert done.returncode == 2, wrong
+        assert "Traceback" not in done.stderr
