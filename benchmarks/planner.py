@@ -76,9 +76,9 @@ def of(sets: Sets, row: Row) -> dict[str, float]:
 
 def off(rows: Sequence[Row], sets: Sets) -> tuple[np.ndarray, np.ndarray]:
     """Predicted by measured, of each row: time and memory."""
-    p, times, memories, _ = arrays(rows)
+    p, measured = arrays(rows)
     cost = step(p, constants([of(sets, row) for row in rows]))
-    return cost.time / times, cost.memory / memories
+    return cost.time / measured.times, cost.memory / measured.memories
 
 
 def held_out(
@@ -203,14 +203,13 @@ def ranking(rows: Sequence[Row], ratio: np.ndarray, groups: Iterable[Sequence[in
 
 def calibrated(rows: Sequence[Row], sets: Sets) -> list[dict[str, Any]]:
     """48 rows are measured, the others predicted: law and factors. `sets`: fitted without any of these rows."""
-    _, times, _, _ = arrays(rows)
+    p, measured = arrays(rows)
     groups = sweeps(rows, ["one"] * len(rows), 10)
     found = []
     for seed in range(SEEDS):
         known = np.random.default_rng(seed).choice(len(rows), CALIBRATION, replace=False)
         learnt = learn_family([rows[i] for i in known], of(sets, rows[0]))
-        p = arrays(rows)[0]
-        ratio = step_with(p, repeated(learnt.constants, len(rows)), learnt.factors).time / times
+        ratio = step_with(p, repeated(learnt.constants, len(rows)), learnt.factors).time / measured.times
         rest = np.setdiff1d(np.arange(len(rows)), known)
         found.append({"seed": seed, **errors(ratio[rest]), **ranking(rows, ratio, groups)})
     return found
@@ -241,7 +240,7 @@ def main() -> int:
     if not (args.fit or args.validate):
         parser.error("say --fit, --validate or both")
     tables = [Table(name) for name in TABLES]
-    kept = [(row, table.name) for table in tables for row in table.rows if not row.refused and measured(row)]
+    kept = [(row, table.name) for table in tables for row in table.rows if not row.refused and usable(row)]
     rows, sources = [row for row, _ in kept], [source for _, source in kept]
     folds = folds_of(rows)
     print(f"{len(rows)} measured rows, without their models:", file=sys.stderr)
@@ -258,8 +257,9 @@ def main() -> int:
     return 0
 
 
-def measured(row: Row) -> bool:
-    return row.time is not None or row.memory is not None
+def usable(row: Row) -> bool:
+    """Whether anything of it was measured."""
+    return row.time is not None or row.memory is not None or not row.fits
 
 
 def write(
@@ -294,7 +294,7 @@ def write(
         if table is not None:
             reasons = [reason for row in table.rows for reason in row.refused]
             entry["refused"] = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
-            entry["not measured"] = sum(not row.refused and not measured(row) for row in table.rows)
+            entry["not measured"] = sum(not row.refused and not usable(row) for row in table.rows)
         result["tables"][name] = entry
     vtrain = [row for row, source in zip(rows, sources, strict=True) if source == "planner_vtrain_single"]
     others = [(row, s) for row, s in zip(rows, sources, strict=True) if s != "planner_vtrain_single"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from soli.core.errors import SoliError
 from soli.planner.cost.constants import MEANINGS, NAMES, known, sets
 from soli.planner.cost.points import FULL, NONE
 from soli.planner.cost.step import step
-from soli.planner.fit import fit
+from soli.planner.fit import Measured, fit
 from soli.planner.measured import step_with
 from soli.planner.predict import Prediction, arrays, learn_family, predict, repeated
 from soli.planner.rows import framework, read
@@ -66,9 +67,11 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"shard": "FULL_SHARD"}, {"zero": 3}),
         ({"shard": "SHARD_GRAD_OP"}, {"zero": 2}),
         ({"shard": "dist-optimizer(ZeRO-1)"}, {"zero": 1}),
+        ({"shard": "dist-optimizer", "dp": "1", "gpus": "8"}, {"zero": 0}),  # nothing to shard over
         ({"shard": "zero2 +opt offload"}, {"zero": 2, "offload": 1}),
         ({"recompute": "none (script)"}, {"recompute": NONE}),
         ({"sp": "=tp"}, {"sp": 1}),
+        ({"sp": "=tp", "tp": "1", "dp": "32"}, {"sp": 0}),
         ({"framework": "torchtitan"}, {"flash": 1}),
         ({"framework": "torchtitan", "attn_backend": "unfused"}, {"flash": 0}),
         ({"vp": "4"}, {"chunks": 4}),
@@ -162,11 +165,31 @@ def test_predictions_are_in_order_and_inside_their_intervals() -> None:
         assert one.memory_low_gb < one.predicted_memory_gb < one.memory_high_gb
 
 
-def test_only_what_fits_by_its_upper_bound_is_feasible() -> None:
+def test_what_does_not_say_that_it_recomputes_takes_no_more_than_there_is() -> None:
+    """Where it can: full recomputation must fit. Its time is that of a run that recomputes nothing."""
+    unsaid = {"recompute": "see recipe", "attn_backend": "flash", "shard": "dist-optimizer"}
+    unsaid |= {"tp": "1", "pp": "1", "dp": "64", "global_batch": "1024"}
+    none, full, said, huge = predict(
+        [
+            ROW | unsaid | {"recompute": "none", "microbatch": "16"},
+            ROW | unsaid | {"recompute": "full", "microbatch": "16"},
+            ROW | unsaid | {"microbatch": "16"},
+            ROW | unsaid | {"layers": "640"},
+        ]
+    )
+    capacity = 80 * 2**30 / 1e9
+    assert none.predicted_memory_gb > capacity > full.predicted_memory_gb
+    assert said.predicted_memory_gb == pytest.approx(capacity)
+    assert said.predicted_time_s == none.predicted_time_s
+    assert said.feasible
+    assert not huge.feasible
+
+
+def test_only_what_fits_is_feasible() -> None:
     rows = [ROW | {"layers": str(n), "tp": "1", "pp": "1", "dp": "64"} for n in (1, 2, 4, 8, 16, 32, 64)]
     found = predict(rows)
     capacity = 80 * 2**30 / 1e9
-    assert [one.feasible for one in found] == [one.memory_high_gb <= capacity for one in found]
+    assert [one.feasible for one in found] == [one.predicted_memory_gb <= capacity for one in found]
     assert found[0].feasible
     assert not found[-1].feasible
 
@@ -184,14 +207,31 @@ def test_constants_stand_where_they_may() -> None:
 
 def test_a_fit_finds_what_made_the_times() -> None:
     rows = [read(row) for row in table("llm_foundry_mpt")[::2]]
-    p, _, _, _ = arrays(rows)
+    p, _ = arrays(rows)
     truth = known("fsdp", "ampere") | {"product_share": 0.6, "link_share": 0.3, "layer_floor": 1e-4}
     made = step(p, repeated(truth, len(p)))
     nothing = np.full(len(p), np.nan)
-    found = fit(p, made.time, made.memory, nothing, known("fsdp", "hopper"))
+    found = fit(p, Measured(made.time, made.memory, nothing, nothing), known("fsdp", "hopper"))
     again = step(p, repeated(found, len(p)))
     assert np.abs(again.time / made.time - 1).mean() < 0.01
     assert np.abs(again.memory / made.memory - 1).mean() < 0.02
+
+
+def test_that_runs_ran_teaches_how_much_they_take() -> None:
+    """Rows that are predicted to be too large ran: constants give way. And rows that did not run hold them back."""
+    rows = [
+        read(ROW | {"layers": "40", "tp": "2", "dp": "16", "recompute": "none", "precision": "bf16"})
+    ] * 20
+    p, measured = arrays(rows)
+    parent = known("megatron", "ampere") | {"activation_scale": 1.0}
+    before = step(p, repeated(parent, 20)).memory[0]
+    tight = replace(p, capacity=np.full(20, 0.8 * before))
+    nothing = np.full(20, np.nan)
+    ran = fit(tight, replace(measured, times=nothing), parent)
+    assert step(tight, repeated(ran, 20)).memory[0] < 0.85 * before
+    wide = replace(p, capacity=np.full(20, 1.3 * before))
+    failed = fit(wide, replace(measured, times=nothing, fits=np.zeros(20)), parent)
+    assert step(wide, repeated(failed, 20)).memory[0] > 1.2 * before
 
 
 def test_measured_rows_teach() -> None:
@@ -201,15 +241,15 @@ def test_measured_rows_teach() -> None:
     rest = np.setdiff1d(np.arange(len(rows)), given)
     parent = known("fsdp", "ampere")
     learnt = learn_family([rows[i] for i in given], parent)
-    p, times, _, _ = arrays([rows[i] for i in rest])
-    error = lambda cost: float(np.abs(cost.time / times - 1).mean())
+    p, measured = arrays([rows[i] for i in rest])
+    error = lambda cost: float(np.abs(cost.time / measured.times - 1).mean())
     before = error(step(p, repeated(parent, len(p))))
     law = error(step(p, repeated(learnt.constants, len(p))))
     shapes = error(step_with(p, repeated(learnt.constants, len(p)), learnt.factors))
     assert shapes < 0.8 * law < 0.8 * before
     at = arrays([rows[i] for i in given])
     there = step_with(at[0], repeated(learnt.constants, 48), learnt.factors)
-    assert np.median(np.abs(there.time / at[1] - 1)) < 0.01
+    assert np.median(np.abs(there.time / at[1].times - 1)) < 0.01
 
 
 def test_too_few_measured_rows_are_refused() -> None:

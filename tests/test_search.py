@@ -45,7 +45,13 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
         fits = tp * cp * pp * dp == n and model.heads % tp == 0 and asked.seq % cp == 0 and pp <= model.layers
         if not fits or (model.kv_heads % tp and tp % model.kv_heads):
             continue
-        choices = product((0, 1), range(4), (NONE, SELECTIVE, FULL), (1, 2, 3, 4, 6, 8), (1, 2, 4, 8, 16, 32))
+        choices = product(
+            (0, 1),
+            range(4),
+            (NONE, SELECTIVE, FULL),
+            (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20),
+            (1, 2, 4, 8, 16, 32),
+        )
         for sp, zero, recompute, chunks, microbatch in choices:
             times = -(-asked.batch // (dp * microbatch))
             if (
@@ -308,9 +314,14 @@ def test_the_command_gives_the_best(config: Path) -> None:
     ("words", "said"),
     [
         (["--cluster", "h1000:8", "--global-batch", "8"], "no device 'h1000' is known"),
+        (["--global-batch", "8"], "Missing option '--cluster'"),
         (["--cluster", "h100:8", "--global-batch", "8", "--memory", "70"], "70GB, 64GiB"),
         (["--cluster", "h100:8", "--global-batch", "8", "--precision", "int4"], "bf16, fp16"),
         (["--cluster", "v100:8", "--global-batch", "8"], "v100 does not multiply bf16"),
+        (
+            ["--cluster", "h100:8", "--global-batch", "8", "--framework", "alpa"],
+            "soli, megatron, megatron-deepspeed",
+        ),
     ],
 )
 def test_mistakes_are_said(config: Path, words: list[str], said: str) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from soli.planner.search import Task
 
 FORMS = ("text", "toml", "json")
+PRECISIONS = ("bf16", "fp16")
+FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
 
 
 class Group(TyperGroup):
@@ -33,7 +35,8 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
-            args = ["search" if any(word.startswith("--cluster") for word in args) else "check", *args]
+            model = any(word.startswith("--cluster") for word in args) or Path(args[0]).exists()
+            args = ["search" if model else "check", *args]
         found: list[str] = super().parse_args(ctx, args)
         return found
 
@@ -77,6 +80,12 @@ def search(
         list[str] | None,
         typer.Option(help="Ask why the best plan is not such a one: tp=8. Any number of times."),
     ] = None,
+    framework: Annotated[
+        str,
+        typer.Option(
+            help="Whose program runs the plans: soli, megatron, megatron-deepspeed, deepspeed, fsdp."
+        ),
+    ] = "soli",
     count: Annotated[int, typer.Option(min=1, help="Plans that are shown.")] = 10,
     whatif: Annotated[
         list[str] | None,
@@ -98,10 +107,13 @@ def search(
 
     known, made = read_model(model), read_cluster(cluster)
     tokens = seq or min(known.seq or 8192, 8192)
-    task = Task(known, made, batch, tokens, _of(precision), _bytes(memory), explain.fixed_of(fix))
+    task = Task(
+        known, made, batch, tokens, _one_of("precision", precision, PRECISIONS), _bytes(memory), explain.fixed_of(fix),
+        _one_of("framework", framework, FRAMEWORKS),
+    )  # fmt: skip
     said: dict[str, Any] = {
         "model": known.name, "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
-        "assumed": explain.assumed(made),
+        "assumed": explain.assumed(task),
     }  # fmt: skip
     if whatif:
         said["whatif"] = [_whatif(task, question) for question in whatif]
@@ -171,10 +183,10 @@ def _short(choice: dict[str, Any]) -> str:
     return f"{choice['plan']}: {choice['step_time_s']:.4g} s a step, up to {choice['memory_high_gb']:.1f} GB"
 
 
-def _of(precision: str) -> str:
-    if precision not in ("bf16", "fp16"):
-        raise SoliError("the planner knows no such precision", got=precision, allowed="bf16, fp16")
-    return precision
+def _one_of(what: str, said: str, known: tuple[str, ...]) -> str:
+    if said not in known:
+        raise SoliError(f"the planner knows no such {what}", got=said, allowed=", ".join(known))
+    return said
 
 
 def _bytes(text: str) -> float:
@@ -265,7 +277,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 def _show(found: list[Prediction]) -> None:
     table = Table(
-        "row", box=box.SIMPLE, caption="Intervals: 90%. fits: the upper bound of the memory is there."
+        "row", box=box.SIMPLE, caption="Intervals: 90%. fits: what is predicted of memory is there."
     )
     for title in ("step, s", "from", "to", "memory, GB", "to", "fits"):
         table.add_column(title, justify="right", no_wrap=True)

@@ -11,10 +11,8 @@ from soli.planner.cost import memory
 from soli.planner.cost.constants import DEFAULT, LIKE, sets, spread_of
 from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
-from soli.planner.hardware.clusters import Cluster
 from soli.planner.search import (
     FIXED,
-    FRAMEWORK,
     LEVELS,
     Found,
     Task,
@@ -85,12 +83,12 @@ def answer(task: Task, count: int = 10) -> Answer:
     if not len(found.points):
         raise _nothing(found)
     best = [choice(task, found.points, found.cost, i) for i in different(found, count)]
-    return Answer(best, why(best), found.counted, len(found.points), assumed(task.cluster))
+    return Answer(best, why(best), found.counted, len(found.points), assumed(task))
 
 
 def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
     """The plan at a place."""
-    spread = spread_of(FRAMEWORK, task.cluster.device.generation)
+    spread = spread_of(task.framework, task.cluster.device.generation)
     time, size = float(cost.time[i]), float(cost.memory[i])
     tokens = task.batch * task.seq
     parts = {name: float(getattr(cost, name)[i]) for name in PARTS if name != "computing"}
@@ -184,13 +182,15 @@ def _nothing(found: Found) -> SoliError:
     )
 
 
-def assumed(cluster: Cluster) -> str:
+def assumed(task: Task) -> str:
     """On what measurements the constants and the intervals stand."""
-    family, generation = LIKE.get(FRAMEWORK, FRAMEWORK), cluster.device.generation
+    family, generation = LIKE.get(task.framework, task.framework), task.cluster.device.generation
     known = sets().get(f"{family} {generation}")
+    if known is not None and "time_low" in known and task.framework not in LIKE:
+        return f"constants and intervals are those of {known['rows']:g} published runs of {family} on {generation}"
     if known is not None and "time_low" in known:
         return (
-            f"constants are those of {known['rows']:g} published runs of {family} on {generation}, as soli was not "
+            f"constants are those of {known['rows']:g} published runs of {family} on {generation}, as {task.framework} was not "
             "measured there, and intervals those of all frameworks"
         )
     rows = sets()[DEFAULT]["rows"]

@@ -7,7 +7,8 @@ is off by as much as PRIOR allows. Rows that no law explains count less (soft L1
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,43 +26,45 @@ PRIOR = 0.6
 BOUNDS = np.array([[np.log(max(m.low, 1e-3 * m.high)), np.log(m.high)] for m in MEANINGS.values()])
 
 
-def fit(
-    points: Points,
-    times: Array,
-    memories: Array,
-    states: Array,
-    parent: Mapping[str, float],
-    weights: Array | None = None,
-    free: Sequence[str] = NAMES,
-) -> dict[str, float]:
-    """Constants for which the step model gives `times` [N], seconds, and `memories` and `states` [N], bytes, of its peak
-    and between steps; nan: not measured.
+@dataclass(frozen=True)
+class Measured:
+    """What is known of steps: arrays [N], nan where nothing is."""
 
-    `parent`: where they start and what holds them. `weights` [N]: of rows. `free`: those that may change.
+    times: Array  # seconds
+    memories: Array  # bytes at the peak
+    states: Array  # bytes between steps
+    fits: Array  # 1: it ran; 0: it ran out of memory
+
+
+def fit(
+    points: Points, measured: Measured, parent: Mapping[str, float], weights: Array | None = None
+) -> dict[str, float]:
+    """Constants for which the step model gives what was measured. A run whose memory nobody said still fitted.
+
+    `parent`: where they start and what holds them. `weights` [N]: of rows.
     """
-    at = np.array([NAMES.index(name) for name in free])
-    low, high = BOUNDS[at].T
-    base = logs(parent)
-    start = np.clip(base[at], low + 1e-9, high - 1e-9)
+    low, high = BOUNDS.T
+    start = np.clip(logs(parent), low + 1e-9, high - 1e-9)
     scale = np.sqrt(np.ones(len(points)) if weights is None else weights)
-    timed, sized, stated = (np.isfinite(x) for x in (times, memories, states))
+    timed, sized, stated = (np.isfinite(x) for x in (measured.times, measured.memories, measured.states))
+    ran, failed = (measured.fits == 1) & ~sized, measured.fits == 0
 
     def residuals(found: NDArray[np.float64]) -> NDArray[np.float64]:
-        whole = base.copy()
-        whole[at] = found
-        cost = step(points, spread(whole, len(points)))
+        cost = step(points, spread(found, len(points)))
+        over = np.log(cost.memory / points.capacity)
         return np.concatenate(
             [
-                (scale * np.log(cost.time / times))[timed] / TIME_ERROR,
-                (scale * np.log(cost.memory / memories))[sized] / MEMORY_ERROR,
-                (scale * np.log(cost.states / states))[stated] / MEMORY_ERROR,
+                (scale * np.log(cost.time / measured.times))[timed] / TIME_ERROR,
+                (scale * np.log(cost.memory / measured.memories))[sized] / MEMORY_ERROR,
+                (scale * np.log(cost.states / measured.states))[stated] / MEMORY_ERROR,
+                (scale * np.maximum(over, 0))[ran] / MEMORY_ERROR,
+                (scale * np.minimum(over, 0))[failed] / MEMORY_ERROR,
                 (found - start) / PRIOR,
             ]
         )
 
     found = least_squares(residuals, start, bounds=(low, high), loss="soft_l1", x_scale=0.3, max_nfev=60)
-    base[at] = found.x
-    return {name: float(f"{value:.5g}") for name, value in zip(NAMES, np.exp(base), strict=True)}
+    return {name: float(f"{value:.5g}") for name, value in zip(NAMES, np.exp(found.x), strict=True)}
 
 
 def logs(of: Mapping[str, float]) -> NDArray[np.float64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ import numpy as np
 from soli.core.errors import SoliError
 from soli.planner import measured
 from soli.planner.cost.constants import Constants, constants, known, spread_of
-from soli.planner.cost.points import Array, Points, points
+from soli.planner.cost.points import FULL, Points, points
 from soli.planner.cost.step import Step
-from soli.planner.fit import fit
-from soli.planner.rows import Row, read
+from soli.planner.fit import Measured, fit
+from soli.planner.rows import MICROBATCH, RECOMPUTE, Row, read
 
 GB = 1e9
 FEWEST = 8
@@ -31,7 +31,7 @@ class Prediction:
     predicted_memory_gb: float | None = None
     memory_low_gb: float | None = None
     memory_high_gb: float | None = None
-    feasible: bool | None = None  # the upper bound of its memory is there
+    feasible: bool | None = None  # what is predicted of memory is there; memory_high_gb says how sure that is
     inferred: tuple[str, ...] = ()
     refused: str | None = None
 
@@ -59,13 +59,16 @@ def predict(
         at = [i for i, row in enumerate(rows) if not row.refused and family_of(row) == family]
         p = points([rows[i].point for i in at])
         cost, spread = costs(p, family, learnt)
+        least_of = costs(replace(p, recompute=np.full(len(p), FULL)), family, learnt)[0].memory
         for place, i in enumerate(at):
             time, memory = float(cost.time[place]), float(cost.memory[place])
+            if rows[i].unsaid:  # they recompute what does not fit
+                memory = float(np.clip(p.capacity[place], least_of[place], memory))
             low, high = (time * spread[name] for name in ("time_low", "time_high"))
             least, most = (memory * spread[name] for name in ("memory_low", "memory_high"))
             found[i] = Prediction(
                 time, low, high, memory / GB, least / GB, most / GB,
-                feasible=bool(most <= p.capacity[place]), inferred=tuple(rows[i].inferred),
+                feasible=bool(memory <= p.capacity[place]), inferred=tuple(rows[i].inferred),
             )  # fmt: skip
     return found
 
@@ -103,18 +106,21 @@ def learn(rows: Sequence[Row]) -> dict[tuple[str, str], Learnt]:
 
 def learn_family(rows: Sequence[Row], parent: Mapping[str, float]) -> Learnt:
     """What these rows, of one family, say."""
-    p, times, memories, states = arrays(rows)
-    fitted = fit(p, times, memories, states, parent)
-    return Learnt(fitted, measured.learn(p, repeated(fitted, len(p)), times))
+    p, known_of = arrays(rows)
+    fitted = fit(p, known_of, parent)
+    return Learnt(fitted, measured.learn(p, repeated(fitted, len(p)), known_of.times))
 
 
-def arrays(rows: Sequence[Row]) -> tuple[Points, Array, Array, Array]:
-    """Points of rows, and what was measured of each: seconds, bytes at the peak, bytes between steps; nan: nothing."""
+def arrays(rows: Sequence[Row]) -> tuple[Points, Measured]:
+    """Points of rows, and what was measured of each."""
     times, memories, states = (
         np.array([np.nan if (x := getattr(row, name)) is None else x for row in rows])
         for name in ("time", "memory", "states")
     )
-    return points([row.point for row in rows]), times, memories, states
+    # That a run fitted says something of memory where the row says all that memory depends on.
+    silent = [any(word.startswith((RECOMPUTE, MICROBATCH)) for word in row.inferred) for row in rows]
+    fits = np.array([np.nan if quiet else float(row.fits) for quiet, row in zip(silent, rows, strict=True)])
+    return points([row.point for row in rows]), Measured(times, memories, states, fits)
 
 
 def repeated(one: dict[str, float], count: int) -> Constants:

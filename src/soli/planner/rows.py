@@ -33,6 +33,7 @@ STATES = {"static_mem_alloc_gib": 2.0**30}
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?\s*top(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
 TESTS = "megatron-tests"
+RECOMPUTE, MICROBATCH = "recompute=", "microbatch="
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
 
@@ -56,6 +57,11 @@ class Row:
     states: float | None = None  # of it what is there between steps
     fits: bool = True  # False: it is known to have run out of memory
 
+    @property
+    def unsaid(self) -> bool:
+        """Whether it leaves out what is recomputed: nothing for its time, as much as fits for its memory."""
+        return any(word.startswith(RECOMPUTE) for word in self.inferred)
+
 
 def read(row: Mapping[str, str]) -> Row:
     """A row of a table, by column."""
@@ -67,7 +73,8 @@ def read(row: Mapping[str, str]) -> Row:
     found.generation, found.framework = device.generation, framework(row)
     point = _hardware(row, device, said, found) | _precision(row, device, found)
     point |= _model(row, said, found) | _attention(row, found)
-    point |= _degrees(said, point, found) | _choices(row, point, found)
+    point |= _degrees(said, point, found)
+    point |= _choices(row, point, found)
     point |= _batch(said, point, found)
     found.time, found.memory = _measured(row, TIMES), _measured(row, MEMORIES)
     found.states = _measured(row, STATES)
@@ -261,13 +268,13 @@ def _choices(row: Mapping[str, str], point: dict[str, float], found: Row) -> dic
     if level is None:
         level = NONE if point.get("flash") or "recompute_method" in row else SELECTIVE
         if "recompute_method" not in row:
-            found.inferred.append(f"recompute={'none' if level == NONE else 'selective'}")
+            found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
     sp = _text(row, "sp").lower()
     return {
-        "zero": zero,
+        "zero": zero if point["dp"] * point["cp"] > 1 else 0.0,
         "offload": offload,
         "recompute": level,
-        "sp": float(sp in ("=tp", "on", "true", "1", "yes")),
+        "sp": float(sp in ("=tp", "on", "true", "1", "yes") and point["tp"] > 1),
     }
 
 
@@ -282,7 +289,7 @@ def _batch(said: dict[str, float | None], point: dict[str, float], found: Row) -
     if size is None:
         size = whole / dp / times if times else min(whole / dp, USUAL if point["pp"] == 1 else 1.0)
         size = max(size, 1.0)
-        found.inferred.append(f"microbatch={size:g}")
+        found.inferred.append(f"{MICROBATCH}{size:g}")
     if whole < dp * size:
         found.refused.append(f"global_batch={whole:g} is less than dp x microbatch = {dp * size:g}")
     return {"global_batch": whole, "microbatch": size}

@@ -22,13 +22,14 @@ from soli.planner.hardware.clusters import Cluster
 from soli.planner.models import Model
 from soli.planner.predict import repeated
 
-FRAMEWORK = "soli"
 WIDEST = {"tp": 64, "cp": 64}
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
-CHUNKS = (1, 2, 3, 4, 6, 8)
+CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
-KEEPS = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0, "logged": 0.0}
-"""soli's states: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
+MIXED = {"weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0, "logged": 0.0}
+"""How programs keep their states: parameters in 16 bits, with a copy in fp32 among the optimizer's."""
+CAST = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0, "logged": 0.0}
+"""How soli does: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
 FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch")
 """What the user may fix; `microbatch` is in sequences."""
 MOST = 16384  # servers
@@ -47,6 +48,7 @@ class Task:
     precision: str = "bf16"
     memory: float = 0.0  # bytes of a device that may be used; 0: all
     fixed: Mapping[str, float] | None = None
+    framework: str = "soli"  # whose program runs the plan
 
     @property
     def limit(self) -> float:
@@ -132,7 +134,7 @@ def search(task: Task) -> Found:
 
 def peaks(task: Task, p: Points) -> Array:
     """The upper bound of each point's memory, bytes."""
-    high = spread_of(FRAMEWORK, task.cluster.device.generation)["memory_high"]
+    high = spread_of(task.framework, task.cluster.device.generation)["memory_high"]
     parts = [memory.peak(piece, constants_of(task, len(piece))) for piece in _pieces(p)]
     return high * np.concatenate(parts)
 
@@ -149,7 +151,7 @@ def _pieces(p: Points) -> list[Points]:
 
 def constants_of(task: Task, count: int) -> Constants:
     """What the search assumes."""
-    return repeated(known(FRAMEWORK, task.cluster.device.generation), count)
+    return repeated(known(task.framework, task.cluster.device.generation), count)
 
 
 # --- the space --------------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def spaces(task: Task) -> Points:
         "peak_wide": min(peak, device.tflops.get(wide, peak / 1e12) * 1e12), "capacity": device.memory,
         "bandwidth": device.memory_gbs * 1e9, "node": device.node, "link": device.link_gbs * 1e9,
         "link_latency": device.link_us * 1e-6, "net": device.net_gbits * 1e9 / 8,
-        "net_latency": device.net_us * 1e-6, "host": device.host_gbs * 1e9, **KEEPS,
+        "net_latency": device.net_us * 1e-6, "host": device.host_gbs * 1e9, **(CAST if task.framework == "soli" else MIXED),
     }  # fmt: skip
     own = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sp": sp, "zero": zero, "recompute": recompute, "chunks": chunks, "microbatch": microbatch}  # fmt: skip
     count = int(kept.sum())
