@@ -113,6 +113,12 @@ def test_enough_devices_are_the_fewest() -> None:
         whatif.devices(asked, 1e15, 0.001)
 
 
+def test_a_fixed_cp_divides_the_longest_sequence() -> None:
+    length, choice = whatif.longest(task(cluster="h100:6x1", batch=8, fixed={"cp": 3.0}))
+    assert length % 3 == 0
+    assert "cp=3" in choice.plan
+
+
 def test_nothing_that_fits_is_said() -> None:
     with pytest.raises(SoliError, match="holds nothing"):
         whatif.longest(task(memory=1e9))

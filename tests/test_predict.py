@@ -17,7 +17,7 @@ from soli.planner.cost.step import step
 from soli.planner.fit import Measured, fit
 from soli.planner.measured import step_with
 from soli.planner.predict import Prediction, arrays, learn_family, predict, repeated
-from soli.planner.rows import framework, read
+from soli.planner.rows import framework, read, read_measured
 from test_cli import soli
 
 PUBLISHED = Path(__file__).parent.parent / "benchmarks/published"
@@ -85,6 +85,22 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"params_b": "7.1", "ffn": "14336"}, {"gated": 0}),
         ({"arch": "moe 256e top8 +1 shared, MLA", "params_b": "671"}, {"experts": 256, "active": 9}),
         ({"model": "LLAMA3_70B LoRA"}, {"frozen": 1}),
+        ({"model": "Colorado-7B"}, {"frozen": 0}),
+        ({"notes": "without flash attention", "framework": "torchtitan"}, {"flash": 0}),
+        ({"seq_len": "8k"}, {"seq": 8192}),
+        ({"global_batch": "1,536"}, {"global_batch": 1536}),
+        ({"layers": "", "hidden": "4096", "params_b": "1.2T"}, {"layers": 5960}),
+        ({"microbatch": "", "global_batch": "12"}, {"microbatch": 1}),
+        ({"ep": "n/a", "vp": "0", "cp": "-"}, {"ep": 1, "chunks": 1, "cp": 1}),
+        ({"shard": "ZeRO stage 3"}, {"zero": 3}),
+        ({"zero": "2"}, {"zero": 2}),
+        ({"recompute": "True"}, {"recompute": FULL}),
+        ({"precision": "tf32"}, {"peak": 156e12, "low": 4}),
+        ({"gpu": "A100-SXM4-40GB"}, {"capacity": 40 * 2**30}),
+        ({"gpu": "NVIDIA H100 80GB HBM3"}, {"peak": 989.5e12}),
+        ({"gpu": "A100 PCIe"}, {"node": 8, "peak": 312e12}),
+        ({"interconnect": "NVLink 600 GB/s in node; IB 1600 Gb/s per node"}, {"net": 25e9}),
+        ({"framework": "soli"}, {"weight": 4, "moments": 8, "casts": 1}),
     ],
 )  # fmt: skip
 def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None:
@@ -123,6 +139,21 @@ def test_what_is_missing_is_inferred_and_said() -> None:
             {"seq_len": "", "global_batch": "", "dp": "4"},
             ["sequence", "tp x pp", "global_batch"],
         ),  # all at once
+        ({"tp": "-8"}, ["tp: '-8' is no whole number above 0", "tp x pp x cp x dp = 16"]),
+        ({"pp": "eight"}, ["pp: 'eight' is no whole number", "tp x pp x cp x dp = 32"]),
+        ({"gpus": "0"}, ["gpus: '0' is no whole number"]),
+        ({"gpus": "1e400"}, ["gpus: '1e400' is no whole number"]),
+        ({"layers": "40.7"}, ["layers: '40.7' is no whole number", "neither layers"]),
+        ({"heads": "2", "tp": "4"}, ["tp=4 cuts 2 heads"]),
+        ({"kv_heads": "64"}, ["64 key heads do not divide 32 heads"]),
+        ({"layers": "3", "vp": "4"}, ["pp x vp = 8 stages share 3 layers"]),
+        ({"arch": "moe 8e top2", "ep": "16"}, ["ep=16 shares 8 experts"]),
+        ({"shard": "sharded"}, ["shard: 'sharded' is not understood"]),
+        ({"sp": "8"}, ["sp: '8' is not understood"]),
+        ({"precision": "int8"}, ["multiplies no int8"]),
+        ({"precision": "bf16", "gpu": "V100-32GB"}, ["multiplies no bf16"]),
+        ({"gpu": "H100 PCIe"}, ["no device 'H100 PCIe' is known"]),
+        ({"gpu": "H100-94GB"}, ["no device 'H100-94GB' is known"]),
     ],
 )
 def test_what_is_refused(changes: dict[str, str], reasons: list[str]) -> None:
@@ -236,7 +267,7 @@ def test_that_runs_ran_teaches_how_much_they_take() -> None:
 
 def test_measured_rows_teach() -> None:
     """Of vTrain's rows 48 are given, with constants that never saw it: the others come out closer, by law and by shape."""
-    rows = [read(row) for row in table("planner_vtrain_single")]
+    rows = [read_measured(row) for row in table("planner_vtrain_single")]
     given = np.random.default_rng(7).choice(len(rows), 48, replace=False)
     rest = np.setdiff1d(np.arange(len(rows)), given)
     parent = known("fsdp", "ampere")
@@ -257,6 +288,18 @@ def test_too_few_measured_rows_are_refused() -> None:
     with pytest.raises(SoliError, match="so few") as refused:
         predict(few, few)
     assert "7 of megatron-deepspeed on ampere" in str(refused.value)
+
+
+def test_measured_rows_that_do_not_help_are_refused() -> None:
+    rows = table("planner_vtrain_single")[:20]
+    for useless in (
+        [row | {"measured_ms": ""} for row in rows],
+        [ROW | {"gpu": "H100", "iter_time_s": "1"}] * 20,
+    ):
+        with pytest.raises(SoliError, match="no measured row helps"):
+            predict(rows, useless)
+    more = [*rows, ROW | {"gpu": "H100", "iter_time_s": "1"}]  # of a family that is not asked for
+    assert predict(rows, more) == predict(rows, rows)
 
 
 def test_frameworks_are_families() -> None:
@@ -292,6 +335,13 @@ def test_the_command_gives_a_list_in_order(tmp_path: Path) -> None:
     assert f"{first['predicted_time_s']:.4g}" in shown.stdout
 
 
+def test_cells_are_shown_as_they_are(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.csv", [{" gpu ": "[/oops]", "gpus": "8"}])
+    done = soli("plan", str(path))  # "predict" left out
+    assert done.returncode == 0, done.stderr
+    assert "[/oops]" in done.stdout
+
+
 def test_the_command_learns_from_measured_rows(tmp_path: Path) -> None:
     rows = table("planner_vtrain_single")[:60]
     known_rows, asked = written(tmp_path / "known.csv", rows[:48]), written(tmp_path / "asked.csv", rows[48:])
@@ -310,6 +360,7 @@ def test_the_command_learns_from_measured_rows(tmp_path: Path) -> None:
         ("layers,hidden\n1,2\n", "no column 'gpu'"),
         ("gpu,layers\nh100,1,2\n", "more cells than it has columns"),
         ('gpu,layers\n"h100\n', "no CSV file"),
+        ("gpu,layers\n", "the table has no rows"),
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, text: str | None, said: str) -> None:

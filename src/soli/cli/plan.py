@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,22 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from soli.cli import plan_search
 from soli.cli.options import Ranks
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.planner.legality import default_plan, resolve
 
 if TYPE_CHECKING:
-    from soli.planner.explain import Answer, Choice
     from soli.planner.predict import Prediction
-    from soli.planner.search import Task
 
 FORMS = ("text", "toml", "json")
-PRECISIONS = ("bf16", "fp16")
-FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
 
 
 class Group(TyperGroup):
@@ -35,17 +32,27 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
-            model = any(word.startswith("--cluster") for word in args) or Path(args[0]).exists()
-            args = ["search" if model else "check", *args]
+            args = [_meant(args), *args]
         found: list[str] = super().parse_args(ctx, args)
         return found
 
 
+def _meant(args: list[str]) -> str:
+    """The command that these words leave out. A plan has no path's signs in it, and no option of a search."""
+    first = args[0].lower()
+    if first.endswith(".csv"):
+        return "predict"
+    searched = any(word.split("=")[0] in ("--cluster", "--global-batch") for word in args)
+    return "search" if searched or "/" in first or first.endswith(".json") else "check"
+
+
 app = typer.Typer(
     cls=Group,
-    help="Check a plan (soli plan dp=2,zero=3 -n 2), or predict what plans take.",
+    help="The best plans of a model (soli plan MODEL --cluster h100:8x64 --global-batch 1024); what the runs of a table "
+    "take (soli plan predict ROWS.csv); a plan, checked and filled in (soli plan dp=2,zero=3 -n 2).",
     no_args_is_help=True,
 )
+app.command("search")(plan_search.search)
 
 
 @app.command("check")
@@ -65,162 +72,6 @@ def check(
     print({"text": str(made), "toml": made.to_toml().rstrip(), "json": made.to_json()}[form])
 
 
-@app.command("search")
-def search(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face config.json, or the directory that has one.")],
-    cluster: Annotated[str, typer.Option(help="Such as h100:8x64, or a file (soli hardware --help).")],
-    batch: Annotated[int, typer.Option("--global-batch", min=1, help="Sequences a step.")],
-    seq: Annotated[
-        int, typer.Option(min=0, help="Tokens of a sequence; 0: what the model was made for, 8192 at most.")
-    ] = 0,
-    precision: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
-    memory: Annotated[str, typer.Option(help="Of a device, such as 70GB; else all that it has.")] = "",
-    fix: Annotated[str, typer.Option(help="What every plan must have, such as tp=8,recompute=full.")] = "",
-    why_not: Annotated[
-        list[str] | None,
-        typer.Option(help="Ask why the best plan is not such a one: tp=8. Any number of times."),
-    ] = None,
-    framework: Annotated[
-        str,
-        typer.Option(
-            help="Whose program runs the plans: soli, megatron, megatron-deepspeed, deepspeed, fsdp."
-        ),
-    ] = "soli",
-    count: Annotated[int, typer.Option(min=1, help="Plans that are shown.")] = 10,
-    whatif: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="seq: the longest sequence; model: the largest model; tokens=15e12,days=10: how many devices."
-        ),
-    ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the answer with pictures to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> None:
-    """The best plans of a model on a cluster: time, memory, and why. "search" may be left out.
-
-    Every plan is looked at; one is offered if the upper bound of its memory is there. No GPU, weights or network.
-    """
-    from soli.planner import explain
-    from soli.planner.hardware.clusters import read_cluster
-    from soli.planner.models import read_model
-    from soli.planner.search import Task
-
-    known, made = read_model(model), read_cluster(cluster)
-    tokens = seq or min(known.seq or 8192, 8192)
-    task = Task(
-        known, made, batch, tokens, _one_of("precision", precision, PRECISIONS), _bytes(memory), explain.fixed_of(fix),
-        _one_of("framework", framework, FRAMEWORKS),
-    )  # fmt: skip
-    said: dict[str, Any] = {
-        "model": known.name, "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
-        "assumed": explain.assumed(task),
-    }  # fmt: skip
-    if whatif:
-        said["whatif"] = [_whatif(task, question) for question in whatif]
-    else:
-        found = explain.answer(task, count)
-        reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
-        said |= {**found.asdict(), "why_not": reasons}
-        if html is not None:
-            _write(html, task, found, reasons)
-    if as_json:
-        print(json.dumps(said, indent=1))
-    elif whatif:
-        print("\n".join(f"{one['answer']}\n  {_short(one['choice'])}" for one in said["whatif"]))
-        print(f"{said['assumed']}.")
-    else:
-        print(f"{known.name}, {batch} sequences of {tokens} tokens a step, on {made} ({made.size} devices)")
-        _best(found.choices)
-        _reasons(found, reasons)
-        if html is not None:
-            print(f"With pictures: {html}")
-
-
-def _reasons(found: Answer, reasons: list[str]) -> None:
-    first = found.choices[0]
-    low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
-    print(f"{found.counted} plans, {found.fit} of which fit. {found.why}.")
-    print(f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.")
-    for reason in reasons:
-        print(f"Why not {reason}.")
-
-
-def _write(path: Path, task: Task, found: Answer, reasons: list[str]) -> None:
-    from soli.planner.page import page
-
-    try:
-        path.write_text(page(task, found, reasons), encoding="utf-8")
-    except OSError as error:
-        raise SoliError("the page cannot be written", got=f"{path}: {error.strerror}") from error
-
-
-def _whatif(task: Task, question: str) -> dict[str, Any]:
-    """One question, its answer in words, and the best plan for it."""
-    from soli.planner import whatif
-
-    if question == "seq":
-        length, choice = whatif.longest(task)
-        text = f"The longest sequence: {length} tokens."
-        return {"question": question, "seq": length, "answer": text, "choice": choice.asdict()}
-    if question == "model":
-        model, parameters, choice = whatif.largest(task)
-        text = (
-            f"The largest model of these proportions: {parameters / 1e9:.4g} billion parameters "
-            f"({model.layers} layers of {model.hidden})."
-        )
-        return {"question": question, "parameters": parameters, "answer": text, "choice": choice.asdict()}
-    found = re.fullmatch(r"tokens=(\d+(?:\.\d+)?(?:e\d+)?),days=(\d+(?:\.\d+)?)", question)
-    if found is None or not all(float(number) for number in found.groups()):
-        raise SoliError("there is no such question", got=question, allowed="seq, model, tokens=15e12,days=10")
-    tokens, days = (float(number) for number in found.groups())
-    nodes, choice = whatif.devices(task, tokens, days)
-    taken = tokens / choice.tokens_per_s / 86400
-    text = f"{tokens:.3g} tokens in {days:g} days: {nodes * task.cluster.device.node} devices ({nodes} servers), {taken:.3g} days."
-    return {"question": question, "nodes": nodes, "days": taken, "answer": text, "choice": choice.asdict()}
-
-
-def _short(choice: dict[str, Any]) -> str:
-    return f"{choice['plan']}: {choice['step_time_s']:.4g} s a step, up to {choice['memory_high_gb']:.1f} GB"
-
-
-def _one_of(what: str, said: str, known: tuple[str, ...]) -> str:
-    if said not in known:
-        raise SoliError(f"the planner knows no such {what}", got=said, allowed=", ".join(known))
-    return said
-
-
-def _bytes(text: str) -> float:
-    """70GB, 64GiB."""
-    if not text:
-        return 0.0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.I)
-    if found is None or not float(found.group(1)):
-        raise SoliError("a memory is a number and its unit", got=text, allowed="70GB, 64GiB")
-    return float(found.group(1)) * (2**30 if "i" in found.group(2).lower() else 1e9)
-
-
-LEGEND = (
-    "GB of a device, and its upper bound: states between steps, kept for the backward. wait: in the pipeline. sent: "
-    "communication that nothing hides."
-)
-
-
-def _best(choices: list[Choice]) -> None:
-    table = Table(box=box.SIMPLE, caption=LEGEND, caption_justify="left", pad_edge=False)
-    table.add_column("", min_width=2, no_wrap=True)
-    for title in ("step s", "tok/s", "MFU", "GB", "to", "states", "kept", "wait", "sent"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for number, one in enumerate(choices, 1):
-        sent = (one.parts_s["exposed"] + one.parts_s["gradients"]) / one.step_time_s
-        table.add_row(
-            str(number), f"{one.step_time_s:.4g}", f"{one.tokens_per_s / 1000:.3g}k",
-            f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.states_gb:.1f}",
-            f"{one.activations_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
-        )  # fmt: skip
-    Console().print(table)
-    print("\n".join(f"  {number:<3} {one.plan}" for number, one in enumerate(choices, 1)))
-
-
 @app.command("predict")
 def predict(
     table: Annotated[Path, typer.Argument(help="A CSV file: a run a row, its model, plan and devices.")],
@@ -236,15 +87,18 @@ def predict(
 
     A row needs layers and hidden (or params_b), seq_len, gpu, gpus (or dp) and global_batch (or microbatch and
     grad_accum); tp, pp, dp, cp, ep, vp, microbatch, heads, kv_heads, ffn, vocab, arch, precision, recompute, shard,
-    sp, framework and interconnect are used where they stand, and inferred, which is said, where they do not. Columns
-    with other names are not looked at, nor are measured times.
+    sp, framework and interconnect are used where they stand, and inferred, which is said, where they do not. A few
+    words in model, notes, source, impl, env and attn_backend are looked for (LoRA, flash attention); what was measured
+    of a row is not looked at.
     """
     from soli.planner import predict as planner
 
     rows = _rows(table)
+    if not rows:
+        raise SoliError("the table has no rows", got=str(table))
     found = planner.predict(rows, [] if measured is None else _rows(measured))
     if as_json:
-        print(json.dumps([one.asdict() for one in found], indent=1))
+        print(json.dumps([one.asdict() for one in found], indent=1, allow_nan=False))
     else:
         _show(found)
 
@@ -254,7 +108,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True, restval="")
-            names, rows = list(reader.fieldnames or []), list(reader)
+            names = [name.strip() for name in reader.fieldnames or []]
+            reader.fieldnames = names
+            rows = list(reader)
     except OSError as error:
         raise SoliError("the table cannot be read", got=f"{path}: {error.strerror}") from error
     except (csv.Error, UnicodeDecodeError) as error:
@@ -284,7 +140,7 @@ def _show(found: list[Prediction]) -> None:
     table.add_column("inferred, or why not")
     for number, one in enumerate(found, 1):
         if one.refused:
-            table.add_row(str(number), *[""] * 6, one.refused)
+            table.add_row(str(number), *[""] * 6, escape(one.refused))
             continue
         numbers = (
             one.predicted_time_s,
@@ -297,6 +153,6 @@ def _show(found: list[Prediction]) -> None:
             str(number),
             *(f"{n:.4g}" for n in numbers),
             "yes" if one.feasible else "no",
-            "; ".join(one.inferred),
+            escape("; ".join(one.inferred)),
         )
     Console().print(table)

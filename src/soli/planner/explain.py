@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.planner.cost import memory
-from soli.planner.cost.constants import DEFAULT, LIKE, sets, spread_of
+from soli.planner.cost.constants import chain, sets, spread_of
 from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
 from soli.planner.search import (
@@ -82,8 +83,8 @@ def answer(task: Task, count: int = 10) -> Answer:
     found = search(task)
     if not len(found.points):
         raise _nothing(found)
-    best = [choice(task, found.points, found.cost, i) for i in different(found, count)]
-    return Answer(best, why(best), found.counted, len(found.points), assumed(task))
+    best = [choice(task, found.points, found.cost, i) for i in different(found, max(count, 2))]
+    return Answer(best[:count], why(best), found.counted, len(found.points), assumed(task))
 
 
 def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
@@ -110,18 +111,21 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
 
 
 def flops(p: Points, i: int) -> float:
-    """Of the model, a token: 6 a parameter that a product reads, and attention's (arXiv 2204.02311, appendix B)."""
+    """Of the model, a token: 6 a parameter that a product reads, and attention's (arXiv 2204.02311, appendix B).
+
+    Of attention what a causal kernel computes, which is half of what the paper counts.
+    """
     one = p.take([i])
     table = one.vocab * one.hidden
     whole = memory.parameters(one) - (2 - one.tied) * table
     unused = one.layers * one.matrices * one.hidden * one.ffn * (one.experts - one.active) * (one.experts > 0)
-    return float((6 * (whole - unused + table) + 12 * one.layers * one.seq * one.attention_width)[0])
+    return float((6 * (whole - unused + table) + 6 * one.layers * one.seq * one.attention_width)[0])
 
 
 def why(best: list[Choice]) -> str:
     """What makes the first quicker than the second."""
     if len(best) < 2:
-        return "No other plan of another layout fits."
+        return "No plan of another layout fits"
     first, second = best[0], best[1]
     less = second.step_time_s - first.step_time_s
     text = f"{less:.3g} s ({less / first.step_time_s:.1%}) less than the second: " + compared(first, second)
@@ -143,7 +147,11 @@ def compared(a: Choice, b: Choice) -> str:
 def why_not(task: Task, wanted: Mapping[str, float]) -> str:
     """Why the best plan is none with what is wanted: what the best of these costs, or what it lacks."""
     best = answer(task, 1).choices[0]
-    said = ", ".join(f"{name}={value:g}" for name, value in wanted.items())
+    said = spelt(wanted)
+    if over := {
+        name: value for name, value in (task.fixed or {}).items() if wanted.get(name, value) != value
+    }:
+        said += f" (and not the {spelt(over)} that is fixed)"
     asked = with_fixed(task, wanted)
     if wrong := problems(asked):
         return f"{said}: " + "; ".join(problem.what for problem in wrong)
@@ -157,7 +165,16 @@ def why_not(task: Task, wanted: Mapping[str, float]) -> str:
     if other.plan == best.plan:
         return f"{said}: the best plan has it"
     more = other.step_time_s - best.step_time_s
-    return f"{said}: at best {other.step_time_s:.4g} s with {other.plan}, {more / best.step_time_s:.1%} more: {compared(other, best)}"
+    share = f"{abs(more) / best.step_time_s:.1%} {'more' if more >= 0 else 'less'}"
+    return f"{said}: at best {other.step_time_s:.4g} s with {other.plan}, {share}: {compared(other, best)}"
+
+
+def spelt(fixed: Mapping[str, float]) -> str:
+    """What is fixed, as `fixed_of` reads it."""
+    names = {name: {value: word for word, value in values.items()} for name, values in WORDS.items()}
+    return ", ".join(
+        f"{name}={names.get(name, {}).get(value, f'{value:g}')}" for name, value in fixed.items()
+    )
 
 
 def lacking(found: Found) -> str:
@@ -184,17 +201,12 @@ def _nothing(found: Found) -> SoliError:
 
 def assumed(task: Task) -> str:
     """On what measurements the constants and the intervals stand."""
-    family, generation = LIKE.get(task.framework, task.framework), task.cluster.device.generation
-    known = sets().get(f"{family} {generation}")
-    if known is not None and "time_low" in known and task.framework not in LIKE:
-        return f"constants and intervals are those of {known['rows']:g} published runs of {family} on {generation}"
-    if known is not None and "time_low" in known:
-        return (
-            f"constants are those of {known['rows']:g} published runs of {family} on {generation}, as {task.framework} was not "
-            "measured there, and intervals those of all frameworks"
-        )
-    rows = sets()[DEFAULT]["rows"]
-    return f"nobody measured {family} on {generation}: constants and intervals of {rows:g} published runs elsewhere"
+    generation = task.cluster.device.generation
+    name = next(one for one in reversed(chain(task.framework, generation)) if one in sets())
+    text = f"constants are those of {sets()[name]['rows']:g} published runs ({name})"
+    if name == f"{task.framework} {generation}":
+        return f"{text}, and intervals too"
+    return f"{text}, as nobody measured {task.framework} on {generation}; intervals are those of all programs and devices"
 
 
 def fixed_of(text: str) -> dict[str, float]:
@@ -204,7 +216,9 @@ def fixed_of(text: str) -> dict[str, float]:
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, _, said = word.partition("=")
         values = WORDS.get(name, {})
-        value = values.get(said) if values else float(said) if said.isdigit() and int(said) > 0 else None
+        value = (
+            values.get(said) if values else float(said) if re.fullmatch(r"[1-9]\d{0,8}", said, re.A) else None
+        )
         if name not in FIXED:
             wrong.append(Problem(f"'{name}' cannot be fixed", allowed=", ".join(FIXED)))
         elif value is None:
@@ -212,6 +226,8 @@ def fixed_of(text: str) -> dict[str, float]:
             wrong.append(Problem(f"'{word}' cannot be", got=said or "nothing", allowed=allowed))
         elif found.setdefault(name, value) != value:
             wrong.append(Problem(f"'{name}' is fixed twice", got=text))
+    if not text.strip(" ,"):
+        wrong.append(Problem("nothing is said", got=repr(text), allowed="such as tp=8,recompute=full"))
     raise_all(wrong)
     return found
 

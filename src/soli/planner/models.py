@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from soli.core.errors import Problem, SoliError, raise_all
+from soli.planner.cost import memory
+from soli.planner.cost.points import Points, points
 
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocab": ("vocab_size",),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
@@ -25,9 +27,20 @@ NAMES: dict[str, tuple[str, ...]] = {
     "seq": ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
 }
 """A dimension, and the keys under which configurations have it."""
+MOST = 10**9
 NEEDED = ("layers", "hidden", "heads", "vocab")
 GATED = ("silu", "swiglu", "gelu_pytorch_tanh", "swigluoai")
 """Activations whose MLPs have a gate and so a third matrix (Shazeer, arXiv 2002.05202)."""
+ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
+GATES = ("gemma", "gemma2", "gemma3_text")
+STRANGE = (
+    "is_encoder_decoder",
+    "ffn_config",
+    "attn_config",
+    "interleave_moe_layer_step",
+    "shared_expert_intermediate_size",
+)
+"""Keys of models whose layers are not all alike, or whose MLPs are not what the other keys say."""
 UNGATED = (
     "phi",
     "phi1",
@@ -41,6 +54,9 @@ UNGATED = (
     "bert",
     "gpt_bigcode",
 )
+
+
+NEUTRAL = tuple(field.name for field in fields(Points))
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,11 @@ class Model:
     active: int
     tied: bool
     seq: int  # the longest that it was made for; 0: not said
+
+    @property
+    def parameters(self) -> float:
+        """Of all layers and tables."""
+        return float(memory.parameters(points([{**dict.fromkeys(NEUTRAL, 1.0), **self.point()}]))[0])
 
     def point(self) -> dict[str, float]:
         """The model's part of a point."""
@@ -89,13 +110,23 @@ def read_model(path: Path) -> Model:
         ) from error
     if not isinstance(said, Mapping):
         raise SoliError("the model is no config.json", got=f"{file}: no object of JSON")
-    return _model(file, {**said, **said.get("text_config", {})})
+    inner = said.get("text_config")
+    said = {**said, **(inner if isinstance(inner, Mapping) else {})}
+    return _model(file, {key: value for key, value in said.items() if value is not None})
 
 
 def _model(file: Path, said: Mapping[str, Any]) -> Model:
     numbers = {name: _number(said, keys) for name, keys in NAMES.items()}
     raise_all(
         [
+            Problem(
+                f"models with '{key}' are not understood yet",
+                got=f"{file}: {key}={json.dumps(said[key])[:80]}",
+            )
+            for key in STRANGE
+            if said.get(key)
+        ]
+        + [
             Problem(
                 f"{file} does not say the model's {name}",
                 got=", ".join(k for k in said if isinstance(said[k], int))[:200],
@@ -105,14 +136,13 @@ def _model(file: Path, said: Mapping[str, Any]) -> Model:
             if numbers[name] is None
         ]
     )
+    raise_all(_contradictions(file, numbers))
     layers, hidden, heads, vocab = (numbers[name] or 0 for name in NEEDED)
     experts = numbers["experts"] or 0
     ffn = (numbers["expert_ffn"] if experts else None) or numbers["ffn"] or 4 * hidden
     kind = str(said.get("model_type", ""))
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
-    activation = str(
-        said.get("hidden_act", said.get("hidden_activation", said.get("activation_function", "")))
-    )
+    activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
     return Model(
         name=str(said.get("_name_or_path") or kind or file.parent.name),
         layers=layers,
@@ -121,7 +151,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> Model:
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
         head_size=numbers["head_size"] or hidden // heads,
         ffn=ffn,
-        gated=activation in GATED and kind not in UNGATED,
+        gated=(activation in GATED or kind in GATES) and kind not in UNGATED,
         vocab=vocab,
         experts=experts,
         active=(numbers["routed"] or 1) + (numbers["shared"] or 0) if experts else 1,
@@ -132,4 +162,17 @@ def _model(file: Path, said: Mapping[str, Any]) -> Model:
 
 def _number(said: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     found = (said[key] for key in keys if key in said)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
+    whole = (int(n) for n in found if isinstance(n, int | float) and not isinstance(n, bool) and n == n // 1)
+    return next((n for n in whole if 0 < n < MOST), None)
+
+
+def _contradictions(file: Path, numbers: Mapping[str, int | None]) -> list[Problem]:
+    heads, kv_heads, hidden = numbers["heads"] or 1, numbers["kv_heads"], numbers["hidden"] or 1
+    found = []
+    if kv_heads and heads % kv_heads:
+        found.append(Problem(f"{file}: {kv_heads} key heads do not divide {heads} heads"))
+    if heads > hidden:
+        found.append(Problem(f"{file}: {heads} heads share a width of {hidden}"))
+    if (numbers["routed"] or 0) > (numbers["experts"] or numbers["routed"] or 0):
+        found.append(Problem(f"{file}: a token goes to {numbers['routed']} of {numbers['experts']} experts"))
+    return found

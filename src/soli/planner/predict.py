@@ -14,7 +14,7 @@ from soli.planner.cost.constants import Constants, constants, known, spread_of
 from soli.planner.cost.points import FULL, Points, points
 from soli.planner.cost.step import Step
 from soli.planner.fit import Measured, fit
-from soli.planner.rows import MICROBATCH, RECOMPUTE, Row, read
+from soli.planner.rows import TIMES, Row, read, read_measured
 
 GB = 1e9
 FEWEST = 8
@@ -53,9 +53,10 @@ def predict(
 ) -> list[Prediction]:
     """A prediction for each row, in their order. `known_rows`: measured ones, from which constants are fitted."""
     rows = [read(row) for row in table]
-    learnt = learn([read(row) for row in known_rows])
+    families = {family_of(row) for row in rows if not row.refused}
+    learnt = learn([read_measured(row) for row in known_rows], families)
     found = [Prediction(refused="; ".join(row.refused)) for row in rows]
-    for family in sorted({family_of(row) for row in rows if not row.refused}):
+    for family in sorted(families):
         at = [i for i, row in enumerate(rows) if not row.refused and family_of(row) == family]
         p = points([rows[i].point for i in at])
         cost, spread = costs(p, family, learnt)
@@ -88,9 +89,16 @@ def costs(
     return measured.step_with(p, repeated(same, len(p)), factors), spread_of(*family)
 
 
-def learn(rows: Sequence[Row]) -> dict[tuple[str, str], Learnt]:
-    """Constants and factors of each family of which enough rows were measured. SoliError where there are too few."""
-    usable = [row for row in rows if not row.refused and row.time is not None]
+def learn(rows: Sequence[Row], families: set[tuple[str, str]]) -> dict[tuple[str, str], Learnt]:
+    """Constants and factors of the families that were measured. SoliError where what was says too little."""
+    usable = [row for row in rows if not row.refused and row.time is not None and family_of(row) in families]
+    if rows and not usable:
+        raise SoliError(
+            "no measured row helps",
+            got=f"{len(rows)} rows, {sum(row.time is not None for row in rows)} of them with a time and "
+            f"{sum(bool(row.refused) for row in rows)} that cannot be read",
+            allowed=f"rows of {', '.join(map(' on '.join, sorted(families)))}, with " + " or ".join(TIMES),
+        )
     found = {}
     for family in sorted({family_of(row) for row in usable}):
         own = [row for row in usable if family_of(row) == family]
@@ -118,8 +126,7 @@ def arrays(rows: Sequence[Row]) -> tuple[Points, Measured]:
         for name in ("time", "memory", "states")
     )
     # That a run fitted says something of memory where the row says all that memory depends on.
-    silent = [any(word.startswith((RECOMPUTE, MICROBATCH)) for word in row.inferred) for row in rows]
-    fits = np.array([np.nan if quiet else float(row.fits) for quiet, row in zip(silent, rows, strict=True)])
+    fits = np.array([np.nan if row.inferred else float(row.fits) for row in rows])
     return points([row.point for row in rows]), Measured(times, memories, states, fits)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import isnan
+from math import ceil
 
 from soli.core.errors import Problem
-from soli.planner.cost.points import FULL, NONE, SELECTIVE
+from soli.planner.cells import SILENT, number, text, true
+from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE
 from soli.planner.hardware.clusters import unknown
 from soli.planner.hardware.devices import Device, named
 
@@ -33,7 +34,8 @@ STATES = {"static_mem_alloc_gib": 2.0**30}
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?\s*top(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
 TESTS = "megatron-tests"
-RECOMPUTE, MICROBATCH = "recompute=", "microbatch="
+STAGE = r"zero[\s_=-]*(?:stage)?[\s_=-]*{0}|stage[\s_=-]*{0}"
+RECOMPUTE = "recompute="
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
 
@@ -66,51 +68,78 @@ class Row:
 def read(row: Mapping[str, str]) -> Row:
     """A row of a table, by column."""
     found = Row()
-    said = {name: _number(row, columns) for name, columns in COLUMNS.items()}
+    said = {name: number(row, name, columns, found.refused) for name, columns in COLUMNS.items()}
     device = _device(row, found)
     if device is None:
         return found
     found.generation, found.framework = device.generation, framework(row)
-    point = _hardware(row, device, said, found) | _precision(row, device, found)
+    point = _hardware(row, device, found.framework) | _precision(row, device, found)
     point |= _model(row, said, found) | _attention(row, found)
     point |= _degrees(said, point, found)
     point |= _choices(row, point, found)
     point |= _batch(said, point, found)
-    found.time, found.memory = _measured(row, TIMES), _measured(row, MEMORIES)
-    found.states = _measured(row, STATES)
-    found.fits = "oom" not in _text(row, "status").lower()
+    if not found.refused:
+        found.refused += _impossible(said, point)
     if not found.refused:
         found.point = point
     return found
 
 
+def read_measured(row: Mapping[str, str]) -> Row:
+    """A row with what was measured of it."""
+    found = read(row)
+    found.time, found.memory, found.states = (
+        next((value * unit for column, unit in units.items() if (value := number(row, name, (column,), found.refused))), None)
+        for name, units in (("time", TIMES), ("memory", MEMORIES), ("states", STATES))
+    )  # fmt: skip
+    found.fits = "oom" not in text(row, "status").lower()
+    return found
+
+
 def framework(row: Mapping[str, str]) -> str:
     """Whose program ran: a family whose rows share constants."""
-    if _text(row, "test_case"):
+    if text(row, "test_case"):
         return TESTS  # of toy sizes, deterministic, on shared machines
-    text = " ".join(_text(row, name) for name in ("framework", "source")).lower()
+    said = " ".join(text(row, name) for name in ("framework", "source")).lower()
     families = (
         ("zero-3", "deepspeed"), ("zero3", "deepspeed"), ("deepspeed zero", "deepspeed"), ("offload", "deepspeed"),
         ("fsdp", "fsdp"), ("torchtitan", "fsdp"), ("llm-foundry", "fsdp"), ("megatron-deepspeed", "megatron-deepspeed"),
         ("megatron+deepspeed", "megatron-deepspeed"), ("deepspeed", "deepspeed"), ("nemo", "megatron"),
         ("megatron", "megatron"), ("nanotron", "nanotron"), ("soli", "soli"),
     )  # fmt: skip
-    return next((family for word, family in families if word in text), "other")
+    return next((family for word, family in families if word in said), "other")
 
 
 # --- devices ----------------------------------------------------------------------------------------------
 
 
 def _device(row: Mapping[str, str], found: Row) -> Device | None:
-    text = _text(row, "gpu")
-    if not text:
+    said = text(row, "gpu")
+    if not said:
         found.refused.append("it names no gpu")
         return None
-    words = re.sub(r"\(.*", "", text).lower().replace("_", "-").replace(" ", "-").strip("-")
-    tries = [words, words.replace("-sxm", ""), *_shorter(words)]
+    words = (
+        re.sub(r"\(.*|\b(?:nvidia|tesla|amd)\b", "", said.lower())
+        .replace("_", "-")
+        .replace(" ", "-")
+        .strip("-")
+    )
+    words = re.sub(r"-(?:sxm|hbm)\w*", "", words)
+    tries = [words, *_shorter(words)]
+    if size := re.search(r"(\d+)\s*-?gi?b(?![a-z/])", said.lower()):
+        tries = [f"{words.split('-')[0]}-{size.group(1)}gb", *tries]
+    if "pcie" in words:
+        tries = [f"{words.split('-')[0]}-pcie", *tries]
     device = next((d for word in tries if (d := named(word)) is not None), None)
     if device is None:
-        found.refused.append(_said(unknown(text)))
+        found.refused.append(_said(unknown(said)))
+        return None
+    odd = [form for form in ("pcie", "nvl") if form in words.split("-") and form not in device.name]
+    if odd or (size and abs(float(size.group(1)) / device.memory_gib - 1) > 0.15):
+        found.refused.append(
+            f"no device '{said}' is known; {device.name} has {device.memory_gib:g} GiB, as SXM or as sold"
+        )
+        return None
     return device
 
 
@@ -124,43 +153,51 @@ def _shorter(words: str) -> list[str]:
     return ["-".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
 
 
-def _hardware(
-    row: Mapping[str, str], device: Device, said: dict[str, float | None], found: Row
-) -> dict[str, float]:
-    text = " ".join(_text(row, name) for name in ("interconnect", "gpu"))
+def _hardware(row: Mapping[str, str], device: Device, family: str) -> dict[str, float]:
+    said = " ".join(text(row, name) for name in ("interconnect", "gpu"))
     node, net = float(device.node), device.net_gbits * 1e9 / 8
     patterns = (r"(\d+)[- ]GPU nodes", r"NVL(\d+)", r"(\d+)/node", r"(\d+) ?GPUs? (?:a|per) node")
-    sizes = [m for pattern in patterns if (m := re.search(pattern, text, re.I))]
+    sizes = [m for pattern in patterns if (m := re.search(pattern, said, re.I))]
     if sizes:
-        node = float(sizes[0].group(1))
-    elif "dgx-2" in text.lower():
+        node = max(float(sizes[0].group(1)), 1.0)
+    elif "dgx-2" in said.lower():
         node = 16.0
-    if rails := re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", text):
+    if rails := re.search(r"([1-9]\d*)\s*x\s*([1-9]\d*)\s*Gb", said):
         net = float(rails.group(1)) * float(rails.group(2)) * 1e9 / 8 / node
-    elif rate := re.search(r"(\d+)\s*Gb(?:ps|/s|it/s)[^,;]*?(?:per|/)?\s*node", text, re.I):
+    elif rate := re.search(r"([1-9]\d*)\s*Gb(?:ps|/s|it/s)[^,;]*?(?:per|/)?\s*node", said):
         net = float(rate.group(1)) * 1e9 / 8 / node
     return {
         "capacity": device.memory, "bandwidth": device.memory_gbs * 1e9, "node": node, "link": device.link_gbs * 1e9,
         "link_latency": device.link_us * 1e-6, "net": net, "net_latency": device.net_us * 1e-6,
-        "host": device.host_gbs * 1e9, "weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0,
-        "logged": float(found.framework == TESTS),
+        "host": device.host_gbs * 1e9, **(CAST if family == "soli" else MIXED),
+        "logged": float(family == TESTS),
     }  # fmt: skip
 
 
 def _precision(row: Mapping[str, str], device: Device, found: Row) -> dict[str, float]:
-    text = _text(row, "precision").lower() or (
-        "fp8" if _true(row, "fp8") else "fp16" if _true(row, "fp16") else ""
+    said = text(row, "precision").lower() or (
+        "fp8" if true(row, "fp8") else "fp16" if true(row, "fp16") else ""
     )
     wide = "bf16" if "bf16" in device.tflops else "fp16"
-    low = next((name for name in ("fp4", "fp8") if name in text), "")
-    if low and low not in device.tflops:
-        found.refused.append(f"{device.name} multiplies no {low} (it has {', '.join(device.tflops)})")
-        low = ""
-    if not text:
+    if SILENT.fullmatch(said):
         found.inferred.append(f"precision={wide}")
-    peak = device.tflops[low or wide] * 1e12
-    size = {"": 2.0, "fp8": 1.0, "fp4": 0.5}[low]
-    return {"peak": peak, "peak_wide": device.tflops[wide] * 1e12, "low": size}
+        said = wide
+    name = next((name for name in SIZES if name in said), "")
+    if name not in device.tflops:
+        found.refused.append(
+            f"{device.name} multiplies no {name or said} (it has {', '.join(device.tflops)})"
+        )
+        return {}
+    peak = device.tflops[name] * 1e12
+    return {
+        "peak": peak,
+        "peak_wide": min(peak, device.tflops.get(wide, peak / 1e12) * 1e12),
+        "low": SIZES[name],
+    }
+
+
+SIZES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
+"""Bytes of a number, by what a precision's name has in it."""
 
 
 # --- the model --------------------------------------------------------------------------------------------
@@ -178,15 +215,15 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
     heads = take("heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
     kv_heads = said["kv_heads"] or heads
     experts, active = said["experts"] or 0.0, (said["topk"] or 1.0) if said["experts"] else 1.0
-    if not experts and (mixture := MOE.search(_text(row, "arch"))):
+    if not experts and (mixture := MOE.search(text(row, "arch"))):
         experts, active = float(mixture.group(1)), float(mixture.group(2)) + float(mixture.group(3) or 0)
     seq = said["seq"]
     if seq is None:
         found.refused.append("it has no sequence length (seq_len)")
         seq = 1.0
     vocab = take("vocab", 51200.0)
-    name = " ".join(_text(row, n) for n in ("model", "test_case", "arch"))
-    gated = float(bool(GATED.search(name)) or _true(row, "swiglu") or experts > 0)
+    name = " ".join(text(row, n) for n in ("model", "test_case", "arch"))
+    gated = float(bool(GATED.search(name)) or true(row, "swiglu") or experts > 0)
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
     rest = (total or 0.0) * 1e9 - layers * attention - 2 * vocab * hidden
     if experts:
@@ -202,7 +239,7 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
     return {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": hidden / heads,
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active,
-        "tied": float(not gated and not _true(row, "untie")), "frozen": float("lora" in name.lower()),
+        "tied": float(not gated and not true(row, "untie")), "frozen": float(bool(re.search(r"\blora\b", name, re.I))),
     }  # fmt: skip
 
 
@@ -215,12 +252,12 @@ def _shape_of(parameters: float, layers: float | None, hidden: float | None) -> 
 
 
 def _attention(row: Mapping[str, str], found: Row) -> dict[str, float]:
-    text = " ".join(_text(row, name) for name in ("attn_backend", "notes", "provenance")).lower()
+    said = " ".join(text(row, name) for name in ("attn_backend", "notes")).lower()
     # Megatron-LM's long-term-support image has no flash attention that is deterministic.
-    old = _true(row, "deterministic") and _text(row, "env") == "lts" and "flash" not in text
-    if "unfused" in text or _text(row, "impl") == "local" or old:
+    old = true(row, "deterministic") and text(row, "env") == "lts" and "flash" not in said
+    if re.search(r"unfused|(?:no|without) flash", said) or text(row, "impl") == "local" or old:
         return {"flash": 0.0}
-    known = "flash" in text or "fused" in text or found.framework in FLASH
+    known = "flash" in said or "fused" in said or found.framework in FLASH
     return {"flash": float(known or found.generation in FLASH_SINCE)}
 
 
@@ -229,12 +266,13 @@ def _attention(row: Mapping[str, str], found: Row) -> dict[str, float]:
 
 def _degrees(said: dict[str, float | None], point: dict[str, float], found: Row) -> dict[str, float]:
     tp, pp, cp, ep = (said[name] or 1.0 for name in ("tp", "pp", "cp", "ep"))
-    chunks = said["chunks"] or 1.0
+    chunks = max(said["chunks"] or 1.0, 1.0)
     if said["chunk_layers"] and "layers" in point:  # Megatron-LM's num-layers-per-virtual-pipeline-stage
         chunks = max(point["layers"] / pp / said["chunk_layers"], 1.0)
     gpus, dp = said["gpus"], said["dp"]
     if gpus is None and dp is None:
-        gpus = max(point["node"], pp * max(tp * cp, ep))
+        model = pp * tp * cp
+        gpus = model * max(ceil(max(point.get("node", 1.0), pp * ep) / model), 1)
         found.inferred.append(f"gpus={gpus:g}")
     if dp is None and gpus is not None:
         dp = gpus / (tp * pp * cp)
@@ -253,23 +291,34 @@ def _degrees(said: dict[str, float | None], point: dict[str, float], found: Row)
 
 
 def _choices(row: Mapping[str, str], point: dict[str, float], found: Row) -> dict[str, float]:
-    shard, recompute = _text(row, "shard").lower(), _text(row, "recompute").lower()
-    zero, offload = 0.0, float("offload" in shard or "infinity" in _text(row, "framework").lower())
-    if re.search(r"zero-?3|full_shard|fsdp", shard) or _true(row, "fsdp"):
+    shard, recompute = text(row, "shard").lower(), text(row, "recompute").lower()
+    if stage := text(row, "zero"):
+        shard += f" zero{stage}"
+    zero, offload = 0.0, float("offload" in shard or "infinity" in text(row, "framework").lower())
+    if re.search(STAGE.format(3) + "|full_shard|fsdp", shard) or true(row, "fsdp"):
         zero = 3.0
-    elif re.search(r"zero-?2|shard_grad_op", shard):
+    elif re.search(STAGE.format(2) + "|shard_grad_op", shard):
         zero = 2.0
-    elif re.search(r"zero-?1|dist-optimizer", shard) or _true(row, "dist_opt"):
+    elif re.search(STAGE.format(1) + "|dist", shard) or true(row, "dist_opt"):
         zero = 1.0
-    elif not shard and "shard" not in row and "dist_opt" not in row:
-        found.inferred.append("zero=0")
-    words = (("none", NONE), ("select", SELECTIVE), ("full", FULL))
+    elif not re.search(STAGE.format(0) + r"|\b(?:none|ddp|off|no)\b", shard):
+        if not SILENT.fullmatch(shard) and not offload:
+            found.refused.append(
+                f"shard: '{shard}' is not understood (none, zero1, zero2, zero3, FULL_SHARD, ...)"
+            )
+        elif "dist_opt" not in row:
+            found.inferred.append("zero=0")
+    words = (("none", NONE), ("no", NONE), ("false", NONE), ("off", NONE), ("select", SELECTIVE), ("full", FULL),
+             ("true", FULL), ("yes", FULL))  # fmt: skip
+    recompute = "" if SILENT.fullmatch(recompute) and recompute != "none" else recompute
     level = next((value for word, value in words if recompute.startswith(word)), None)
     if level is None:
         level = NONE if point.get("flash") or "recompute_method" in row else SELECTIVE
         if "recompute_method" not in row:
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
-    sp = _text(row, "sp").lower()
+    sp = text(row, "sp").lower()
+    if not re.fullmatch(r"=tp|on|true|yes|off|false|no|[01]", sp) and not SILENT.fullmatch(sp):
+        found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
     return {
         "zero": zero if point["dp"] * point["cp"] > 1 else 0.0,
         "offload": offload,
@@ -288,37 +337,26 @@ def _batch(said: dict[str, float | None], point: dict[str, float], found: Row) -
     assert whole is not None
     if size is None:
         size = whole / dp / times if times else min(whole / dp, USUAL if point["pp"] == 1 else 1.0)
-        size = max(size, 1.0)
-        found.inferred.append(f"{MICROBATCH}{size:g}")
+        size = float(max(int(size), 1))
+        found.inferred.append(f"microbatch={size:g}")
     if whole < dp * size:
         found.refused.append(f"global_batch={whole:g} is less than dp x microbatch = {dp * size:g}")
     return {"global_batch": whole, "microbatch": size}
 
 
-# --- cells ------------------------------------------------------------------------------------------------
-
-
-def _text(row: Mapping[str, str], name: str) -> str:
-    return (row.get(name) or "").strip()
-
-
-def _true(row: Mapping[str, str], name: str) -> bool:
-    return _text(row, name).lower() in ("true", "1", "yes", "on")
-
-
-def _number(row: Mapping[str, str], columns: tuple[str, ...]) -> float | None:
-    """The first number of the first of these columns that has one: "51200 (assumed)" is 51200."""
-    for name in columns:
-        if found := re.match(r"~?\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", _text(row, name), re.I):
-            value = float(found.group(1))
-            if not isnan(value) and value > 0:
-                return value
-    return None
-
-
-def _measured(row: Mapping[str, str], columns: dict[str, float]) -> float | None:
-    found = [(name, value) for name in columns if (value := _number(row, (name,))) is not None]
-    return found[0][1] * columns[found[0][0]] if found else None
+def _impossible(said: dict[str, float | None], q: dict[str, float]) -> list[str]:
+    """What no program could run."""
+    rules = (
+        (q["tp"] > q["heads"], f"tp={q['tp']:g} cuts {q['heads']:g} heads"),
+        (q["heads"] % q["kv_heads"] != 0, f"{q['kv_heads']:g} key heads do not divide {q['heads']:g} heads"),
+        (q["heads"] > q["hidden"], f"{q['heads']:g} heads share a width of {q['hidden']:g}"),
+        (q["pp"] * q["chunks"] > q["layers"] + 2,  # the tables may be stages too
+             f"pp x vp = {q['pp'] * q['chunks']:g} stages share {q['layers']:g} layers"),
+        (q["cp"] > q["seq"], f"cp={q['cp']:g} cuts a sequence of {q['seq']:g}"),
+        (0 < q["experts"] < q["ep"], f"ep={q['ep']:g} shares {q['experts']:g} experts"),
+        (0 < q["experts"] < (said["topk"] or 0), f"a token goes to {said['topk']} of {q['experts']:g} experts"),
+    )  # fmt: skip
+    return [what for wrong, what in rules if wrong]
 
 
 def _or(said: dict[str, float | None], name: str, usual: float, found: Row) -> float:

@@ -16,7 +16,7 @@ from soli.core.errors import Problem, raise_all
 from soli.core.plan import Plan
 from soli.planner.cost import memory
 from soli.planner.cost.constants import Constants, known, spread_of
-from soli.planner.cost.points import FULL, NONE, SELECTIVE, Array, Points
+from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE, Array, Points
 from soli.planner.cost.step import Step, step
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.models import Model
@@ -26,10 +26,6 @@ WIDEST = {"tp": 64, "cp": 64}
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
-MIXED = {"weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0, "logged": 0.0}
-"""How programs keep their states: parameters in 16 bits, with a copy in fp32 among the optimizer's."""
-CAST = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0, "logged": 0.0}
-"""How soli does: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
 FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch")
 """What the user may fix; `microbatch` is in sequences."""
 MOST = 16384  # servers
@@ -71,6 +67,13 @@ class Found:
 def problems(task: Task) -> list[Problem]:
     """What keeps any plan from being, before one is looked at."""
     found = []
+    if task.memory > task.cluster.device.memory:
+        found.append(
+            Problem(
+                f"{task.memory / 1e9:.1f} GB are more than {task.cluster.device.name} has",
+                allowed=f"{task.cluster.device.memory / 1e9:.1f} GB",
+            )
+        )
     if task.precision not in task.cluster.device.tflops:
         found.append(
             Problem(
@@ -203,6 +206,8 @@ def spaces(task: Task) -> Points:
     kept &= (sp == 0) | ((tp > 1) & (task.seq / cp % tp == 0))
     kept &= (zero == 0) | (dp * cp > 1)
     kept &= (chunks == 1) | ((pp > 1) & (pp * chunks <= task.model.layers) & (np.ceil(times) % pp == 0))
+    if task.framework != "soli":  # whose batches and stages need not be equal
+        kept &= (task.batch % (dp * microbatch) == 0) & (task.model.layers % (pp * chunks) == 0)
     device = task.cluster.device
     peak = device.tflops.get(task.precision, 1.0) * 1e12
     wide = "bf16" if "bf16" in device.tflops else "fp16"
@@ -212,7 +217,8 @@ def spaces(task: Task) -> Points:
         "peak_wide": min(peak, device.tflops.get(wide, peak / 1e12) * 1e12), "capacity": device.memory,
         "bandwidth": device.memory_gbs * 1e9, "node": device.node, "link": device.link_gbs * 1e9,
         "link_latency": device.link_us * 1e-6, "net": device.net_gbits * 1e9 / 8,
-        "net_latency": device.net_us * 1e-6, "host": device.host_gbs * 1e9, **(CAST if task.framework == "soli" else MIXED),
+        "net_latency": device.net_us * 1e-6, "host": device.host_gbs * 1e9, "logged": 0.0,
+        **(CAST if task.framework == "soli" else MIXED),
     }  # fmt: skip
     own = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sp": sp, "zero": zero, "recompute": recompute, "chunks": chunks, "microbatch": microbatch}  # fmt: skip
     count = int(kept.sum())

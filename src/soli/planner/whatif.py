@@ -12,7 +12,7 @@ from soli.planner.models import Model
 from soli.planner.search import MOST, Task, peaks, problems, spaces
 
 LENGTHS = sorted({n << k for n in range(8, 16) for k in range(6, 21)})
-"""Sequences that are tried, tokens: eighths between powers of two, which cp divides."""
+"""Sequences that are tried, tokens: eighths between powers of two; times what cp is fixed to, so that it divides them."""
 STEP = 2 ** (1 / 8)  # from one size of a model to the next, in its width
 SIZES = range(-40, 81)
 
@@ -27,10 +27,13 @@ def holds(task: Task) -> bool:
 
 def longest(task: Task) -> tuple[int, explain.Choice]:
     """The longest sequence, of LENGTHS, that some plan holds; and the best plan for it."""
-    kept = _last(lambda n: holds(replace(task, seq=LENGTHS[n - 1])), len(LENGTHS))
+    cp = int((task.fixed or {}).get("cp", 1))
+    odd = cp // (cp & -cp)  # the powers of two in it divide all but the shortest
+    lengths = [odd * length for length in LENGTHS if odd * length % cp == 0]
+    kept = _last(lambda n: holds(replace(task, seq=lengths[n - 1])), len(lengths))
     if not kept:
-        raise _none(task, f"not even sequences of {LENGTHS[0]} tokens fit")
-    return LENGTHS[kept - 1], explain.answer(replace(task, seq=LENGTHS[kept - 1]), 1).choices[0]
+        raise _none(task, f"not even sequences of {lengths[0]} tokens fit")
+    return lengths[kept - 1], explain.answer(replace(task, seq=lengths[kept - 1]), 1).choices[0]
 
 
 def largest(task: Task) -> tuple[Model, float, explain.Choice]:

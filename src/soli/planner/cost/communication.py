@@ -60,7 +60,8 @@ def of_layer(p: Points, k: Constants) -> tuple[Array, Array]:
     keys = 2 * hidden * p.attention_width / p.hidden * p.kv_share / p.tp
     rounds = gather(p, k, keys * p.cp, p.cp, p.tp)
     routed = hidden * p.active / np.where(p.sp > 0, p.tp, 1.0)
-    experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, one), 0.0)
+    inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
+    experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner), 0.0)
     forward = sums + rounds + experts
     backward = sums + 2 * rounds + experts
     return forward, backward + np.where(p.recompute == FULL, forward, 0.0)
@@ -71,25 +72,38 @@ def calls_of_layer(p: Points) -> Array:
     return 2.0 * (p.tp > 1) + 1.0 * (p.cp > 1) + 2.0 * ((p.experts > 0) & (p.ep > 1))
 
 
-def gathers_of_layer(p: Points, k: Constants, parameters: Array) -> tuple[Array, Array]:
+def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> tuple[Array, Array]:
     """Seconds in which ZeRO-3 gathers a layer's parameters for a forward; and for a backward, with its gradients.
 
-    Of each microbatch (arXiv 1910.02054, 7.2.2). Recomputation uses what the backward gathered.
+    Of each microbatch (arXiv 1910.02054, 7.2.2); recomputation uses what the backward gathered. Where gradients are
+    whole until the step's end, they are scattered once a step, and a pipeline gathers once.
     """
-    one = gather(p, k, parameters * p.weight, p.dp * p.cp, p.tp)
-    return np.where(p.zero >= 3, one, 0.0), np.where(p.zero >= 3, 2 * one, 0.0)
+    one = _gather(p, k, dense * p.weight, experts * p.weight)
+    once = (p.whole > 0) & (p.pp > 1)
+    gathered = one / np.where(once, 2 * p.microbatches, 1.0)
+    scattered = one / np.where(p.whole > 0, p.microbatches, 1.0)
+    return np.where(p.zero >= 3, gathered, 0.0), np.where(p.zero >= 3, gathered + scattered, 0.0)
 
 
-def of_gradients(p: Points, k: Constants, parameters: Array) -> Array:
+def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
+    """Seconds of a gather, or scatter, of bytes of which dp and cp have copies, and of experts', which fewer have."""
+    own = gather(p, k, dense, p.dp * p.cp, p.tp)
+    return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_replicas, p.tp * p.ep), 0.0)
+
+
+def of_gradients(p: Points, k: Constants, dense: Array, experts: Array, tables: Array) -> Array:
     """Seconds in which a step's gradients are summed over dp and cp, and ZeRO's parameters gathered.
 
-    ZeRO-3 has done it a layer (`gathers_of_layer`). Half of an all_reduce is a reduce_scatter, and the other half
-    what ZeRO-1 and 2 gather.
+    Half of an all_reduce is a reduce_scatter, and the other half what ZeRO-1 and 2 gather. ZeRO-2 that keeps no whole
+    gradient scatters each microbatch's. ZeRO-3 has gathered and scattered its layers (`gathers_of_layer`); here are
+    its tables.
     """
-    size = parameters * k.gradient_bytes
-    whole = all_reduce(p, k, size, p.dp * p.cp, p.tp)
-    sharded = gather(p, k, size, p.dp * p.cp, p.tp) + gather(p, k, parameters * p.weight, p.dp * p.cp, p.tp)
-    return np.where(p.zero >= 3, 0.0, np.where(p.zero >= 1, sharded, whole))
+    scattered = _gather(p, k, dense * k.gradient_bytes, experts * k.gradient_bytes)
+    gathered = _gather(p, k, dense * p.weight, experts * p.weight)
+    times = np.where((p.zero >= 2) & (p.whole == 0), p.microbatches, 1.0)
+    sharded = scattered * times + gathered
+    third = gather(p, k, tables * (p.weight + k.gradient_bytes), p.dp * p.cp, p.tp)
+    return np.where(p.zero >= 3, third, np.where(p.zero >= 1, sharded, 2 * scattered))
 
 
 def send(p: Points, k: Constants) -> Array:

@@ -101,9 +101,10 @@ def known(framework: str, generation: str) -> dict[str, float]:
 
 
 def spread_of(framework: str, generation: str) -> dict[str, float]:
-    """See SPREADS. Of a framework that was not measured, what holds of any: that another's fits is a guess."""
+    """See SPREADS. Where a framework was not measured on such devices, what holds of all: others are a guess."""
     found = dict(SPREADS)
-    for name in (DEFAULT,) if framework in LIKE else chain(framework, generation):
+    measured = framework not in LIKE and "time_low" in sets().get(f"{framework} {generation}", {})
+    for name in chain(framework, generation) if measured else (DEFAULT,):
         found |= {key: value for key, value in sets().get(name, {}).items() if key in SPREADS}
     return found
 

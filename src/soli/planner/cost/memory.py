@@ -26,15 +26,19 @@ def of_layer(p: Points) -> tuple[Array, Array]:
     mlp = p.matrices * p.hidden * p.ffn
     router = p.hidden * p.experts
     dense = (attention + np.where(p.experts > 0, router * p.tp, mlp)) / p.tp + NORMS * p.hidden
-    return dense, np.where(p.experts > 0, mlp * p.experts / p.ep / p.tp, 0.0)
+    return dense, np.where(p.experts > 0, mlp * p.experts / p.ep / p.expert_tp, 0.0)
+
+
+def of_tables(p: Points) -> Array:
+    """Parameters of the embedding and of the last product on a rank that has one of them, or both."""
+    return np.where((p.pp == 1) & (p.tied == 0), 2.0, 1.0) * p.vocab * p.hidden / p.tp
 
 
 def of_stage(p: Points) -> tuple[Array, Array]:
     """The most parameters that a stage's rank has, as `of_layer`: the first or last with its table."""
     dense, experts = of_layer(p)
     layers = p.own_layers
-    tables = np.where((p.pp == 1) & (p.tied == 0), 2.0, 1.0)
-    return layers * dense + tables * p.vocab * p.hidden / p.tp, layers * experts
+    return layers * dense + of_tables(p), layers * experts
 
 
 def trained(p: Points) -> tuple[Array, Array]:
@@ -47,16 +51,15 @@ def parameters(p: Points) -> Array:
     """Of the whole model."""
     dense, experts = of_layer(p)
     norms = (p.tp - 1) * NORMS * p.hidden  # which every rank of tp has
-    return p.layers * (p.tp * (dense + experts * p.ep) - norms) + (2 - p.tied) * p.vocab * p.hidden
+    return (
+        p.layers * (p.tp * dense + experts * p.ep * p.expert_tp - norms) + (2 - p.tied) * p.vocab * p.hidden
+    )
 
 
 def states(p: Points, k: Constants) -> Array:
     """Bytes of parameters, gradients, optimizer, and what else stays between steps."""
-    replicas = p.dp * p.cp
-    total = np.zeros_like(replicas)
-    for count, learnt, over in zip(
-        of_stage(p), trained(p), (replicas, np.maximum(replicas / p.ep, 1.0)), strict=True
-    ):
+    total = np.zeros_like(p.dp)
+    for count, learnt, over in zip(of_stage(p), trained(p), (p.dp * p.cp, p.expert_replicas), strict=True):
         kept = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
         apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
         gradient = k.gradient_bytes / np.where(apart, over, 1.0)
@@ -67,7 +70,8 @@ def states(p: Points, k: Constants) -> Array:
 def gathered(p: Points) -> Array:
     """Bytes of the parameters that ZeRO-3 has gathered: a layer and the next; of a pipeline, perhaps the stage's."""
     layer, stage = (dense + experts for dense, experts in (of_layer(p), of_stage(p)))
-    return np.where(p.zero >= 3, p.weight * np.where((p.whole > 0) & (p.pp > 1), stage, 2 * layer), 0.0)
+    some = 2 * layer + of_tables(p)
+    return np.where(p.zero >= 3, p.weight * np.where((p.whole > 0) & (p.pp > 1), stage, some), 0.0)
 
 
 def casts(p: Points) -> Array:

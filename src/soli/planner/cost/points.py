@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+MIXED = {"weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0}
+"""How programs keep their states: parameters in 16 bits, with a copy in fp32 among the optimizer's."""
+CAST = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0}
+"""How soli does: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
+
 NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
@@ -97,6 +102,16 @@ class Points:
     def attention_width(self) -> Array:
         """All heads' queries."""
         return self.heads * self.head_size
+
+    @property
+    def expert_tp(self) -> Array:
+        """Ranks that share one expert's products: those of tp, or what is left of them where ep takes some."""
+        return np.clip(self.tp * self.dp * self.cp / self.ep, 1.0, self.tp)
+
+    @property
+    def expert_replicas(self) -> Array:
+        """Ranks that have the same experts."""
+        return np.maximum(self.tp * self.dp * self.cp / (self.ep * self.expert_tp), 1.0)
 
     @property
     def matrices(self) -> Array:

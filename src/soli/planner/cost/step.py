@@ -41,7 +41,7 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     forward, backward = whole, (2 - p.frozen) * products + 2.5 * attention + 1.5 * elements + again
     sent_forward, sent_backward = communication.of_layer(p, k)
     dense, experts = memory.of_layer(p)
-    gather_forward, gather_backward = communication.gathers_of_layer(p, k, dense + experts)
+    gather_forward, gather_backward = communication.gathers_of_layer(p, k, dense, experts)
     late = np.maximum(gather_forward - k.hidden_gathers * forward, 0.0)
     late = late + np.maximum(gather_backward - k.hidden_gathers * backward, 0.0)
     exposed = sent_forward + sent_backward + late
@@ -60,10 +60,11 @@ def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Arr
     busy, waiting = pipeline.spent(p, inner, first, last, send)
     dense, experts = memory.trained(p)
     backward = one * p.own_layers / 2
-    reduced = communication.of_gradients(p, k, dense + experts)
+    reduced = communication.of_gradients(p, k, dense, experts, memory.of_tables(p))
     late = np.maximum(reduced - k.hidden_gradients * np.minimum(reduced, backward), 0.0)
-    share = np.where(p.zero >= 1, np.maximum(p.dp * p.cp, 1.0), 1.0)
-    update = arithmetic.optimizer(p, k, (dense + experts) / share)
+    sharded = p.zero >= 1
+    own = dense / np.where(sharded, p.dp * p.cp, 1.0) + experts / np.where(sharded, p.expert_replicas, 1.0)
+    update = arithmetic.optimizer(p, k, own)
     return Step(
         time=busy + waiting + late + update + k.step_overhead,
         layers=p.microbatches * one * p.own_layers,

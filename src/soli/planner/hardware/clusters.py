@@ -120,7 +120,7 @@ def _unfit(path: Path, key: str, value: Any) -> Problem | None:
     whole = key in ("nodes", "node", "units")
     number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if key in NUMBERS or key == "nodes":
-        if not number or value <= 0:
+        if not number or not 0 < value < 1e15:  # nan is in no range
             wanted = "a whole number above 0" if whole else "a number above 0"
             return Problem(f"'{key}' of {path} cannot be", got=repr(value), allowed=wanted)
     elif key == "tflops":
@@ -137,4 +137,4 @@ def _unfit(path: Path, key: str, value: Any) -> Problem | None:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15

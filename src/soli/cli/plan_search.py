@@ -1,0 +1,185 @@
+"""`soli plan MODEL --cluster ...`: the best plans of a model, why, and what if."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from soli.core.errors import SoliError
+
+if TYPE_CHECKING:
+    from soli.planner.explain import Answer, Choice
+    from soli.planner.search import Task
+
+PRECISIONS = ("bf16", "fp16")
+FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
+
+
+def search(
+    model: Annotated[Path, typer.Argument(help="A Hugging Face config.json, or the directory that has one.")],
+    cluster: Annotated[str, typer.Option(help="Such as h100:8x64, or a file (soli hardware --help).")],
+    batch: Annotated[int, typer.Option("--global-batch", min=1, help="Sequences a step.")],
+    seq: Annotated[
+        int, typer.Option(min=0, help="Tokens of a sequence; 0: what the model was made for, 8192 at most.")
+    ] = 0,
+    precision: Annotated[str, typer.Option(help="bf16 or fp16; else bf16 where the device has it.")] = "",
+    memory: Annotated[str, typer.Option(help="Of a device, such as 70GB; else all that it has.")] = "",
+    fix: Annotated[str, typer.Option(help="What every plan must have, such as tp=8,recompute=full.")] = "",
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option(help="Ask why the best plan is not such a one: tp=8. Any number of times."),
+    ] = None,
+    framework: Annotated[
+        str,
+        typer.Option(
+            help="Whose program runs the plans: soli, megatron, megatron-deepspeed, deepspeed, fsdp."
+        ),
+    ] = "soli",
+    count: Annotated[int, typer.Option(min=1, help="Plans that are shown.")] = 10,
+    whatif: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="seq: the longest sequence; model: the largest model; tokens=15e12,days=10: how many devices."
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the answer with pictures to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """The best plans of a model on a cluster: time, memory, and why. "search" may be left out.
+
+    Every plan is looked at; one is offered if the upper bound of its memory is there. No GPU, weights or network.
+    """
+    from soli.planner import explain
+    from soli.planner.hardware.clusters import read_cluster
+    from soli.planner.models import read_model
+    from soli.planner.search import Task
+
+    if whatif and (html is not None or why_not):
+        raise SoliError(
+            "--whatif answers its own questions", fix="ask --html and --why-not in a run without it"
+        )
+    known, made = read_model(model), read_cluster(cluster)
+    precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
+    tokens = seq or min(known.seq or 8192, 8192)
+    task = Task(
+        known, made, batch, tokens, _one_of("precision", precision, PRECISIONS), _bytes(memory), explain.fixed_of(fix) if fix else {},
+        _one_of("framework", framework, FRAMEWORKS),
+    )  # fmt: skip
+    said: dict[str, Any] = {
+        "model": known.name, "parameters": known.parameters, "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
+        "assumed": explain.assumed(task),
+    }  # fmt: skip
+    if whatif:
+        said["whatif"] = [_whatif(task, question) for question in whatif]
+    else:
+        found = explain.answer(task, count)
+        reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
+        said |= {**found.asdict(), "why_not": reasons}
+        if html is not None:
+            _write(html, task, found, reasons)
+    if as_json:
+        print(json.dumps(said, indent=1, allow_nan=False))
+    elif whatif:
+        print("\n".join(f"{one['answer']}\n  {_short(one['choice'])}" for one in said["whatif"]))
+        print(f"{said['assumed']}.")
+    else:
+        print(
+            f"{known.name}, {known.parameters / 1e9:.4g} billion parameters, {batch} sequences of {tokens} tokens a step, on {made} ({made.size} devices)"
+        )
+        _best(found.choices)
+        _reasons(found, reasons)
+        if html is not None:
+            print(f"With pictures: {html}")
+
+
+def _reasons(found: Answer, reasons: list[str]) -> None:
+    first = found.choices[0]
+    low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
+    print(f"{found.counted} plans, {found.fit} of which fit. {found.why}.")
+    print(f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.")
+    for reason in reasons:
+        print(f"Why not {reason}.")
+
+
+def _write(path: Path, task: Task, found: Answer, reasons: list[str]) -> None:
+    from soli.planner.page import page
+
+    try:
+        path.write_text(page(task, found, reasons), encoding="utf-8")
+    except OSError as error:
+        raise SoliError("the page cannot be written", got=f"{path}: {error.strerror}") from error
+
+
+def _whatif(task: Task, question: str) -> dict[str, Any]:
+    """One question, its answer in words, and the best plan for it."""
+    from soli.planner import whatif
+
+    if question == "seq":
+        length, choice = whatif.longest(task)
+        text = f"The longest sequence: {length} tokens."
+        return {"question": question, "seq": length, "answer": text, "choice": choice.asdict()}
+    if question == "model":
+        model, parameters, choice = whatif.largest(task)
+        text = (
+            f"The largest model of these proportions: {parameters / 1e9:.4g} billion parameters "
+            f"({model.layers} layers of {model.hidden})."
+        )
+        return {"question": question, "parameters": parameters, "answer": text, "choice": choice.asdict()}
+    number = r"(\d+(?:\.\d+)?(?:e\d+)?)"
+    found = re.fullmatch(rf"tokens={number}\s*,\s*days={number}", question.strip(), re.I)
+    if found is None or not all(0 < float(one) < 1e30 for one in found.groups()):
+        raise SoliError("there is no such question", got=question, allowed="seq, model, tokens=15e12,days=10")
+    tokens, days = (float(number) for number in found.groups())
+    nodes, choice = whatif.devices(task, tokens, days)
+    taken = tokens / choice.tokens_per_s / 86400
+    text = f"{tokens:.3g} tokens in {days:g} days: {nodes * task.cluster.device.node} devices ({nodes} servers), {taken:.3g} days."
+    return {"question": question, "nodes": nodes, "days": taken, "answer": text, "choice": choice.asdict()}
+
+
+def _short(choice: dict[str, Any]) -> str:
+    return f"{choice['plan']}: {choice['step_time_s']:.4g} s a step, up to {choice['memory_high_gb']:.1f} GB"
+
+
+def _one_of(what: str, said: str, known: tuple[str, ...]) -> str:
+    if said not in known:
+        raise SoliError(f"the planner knows no such {what}", got=said, allowed=", ".join(known))
+    return said
+
+
+def _bytes(text: str) -> float:
+    """70GB, 64GiB."""
+    if not text:
+        return 0.0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.I)
+    if found is None or not float(found.group(1)):
+        raise SoliError("a memory is a number and its unit", got=text, allowed="70GB, 64GiB")
+    return float(found.group(1)) * (2**30 if "i" in found.group(2).lower() else 1e9)
+
+
+LEGEND = (
+    "GB of a device, and its upper bound: states between steps, kept for the backward. wait: in the pipeline. sent: "
+    "communication that nothing hides."
+)
+
+
+def _best(choices: list[Choice]) -> None:
+    table = Table(box=box.SIMPLE, caption=LEGEND, caption_justify="left", pad_edge=False)
+    table.add_column("", min_width=2, no_wrap=True)
+    for title in ("step s", "tok/s", "MFU", "GB", "to", "states", "kept", "wait", "sent"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for number, one in enumerate(choices, 1):
+        sent = (one.parts_s["exposed"] + one.parts_s["gradients"]) / one.step_time_s
+        table.add_row(
+            str(number), f"{one.step_time_s:.4g}", f"{one.tokens_per_s / 1000:.3g}k",
+            f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.states_gb:.1f}",
+            f"{one.activations_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
+        )  # fmt: skip
+    Console().print(table)
+    print("\n".join(f"  {number:<3} {one.plan}" for number, one in enumerate(choices, 1)))
