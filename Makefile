@@ -67,8 +67,10 @@ bench-split: .venv/developed    ## tensor, sequence and pipeline parallelism bes
 fit-planner: .venv/developed    ## the planner's constants of published measurements -> src/soli/planner/cost/constants.toml
 	$(BIN)/python benchmarks/planner.py --fit
 
-validate-planner: .venv/developed ## how far the planner is off, in and out of sample -> benchmarks/results/planner.*
+validate-planner: .venv/developed ## how far the planner is off, where experts' plans stand, how long it searches
 	$(BIN)/python benchmarks/planner.py --validate
+	$(BIN)/python benchmarks/experts.py
+	$(BIN)/python benchmarks/search.py
 
 network-bench: .venv/developed  ## layouts over slow networks, in network namespaces: needs root -> benchmarks/results/
 	$(BIN)/python benchmarks/network/measure.py

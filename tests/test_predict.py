@@ -283,6 +283,22 @@ def test_measured_rows_teach() -> None:
     assert np.median(np.abs(there.time / at[1].times - 1)) < 0.01
 
 
+def test_intervals_of_what_was_measured_hold_what_was_not() -> None:
+    """Of five draws of 48 rows, 85 to 95% of the others lie between, and closer than by what published runs say."""
+    rows = [read_measured(row) for row in table("planner_vtrain_single")]
+    raw = table("planner_vtrain_single")
+    held, widths = [], []
+    for seed in range(5):
+        given = np.random.default_rng(seed).choice(len(rows), 48, replace=False)
+        rest = np.setdiff1d(np.arange(len(rows)), given)
+        for i, one in zip(rest, predict([raw[i] for i in rest], [raw[i] for i in given]), strict=True):
+            held.append(one.time_low_s <= rows[i].time <= one.time_high_s)
+            widths.append(one.time_high_s / one.time_low_s)
+    assert 0.85 <= np.mean(held) <= 0.95
+    law = predict(raw[:1])[0]
+    assert np.median(widths) < law.time_high_s / law.time_low_s
+
+
 def test_too_few_measured_rows_are_refused() -> None:
     few = table("planner_vtrain_single")[:7]
     with pytest.raises(SoliError, match="so few") as refused:

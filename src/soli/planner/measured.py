@@ -24,6 +24,8 @@ REACH = 1.0
 NOISE = 0.01
 """Standard deviation of a measured step's logarithm."""
 ROUNDS = 4
+NORMAL = 1.64
+"""Deviations that leave 5% on either side."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,30 @@ class Factors:
     shapes: Array  # [n, 5] logarithms, of the measured rows
     shares: Array  # [n, 2] of their steps: layers and tables
     weights: Array  # [n] what the process gives each
+    inverse: NDArray[np.float64]  # [n, n] of their covariance
 
     def at(self, points: Points) -> tuple[Array, Array]:
         """Factors of a layer's and of a table's time at each point."""
         near = covariance(shapes_of(points), self.shapes)
         layers, tables = (np.exp(near @ (self.weights * share)) for share in self.shares.T)
         return layers, tables
+
+
+def between(factors: Factors, points: Points, cost: Step, outside: float = 0.05) -> tuple[Array, Array]:
+    """Measured by predicted: 5% are expected below the first, 5% above the second. `cost`: with these factors.
+
+    The process' own deviation at each point, in multiples that hold what each measured row is off by where the others
+    predict it (Rasmussen and Williams 2006, 5.4.2). The law was fitted to them too, and what shapes do is not normal:
+    1.64 would be too few.
+    """
+    shares = np.stack([cost.layers / cost.time, cost.tables / cost.time], axis=1)
+    near = covariance(shapes_of(points), factors.shapes) * (shares @ factors.shares.T)
+    own = (OWN**2 + SHARED**2) * (shares**2).sum(1) + NOISE**2
+    deviation = np.sqrt(np.maximum(own - np.einsum("ij,jk,ik->i", near, factors.inverse, near), NOISE**2))
+    left_out = factors.weights / np.sqrt(np.diag(factors.inverse))
+    level = outside * (1 - 1 / len(left_out))
+    low, high = np.quantile(left_out, [level, 1 - level])
+    return np.exp(min(low, -NORMAL) * deviation), np.exp(max(high, NORMAL) * deviation)
 
 
 def shapes_of(p: Points) -> Array:
@@ -63,11 +83,12 @@ def learn(points: Points, constants: Constants, times: Array) -> Factors:
         assumed = shares[:, 0] * np.log(layers) + shares[:, 1] * np.log(tables)
         off = np.log(times / cost.time) + assumed
         gram = near * (shares @ shares.T) + NOISE**2 * np.eye(len(points))
-        found = Factors(shapes, shares, np.asarray(np.linalg.solve(gram, off), dtype=np.float64))
+        inverse = np.asarray(np.linalg.inv(gram), dtype=np.float64)
+        found = Factors(shapes, shares, inverse @ off, inverse)
         layers, tables = found.at(points)
     return found
 
 
-def step_with(points: Points, constants: Constants, factors: Factors | None) -> Step:
+def step_with(points: Points, constants: Constants, factors: Factors) -> Step:
     """A step, with what was measured."""
-    return step(points, constants) if factors is None else step(points, constants, *factors.at(points))
+    return step(points, constants, *factors.at(points))

@@ -93,13 +93,19 @@ class Model:
 
 def read_model(path: Path) -> Model:
     """The model of a config.json, or of the directory that has one. SoliError with every problem."""
-    file = path / "config.json" if path.is_dir() else path
+    if ".py" in path.name:
+        raise SoliError(
+            "programs are not traced yet: the planner knows models by their dimensions",
+            got=str(path),
+            allowed="a Hugging Face config.json, or the directory that has one",
+        )
     try:
+        file = path / "config.json" if path.is_dir() else path
         said = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SoliError(
             "the model cannot be read",
-            got=f"{file}: {error.strerror}",
+            got=f"{path}: {error.strerror}",
             allowed="a Hugging Face config.json, or the directory that has one",
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -11,8 +11,8 @@ import numpy as np
 from soli.core.errors import SoliError
 from soli.planner import measured
 from soli.planner.cost.constants import Constants, constants, known, spread_of
-from soli.planner.cost.points import FULL, Points, points
-from soli.planner.cost.step import Step
+from soli.planner.cost.points import FULL, Array, Points, points
+from soli.planner.cost.step import Step, step
 from soli.planner.fit import Measured, fit
 from soli.planner.rows import TIMES, Row, read, read_measured
 
@@ -59,16 +59,16 @@ def predict(
     for family in sorted(families):
         at = [i for i, row in enumerate(rows) if not row.refused and family_of(row) == family]
         p = points([rows[i].point for i in at])
-        cost, spread = costs(p, family, learnt)
+        cost, low, high = costs(p, family, learnt)
         least_of = costs(replace(p, recompute=np.full(len(p), FULL)), family, learnt)[0].memory
+        spread = spread_of(*family)
         for place, i in enumerate(at):
             time, memory = float(cost.time[place]), float(cost.memory[place])
             if rows[i].unsaid:  # they recompute what does not fit
                 memory = float(np.clip(p.capacity[place], least_of[place], memory))
-            low, high = (time * spread[name] for name in ("time_low", "time_high"))
             least, most = (memory * spread[name] for name in ("memory_low", "memory_high"))
             found[i] = Prediction(
-                time, low, high, memory / GB, least / GB, most / GB,
+                time, time * float(low[place]), time * float(high[place]), memory / GB, least / GB, most / GB,
                 feasible=bool(memory <= p.capacity[place]), inferred=tuple(rows[i].inferred),
             )  # fmt: skip
     return found
@@ -81,12 +81,15 @@ def family_of(row: Row) -> tuple[str, str]:
 
 def costs(
     p: Points, family: tuple[str, str], learnt: Mapping[tuple[str, str], Learnt]
-) -> tuple[Step, dict[str, float]]:
-    """The points' costs, and by what measured steps are known to differ."""
+) -> tuple[Step, Array, Array]:
+    """The points' costs, and between what multiples of their times 90% are measured."""
     mine = learnt.get(family)
-    same = mine.constants if mine else known(*family)
-    factors = mine.factors if mine else None
-    return measured.step_with(p, repeated(same, len(p)), factors), spread_of(*family)
+    if mine is None:
+        spread = spread_of(*family)
+        low, high = (np.full(len(p), spread[name]) for name in ("time_low", "time_high"))
+        return step(p, repeated(known(*family), len(p))), low, high
+    cost = measured.step_with(p, repeated(mine.constants, len(p)), mine.factors)
+    return cost, *measured.between(mine.factors, p, cost)
 
 
 def learn(rows: Sequence[Row], families: set[tuple[str, str]]) -> dict[tuple[str, str], Learnt]:
