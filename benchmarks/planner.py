@@ -21,11 +21,11 @@ import numpy as np
 import record
 from scipy.stats import spearmanr
 
-from soli.planner.cost.constants import DEFAULT, MEANINGS, SPREADS, chain, constants
+from soli.planner.cost.constants import DEFAULT, MEANINGS, SPREADS, chain, constants, repeated
 from soli.planner.cost.step import step
 from soli.planner.fit import fit
 from soli.planner.measured import step_with
-from soli.planner.predict import arrays, family_of, learn_family, repeated
+from soli.planner.predict import arrays, family_of, learn_family
 from soli.planner.rows import TESTS, Row, read_measured
 
 HERE = Path(__file__).parent

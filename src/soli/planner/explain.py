@@ -9,7 +9,7 @@ from typing import Any
 
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.planner.cost import memory
-from soli.planner.cost.constants import chain, sets, spread_of
+from soli.planner.cost.constants import chain, measured, sets, spread_of
 from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
 from soli.planner.search import (
@@ -204,7 +204,7 @@ def assumed(task: Task) -> str:
     generation = task.cluster.device.generation
     name = next(one for one in reversed(chain(task.framework, generation)) if one in sets())
     text = f"constants are those of {sets()[name]['rows']:g} published runs ({name})"
-    if name == f"{task.framework} {generation}":
+    if measured(task.framework, generation):
         return f"{text}, and intervals too"
     return f"{text}, as nobody measured {task.framework} on {generation}; intervals are those of all programs and devices"
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from soli.planner.cost.constants import MEANINGS, NAMES, Constants
+from soli.planner.cost.constants import MEANINGS, NAMES, repeated
 from soli.planner.cost.points import Array, Points
 from soli.planner.cost.step import step
 
@@ -50,7 +50,7 @@ def fit(
     ran, failed = (measured.fits == 1) & ~sized, measured.fits == 0
 
     def residuals(found: NDArray[np.float64]) -> NDArray[np.float64]:
-        cost = step(points, spread(found, len(points)))
+        cost = step(points, repeated(dict(zip(NAMES, np.exp(found), strict=True)), len(points)))
         over = np.log(cost.memory / points.capacity)
         return np.concatenate(
             [
@@ -70,8 +70,3 @@ def fit(
 def logs(of: Mapping[str, float]) -> NDArray[np.float64]:
     """Constants as the fit varies them."""
     return np.clip(np.log([max(of[name], 1e-9) for name in NAMES]), BOUNDS[:, 0], BOUNDS[:, 1])
-
-
-def spread(values: NDArray[np.float64], count: int) -> Constants:
-    """The same constants at every place."""
-    return Constants({name: np.full(count, value) for name, value in zip(NAMES, np.exp(values), strict=True)})

@@ -10,7 +10,7 @@ import numpy as np
 
 from soli.core.errors import SoliError
 from soli.planner import measured
-from soli.planner.cost.constants import Constants, constants, known, spread_of
+from soli.planner.cost.constants import known, repeated, spread_of
 from soli.planner.cost.points import FULL, Array, Points, points
 from soli.planner.cost.step import Step, step
 from soli.planner.fit import Measured, fit
@@ -131,8 +131,3 @@ def arrays(rows: Sequence[Row]) -> tuple[Points, Measured]:
     # That a run fitted says something of memory where the row says all that memory depends on.
     fits = np.array([np.nan if row.inferred else float(row.fits) for row in rows])
     return points([row.point for row in rows]), Measured(times, memories, states, fits)
-
-
-def repeated(one: dict[str, float], count: int) -> Constants:
-    """The same constants at every place."""
-    return constants([one] * count)

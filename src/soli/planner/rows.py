@@ -14,7 +14,7 @@ from math import ceil
 
 from soli.core.errors import Problem
 from soli.planner.cells import SILENT, number, text, true
-from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE
+from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE, SIZES, of_device
 from soli.planner.hardware.clusters import unknown
 from soli.planner.hardware.devices import Device, named
 
@@ -33,7 +33,7 @@ MEMORIES = {"peak_mem_gb": 1e9, "peak_mem_alloc_gib": 2.0**30, "peak_memory_gb":
 STATES = {"static_mem_alloc_gib": 2.0**30}
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?\s*top(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
-TESTS = "megatron-tests"
+TESTS, OTHER = "megatron-tests", "other"
 STAGE = r"zero[\s_=-]*(?:stage)?[\s_=-]*{0}|stage[\s_=-]*{0}"
 RECOMPUTE = "recompute="
 USUAL = 8.0
@@ -73,7 +73,12 @@ def read(row: Mapping[str, str]) -> Row:
     if device is None:
         return found
     found.generation, found.framework = device.generation, framework(row)
-    point = _hardware(row, device, found.framework) | _precision(row, device, found)
+    if found.framework == OTHER:
+        found.inferred.append("framework=any")
+    precision = _precision(row, device, found)
+    point = of_device(device, precision) if precision else {}
+    point |= _network(row, device) | (CAST if found.framework == "soli" else MIXED)
+    point["logged"] = float(found.framework == TESTS)
     point |= _model(row, said, found) | _attention(row, found)
     point |= _degrees(said, point, found)
     point |= _choices(row, point, found)
@@ -107,7 +112,7 @@ def framework(row: Mapping[str, str]) -> str:
         ("megatron+deepspeed", "megatron-deepspeed"), ("deepspeed", "deepspeed"), ("nemo", "megatron"),
         ("megatron", "megatron"), ("nanotron", "nanotron"), ("soli", "soli"),
     )  # fmt: skip
-    return next((family for word, family in families if word in said), "other")
+    return next((family for word, family in families if word in said), OTHER)
 
 
 # --- devices ----------------------------------------------------------------------------------------------
@@ -153,7 +158,8 @@ def _shorter(words: str) -> list[str]:
     return ["-".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
 
 
-def _hardware(row: Mapping[str, str], device: Device, family: str) -> dict[str, float]:
+def _network(row: Mapping[str, str], device: Device) -> dict[str, float]:
+    """What a row says of servers and of what joins them, where it differs from the device's usual one."""
     said = " ".join(text(row, name) for name in ("interconnect", "gpu"))
     node, net = float(device.node), device.net_gbits * 1e9 / 8
     patterns = (r"(\d+)[- ]GPU nodes", r"NVL(\d+)", r"(\d+)/node", r"(\d+) ?GPUs? (?:a|per) node")
@@ -166,38 +172,22 @@ def _hardware(row: Mapping[str, str], device: Device, family: str) -> dict[str, 
         net = float(rails.group(1)) * float(rails.group(2)) * 1e9 / 8 / node
     elif rate := re.search(r"([1-9]\d*)\s*Gb(?:ps|/s|it/s)[^,;]*?(?:per|/)?\s*node", said):
         net = float(rate.group(1)) * 1e9 / 8 / node
-    return {
-        "capacity": device.memory, "bandwidth": device.memory_gbs * 1e9, "node": node, "link": device.link_gbs * 1e9,
-        "link_latency": device.link_us * 1e-6, "net": net, "net_latency": device.net_us * 1e-6,
-        "host": device.host_gbs * 1e9, **(CAST if family == "soli" else MIXED),
-        "logged": float(family == TESTS),
-    }  # fmt: skip
+    return {"node": node, "net": net}
 
 
-def _precision(row: Mapping[str, str], device: Device, found: Row) -> dict[str, float]:
+def _precision(row: Mapping[str, str], device: Device, found: Row) -> str:
+    """Of linear products; empty where the device has it not, which refuses the row."""
     said = text(row, "precision").lower() or (
         "fp8" if true(row, "fp8") else "fp16" if true(row, "fp16") else ""
     )
-    wide = "bf16" if "bf16" in device.tflops else "fp16"
     if SILENT.fullmatch(said):
-        found.inferred.append(f"precision={wide}")
-        said = wide
+        said = "bf16" if "bf16" in device.tflops else "fp16"
+        found.inferred.append(f"precision={said}")
     name = next((name for name in SIZES if name in said), "")
-    if name not in device.tflops:
-        found.refused.append(
-            f"{device.name} multiplies no {name or said} (it has {', '.join(device.tflops)})"
-        )
-        return {}
-    peak = device.tflops[name] * 1e12
-    return {
-        "peak": peak,
-        "peak_wide": min(peak, device.tflops.get(wide, peak / 1e12) * 1e12),
-        "low": SIZES[name],
-    }
-
-
-SIZES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
-"""Bytes of a number, by what a precision's name has in it."""
+    if name in device.tflops:
+        return name
+    found.refused.append(f"{device.name} multiplies no {name or said} (it has {', '.join(device.tflops)})")
+    return ""
 
 
 # --- the model --------------------------------------------------------------------------------------------

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from soli.core.errors import Problem, raise_all
 from soli.core.plan import Plan
 from soli.planner.cost import memory
-from soli.planner.cost.constants import Constants, known, spread_of
-from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE, Array, Points
+from soli.planner.cost.constants import Constants, known, repeated, spread_of
+from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE, Array, Points, of_device
 from soli.planner.cost.step import Step, step
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.models import Model
-from soli.planner.predict import repeated
 
 WIDEST = {"tp": 64, "cp": 64}
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
@@ -208,17 +207,9 @@ def spaces(task: Task) -> Points:
     kept &= (chunks == 1) | ((pp > 1) & (pp * chunks <= task.model.layers) & (np.ceil(times) % pp == 0))
     if task.framework != "soli":  # whose batches and stages need not be equal
         kept &= (task.batch % (dp * microbatch) == 0) & (task.model.layers % (pp * chunks) == 0)
-    device = task.cluster.device
-    peak = device.tflops.get(task.precision, 1.0) * 1e12
-    wide = "bf16" if "bf16" in device.tflops else "fp16"
     same = {
-        **task.model.point(), "seq": task.seq, "global_batch": task.batch, "ep": 1.0, "offload": 0.0,
-        "low": 1.0 if task.precision == "fp8" else 2.0, "peak": peak,
-        "peak_wide": min(peak, device.tflops.get(wide, peak / 1e12) * 1e12), "capacity": device.memory,
-        "bandwidth": device.memory_gbs * 1e9, "node": device.node, "link": device.link_gbs * 1e9,
-        "link_latency": device.link_us * 1e-6, "net": device.net_gbits * 1e9 / 8,
-        "net_latency": device.net_us * 1e-6, "host": device.host_gbs * 1e9, "logged": 0.0,
-        **(CAST if task.framework == "soli" else MIXED),
+        **task.model.point(), **of_device(task.cluster.device, task.precision), "seq": task.seq, "global_batch": task.batch,
+        "ep": 1.0, "offload": 0.0, "logged": 0.0, **(CAST if task.framework == "soli" else MIXED),
     }  # fmt: skip
     own = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sp": sp, "zero": zero, "recompute": recompute, "chunks": chunks, "microbatch": microbatch}  # fmt: skip
     count = int(kept.sum())

@@ -8,7 +8,7 @@ model or a row.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -103,11 +103,15 @@ def known(framework: str, generation: str) -> dict[str, float]:
     return found
 
 
+def measured(framework: str, generation: str) -> bool:
+    """Whether enough runs of this very program on such devices were published to say how far it is off."""
+    return framework not in LIKE and "time_low" in sets().get(f"{framework} {generation}", {})
+
+
 def spread_of(framework: str, generation: str) -> dict[str, float]:
     """See SPREADS. Where a framework was not measured on such devices, what holds of all: others are a guess."""
     found = dict(SPREADS)
-    measured = framework not in LIKE and "time_low" in sets().get(f"{framework} {generation}", {})
-    for name in chain(framework, generation) if measured else (DEFAULT,):
+    for name in chain(framework, generation) if measured(framework, generation) else (DEFAULT,):
         found |= {key: value for key, value in sets().get(name, {}).items() if key in SPREADS}
     return found
 
@@ -115,3 +119,8 @@ def spread_of(framework: str, generation: str) -> dict[str, float]:
 def constants(of: Sequence[dict[str, float]]) -> Constants:
     """One set a place."""
     return Constants({name: np.array([one[name] for one in of], dtype=np.float64) for name in NAMES})
+
+
+def repeated(one: Mapping[str, float], count: int) -> Constants:
+    """The same constants at every place."""
+    return Constants({name: np.full(count, one[name], dtype=np.float64) for name in NAMES})

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from soli.planner.hardware.devices import Device
+
 Array = NDArray[np.float64]
 
 MIXED = {"weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0}
@@ -121,6 +123,22 @@ class Points:
     @property
     def devices(self) -> Array:
         return self.tp * self.cp * self.pp * self.dp
+
+
+SIZES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
+"""Bytes of a number."""
+
+
+def of_device(device: Device, precision: str) -> dict[str, float]:
+    """A device's part of a point, whose linear products are in `precision` and attention in 16 bits at the least."""
+    peak = device.tflops[precision]
+    wide = device.tflops.get("bf16", device.tflops.get("fp16", peak))
+    return {
+        "peak": peak * 1e12, "peak_wide": min(peak, wide) * 1e12, "low": SIZES[precision],
+        "capacity": device.memory, "bandwidth": device.memory_gbs * 1e9, "node": device.node,
+        "link": device.link_gbs * 1e9, "link_latency": device.link_us * 1e-6, "net": device.net_gbits * 1e9 / 8,
+        "net_latency": device.net_us * 1e-6, "host": device.host_gbs * 1e9,
+    }  # fmt: skip
 
 
 def points(rows: Sequence[Mapping[str, float]]) -> Points:
