@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,6 +38,16 @@ class Events:
         if self._file is not None:
             self._file.write(json.dumps(event) + "\n")
             self._file.flush()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within, what is emitted is forgotten: of a program that is run for its shapes alone."""
+        kept, self.recent = self.recent, deque(maxlen=KEPT)
+        file, self._file = self._file, None
+        try:
+            yield
+        finally:
+            self.recent, self._file = kept, file
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.recent if event["kind"] == kind]

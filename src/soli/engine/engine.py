@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,16 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import layout, microbatch, norm, pipelined, same
+from soli.engine import deciding, layout, microbatch, norm, pipelined, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
-from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, to_device
+from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, rows_of, to_device
 from soli.engine.check import FirstStep
 from soli.engine.data import Order, Position, batches
+from soli.engine.deciding import PROBES, Choice, Wish
 from soli.losses import LossFn, from_model
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
-from soli.mesh.mesh import build_mesh
+from soli.mesh.mesh import Mesh, build_mesh
 from soli.mesh.world import join
 from soli.parallel import data as data_parallel
 from soli.parallel import precision, recompute
@@ -35,7 +36,7 @@ from soli.parallel.pipeline.run import Pipeline
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor.cut import Run, running
 from soli.parallel.tensor.moves import collected
-from soli.planner.legality import default_plan, resolve
+from soli.planner.legality import resolve
 
 SUM_TO_MEAN = 4096.0
 
@@ -63,39 +64,43 @@ def parallelize(
     deadline: float | None = None,
     roles: dict[str, str] | None = None,
     example: Any = None,
+    rows: int | None = None,
+    memory: float | None = None,
 ) -> Engine:
     """Lay a plain model over all ranks of this job. Collective; the model's parameters are taken over.
 
     `loss_fn(output, batch) -> (total, count)`; left out, the model's own `output.loss` is used (Hugging
     Face causal models). `optimizer`: a torch optimizer on this model, or a function of its parameters.
     `scheduler`: a function of the optimizer; it is stepped once a step and saved with it. `clip`: the
-    largest norm of the gradient. `plan`: "auto", text such as "dp=2,zero=1", or a Plan. `seed`: of
+    largest norm of the gradient. `plan`: "auto", "auto=probe", text such as "dp=2,zero=1", or a Plan. `seed`: of
     dropout and of the order of the data. `deadline`: seconds a rank waits in a collective.
 
     With tp > 1 what each weight is (a column, a row, a vocabulary), and with pp > 1 where the model may be cut into
     stages, is found by running it on a few rows of `example`, a batch; left out, of the first batch. `roles` says it instead for weights whose names match:
     {"*.out_proj": "replicated"}; also "column", "row", "vocabulary".
+
+    "auto" decides when it sees a batch: `example`, which stands for a global one of `rows` rows, or the first.
+    `memory`: bytes that a rank may take; left out, what is free. "auto=probe" also runs the best plans for a few steps.
     """
     world = join(deadline)
-    if isinstance(plan, str) and plan == "auto":
-        chosen, line = default_plan(world.size)
-        if world.is_first and world.size > 1:
-            print(f"soli: {line}", flush=True)
-    else:
+    wish = Wish(PROBES[plan], memory) if isinstance(plan, str) and plan in PROBES else None
+    chosen = Plan(dp=1)  # stands for any, where the plan is wished for
+    if wish is None:
         chosen = resolve(Plan.parse(plan) if isinstance(plan, str) else plan, world.size)
-    raise_all(_problems(model, roles, chosen), everywhere=True)
+    raise_all(problems(model, roles, chosen), everywhere=True)
     made = optimizers.build(optimizer, model)
     raise_all(optimizers.problems(made, model, chosen), everywhere=True)
-    with busy(f"laying the model over {world.size} ranks", shown=world.is_first):
+    with busy(f"laying the model over {world.size} ranks", shown=world.is_first and wish is None):
         engine = Engine(
-            model, loss_fn or from_model(), made, scheduler, clip, chosen, seed, world, roles or {}
+            model, loss_fn or from_model(), made, scheduler, clip, wish or chosen, seed, world, roles or {}
         )
         if example is not None:
+            engine.decide(example, rows or rows_of(example))
             engine.lay(example)
         return engine
 
 
-def _problems(model: nn.Module, roles: dict[str, str] | None, plan: Plan) -> list[Problem]:
+def problems(model: nn.Module, roles: dict[str, str] | None, plan: Plan) -> list[Problem]:
     """What keeps this model from this plan, all of it."""
     found = data_parallel.problems(model, plan) + recompute.problems(model, plan)
     return found + layout.problems(roles, plan)
@@ -111,14 +116,13 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None,
         clip: float | None,
-        plan: Plan,
+        plan: Plan | Wish,
         seed: int,
         world: Any,
         roles: dict[str, str],
     ) -> None:
-        self.model, self.plan, self.world_info, self.seed, self.max_norm = model, plan, world, seed, clip
+        self.model, self.world_info, self.seed, self.max_norm = model, world, seed, clip
         self.rank, self.world, self.device = world.rank, world.size, world.device
-        self.mesh = build_mesh(plan, world)
         self.tied = {n: names[0] for names, _ in data_parallel.named_once(model) for n in names[1:]}
         self.hints = roles
         self.parallel: Parallel | None = None
@@ -127,10 +131,6 @@ class Engine:
         self.optimizer = optimizer
         self.scheduler = scheduler(optimizer) if scheduler is not None else None
         self.loss_fn, self._call = loss_fn, Caller(model)
-        self.randomness = Randomness(model, seed)
-        self.randomness.shared = (plan.dp or 1) * plan.accumulate * plan.pp > 1
-        self.randomness.alone = self.world * plan.accumulate == 1
-        self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
         self.step_count = 0
         self.last = Last()
         self.positions: dict[str, Position] = {}
@@ -144,8 +144,40 @@ class Engine:
         self._gathers: list[Pending] = []
         self._save_group: Any = None
         self.saving: Any = None
+        self.choice: Choice | None = None  # of plan="auto"
+        self._plan: Plan | None = None
+        self._wish = plan if isinstance(plan, Wish) else Wish(1, None)
+        if isinstance(plan, Plan):
+            self._begin(plan)
+
+    def _begin(self, plan: Plan) -> None:
+        self._plan = plan
+        self._mesh = build_mesh(plan, self.world_info)
+        self.randomness = Randomness(self.model, self.seed)
+        self.randomness.shared = (plan.dp or 1) * plan.accumulate * plan.pp > 1
+        self.randomness.alone = self.world * plan.accumulate == 1
+        self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
         if plan.model_ranks == 1:
             self.lay(None)
+
+    def decide(self, batch: Any, rows: int) -> None:
+        """With plan="auto", choose the plan for batches like this one, of which a global one has so many rows. Once."""
+        if self._plan is None:
+            deciding.decide(self, batch, rows)
+
+    @property
+    def plan(self) -> Plan:
+        """How the model is split. With plan="auto" and no batch yet it is data parallelism, and that is said."""
+        if self._plan is None:
+            deciding.without_batch(self)
+        return cast(Plan, self._plan)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks as the plan lays them out."""
+        if self._plan is None:
+            deciding.without_batch(self)
+        return self._mesh
 
     def lay(self, example: Any) -> None:
         """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
@@ -170,6 +202,8 @@ class Engine:
     @property
     def laid(self) -> DataParallel:
         """How the parameters lie on the ranks."""
+        if self._plan is None:
+            deciding.without_batch(self)
         if self.parallel is None:
             raise SoliError(
                 "with tp, pp or cp > 1 the model is laid over the ranks when it has seen a batch, and there was none yet",
@@ -224,6 +258,7 @@ class Engine:
                 everywhere=True,
             )
         self._check_frozen()
+        self.decide(batch, batch.total if isinstance(batch, Part) else 0)
         part = part_of(batch, self.dp.size, self.dp.index)
         need_rows(part, self.dp.size, self.plan)
         self.lay(part)
@@ -271,8 +306,8 @@ class Engine:
         )  # losses are the last stage's
         bad = [f"rank {r + shift}" for r, t in zip(self.dp.ranks, totals.tolist(), strict=True) if t - t != 0]
         if bad:
-            self._refuse_loss(bad, totals)
-        self._count = float(counts.sum())
+            norm.refuse_loss(self, bad, totals)
+        self._count = float(counts.sum()) or float(self.mesh.all.simulated)
         if not self._count:
             raise SoliError(
                 "no target of the global batch was counted", got="count = 0 on every rank", everywhere=True
@@ -280,22 +315,6 @@ class Engine:
         loss = totals.sum() / self._count
         self.last = Last(loss=float(loss), count=int(self._count))
         return loss
-
-    def _refuse_loss(self, bad: list[str], totals: Tensor) -> None:
-        self.laid.reducer.drop()
-        hint = (
-            "; under zero=3 a parameter used outside its block's forward reads as NaN"
-            if self.plan.zero == 3
-            else ""
-        )
-        raise SoliError(
-            f"the loss of step {self.step_count + 1} is not finite on {', '.join(bad)}; nothing was updated",
-            got=f"totals by data-parallel rank: {[float(t) for t in totals]}",
-            fix="look for NaN or infinity in that rank's rows of the batch, or for a learning rate that is too high"
-            + hint,
-            exit_code=1,
-            everywhere=True,
-        )
 
     def clip(self, max_norm: float | None = None) -> float | None:
         """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before."""
@@ -398,6 +417,9 @@ class Engine:
         name: str | None = "train",
     ) -> Iterator[Part]:
         """This rank's part of each global batch. The position of a named stream is saved and continued."""
+        if self._plan is None:
+            dataset, first = deciding.peek(dataset, min(global_batch, deciding.PEEKED), collate)
+            self.decide(first, global_batch)
         position = self.positions.setdefault(name, Position()) if name is not None else Position()
         order = Order(global_batch, self.seed, shuffle, epochs, self.dp.size, self.dp.index, position)
         return batches(dataset, order, collate, workers)
@@ -410,6 +432,7 @@ class Engine:
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
+            self.decide(batch, 0)
             part = part_of(batch, self.dp.size, self.dp.index)
             need_rows(part, self.dp.size, self.plan)
             self.lay(part)

@@ -46,6 +46,8 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
     On a grid others wait in the backward for this rank's part of their products: zeros go back instead.
     """
     total, count = total_and_count(engine.loss_fn(output, data))
+    if engine.mesh.all.simulated:
+        count = count or 1.0  # other rows have targets
     if count or not (engine.plan.together and torch.is_grad_enabled()):
         return total, count
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from soli.core.axes import DEPTH, ROW, TP
 from soli.core.errors import SoliError
@@ -46,6 +47,20 @@ def refuse(engine: Engine) -> None:
         f"the gradient of step {engine.step_count + 1} is not finite; nothing was updated",
         got=f"in this rank's part of {', '.join(bad[:4]) or 'no parameter'}",
         fix="lower the learning rate, clip, or look for a division by zero in the backward of that module",
+        exit_code=1,
+        everywhere=True,
+    )
+
+
+def refuse_loss(engine: Engine, bad: list[str], totals: Tensor) -> None:
+    """Raise: this step's loss is not finite on some ranks."""
+    engine.laid.reducer.drop()
+    hint = "; under zero=3 a parameter used outside its block's forward reads as NaN"
+    raise SoliError(
+        f"the loss of step {engine.step_count + 1} is not finite on {', '.join(bad)}; nothing was updated",
+        got=f"totals by data-parallel rank: {[float(t) for t in totals]}",
+        fix="look for NaN or infinity in that rank's rows of the batch, or for a learning rate that is too high"
+        + hint * (engine.plan.zero == 3),
         exit_code=1,
         everywhere=True,
     )

@@ -34,8 +34,8 @@ class Sample:
 
 
 def sample(engine: Engine, batch: Any) -> Sample | None:
-    """Before the model is laid over the ranks. None for a deferred model, which has no values yet."""
-    if any(p.is_meta for p in engine.model.parameters()):
+    """Before the model is laid over the ranks. None for a deferred model, which has no values yet, or a simulated world."""
+    if engine.mesh.all.simulated or any(p.is_meta for p in engine.model.parameters()):
         return None
     runner = Runner.of(engine, part_of(batch, 1, 0))
     if not runner.rows:
@@ -46,7 +46,7 @@ def sample(engine: Engine, batch: Any) -> Sample | None:
 
 def mark(engine: Engine, part: Part) -> float:
     """A number that tells rows apart: some elements of each tensor. Only where several ranks have the same rows."""
-    if engine.plan.model_ranks == 1 or not part.rows:
+    if engine.plan.model_ranks == 1 or not part.rows or engine.mesh.all.simulated:
         return 0.0
     total = 0.0
     for number, x in enumerate(tree_leaves(part.data), 1):

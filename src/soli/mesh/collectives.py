@@ -34,6 +34,7 @@ from torch import Tensor
 
 from soli.core.errors import failure
 from soli.mesh.record import Record, issuing, recorder
+from soli.mesh.simulate import Absent
 from soli.mesh.versions import all_gather_flat, reduce_scatter_flat
 
 OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -55,6 +56,11 @@ class Axis:
         """This axis for the `number`-th of collectives of which two are under way: they are not to share a group."""
         return replace(self, group=self.other) if number % 2 and self.other is not None else self
 
+    @property
+    def simulated(self) -> bool:
+        """Whether the other ranks are not there: what this one sends and receives is recorded alone."""
+        return isinstance(self.group, Absent)
+
     def on_gloo(self, tensor: Tensor) -> bool:
         return self.backend == "gloo" or (self.backend == "nccl" and tensor.device.type == "cpu")
 
@@ -65,18 +71,18 @@ class Pending:
     def __init__(
         self, works: list[Any], record: Record | None, finish: Callable[[], None] | None = None
     ) -> None:
-        self._works, self._record, self._finish = works, record, finish
+        self._works, self.record, self._finish = works, record, finish
 
     def wait(self) -> None:
         for work in self._works:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failed(self._record, error) from error
+                raise _failed(self.record, error) from error
         if self._finish is not None:
             self._finish()
-        if self._record is not None:
-            self._record.done = True
+        if self.record is not None:
+            self.record.done = True
         self._works, self._finish = [], None
 
 
@@ -88,7 +94,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -
 
     On the local backend it lies in memory that the ranks share, and what it takes part in copies nothing.
     """
-    if axis.size > 1 and axis.backend == "local" and device.type == "cpu" and numel:
+    if axis.size > 1 and axis.backend == "local" and not axis.simulated and device.type == "cpu" and numel:
         size = torch.empty((), dtype=dtype).element_size()
         memory: Tensor = axis.group.allocate(numel * size)
         return memory.view(dtype)
@@ -109,11 +115,13 @@ def reduce_scatter(
         return NOTHING
     record = _record("reduce_scatter", axis, whole, label)
     if not axis.on_gloo(whole):
-        works = _issue(record, lambda: [reduce_scatter_flat(output, whole, group=axis.group, async_op=True)])
+        works = _issue(
+            record, axis, lambda: [reduce_scatter_flat(output, whole, group=axis.group, async_op=True)]
+        )
         return _done(Pending(works, record), wait)
     sent = _staged(whole, axis).view(axis.size, -1)
     received = torch.empty((axis.size - 1, sent.shape[1]), dtype=sent.dtype)
-    works = _issue(record, lambda: _swap(received, sent, axis))
+    works = _issue(record, axis, lambda: _swap(received, sent, axis))
 
     def finish() -> None:
         others = iter(received)
@@ -138,13 +146,13 @@ def all_gather(whole: Tensor, part: Tensor, axis: Axis, *, label: str = "", wait
         return NOTHING
     record = _record("all_gather", axis, whole, label)
     if not axis.on_gloo(whole):
-        works = _issue(record, lambda: [all_gather_flat(whole, part, group=axis.group, async_op=True)])
+        works = _issue(record, axis, lambda: [all_gather_flat(whole, part, group=axis.group, async_op=True)])
         return _done(Pending(works, record), wait)
     moved = whole if whole.device.type == "cpu" else torch.empty(whole.shape, dtype=whole.dtype)
     slots = moved.view(axis.size, -1)
     if slots[axis.index].data_ptr() != part.data_ptr():
         slots[axis.index].copy_(part.view(-1))
-    works = _issue(record, lambda: _exchange(slots, axis))
+    works = _issue(record, axis, lambda: _exchange(slots, axis))
     return _done(Pending(works, record, _copy_back(whole, moved)), wait)
 
 
@@ -183,10 +191,10 @@ def reduce(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool =
     record = _record("reduce", axis, tensor, label)
     if axis.index != to:
         moved = _staged(tensor, axis).contiguous()
-        works = _issue(record, lambda: [dist.isend(moved, group=axis.group, group_dst=to)])
+        works = _issue(record, axis, lambda: [dist.isend(moved, group=axis.group, group_dst=to)])
         return _done(Pending(works, record, lambda: _keep(moved)), wait)
     other = torch.empty(tensor.shape, dtype=tensor.dtype)
-    works = _issue(record, lambda: [dist.irecv(other, group=axis.group, group_src=1 - to)])
+    works = _issue(record, axis, lambda: [dist.irecv(other, group=axis.group, group_src=1 - to)])
     return _done(Pending(works, record, lambda: _add(tensor, other)), wait)
 
 
@@ -215,6 +223,7 @@ def all_to_all(
     moved, into = _staged(whole, axis), _staged(output, axis)
     works = _issue(
         record,
+        axis,
         lambda: [dist.all_to_all_single(into, moved, received, sent, group=axis.group, async_op=True)],
     )
     return _done(Pending(works, record, _copy_back(output, into)), wait)
@@ -232,7 +241,7 @@ def exchange(
         dist.P2POp(dist.irecv, into, group=axis.group, group_peer=source),
         dist.P2POp(dist.isend, moved, group=axis.group, group_peer=to),
     ]
-    works = _issue(record, lambda: dist.batch_isend_irecv(batch()))
+    works = _issue(record, axis, lambda: dist.batch_isend_irecv(batch()))
     back = _copy_back(received, into)
 
     def finish() -> None:
@@ -248,23 +257,27 @@ def wire(axis: Axis, device: torch.device) -> torch.device:
     return device if axis.backend == "nccl" else torch.device("cpu")
 
 
-def send_later(tensor: Tensor, axis: Axis, to: int, label: str) -> Any:
+def send_later(tensor: Tensor, axis: Axis, to: int, label: str) -> list[Any]:
     """For a batch of torch's: send `tensor` to rank number `to` of the axis."""
     _record("send", axis, tensor, label)
-    return dist.P2POp(dist.isend, tensor.to(wire(axis, tensor.device)), group=axis.group, group_peer=to)
+    if axis.simulated:
+        return [tensor]
+    return [dist.P2POp(dist.isend, tensor.to(wire(axis, tensor.device)), group=axis.group, group_peer=to)]
 
 
-def receive_later(tensor: Tensor, axis: Axis, source: int, label: str) -> Any:
+def receive_later(tensor: Tensor, axis: Axis, source: int, label: str) -> list[Any]:
     """For a batch of torch's: receive `tensor`, which lies on the wire's device, from rank number `source`."""
     _record("recv", axis, tensor, label)
-    return dist.P2POp(dist.irecv, tensor, group=axis.group, group_peer=source)
+    if axis.simulated:
+        return [tensor]
+    return [dist.P2POp(dist.irecv, tensor, group=axis.group, group_peer=source)]
 
 
 def send(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = True) -> Pending:
     """Send `tensor` to rank number `to` of the axis."""
     record = _record("send", axis, tensor, label)
     moved = tensor.detach().to(wire(axis, tensor.device)).contiguous()
-    works = _issue(record, lambda: [dist.isend(moved, group=axis.group, group_dst=to)])
+    works = _issue(record, axis, lambda: [dist.isend(moved, group=axis.group, group_dst=to)])
     return _done(Pending(works, record, lambda: _keep(moved)), wait)
 
 
@@ -277,12 +290,15 @@ def receive(tensor: Tensor, axis: Axis, source: int, *, label: str = "") -> None
     record = _record("recv", axis, tensor, label)
     on = wire(axis, tensor.device)
     moved = tensor if on == tensor.device else torch.empty_like(tensor, device=on)
-    works = _issue(record, lambda: [dist.irecv(moved, group=axis.group, group_src=source)])
+    works = _issue(record, axis, lambda: [dist.irecv(moved, group=axis.group, group_src=source)])
     Pending(works, record, _copy_back(tensor, moved)).wait()
 
 
 def send_json(value: Any, axis: Axis, to: int, *, label: str = "") -> None:
     """Send a JSON-able value. Small and rare things only."""
+    if axis.simulated:
+        axis.group.tell(value, axis.index, to)
+        return
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     send(torch.tensor([data.numel()]), axis, to, label=label)
     send(data, axis, to, label=label)
@@ -290,6 +306,8 @@ def send_json(value: Any, axis: Axis, to: int, *, label: str = "") -> None:
 
 def receive_json(axis: Axis, source: int, *, label: str = "") -> Any:
     """Receive what `send_json` sent."""
+    if axis.simulated:
+        return axis.group.told(source, axis.index)
     size = torch.empty(1, dtype=torch.int64)
     receive(size, axis, source, label=label)
     data = torch.empty(int(size), dtype=torch.uint8)
@@ -299,8 +317,8 @@ def receive_json(axis: Axis, source: int, *, label: str = "") -> Any:
 
 def gather_json(value: Any, axis: Axis, *, label: str = "") -> list[Any]:
     """Every rank's JSON-able `value`, on every rank, in the order of the axis. Small and rare things only."""
-    if axis.size == 1:
-        return [value]
+    if axis.size == 1 or axis.simulated:
+        return [value] * axis.size
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     longest = torch.tensor([data.numel()])
     all_reduce(longest, axis, "max", label=label)
@@ -328,7 +346,7 @@ def _in_place(
         return NOTHING
     record = _record(collective.__name__, axis, tensor, label)
     moved = _staged(tensor, axis)
-    works = _issue(record, lambda: [collective(moved, group=axis.group, async_op=True, **options)])
+    works = _issue(record, axis, lambda: [collective(moved, group=axis.group, async_op=True, **options)])
     return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
 
 
@@ -338,7 +356,9 @@ def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:
     )
 
 
-def _issue(record: Record, call: Callable[[], list[Any]]) -> list[Any]:
+def _issue(record: Record, axis: Axis, call: Callable[[], list[Any]]) -> list[Any]:
+    if axis.simulated:
+        return []
     with issuing():
         try:
             return call()
@@ -363,6 +383,8 @@ def _copy_back(tensor: Tensor, moved: Tensor) -> Callable[[], None] | None:
 def _done(pending: Pending, wait: bool) -> Pending:
     if wait:
         pending.wait()
+    elif pending.record is not None:
+        pending.record.late = True
     return pending
 
 

@@ -53,7 +53,7 @@ class Mesh:
         if axis.size == 1:
             return axis
         families = self._families(axis)
-        mine = [dist.new_group(list(family)) for family in families][families.index(axis.ranks)]
+        mine = [_group(axis, family) for family in families][families.index(axis.ranks)]
         return Axis(axis.name, axis.size, axis.index, axis.ranks, mine, axis.backend)
 
     def subset(self, axis: Axis, members: tuple[int, ...]) -> Axis:
@@ -64,7 +64,7 @@ class Mesh:
         if len(members) == axis.size or axis.size == 1:
             return axis
         families = [tuple(family[member] for member in members) for family in self._families(axis)]
-        groups = [dist.new_group(list(family)) for family in families]
+        groups = [_group(axis, family) for family in families]
         if axis.index not in members:
             return Axis(axis.name, ranks=(self.world.rank,))
         mine = tuple(axis.ranks[member] for member in members)
@@ -105,7 +105,7 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     sizes = plan.sizes
     used = [name for name in AXES if sizes[name] > 1]
     torch_mesh = None
-    if used:
+    if used and world.absent is None:
         shape = tuple(sizes[name] for name in used)
         torch_mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=tuple(used))
     where = coordinates(world.rank, sizes)
@@ -114,14 +114,13 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     def axis(name: str) -> Axis:
         if sizes[name] == 1:
             return Axis(name, ranks=(world.rank,))
-        if torch_mesh is None:
-            raise AssertionError("an axis above size 1 has a mesh")
-        group: Any = torch_mesh.get_group(name)
+        group: Any = world.absent if torch_mesh is None else torch_mesh.get_group(name)
         return Axis(name, sizes[name], where[name], tuple(peers(world.rank, name, sizes)), group, backend)
 
     axes = {name: axis(name) for name in AXES}
+    group: Any = world.absent or dist.group.WORLD
     everyone = (
-        Axis("world", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD, backend)
+        Axis("world", world.size, world.rank, tuple(range(world.size)), group, backend)
         if world.size > 1
         else Axis("world", ranks=(world.rank,))
     )
@@ -167,6 +166,11 @@ def _family(name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int
     for known in (*axes.values(), everyone):
         if known.ranks == mine:
             return Axis(name, len(mine), index, mine, known.group, known.backend)
-    groups = [dist.new_group(list(ranks)) for ranks in sorted(families.values())]
+    groups = [_group(everyone, ranks) for ranks in sorted(families.values())]
     group = groups[sorted(families.values()).index(mine)]
     return Axis(name, len(mine), index, mine, group, everyone.backend)
+
+
+def _group(of: Axis, ranks: tuple[int, ...]) -> Any:
+    """A process group of these ranks, some of an axis'. Collective."""
+    return of.group if of.simulated else dist.new_group(list(ranks))

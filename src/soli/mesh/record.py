@@ -45,6 +45,7 @@ class Record:
     ranks: tuple[int, ...] = ()
     issued: float = field(default_factory=time.time)
     done: bool = False
+    late: bool = False  # others may run meanwhile: it is waited for later
 
     def __str__(self) -> str:
         what = f" of {self.label}" if self.label else ""
@@ -65,6 +66,16 @@ class Recorder:
         self.issued += 1
         self.records.append(record)
         return record
+
+    @contextmanager
+    def apart(self) -> Iterator[deque[Record]]:
+        """Within, records go to the list that this gives, and are none of this rank's: of a simulated world."""
+        kept, issued = self.records, self.issued
+        self.records = deque()
+        try:
+            yield self.records
+        finally:
+            self.records, self.issued = kept, issued
 
     def clear(self) -> None:
         self.records.clear()

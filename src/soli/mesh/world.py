@@ -20,6 +20,7 @@ import torch.distributed as dist
 from soli.core.errors import Problem, SoliError, failure, raise_all
 from soli.core.report import install_hook
 from soli.mesh.backends import cpu_backend
+from soli.mesh.simulate import Absent
 
 DEADLINE_SECONDS = 300.0
 """How long a rank waits in a collective before it says so. SOLI_DEADLINE or `deadline=` change it."""
@@ -35,6 +36,7 @@ class World:
     device: torch.device
     backend: str  # gloo, local, nccl, or single
     deadline: float
+    absent: Absent | None = None  # the group of the other ranks, where they are simulated
 
     @property
     def is_first(self) -> bool:

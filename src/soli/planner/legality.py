@@ -76,7 +76,7 @@ def problems(plan: Plan, world: int) -> list[Problem]:
             )
         )
     elif dp and dp % plan.replicate:
-        allowed = ", ".join(str(d) for d in _divisors(dp))
+        allowed = ", ".join(str(d) for d in divisors(dp))
         found.append(Problem(f"replicate={plan.replicate} does not divide dp={dp}", allowed=allowed))
     return found
 
@@ -114,11 +114,11 @@ def _grid_problems(plan: Plan) -> list[Problem]:
                 f"tp={plan.tp} is no multiple of depth={plan.depth}",
                 got=f"tp={plan.tp}, depth={plan.depth}",
                 allowed="tp = depth x rows x columns",
-                fix=f"{' or '.join(fits)}, or depth={' or '.join(map(str, _divisors(plan.tp)))}",
+                fix=f"{' or '.join(fits)}, or depth={' or '.join(map(str, divisors(plan.tp)))}",
             )
         )
     elif plan.rows and ranks % plan.rows:
-        allowed = ", ".join(map(str, _divisors(ranks)))
+        allowed = ", ".join(map(str, divisors(ranks)))
         found.append(
             Problem(f"rows={plan.rows} does not divide the {ranks} ranks of a grid", allowed=allowed)
         )
@@ -130,7 +130,7 @@ def _grid_problems(plan: Plan) -> list[Problem]:
                 + (f", depth={plan.depth}" if plan.depth > 1 else ""),
                 allowed="tp = q x q (2d), depth x q x q (2.5d)",
                 fix=f"{' or '.join(fits)}; or a grid that is not square, with rows="
-                + " or ".join(str(d) for d in _divisors(ranks)[1:-1] or [1]),
+                + " or ".join(str(d) for d in divisors(ranks)[1:-1] or [1]),
             )
         )
     return found + _on_grids(plan)
@@ -248,7 +248,7 @@ def nearest(plan: Plan, world: int) -> Plan:
         base["chunks"] = 2 if plan.schedule == "interleaved" else 1
     degrees: list[dict[str, Any]] = [
         {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
-        for tp, pp, cp in product(_divisors(world), repeat=3)
+        for tp, pp, cp in product(divisors(world), repeat=3)
         if world % (tp * pp * cp) == 0
         for dp in (None, world // (tp * pp * cp))
     ]
@@ -266,7 +266,7 @@ def nearest(plan: Plan, world: int) -> Plan:
             {"sp": sp, "replicate": replicate, "zero": zero, "schedule": schedule, **grid}
             for sp, replicate, zero, schedule, grid in product(
                 {False, plan.sp},
-                _divisors(world // (degree["tp"] * degree["pp"] * degree["cp"])),
+                divisors(world // (degree["tp"] * degree["pp"] * degree["cp"])),
                 {plan.zero, 0, 1},
                 {base["schedule"]} if plan.tensor == "1d" else {base["schedule"], "1f1b"},
                 _grids(plan, degree["tp"]),
@@ -290,7 +290,7 @@ def _grids(plan: Plan, tp: int) -> list[dict[str, Any]]:
         return [{"tensor": "1d", "depth": 1, "rows": 0}]
     kinds = [(plan.tensor, plan.depth, plan.rows), (plan.tensor, plan.depth, 0), (plan.tensor, 1, 0)]
     if plan.tensor != "3d":
-        kinds += [(plan.tensor, plan.depth, rows) for rows in _divisors(tp)[1:-1]]
+        kinds += [(plan.tensor, plan.depth, rows) for rows in divisors(tp)[1:-1]]
     kinds += [("1d", 1, 0), ("2d", 1, 0), ("2.5d", 2, 0), ("2.5d", plan.depth, 0)]
     return [{"tensor": kind, "depth": depth, "rows": rows} for kind, depth, rows in dict.fromkeys(kinds)]
 
@@ -304,7 +304,7 @@ def default_plan(world: int) -> tuple[Plan, str]:
     )
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 

@@ -22,6 +22,7 @@ from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, receive, receive_json, send, send_json
 from soli.mesh.record import issuing
+from soli.mesh.simulate import holding
 from soli.parallel.pipeline import schedules
 from soli.parallel.pipeline.stage import Crossing, Flight, Known, Stage, handed
 from soli.parallel.pipeline.stage_forward import Finished, Shapes, StageForward
@@ -124,7 +125,7 @@ class Pipeline:
                 self._learn(piece)
         self._total, self._counted = 0.0, 0.0
         self.actions = []
-        with issuing():  # messages are recorded where they are made
+        with issuing(), holding(self.axis.group):  # messages are recorded where they are made
             self.schedule._step_microbatches(target_mbs=[None] * len(pieces), return_outputs=False)
         self.collect()
         self.pieces = []

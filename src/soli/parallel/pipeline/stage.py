@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from soli.mesh.collectives import Axis, receive_later, send_later, wire
+from soli.mesh.simulate import answering
 from soli.parallel.pipeline.split_backward import inputs_first, weights_later
 from soli.parallel.pipeline.stage_forward import Form, Shapes
 from soli.parallel.pipeline.watch import Name
@@ -67,9 +68,9 @@ class Stage(PipelineStage):
     """Stage number `index` of a pipeline."""
 
     def __init__(self, pipeline: Pipeline, index: int) -> None:
-        super().__init__(
-            nn.Module(), index, pipeline.stages.count, pipeline.device, group=pipeline.axis.group
-        )
+        axis = pipeline.axis
+        with answering(axis.group, axis.index, axis.size):
+            super().__init__(nn.Module(), index, pipeline.stages.count, pipeline.device, group=axis.group)
         self.pipeline = pipeline
         self.known: dict[Any, Known] = {}
         self.flights: dict[int, Flight] = {}
@@ -97,7 +98,11 @@ class Stage(PipelineStage):
             value.empty(self.axis, self.pipeline.device) for value in self._known(fwd_chunk_id).incoming
         ]
         self.flights[fwd_chunk_id].leaves = leaves
-        return [receive_later(x, self.axis, self.peer(self.stage_index - 1), "activation") for x in leaves]
+        return [
+            op
+            for x in leaves
+            for op in receive_later(x, self.axis, self.peer(self.stage_index - 1), "activation")
+        ]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         if not self._empty(mb_index):
@@ -120,7 +125,9 @@ class Stage(PipelineStage):
             return []
         outputs = self.flights[fwd_chunk_id].outputs
         to = self.peer(self.stage_index + 1)
-        return [send_later(x.detach().contiguous(), self.axis, to, "activation") for x in outputs]
+        return [
+            op for x in outputs for op in send_later(x.detach().contiguous(), self.axis, to, "activation")
+        ]
 
     # --- gradients ------------------------------------------------------------------------------------
 
@@ -133,7 +140,7 @@ class Stage(PipelineStage):
         ]
         self.flights[bwd_chunk_id].gradients = list(found)
         source = self.peer(self.stage_index + 1)
-        return [receive_later(x, self.axis, source, "gradient") for x in found if x is not None]
+        return [op for x in found if x is not None for op in receive_later(x, self.axis, source, "gradient")]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if not self._empty(mb_index):
@@ -192,7 +199,12 @@ class Stage(PipelineStage):
             return []
         to, passed = self.peer(self.stage_index - 1), self.flights[bwd_chunk_id].passed
         self._land(bwd_chunk_id)
-        return [send_later(x.contiguous(), self.axis, to, "gradient") for x in passed if x is not None]
+        return [
+            op
+            for x in passed
+            if x is not None
+            for op in send_later(x.contiguous(), self.axis, to, "gradient")
+        ]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         if self._empty(mb_index):

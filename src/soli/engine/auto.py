@@ -1,0 +1,360 @@
+"""`plan="auto"`: every layout rehearsed, timed on this machine as it was measured, and the quickest that fits.
+
+1. All ranks rehearse their share of the layouts, and then of the variants of the best ones (planner/candidates.py).
+2. What a rehearsal keeps is exact; a plan that would not fit becomes a lighter one, or none.
+3. The machine is measured once (calibrate.py), with the products that this program has; then each plan has a time.
+4. `auto=probe` runs the best different ones for a few steps, on copies, and takes the one that is quickest. Where
+   memory is short, plain "auto" runs its choice once too: a plan that takes more than was rehearsed is not begun.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from soli.core.errors import SoliError
+from soli.core.events import events
+from soli.core.plan import Plan
+from soli.core.progress import busy
+from soli.engine.calibrate import calibrated, free_memory, with_products
+from soli.engine.deciding import Choice, Option
+from soli.engine.engine import Engine
+from soli.engine.rehearse import Program, rehearse, unseen, widened
+from soli.mesh.collectives import all_reduce, barrier, gather_json
+from soli.mesh.mesh import Mesh, build_mesh
+from soli.mesh.world import World
+from soli.parallel.init import is_deferred
+from soli.planner.candidates import bases, lighter, variants
+from soli.planner.learn import Learnt
+from soli.planner.machine import Machine, estimate
+from soli.planner.rehearsal import Rehearsal
+
+HEADROOM = 1.15
+"""What allocators take beyond the tensors that live: fragments, and workspaces of kernels."""
+TIGHT = 0.5
+"""Of the free memory: a plan that is to take more is run once on a copy before it is begun."""
+NEAR = 1.5
+"""Layouts that are up to so many times slower than the best have their variants rehearsed too."""
+LAYOUTS = 4
+PROBE_STEPS = 4
+PACE_STEPS = 5
+MOST_PROBES = 5
+
+
+class Auto:
+    """One decision, on every rank of a job. Collective."""
+
+    def __init__(self, program: Program, world: World, rows: int, memory: float | None, probes: int) -> None:
+        self.program, self.world, self.rows, self.probes = program, world, rows, probes
+        self.mesh: Mesh = build_mesh(Plan(dp=world.size), world)
+        self.memory = memory or free_memory(world, self.mesh)
+        self.options: dict[str, Option] = {}
+        self.machine: Machine | None = None
+        self.rehearsals: dict[str, Rehearsal] = {}  # this rank's share
+        self.notes: list[str] = []
+        self.paced: float | None = None
+
+    def choose(self) -> Choice:
+        """The plan. SoliError where none fits."""
+        start = time.perf_counter()
+        with busy("choosing a plan", shown=self.world.is_first):
+            self._look(bases(self.world.size, self.rows))
+            best = self._fitting()
+            if self.world.size > 1 and best:
+                near = [o for o in best if o.seconds <= NEAR * best[0].seconds][:LAYOUTS]
+                more = [v for o in near for v in variants(_asked(o), self.world.size, self.rows)]
+                self._look(more)
+            if self.probes > 1:
+                self._probe()
+        order = self._fitting()
+        while order and self._is_tight(order[0]) and not order[0].measured and not self._holds(order[0]):
+            order = self._fitting()
+        if not order:
+            return self._none()
+        return Choice(Plan.parse(order[0].plan), self._ordered(), self.memory, self._lines(order, start))
+
+    # --- rehearsals -----------------------------------------------------------------------------------
+
+    def _look(self, plans: list[Plan]) -> None:
+        """Rehearse plans, or lighter ones in their place, each rank its share; and time them."""
+        new = [plan for plan in plans if str(plan) not in self.options]
+        mine = [self._light_enough(plan) for plan in new[self.world.rank :: self.world.size]]
+        if self.world.size > 1:
+            self._measure()
+        timed = [asdict(self._timed(option)) for option in mine]
+        for options in gather_json(timed, self.mesh.all, label="plans"):
+            for option in options:
+                self.options[option["plan"]] = Option(**option)
+
+    def _light_enough(self, plan: Plan) -> Option:
+        """The first of a plan and its lighter forms that fits; or the last, refused."""
+        said = ""
+        for one in (plan, *lighter(plan, self.world.size, self.rows)):
+            try:
+                found = rehearse(self.program, one)
+            except Exception as error:
+                return Option(str(plan), refused=said or _told(error))
+            option = Option(str(one), peak=found.peak, states=found.states)
+            if found.peak * HEADROOM <= self.memory:
+                self.rehearsals[option.plan] = found
+                return option
+            said = f"{_bytes(found.peak * HEADROOM)} a rank, and {_bytes(self.memory)} are free"
+        return replace(option, refused=said)
+
+    def _measure(self) -> None:
+        """The machine, and the products of the plans that this rank and others rehearsed. Collective."""
+        if self.machine is None:
+            self.machine, fresh = calibrated(self.world, self.mesh)
+            self.notes.append(
+                "this machine was measured now" if fresh else "this machine as it was measured before"
+            )
+        wanted: dict[str, float] = {}
+        for found in self.rehearsals.values():
+            for run in found.ranks:
+                for call in run.calls:
+                    if call.flops:
+                        wanted[call.key] = wanted.get(call.key, 0.0) + call.flops
+        everyone: dict[str, float] = {}
+        for said in gather_json(wanted, self.mesh.all, label="products"):
+            for key, flops in said.items():
+                everyone[key] = everyone.get(key, 0.0) + flops
+        machine = with_products(self.world, self.mesh, self.machine, everyone)
+        self.machine = machine if self.paced is not None else self._pace(machine)
+
+    def _pace(self, machine: Machine) -> Machine:
+        """The machine with operations as quick as this program's are: one step of a rank's share, without the others.
+
+        What is no product is launched by the user's modules, autograd and the optimizer, at their own pace. Collective.
+        """
+        share = replace(self.program, batch=widened(self.program.batch, max(self.rows // self.world.size, 1)))
+        found = self._alone(share)
+        self.paced = 1.0
+        if found is None:
+            self.notes.append("one rank cannot hold the program, so its operations are timed as any others")
+            return machine
+        alone = World(0, 1, 0, self.world.device, "single", self.world.deadline)
+        barrier(self.mesh.all)
+        spent = torch.tensor([trial(share, Plan(dp=1), alone, PACE_STEPS)[0]], dtype=torch.float64)
+        all_reduce(spent, self.mesh.all, "max", label="seconds of a step alone")
+        made = estimate(found, machine)
+        self.paced = min(max((float(spent) - made.products) / made.others, 0.5), 50.0)
+        return replace(machine, launch=machine.launch * self.paced, stream=machine.stream / self.paced)
+
+    def _alone(self, share: Program) -> Rehearsal | None:
+        """The program on one rank; None where some rank cannot hold it. Collective."""
+        try:
+            found: Rehearsal | None = rehearse(share, Plan(dp=1))
+        except Exception:
+            found = None
+        fits = found is not None and found.peak * HEADROOM <= self.memory
+        return found if all(gather_json(fits, self.mesh.all, label="whether it fits")) else None
+
+    def _timed(self, option: Option) -> Option:
+        found = self.rehearsals.get(option.plan)
+        if found is None or self.machine is None:
+            return option
+        made = estimate(found, self.machine)
+        return replace(option, seconds=made.time, parts=made.parts)
+
+    # --- trials ---------------------------------------------------------------------------------------
+
+    def _probe(self) -> None:
+        """Run the best different plans, learn from each, and go on while an untried one is promised to be better."""
+        learnt = Learnt()
+        for number in range(MOST_PROBES):
+            order = sorted(self._fitting(), key=lambda o: o.measured or learnt.seconds(o.parts))
+            if number >= self.probes and order and order[0].measured:
+                break
+            tried = {_layout(o) for o in order if o.measured}
+            fresh = [o for o in order if not o.measured]
+            new = [o for o in fresh if _layout(o) not in tried] if number < self.probes else fresh
+            if not (new or fresh):
+                break
+            option = (new or fresh)[0]
+            if self._holds(option, PROBE_STEPS):
+                tried_one = self.options[option.plan]
+                learnt.see(tried_one.parts, tried_one.measured)
+        for option in list(self.options.values()):
+            if option.parts and not option.measured:
+                self.options[option.plan] = replace(option, seconds=learnt.seconds(option.parts))
+
+    def _holds(self, option: Option, steps: int = 1) -> bool:
+        """Run a plan on a copy; whether it took no more memory than there is. Its time is noted. Collective."""
+        seconds, taken = trial(self.program, Plan.parse(option.plan), self.world, steps)
+        spent = torch.tensor([seconds, taken], dtype=torch.float64)
+        all_reduce(spent, self.mesh.all, "max", label="seconds and bytes of a trial")
+        seconds, taken = spent.tolist()
+        found = replace(option, measured=seconds if steps > 1 else 0.0)
+        if taken > self.memory:
+            more = taken - option.peak
+            text = f"{option.plan} took {_bytes(taken)}, {_bytes(more)} more than rehearsed and more than the {_bytes(self.memory)} that are free"
+            self.notes.append(text)
+            events.emit("note", text=text)
+            found = replace(found, refused=text)
+        else:
+            found = replace(found, peak=max(taken, option.peak), measured=seconds)
+        self.options[option.plan] = found
+        return not found.refused
+
+    def _is_tight(self, option: Option) -> bool:
+        return option.peak * HEADROOM > TIGHT * self.memory
+
+    # --- answers --------------------------------------------------------------------------------------
+
+    def _ordered(self) -> list[Option]:
+        return sorted(
+            self.options.values(),
+            key=lambda o: (bool(o.refused), not o.measured and self._probed(), o.measured or o.seconds),
+        )
+
+    def _probed(self) -> bool:
+        return self.probes > 1 and any(o.measured for o in self.options.values())
+
+    def _fitting(self) -> list[Option]:
+        return [option for option in self._ordered() if not option.refused]
+
+    def _none(self) -> Choice:
+        """What is done where no plan is known to fit: an error, or data parallelism where nothing could be rehearsed."""
+        nearest = min(self.options.values(), key=lambda o: o.peak or float("inf"))
+        if nearest.peak:
+            raise SoliError(
+                f"no plan fits: the least takes {_bytes(nearest.peak * HEADROOM)} a rank, and {_bytes(self.memory)} are free",
+                got=f"{nearest.plan} on {self.world.size} ranks",
+                fix="more ranks, a smaller global batch, or less beside it on these devices",
+                everywhere=True,
+            )
+        plan = Plan(dp=self.world.size)
+        why = "; ".join(dict.fromkeys(o.refused for o in self.options.values()))
+        lines = [f"plan auto -> {plan}, not chosen but plain: the program cannot be rehearsed", why[:600]]
+        return Choice(plan, self._ordered(), self.memory, lines)
+
+    def _lines(self, order: list[Option], start: float) -> list[str]:
+        """The decision in three lines."""
+        best = order[0]
+        took = (
+            f"{_seconds(best.measured)} a step measured"
+            if best.measured
+            else f"{_seconds(best.seconds)} a step predicted"
+            if best.seconds
+            else "nothing to choose"
+        )
+        others = [o for o in order[1:] if _layout(o) != _layout(best)][:3]
+        slower = lambda o: (o.measured or o.seconds) / (best.measured or best.seconds) - 1
+        beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
+        refused = [o for o in self.options.values() if o.refused]
+        return [
+            f"plan auto -> {best.plan}: {took}, {_bytes(best.peak)} of {_bytes(self.memory)} a rank",
+            f"beside it: {beside}",
+            f"{len(self.options)} plans rehearsed in {time.perf_counter() - start:.1f} s, {len(refused)} cannot be; " + "; ".join(self.notes),
+        ]  # fmt: skip
+
+
+def choose(
+    program: Program, world: World, rows: int, *, memory: float | None = None, probes: int = 1
+) -> Choice:
+    """The plan for a program on the ranks of this job, the same on all of them. Collective.
+
+    `rows`: of the global batch. `memory`: bytes that a rank may take; left out, what is free. `probes`: how many plans
+    are really run for a few steps. SoliError where no plan fits.
+    """
+    return Auto(program, world, rows, memory, probes).choose()
+
+
+def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float, float]:
+    """Seconds of a step and bytes that it took, of a copy that is laid over the ranks, and forgotten. Collective."""
+    model, optimizer = _copied(program)
+    with _Watched(world.device) as taken:
+        with unseen():
+            engine = Engine(
+                model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles
+            )
+            spent = []
+            for _ in range(steps):
+                engine.step(program.batch)
+                barrier(engine.mesh.all)
+                spent.append(engine.last.seconds)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+    seconds = median(spent[1:] or spent)
+    del engine, model, optimizer
+    gc.collect()
+    return seconds, taken()
+
+
+def _copied(program: Program) -> Any:
+    """The model and its optimizer once more; a deferred parameter is made again from the same record."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad) for p in program.model.parameters() if is_deferred(p)
+    }
+    return copy.deepcopy((program.model, program.optimizer), memo)
+
+
+class _Watched:
+    """Around a run: the function that it gives says afterwards how many bytes it took, beyond what was there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.before, self.most = device, 0.0, 0.0
+
+    def __enter__(self) -> Callable[[], float]:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = float(torch.cuda.memory_allocated(self.device))
+        elif _CLEAR.exists():
+            _CLEAR.write_text("5")  # Linux, proc(5): the highest resident size is counted from here
+            self.before = _status("VmRSS")
+        return lambda: self.most - self.before
+
+    def __exit__(self, *error: Any) -> None:
+        if self.device.type == "cuda":
+            self.most = float(torch.cuda.max_memory_allocated(self.device))
+        elif _CLEAR.exists():
+            self.most = _status("VmHWM")
+
+
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def _status(name: str) -> float:
+    """Bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _asked(option: Option) -> Plan:
+    return Plan.parse(option.plan)
+
+
+def _layout(option: Option) -> tuple[Any, ...]:
+    plan = Plan.parse(option.plan)
+    return plan.dp, plan.tp, plan.tensor, plan.cp, plan.pp
+
+
+def _told(error: Exception) -> str:
+    """An error in a line."""
+    if isinstance(error, SoliError):
+        first = error.problems[0]
+        return f"{first.what} ({first.got})" if first.got else first.what
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
+
+
+def _bytes(count: float) -> str:
+    size, name = next(
+        (s, n) for s, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if count >= s or s == 1
+    )
+    return f"{count / size:.3g} {name}"
+
+
+def _seconds(count: float) -> str:
+    return f"{count:.3g} s" if count >= 1 else f"{count * 1e3:.3g} ms"

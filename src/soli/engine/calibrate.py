@@ -1,0 +1,304 @@
+"""What this machine does, measured on the ranks of this job: planner/machine.py says what of it. Collective.
+
+The same code on the CPU with gloo or the local backend and on CUDA with NCCL. Every rank measures at once, as they
+will compute; one measures alone while the others wait, which tells whether they share cores. It takes seconds, once:
+the results are kept by a fingerprint of the hardware (SOLI_CACHE, or ~/.cache/soli). Products are measured by the
+shapes that a program has, and kept beside.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from soli.core.progress import busy
+from soli.mesh.collectives import (
+    Axis,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    exchange,
+    gather_json,
+    reduce_scatter,
+)
+from soli.mesh.local.identity import mine
+from soli.mesh.mesh import Mesh
+from soli.mesh.world import World
+from soli.planner.legality import divisors
+from soli.planner.machine import Machine
+from soli.planner.rehearsal import Sent
+
+SIZES = (1 << 12, 1 << 17, 1 << 20, 1 << 23)
+"""Bytes of the collectives that are measured."""
+MOST_RANKS = 64
+"""Ranks that a measured group has at most on each axis; larger ones are scaled from these."""
+CHANGED = 2.5
+"""Times as long as before: then everything is measured anew."""
+SECONDS = 0.12
+"""Spent on one collective of one size, or less."""
+PRODUCTS_SECONDS = 5.0
+SIDE = {"cpu": 384, "cuda": 4096}
+"""Of the square products that tell a device's rate."""
+
+
+def folder() -> Path:
+    """Where calibrations are kept."""
+    return Path(os.environ.get("SOLI_CACHE") or Path.home() / ".cache" / "soli")
+
+
+def fingerprint(world: World, mesh: Mesh) -> str:
+    """What two jobs have in common that a calibration serves."""
+    hosts = gather_json([mine().host, _device_name(world.device)], mesh.all, label="hosts")
+    places = [[row[0] for row in hosts].index(host) for host, _ in hosts]
+    said = {
+        "ranks": world.size, "places": places, "devices": [name for _, name in hosts], "backend": world.backend,
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "cpus": os.cpu_count(),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def calibrated(world: World, mesh: Mesh, *, fresh: bool = False) -> tuple[Machine, bool]:
+    """The machine of this job, and whether it was measured now: what is kept serves while it holds. Collective."""
+    mark = fingerprint(world, mesh)
+    path = folder() / f"machine-{mark}.json"
+    kept = None
+    if world.is_first and path.exists() and not fresh:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    kept = gather_json(kept, mesh.all, label="calibration")[0]
+    if kept is not None and _holds(Machine(**kept), mesh, world.device):
+        return Machine(**kept), False
+    with busy("measuring this machine, once", shown=world.is_first):
+        machine = _measure(world, mesh, mark)
+    machine = Machine(**gather_json(asdict(machine), mesh.all, label="calibration")[0])
+    keep(world, machine)
+    return machine, True
+
+
+def keep(world: World, machine: Machine) -> None:
+    """For the next job."""
+    if world.is_first:
+        machine.save(folder() / f"machine-{machine.fingerprint}.json")
+
+
+def _holds(machine: Machine, mesh: Mesh, device: torch.device) -> bool:
+    """Whether a sum over all ranks still takes what it took: the network is no part of the fingerprint. Collective."""
+    if mesh.all.size == 1:
+        return True
+    x = torch.zeros(SIZES[-2] // 4, device=device)
+    spent = _timed(lambda: all_reduce(x, mesh.all), device, mesh.all)
+    then = machine.collective(Sent("all_reduce", mesh.all.ranks, SIZES[-2], False))
+    return 1 / CHANGED < spent / then < CHANGED
+
+
+def _measure(world: World, mesh: Mesh, mark: str) -> Machine:
+    device = world.device
+    side = SIDE[device.type]
+    a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+    product = lambda: torch.mm(a, b)
+    together = _timed(product, device, mesh.all)
+    alone = _alone(product, device, mesh.all)
+    big = torch.randn(1 << 20, device=device)
+    tiny = torch.randn(8, device=device, requires_grad=True)
+    stream = _timed(lambda: big + 1.0, device, mesh.all)
+    launch = _timed(lambda: tiny * 2.0 + 1.0, device, mesh.all) / 2
+    collectives: dict[str, list[list[float]]] = {}
+    for axis in _axes(world, mesh):
+        for size in SIZES:
+            for operation, call in _calls(axis, device, size).items():
+                table = collectives.setdefault(f"{operation} {axis.size}x{_stride(axis)}", [])
+                table.append([size, _timed(call, device, mesh.all)])
+    hidden = _hidden(product, together, mesh.all, device) if world.size > 1 else 0.0
+    return Machine(
+        fingerprint=mark, ranks=world.size, launch=launch, stream=2 * 4 * big.numel() / max(stream - launch, 1e-9),
+        crowd=max(together / alone, 1.0), hidden=hidden, flops=2 * side**3 / together, collectives=collectives,
+    )  # fmt: skip
+
+
+def _stride(axis: Axis) -> int:
+    return axis.ranks[1] - axis.ranks[0]
+
+
+def _axes(world: World, mesh: Mesh) -> list[Axis]:
+    """An axis of every size that divides the ranks, and of every distance between its ranks."""
+    found = []
+    for size in divisors(world.size)[1:]:
+        for inner in divisors(world.size // size):
+            if size > MOST_RANKS or (inner > 1 and size * inner > MOST_RANKS and size * inner != world.size):
+                continue
+            outer = world.size // size // inner
+            families = [
+                tuple(o * size * inner + n * inner + i for n in range(size))
+                for o in range(outer)
+                for i in range(inner)
+            ]
+            own = next(family for family in families if world.rank in family)
+            if size == world.size:
+                found.append(mesh.all)
+                continue
+            groups = [dist.new_group(list(family)) for family in families]
+            found.append(
+                Axis(
+                    "measured",
+                    size,
+                    own.index(world.rank),
+                    own,
+                    groups[families.index(own)],
+                    mesh.all.backend,
+                )
+            )
+    return found
+
+
+def _calls(axis: Axis, device: torch.device, size: int) -> dict[str, Callable[[], Any]]:
+    """Each collective of so many bytes, as the record counts them."""
+    count = max(size // 4 // axis.size, 1)
+    x, y, part = (torch.zeros(n, device=device) for n in (count * axis.size, count * axis.size, count))
+    ahead, behind = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    return {
+        "all_reduce": lambda: all_reduce(x, axis),
+        "all_gather": lambda: all_gather(x, part, axis),
+        "reduce_scatter": lambda: reduce_scatter(part, x, axis),
+        "all_to_all": lambda: all_to_all(y, x, axis),
+        "broadcast": lambda: broadcast(x, axis),
+        "send": lambda: exchange(y, x, axis, ahead, behind),
+    }
+
+
+def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, seconds: float = SECONDS) -> float:
+    """Seconds of a call, the median, of the slowest rank. Collective: all ranks call it as often."""
+    call()
+    once = _clock(call, device)
+    often = torch.tensor([min(max(seconds / max(once, 1e-7), 3), 200)], dtype=torch.float64)
+    all_reduce(often, everyone, "min", label="how often")
+    barrier(everyone)
+    spent = torch.tensor([median(_clock(call, device) for _ in range(int(often)))], dtype=torch.float64)
+    all_reduce(spent, everyone, "max", label="seconds")
+    return float(spent)
+
+
+def _clock(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _alone(call: Callable[[], Any], device: torch.device, everyone: Axis) -> float:
+    """Seconds of a call on the first rank while the others wait."""
+    barrier(everyone)
+    spent = torch.zeros(1, dtype=torch.float64)
+    if everyone.index == 0:
+        spent += median(_clock(call, device) for _ in range(20))
+    all_reduce(spent, everyone, "max", label="seconds alone")
+    return float(spent)
+
+
+def _hidden(product: Callable[[], Any], once: float, everyone: Axis, device: torch.device) -> float:
+    """The share of a sum that runs behind products which take as long."""
+    x = torch.zeros(SIZES[-2] // 4, device=device)
+    alone = _timed(lambda: all_reduce(x, everyone), device, everyone)
+    times = max(int(alone / once), 1)
+
+    def both() -> None:
+        pending = all_reduce(x, everyone, wait=False)
+        for _ in range(times):
+            product()
+        pending.wait()
+
+    together = _timed(both, device, everyone)
+    return min(max((alone + times * once - together) / min(alone, times * once), 0.0), 1.0)
+
+
+# --- the products of a program ----------------------------------------------------------------------------
+
+
+def with_products(world: World, mesh: Mesh, machine: Machine, wanted: dict[str, float]) -> Machine:
+    """Measure the products (Call.key -> flops of all of them) that are not known, the heaviest first. Collective."""
+    new = sorted((key for key in wanted if key not in machine.products), key=lambda key: -wanted[key])
+    found: dict[str, float] = {}
+    start = time.perf_counter()
+    for key in new:
+        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        all_reduce(spent, mesh.all, "max", label="seconds")
+        if float(spent) > PRODUCTS_SECONDS:
+            break
+        call = _again(key, world.device)
+        if call is not None:
+            found[key] = _timed(call, world.device, mesh.all, SECONDS / 4)
+    if found:
+        machine = machine.with_products(found)
+        keep(world, machine)
+    return machine
+
+
+def _again(key: str, device: torch.device) -> Callable[[], Any] | None:
+    """A product of these shapes; None for what is not made of its tensors alone (convolutions, kernels of attention)."""
+    name, _, rest = key.partition(" ")
+    shapes, dtype = rest.rsplit(" ", 1)
+    function: Any = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "baddbmm": torch.baddbmm}.get(
+        name
+    )
+    tensors = [
+        torch.randn(shape, device=device).to(getattr(torch, dtype)) for shape in ast.literal_eval(shapes)
+    ]
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        q, k, v = tensors[1:4] if "backward" in name else tensors[:3]
+        forward = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if "backward" not in name:
+            return forward
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out = forward()
+        return lambda: torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    return None if function is None else lambda: function(*tensors)
+
+
+def free_memory(world: World, mesh: Mesh) -> float:
+    """Bytes that this rank may take of its device, which it may share with others. Collective."""
+    place = [mine().host, str(world.device) if world.device.type == "cuda" else "cpu"]
+    sharing = gather_json(place, mesh.all, label="devices").count(place)
+    if world.device.type == "cuda":
+        free = float(torch.cuda.mem_get_info(world.device)[0])
+    else:
+        free = _free_of_host()
+    least = torch.tensor([free / sharing], dtype=torch.float64)
+    all_reduce(least, mesh.all, "min", label="free memory")
+    return float(least)
+
+
+def _free_of_host() -> float:
+    """Bytes that the host, or the control group that this process is in, has left."""
+    import psutil
+
+    free = float(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.exists() and (said := limit.read_text().strip()) != "max":
+        free = min(free, float(said) - float(used.read_text()))
+    return free

@@ -1,0 +1,97 @@
+"""`plan="auto"` in the Engine: when the plan is chosen, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import default_collate
+
+from soli.core.events import events
+from soli.core.plan import Plan
+from soli.engine.batch import Part, rows_of
+
+if TYPE_CHECKING:
+    from soli.engine.engine import Engine
+
+PROBES = {"auto": 1, "auto=probe": 3}
+"""What asks for a plan, and how many are really run."""
+PEEKED = 8
+"""Samples of a dataset that stand for a batch."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """For the plan that is best: how many are really run, and bytes that a rank may take (None: what is free)."""
+
+    probes: int
+    memory: float | None
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan and what is known of it: bytes, seconds, or why it cannot be."""
+
+    plan: str
+    peak: float = 0.0
+    states: float = 0.0
+    seconds: float = 0.0  # predicted
+    parts: dict[str, float] = field(default_factory=dict)
+    measured: float = 0.0  # seconds, where it was run
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was decided, and of what."""
+
+    plan: Plan
+    options: list[Option]  # quickest first, those that cannot be last
+    memory: float  # bytes that a rank may take
+    lines: list[str]
+
+
+def decide(engine: Engine, batch: Any, rows: int) -> None:
+    """Choose and take a plan. `rows`: of a global batch; 0: those of this one. Collective."""
+    from soli.engine import auto, rehearse  # which import the engine
+
+    data = batch.data if isinstance(batch, Part) else batch
+    if data is None:
+        without_batch(engine)
+        return
+    rows = rows or rows_of(data)
+    program = rehearse.Program(
+        engine.model, engine.optimizer, engine.loss_fn, rehearse.widened(data, rows), engine.max_norm, engine.hints,
+        engine.world_info.backend,
+    )  # fmt: skip
+    wish = engine._wish
+    choice = auto.choose(program, engine.world_info, rows, memory=wish.memory, probes=wish.probes)
+    engine.choice = choice
+    events.emit("plan", plan=str(choice.plan), lines=choice.lines, memory=choice.memory)
+    if engine.rank == 0 and engine.world > 1:
+        print("\n".join(f"soli: {line}" for line in choice.lines), flush=True)
+    engine._begin(choice.plan)
+
+
+def without_batch(engine: Engine) -> None:
+    """Data parallelism, since nothing is known of the batch."""
+    plan = Plan(dp=engine.world)
+    line = f"plan auto -> {plan}, not chosen but plain: the layout was asked for before a batch was seen; give soli.parallelize(..., example=batch)"
+    events.emit("plan", plan=str(plan), lines=[line])
+    if engine.rank == 0 and engine.world > 1:
+        print(f"soli: {line}", flush=True)
+    engine._begin(plan)
+
+
+def peek(dataset: Any, count: int, collate: Callable[[list[Any]], Any] | None) -> tuple[Any, Any]:
+    """The dataset and a batch of its first samples. What can be read only once is put together again."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        samples = [dataset[i] for i in range(min(count, len(dataset)))]
+    else:
+        stream = iter(dataset)
+        samples = list(islice(stream, count))
+        if stream is dataset:
+            dataset = chain(samples, stream)
+    return dataset, (collate or default_collate)(samples) if samples else Part(None, 0, 0, 0)

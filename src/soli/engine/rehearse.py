@@ -1,0 +1,133 @@
+"""A plan rehearsed: its very program run for the shapes alone, in this process, one rank for each stage.
+
+What comes of it is exact, since it is not a model of the program: the bytes that a rank keeps between steps and at
+its fullest moment, every operation with its shapes, every collective with its ranks and bytes, every action of a
+pipeline. Nothing is computed and nothing is sent (planner/hollow.py, mesh/simulate.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from soli.core.axes import AXES, PP, coordinates
+from soli.core.errors import raise_all
+from soli.core.events import events
+from soli.core.plan import Plan
+from soli.engine import optimizer as optimizers
+from soli.engine.batch import rows_of
+from soli.engine.engine import Engine, problems
+from soli.losses import LossFn
+from soli.mesh.record import Record, recorder
+from soli.mesh.simulate import Absent, NotYetError
+from soli.mesh.world import World
+from soli.planner.hollow import Hollow, hollowed
+from soli.planner.rehearsal import Action, RankRun, Rehearsal, Sent
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is laid over ranks: as `parallelize` takes it. `batch`: a global one."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn
+    batch: Any
+    clip: float | None = None
+    roles: dict[str, str] = field(default_factory=dict)
+    backend: str = "gloo"
+
+
+def rehearse(program: Program, plan: Plan) -> Rehearsal:
+    """The second step of a program under a resolved plan. SoliError where the plan or the program cannot be run."""
+    absent = Absent()
+    world = (plan.dp or 1) * plan.model_ranks
+    ranks = [r for r in range(world) if _leads(r, plan)]
+    found: dict[int, RankRun] = {}
+    while len(found) < len(ranks):
+        before = len(found)
+        for rank in ranks:
+            if rank in found:
+                continue
+            absent.begin()
+            try:
+                found[rank] = _run(
+                    program,
+                    plan,
+                    World(rank, world, rank, torch.device("cpu"), program.backend, 60.0, absent),
+                )
+            except NotYetError:
+                continue
+        if len(found) == before and not absent.heard():
+            raise AssertionError("every stage waits for what another one says")
+    return Rehearsal(plan, [found[rank] for rank in ranks])
+
+
+def _leads(rank: int, plan: Plan) -> bool:
+    """Whether it is the first rank of its stage, which has the most rows and the largest parts."""
+    where = coordinates(rank, plan.sizes)
+    return all(where[axis] == 0 for axis in AXES if axis != PP)
+
+
+def _run(program: Program, plan: Plan, world: World) -> RankRun:
+    hollow = Hollow()
+    with unseen(), recorder.apart() as records:
+        model, optimizer = hollowed(hollow, program.model, program.optimizer)
+        raise_all(problems(model, program.roles, plan) + optimizers.problems(optimizer, model, plan))
+        with hollow:
+            engine = Engine(
+                model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles
+            )
+            engine.step(program.batch)  # makes the optimizer's states
+            actions: list[Action] = []
+            if engine.pipeline is not None:
+                engine.pipeline.timed = _noting(hollow, records, actions)  # type: ignore[method-assign]
+            records.clear()
+            gc.collect()  # what only cycles keep
+            states = hollow.peak = hollow.bytes
+            hollow.calls = []
+            engine.step(program.batch)
+    sent = [Sent(r.operation, r.ranks, r.bytes, r.late) for r in records]
+    return RankRun(world.rank, states, hollow.peak, hollow.calls, sent, actions)
+
+
+def _noting(hollow: Hollow, records: deque[Record], actions: list[Action]) -> Any:
+    """In the place of Pipeline.timed: which calls and collectives an action has."""
+
+    def now() -> tuple[int, int]:
+        return len(hollow.calls or []), len(records)
+
+    @contextmanager
+    def timed(kind: str, stage: int, number: int) -> Iterator[None]:
+        start = now()
+        yield
+        calls, sent = zip(start, now(), strict=True)
+        actions.append(Action(kind, stage, number, calls, sent))
+
+    return timed
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Nothing is printed or kept, and the random numbers go on as if nothing had been run."""
+    with events.apart(), redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
+        gc.freeze()  # so that collecting looks at what is new
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+
+
+def widened(batch: Any, rows: int) -> Any:
+    """A batch of so many rows, those that there are again and again."""
+    index = torch.arange(rows) % rows_of(batch)
+    return tree_map(lambda x: x[index.to(x.device)] if isinstance(x, Tensor) and x.dim() else x, batch)

@@ -1,0 +1,94 @@
+"""The plans that `plan="auto"` chooses among, and what each becomes where memory is short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import isqrt
+from typing import Any
+
+from soli.core.plan import Plan
+from soli.planner.legality import divisors, problems
+
+FILLINGS = (2, 4, 1)
+"""Microbatches of a pipeline, in its stages."""
+
+
+def bases(ranks: int, rows: int) -> list[Plan]:
+    """One plan of every layout of so many ranks; `rows` of a global batch bound what shares it."""
+    found = [
+        Plan(
+            **{
+                "dp": ranks // (tp * cp * pp),
+                "tp": tp,
+                "cp": cp,
+                "pp": pp,
+                **tensor,
+                **_pipelines(pp, rows)[0],
+            }
+        )
+        for tp, cp, pp in product(divisors(ranks), repeat=3)
+        if ranks % (tp * cp * pp) == 0
+        for tensor in _tensor(tp)
+    ]
+    return [plan for plan in found if not problems(plan, ranks) and _shared(plan) <= rows]
+
+
+def variants(plan: Plan, ranks: int, rows: int) -> list[Plan]:
+    """What else the same layout can be: ZeRO-1, the other way for attention to cross cp, other pipelines."""
+    shards = (plan.dp or 1) * plan.cp > 1
+    found = [
+        plan.with_(**{"zero": zero, "context": context, **pipe})
+        for zero in ((0, 1) if shards else (0,))
+        for context in (("ring", "ulysses") if plan.cp > 1 else ("ring",))
+        for pipe in _pipelines(plan.pp, rows)
+    ]
+    return [one for one in found if one != plan and not problems(one, ranks) and _shared(one) <= rows]
+
+
+def _shared(plan: Plan) -> int:
+    """Rows of a batch that a plan needs: one for each rank that has others, and for each microbatch."""
+    depth, across, _ = plan.grid
+    copies = plan.depth if plan.tensor == "2.5d" else 1
+    apart = {"1d": 1, "2d": across, "2.5d": across * copies, "3d": depth}[plan.tensor]
+    return (plan.dp or 1) * plan.microbatches * apart
+
+
+def _tensor(tp: int) -> list[dict[str, Any]]:
+    if tp == 1:
+        return [{}]
+    found: list[dict[str, Any]] = [{"sp": sp} for sp in (False, True)]
+    if isqrt(tp) ** 2 == tp:
+        found.append({"tensor": "2d"})
+    found += [{"tensor": "2.5d", "depth": d} for d in divisors(tp)[1:-1] if isqrt(tp // d) ** 2 == tp // d]
+    if round(tp ** (1 / 3)) ** 3 == tp:
+        found.append({"tensor": "3d"})
+    return found
+
+
+def _pipelines(pp: int, rows: int) -> list[dict[str, Any]]:
+    """The likest to be quick first."""
+    if pp == 1:
+        return [{}]
+    counts = [pp * filling for filling in FILLINGS if pp * filling <= rows] or [max(rows, 1)]
+    forms: list[dict[str, Any]] = [
+        {"schedule": "1f1b", "chunks": 1}, {"schedule": "zbh1", "chunks": 1}, {"schedule": "interleaved", "chunks": 2}
+    ]  # fmt: skip
+    return [{**form, "microbatches": count} for form in forms for count in counts]
+
+
+def lighter(plan: Plan, ranks: int, rows: int) -> Iterator[Plan]:
+    """The plan in ever less memory, each step at the least cost in time: what ZeRO shards, smaller pieces, recomputation."""
+    shards = plan.dp is not None and plan.dp * plan.cp > 1
+    zeros = [zero for zero in (1, 2, 3) if zero > plan.zero] if shards else []
+    steps: list[dict[str, Any]] = [{"zero": zero} for zero in zeros if zero < 3]
+    pieces = plan.accumulate
+    while plan.pp == 1 and _shared(plan) * pieces * 2 <= rows:
+        pieces *= 2
+        steps.append({"accumulate": pieces})
+    steps += [{"recompute": "selective"}, {"recompute": "full"}]
+    steps += [{"zero": 3}] if 3 in zeros else []
+    for step in steps:
+        plan = plan.with_(**step)
+        if not problems(plan, ranks):
+            yield plan

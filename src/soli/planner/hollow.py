@@ -1,0 +1,303 @@
+"""A program run for its shapes: big tensors take address space and no memory, and nothing of them is computed.
+
+Every operation on a hollow tensor gives hollow ones of the right shape. Views, the batch, and what comes from neither
+weights nor activations stay what they are, so that the program takes the path that it would take. What reads a value
+of a hollow tensor reads 0: every loss is 0, and the sum of losses is the loss of the sum. Storages are real ones on
+the CPU whose pages nobody touches, so that kernels are chosen, aliases made and memory is freed as in a real run.
+(FakeTensor is another type of tensor: its storage has no address, an unfilled value stops the program that looks at
+it, and the meta device, on which it stands, means "of another stage" to a pipeline.)
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from soli.core.errors import SoliError
+from soli.planner.where import here
+
+aten = torch.ops.aten
+EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+ALIASES = {
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Tensor,
+    aten.set_.source_Storage_storage_offset,
+    aten._unsafe_view.default,
+    aten.lift_fresh.default,
+}
+"""What is done to hollow tensors too: a value is 0, another view is one."""
+FLOPS = dict(flop_registry) | {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""Of products, by their shapes: torch's own table, and attention on the CPU."""
+SMALL = 4096
+"""Bytes up to which a hollow tensor is filled with zeros."""
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation: its name, the shapes of its tensors, its flops if it is a product, the bytes that it moves."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    flops: int
+    bytes: int
+
+    @property
+    def key(self) -> str:
+        """What tells products apart."""
+        return (
+            f"{self.name} {[list(shape) for shape in self.shapes]} {str(self.dtype).removeprefix('torch.')}"
+        )
+
+
+class Tracker(TorchDispatchMode):
+    """Follows the memory of tensors (`bytes`, `peak`) and notes operations (`calls`). Real or hollow: alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.bytes = 0  # of all storages that live now
+        self.peak = 0
+        self.calls: list[Call] | None = None
+        self._resizing: Any = None
+
+    def __enter__(self) -> Any:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._live:
+                self._forget(storage._cdata)
+                self._see(storage)
+            return result
+
+        self._resizing = patch.object(torch.UntypedStorage, "resize_", resized)  # is not dispatched
+        self._resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._resizing.stop()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # the shape of a cut tensor is its part's here
+            result = self.run(func, args, kwargs or {})
+            if not func.is_view:
+                made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+                for x in made:
+                    self.see(x)
+                if self.calls is not None:
+                    self._note(func, args, kwargs or {}, result, made)
+            return result
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, made: list[Tensor]) -> None:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        both = [*given, *made]
+        if both and self.calls is not None:
+            count = FLOPS.get(func.overloadpacket)
+            flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+            moved = sum(x.numel() * x.element_size() for x in both)
+            shapes = tuple(tuple(x.shape) for x in given)
+            name = func.name().partition("::")[2]
+            self.calls.append(Call(name, shapes, both[0].dtype, flops, moved))
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The operation itself."""
+        return func(*args, **kwargs)
+
+    def see(self, x: Tensor) -> None:
+        """Count the memory of a tensor from now on, while it lives."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._live:
+            self._see(storage)
+
+    def _see(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._live[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def _forget(self, key: int) -> None:
+        _, size = self._live.pop(key)
+        self.bytes -= size
+
+
+class Hollow(Tracker):
+    """Computes nothing of hollow tensors; see above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hollow: dict[int, weakref.ref[Any]] = {}
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func.is_view:
+            return func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not given:
+            return self._made(func, args, kwargs)
+        if not any(self.is_hollow(x) for x in given):
+            result = func(*args, **kwargs)
+            return self._unfilled(result) if func in EMPTY else result
+        if func in ALIASES:
+            return func(*args, **kwargs)
+        if func is aten.equal.default:
+            return True
+        return self._shaped(func, args, kwargs)
+
+    def is_hollow(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self._hollow
+
+    def mark(self, x: Tensor) -> Tensor:
+        """From now on nothing of this tensor is computed."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._hollow:
+            self._hollow[key] = weakref.ref(storage, lambda _: self._hollow.pop(key, None))
+        if storage.nbytes() <= SMALL:
+            x.zero_()
+        return x
+
+    def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A tensor from nothing: a hollow one where it is big and not of whole numbers."""
+        if func.namespace == "aten" and any(a.name == "device" for a in func._schema.arguments):
+            shape = func(*args, **{**kwargs, "device": META, "pin_memory": False})
+            big = shape.numel() * shape.element_size() > SMALL
+            if shape.is_floating_point() and (big or func in EMPTY):
+                return self._like(Form(tuple(shape.shape), shape.stride(), shape.dtype))
+        return func(*args, **kwargs)
+
+    def _unfilled(self, x: Tensor) -> Tensor:
+        return self.mark(x) if x.is_floating_point() else x
+
+    def _like(self, form: Form) -> Tensor:
+        return self.mark(torch.empty_strided(form.shape, form.stride, dtype=form.dtype))
+
+    def _shaped(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the operation gives by the shapes of its tensors; what it writes is hollow afterwards."""
+        written = [
+            value
+            for argument, value in _named(func, args, kwargs)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for x in tree_leaves(written):
+            if isinstance(x, Tensor):
+                self.mark(x)
+        if func._schema.is_mutable and not func._schema.returns:
+            return None
+        if func is aten.index.Tensor or func is aten.index_put_.default:
+            args = (args[0], [_counted(x, self) for x in args[1]], *args[2:])
+        leaves, spec = tree_flatten((args, kwargs))
+        forms, shape = _results(func, leaves, spec)
+        made = [
+            self._like(form) if isinstance(form, Form) else leaves[form] if isinstance(form, int) else None
+            for form in forms
+        ]
+        return tree_unflatten(made, shape)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_known: dict[Any, tuple[list[Form | int | None], Any]] = {}
+"""Results by operation and arguments: a model's layers are alike, and the meta device takes a millisecond to answer."""
+
+
+def _results(func: Any, leaves: list[Any], spec: Any) -> tuple[list[Form | int | None], Any]:
+    """Of an operation: the forms of new tensors, the numbers of arguments that are results too, and their structure."""
+    said = [
+        Form(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves
+    ]
+    first = {id(x): i for i, x in reversed(list(enumerate(leaves)))}
+    key = (func, str(spec), tuple(said), tuple(first[id(x)] for x in leaves if isinstance(x, Tensor)))
+    if key not in _known:
+        metas = [
+            torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=META)
+            if isinstance(x, Form)
+            else META
+            if isinstance(x[1], torch.device)
+            else x[1]
+            for x in said
+        ]
+        metas = [
+            metas[first[id(x)]] if isinstance(x, Tensor) else meta
+            for x, meta in zip(leaves, metas, strict=True)
+        ]
+        args, kwargs = tree_unflatten(metas, spec)
+        try:
+            results, shape = tree_flatten(func(*args, **kwargs))
+        except (NotImplementedError, RuntimeError) as error:
+            raise _unknown(func, error) from error
+        back = {id(meta): i for i, meta in reversed(list(enumerate(metas))) if isinstance(meta, Tensor)}
+        _known[key] = [_form(x, back) for x in results], shape
+    return _known[key]
+
+
+def _form(x: Any, back: dict[int, int]) -> Form | int | None:
+    if not isinstance(x, Tensor):
+        return None
+    return back[id(x)] if id(x) in back else Form(tuple(x.shape), x.stride(), x.dtype)
+
+
+def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Each argument as the schema has it, with its value."""
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args):
+            yield argument, args[number]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _counted(index: Any, hollow: Hollow) -> Any:
+    """A mask whose values are known as the places that it chooses: how many is then a shape."""
+    if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and not hollow.is_hollow(index):
+        return index.nonzero()[:, 0] if index.dim() == 1 else index
+    return index
+
+
+def _unknown(func: Any, error: Exception) -> SoliError:
+    return SoliError(
+        f"what the model does depends on values that only a real run has: {func.name().partition('::')[2]}",
+        got=f"{here()}: {str(error).strip().splitlines()[0][:160]}",
+        fix='name the plan (plan="dp=..."): the planner runs a program without its values',
+        everywhere=True,
+    )
+
+
+def hollowed(hollow: Hollow, model: nn.Module, *more: Any) -> Any:
+    """A copy of the model and of what refers to it (its optimizer), with hollow parameters."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+        memo[id(param)] = nn.Parameter(hollow.mark(empty), param.requires_grad)
+        hollow.see(empty)
+    return copy.deepcopy((model, *more), memo)

@@ -1,0 +1,208 @@
+"""What a machine was measured to do (engine/calibrate.py measures it), and how long a rehearsed step takes on it.
+
+an operation        launch + bytes / stream; a product as it was measured, or as the likest measured one
+a collective        interpolated over its bytes, by operation, ranks and the distance between them
+a step              operations, collectives that are waited for, and of those that are not what nothing hides
+a pipeline          its actions one after another as they depend on each other; ranks that share cores are
+                    quicker while others wait, and never all of them quicker than together
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from soli.planner.hollow import Call
+from soli.planner.rehearsal import Action, RankRun, Rehearsal, Sent
+
+LIKE = {"reduce": "broadcast", "broadcast": "all_gather", "exchange": "send", "all_to_all": "all_gather"}
+"""What stands for an operation that was not measured."""
+FREE = ("recv",)
+"""Operations whose other side is counted."""
+PARTS = ("products", "others", "waited", "late", "stages")
+"""What a step's time is made of, see `Estimate`."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds, bytes and flops, measured while every rank does the same."""
+
+    fingerprint: str
+    ranks: int
+    launch: float  # seconds of an operation beside what it moves
+    stream: float  # bytes/s that operations read and write
+    crowd: float  # how much longer a rank computes while all do than alone; 1 where each has its own device
+    hidden: float  # share of a collective that is not waited for that runs behind computation
+    flops: float  # flops/s of a large product
+    products: dict[str, float] = field(default_factory=dict)  # Call.key -> seconds
+    collectives: dict[str, list[list[float]]] = field(
+        default_factory=dict
+    )  # "all_reduce 4x1" -> [bytes, seconds]
+
+    def product(self, call: Call) -> float:
+        """Seconds of a product: measured, or at the rate of the likest that was."""
+        if call.key in self.products:
+            return self.products[call.key]
+        return self.launch + call.flops / self.flops
+
+    def operations(self, calls: Iterable[Call]) -> tuple[float, float]:
+        """Seconds of products, and of all else."""
+        products = others = 0.0
+        for call, times in Counter(calls).items():
+            if call.flops:
+                products += times * self.product(call)
+            else:
+                others += times * (self.launch + call.bytes / self.stream)
+        return products, others
+
+    def collective(self, sent: Sent) -> float:
+        """Seconds of one collective."""
+        if len(sent.ranks) < 2 or sent.operation in FREE:
+            return 0.0
+        table = self._table(sent.operation, len(sent.ranks), sent.stride)
+        sizes, seconds = np.array(table).T
+        if sent.bytes >= sizes[-1]:  # alpha and beta of the two largest
+            rate = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+            return float(seconds[-1] + max(rate, 0.0) * (sent.bytes - sizes[-1]))
+        return float(np.interp(sent.bytes, sizes, seconds))
+
+    def _table(self, operation: str, ranks: int, stride: int) -> list[list[float]]:
+        """Of this group, or of the likest: the nearest in ranks, then in distance."""
+        while not any(key.startswith(f"{operation} ") for key in self.collectives):
+            operation = LIKE[operation]
+        known = [key.split()[1].split("x") for key in self.collectives if key.startswith(f"{operation} ")]
+        far = lambda one: (abs(math.log(int(one[0]) / ranks)), abs(math.log(int(one[1]) / stride)))
+        n, s = min(known, key=far)
+        scale = ranks / int(n)
+        return [[size, seconds * scale] for size, seconds in self.collectives[f"{operation} {n}x{s}"]]
+
+    def with_products(self, more: dict[str, float]) -> Machine:
+        """The machine with more that was measured."""
+        return replace(self, products={**self.products, **more})
+
+    def save(self, path: Path) -> None:
+        """As JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Machine:
+        """What `save` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step by what they go to; bytes of the fullest rank."""
+
+    products: float
+    others: float  # operations that are no products
+    waited: float  # collectives that are waited for
+    late: float  # of those that are not, what nothing hides
+    stages: float  # in which stages wait for each other
+    states: int
+    peak: int
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by PARTS."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
+    def time(self) -> float:
+        """Seconds."""
+        return sum(self.parts.values())
+
+
+def estimate(rehearsal: Rehearsal, machine: Machine) -> Estimate:
+    """How long a rehearsed step takes, and what it keeps."""
+    pp = rehearsal.plan.pp
+    sums = [_sums(run, machine) for run in rehearsal.ranks]
+    if pp == 1:
+        products, others, waited, late = sums[0]
+        waiting = 0.0
+    else:
+        products, others, waited, late = (sum(one[i] for one in sums) / len(sums) for i in range(4))
+        waiting = max(_pipeline(rehearsal, machine) - products - others - waited, 0.0)
+    late *= 1 - machine.hidden
+    return Estimate(products, others, waited, late, waiting, rehearsal.states, rehearsal.peak)
+
+
+def _sums(run: RankRun, machine: Machine) -> tuple[float, float, float, float]:
+    """Seconds of a rank's products, other operations, collectives that are waited for and that are not."""
+    products, others = machine.operations(run.calls)
+    took = [(sent.late, machine.collective(sent)) for sent in run.sent]
+    return products, others, sum(t for late, t in took if not late), sum(t for late, t in took if late)
+
+
+def _pipeline(rehearsal: Rehearsal, machine: Machine) -> float:
+    """Seconds from the first action to the last, and of what comes before and after on the rank that has the most.
+
+    Each rank takes its actions in their order; one begins when that which it depends on is done and has arrived.
+    """
+    speed = max(
+        1 / machine.crowd, 1 / rehearsal.plan.pp
+    )  # of crowded seconds, where one stage's ranks compute alone
+    where = {action.stage: run.rank for run in rehearsal.ranks for action in run.actions}
+    hop = {run.rank: _hop(run, machine) for run in rehearsal.ranks}
+    done: dict[tuple[str, int, int], float] = {}
+    clock = {run.rank: 0.0 for run in rehearsal.ranks}
+    left = {run.rank: list(run.actions) for run in rehearsal.ranks}
+    runs = {run.rank: run for run in rehearsal.ranks}
+    rest = {run.rank: sum(_sums(run, machine)[:3]) for run in rehearsal.ranks}
+    while any(left.values()):
+        moved = False
+        for rank, actions in left.items():
+            while actions and (ready := _ready(actions[0], done, where, hop)) is not None:
+                action = actions.pop(0)
+                crowded = _took(action, runs[rank], machine)
+                rest[rank] -= crowded
+                clock[rank] = max(clock[rank], ready) + crowded * speed
+                done[
+                    "F" if action.kind == "F" else "W" if action.kind == "W" else "B",
+                    action.stage,
+                    action.number,
+                ] = clock[rank]
+                moved = True
+        if not moved:
+            raise AssertionError("the actions of a pipeline wait for each other")
+    return max(clock[rank] + max(rest[rank], 0.0) for rank in clock)
+
+
+def _ready(
+    action: Action, done: dict[tuple[str, int, int], float], where: dict[int, int], hop: dict[int, float]
+) -> float | None:
+    """When what an action depends on is done and has arrived; None: not yet."""
+    last = max(where)
+    if action.kind == "F":
+        needs = [("F", action.stage - 1, action.number)] if action.stage else []
+    elif action.kind == "W":
+        needs = [("B", action.stage, action.number)]
+    else:
+        needs = [("F", action.stage, action.number)]
+        needs += [("B", action.stage + 1, action.number)] if action.stage < last else []
+    if any(need not in done for need in needs):
+        return None
+    arrive = lambda need: done[need] + (hop[where[need[1]]] if where[need[1]] != where[action.stage] else 0.0)
+    return max(map(arrive, needs), default=0.0)
+
+
+def _took(action: Action, run: RankRun, machine: Machine) -> float:
+    """Seconds of an action, while every rank computes."""
+    products, others = machine.operations(run.calls[slice(*action.calls)])
+    sent = run.sent[slice(*action.sent)]
+    return (
+        products + others + sum(machine.collective(s) for s in sent if s.operation != "send" and not s.late)
+    )
+
+
+def _hop(run: RankRun, machine: Machine) -> float:
+    """Seconds of one message of a rank."""
+    sends = [machine.collective(sent) for sent in run.sent if sent.operation == "send"]
+    return sum(sends) / len(sends) if sends else 0.0

@@ -1,0 +1,136 @@
+"""Rehearsed memory against tracked memory: the same program on real ranks, every storage followed.
+
+`make memory` runs the whole parity matrix; the tests a part of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+from soli.engine.engine import parallelize
+from soli.engine.rehearse import Program, rehearse
+from soli.mesh.backends import cpu_backend
+from soli.planner.hollow import Tracker
+from soli.planner.legality import resolve
+from soli.verify import cases, foreign
+from soli.verify.cases import CASES
+from soli.verify.pool import Pool
+
+BOUND = 0.01
+STATES, PEAK = "states", "peak"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of the ranks that have the most."""
+
+    model: str
+    plan: str
+    ranks: int
+    states: int
+    states_rehearsed: int
+    peak: int
+    peak_rehearsed: int
+
+    @property
+    def error(self) -> float:
+        """Of the peak, relative."""
+        return abs(self.peak_rehearsed - self.peak) / self.peak
+
+
+def tracked(name: str, plan: str) -> tuple[int, int]:
+    """States and peak of the second step of a case on this rank, really run. Collective."""
+    case = CASES[name]
+    model, loss_fn, batches = case.make()
+    model.double()
+    tracker = Tracker()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tracker.see(tensor)
+    with tracker:
+        engine = parallelize(model, loss_fn, optimizer=case.optimizer, clip=case.clip, plan=plan)
+        engine.step(batches[0])
+        gc.collect()  # what only cycles keep
+        states = tracker.peak = tracker.bytes
+        engine.step(batches[0])
+    return states, tracker.peak
+
+
+def rehearsed(name: str, plan: str, ranks: int) -> tuple[int, int]:
+    """The same of a rehearsal in this process."""
+    case = CASES[name]
+    model, loss_fn, batches = case.make()
+    model.double()
+    made: Any = case.optimizer(model.parameters())
+    program = Program(model, made, loss_fn, batches[0], case.clip, backend=cpu_backend()[0])
+    found = rehearse(program, resolve(Plan.parse(plan), ranks))
+    return max(run.states for run in found.ranks), found.peak
+
+
+def _both(name: str, plan: str, ranks: int) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    mine = tracked(name, plan)
+    first = torch.distributed.get_rank() == 0 if ranks > 1 else True
+    return mine, rehearsed(name, plan, ranks) if first else None
+
+
+def row(pool: Pool, name: str, plan: str, ranks: int) -> Row:
+    """One case under one plan."""
+    found = pool.run(_both, name, plan, ranks, ranks=ranks, deadline=120)
+    states, peak = (max(one[0][i] for one in found) for i in range(2))
+    wanted = found[0][1]
+    return Row(name, plan, ranks, states, wanted[0], peak, wanted[1])
+
+
+def run(rows: Iterable[tuple[str, str, int]]) -> tuple[list[Row], list[str]]:
+    """All of these; and what did not run."""
+    pool, found, failed = Pool(16), [], []
+    pool.run(foreign.ready, ranks=16, deadline=120)
+    for name, plan, ranks in rows:
+        try:
+            found.append(row(pool, name, plan, ranks))
+        except SoliError as error:
+            failed.append(f"{name} {plan} on {ranks} ranks:\n{error}")
+            print(failed[-1], flush=True)
+            continue
+        one = found[-1]
+        exact = (
+            "" if one.states == one.states_rehearsed else f"  states {one.states_rehearsed} for {one.states}"
+        )
+        print(f"{name:12} {plan:40} {ranks:2} ranks  peak {one.peak:9} {one.error:.2%}{exact}", flush=True)
+    pool.close()
+    return found, failed
+
+
+def main() -> int:
+    """The matrix; 1 if a row is over the bound or did not run."""
+    chosen = cases.rows() if "--all" in sys.argv else cases.selection(4)
+    found, failed = run(chosen)
+    bad = [one for one in found if one.error > BOUND or one.states != one.states_rehearsed]
+    said = {
+        "command": "make memory",
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "bound": BOUND,
+        "over": len(bad),
+        "rows": [asdict(one) for one in found],
+    }
+    if "--all" in sys.argv and not failed:
+        Path("benchmarks/results/memory-rehearsed.json").write_text(
+            json.dumps(said, indent=1) + "\n", encoding="utf-8"
+        )
+    print(f"{len(found)} rows, {len(bad)} over {BOUND:.0%} or of other states, {len(failed)} did not run")
+    return 1 if bad or failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
