@@ -63,13 +63,16 @@ TOOLS = {
     "Galvatron": Tool("galvatron", ("of_galvatron.py",), searches=True),
 }  # fmt: skip
 
-TASK = {"seq": 2048, "vocab": 51200, "gated": 0, "experts": 0, "active": 1, "head_size": 128}
+COMMON = {"seq": 2048, "vocab": 51200, "gated": 0, "experts": 0, "active": 1, "head_size": 128}
 MODELS = {
     "GPT 7B": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 16384},
     "GPT 70B": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 64, "ffn": 32768},
 }
-CLUSTERS = {"a100:8": 128, "a100:8x2": 256, "a100:8x8": 512, "a100:8x128": 2048}
-"""Clusters, and sequences of a step there."""
+TASKS = (
+    ("GPT 7B", "a100:2", 32), ("GPT 7B", "a100:8", 128), ("GPT 7B", "a100:8x8", 512), ("GPT 7B", "a100:8x128", 2048),
+    ("GPT 70B", "a100:8x8", 512), ("GPT 70B", "a100:8x128", 2048),
+)  # fmt: skip
+"""Models, clusters, and sequences of a step there. The first is small enough that everything ends."""
 
 
 # --- rows -------------------------------------------------------------------------------------------------
@@ -167,7 +170,9 @@ def compare(
     result = {}
     for name, chosen in chosen_tables(rows):
         inside = [i for i in chosen if "refused" not in said[i]]
-        reasons = Counter(re.sub(r"\d[\d.,]*", "N", said[i]["refused"]) for i in chosen if "refused" in said[i])
+        reasons = Counter(
+            re.sub(r"\d[\d.,]*", "N", said[i]["refused"]) for i in chosen if "refused" in said[i]
+        )
         mine = [rows[i][1] for i in inside]
         part = {kind: (time[inside], memory[inside]) for kind, (time, memory) in found.items()}
         result[name] = {
@@ -202,11 +207,16 @@ def own_ratios(rows: list[tuple[str, Row]]) -> dict[str, tuple[np.ndarray, np.nd
 def tasks() -> list[dict[str, Any]]:
     """What is searched for."""
     device = devices()["a100"]
-    base = {**of_device(device, "bf16"), **TASK, "device": "a100", "generation": device.generation, "precision": "bf16"}
+    base = {
+        **of_device(device, "bf16"),
+        **COMMON,
+        "device": "a100",
+        "generation": device.generation,
+        "precision": "bf16",
+    }
     return [
-        {**base, **model, "model": name, "cluster": cluster, "devices": read_cluster(cluster).size, "batch": batch}
-        for name, model in MODELS.items()
-        for cluster, batch in CLUSTERS.items()
+        {**base, **MODELS[name], "model": name, "cluster": cluster, "devices": read_cluster(cluster).size, "batch": batch}
+        for name, cluster, batch in TASKS
     ]  # fmt: skip
 
 
@@ -214,20 +224,22 @@ def searched_by_soli(task: dict) -> dict[str, Any]:
     """Its own search, every plan looked at."""
     names = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "seq")
     model = Model("", **{n: task[n] for n in names}, gated=False, experts=0, active=1, tied=True)
-    start = time.perf_counter()
-    found = search(Task(model, read_cluster(task["cluster"]), task["batch"], task["seq"], framework="megatron"))
-    return {"seconds": time.perf_counter() - start, "plans": found.counted}
+    start = time.process_time()
+    found = search(
+        Task(model, read_cluster(task["cluster"]), task["batch"], task["seq"], framework="megatron")
+    )
+    return {"seconds": time.process_time() - start, "plans": found.counted}
 
 
 def searched(tool: Tool, clone: Path | None, every: list[dict], deadline: float) -> list[dict[str, Any]]:
-    """A planner's searches. calculon counts its plans first: where a search at the rate of one that ended would outlast the
-    deadline, that is said instead."""
+    """A planner's searches. calculon counts its space first: where that would outlast the deadline at the rate of a search
+    that ended, this is said instead."""
     found, rate = [], 0.0
     for task in every:
         print(f"  {tool.env}: {task['model']} on {task['cluster']}", file=sys.stderr, flush=True)
         if tool.env == "calculon":
             plans = call(tool, clone, {"task": {**task, "count": True}}, deadline)["plans"]
-            if rate and plans / rate > deadline:
+            if rate and plans / rate > 2 * deadline:
                 found.append({"plans": plans, "projected": plans / rate})
                 continue
         said = call(tool, clone, {"task": task}, deadline)
@@ -239,15 +251,21 @@ def searched(tool: Tool, clone: Path | None, every: list[dict], deadline: float)
 
 def main() -> None:
     """Rows, then searches."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clone", action="append", default=[], metavar="NAME=FOLDER", help="calculon, simumax, llm-analysis")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--clone", action="append", default=[], metavar="NAME=FOLDER", help="calculon, simumax, llm-analysis"
+    )
     parser.add_argument("--deadline", type=float, default=600, help="seconds of one search")
     parser.add_argument("--no-search", action="store_true", help="rows only")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "planners", help="without a suffix")
     args = parser.parse_args()
     if odd := [word for word in args.clone if not Path(word.partition("=")[2] or "?").is_dir()]:
         parser.error(f"--clone NAME=FOLDER: no folder in {', '.join(odd)}")
-    clones = {name: Path(folder).resolve() for name, _, folder in (word.partition("=") for word in args.clone)}
+    clones = {
+        name: Path(folder).resolve() for name, _, folder in (word.partition("=") for word in args.clone)
+    }
     rows = rows_of([Table(name) for name in planner.TABLES])
     message = {"rows": [asked(row) for _, row in rows]}
     result: dict[str, Any] = {**record.head(), "rows": len(rows), "tools": {}, "searches": {}}
@@ -269,7 +287,9 @@ def main() -> None:
         every = tasks()
         result["searches"]["soli"] = [searched_by_soli(task) for task in every]
         for name in (n for n in ready if TOOLS[n].searches):
-            result["searches"][name] = searched(TOOLS[name], clones.get(TOOLS[name].env), every, args.deadline)
+            result["searches"][name] = searched(
+                TOOLS[name], clones.get(TOOLS[name].env), every, args.deadline
+            )
         result["tasks"] = [{k: task[k] for k in ("model", "cluster", "devices", "batch")} for task in every]
     record.write(result, page(result), args.out)
     print(page(result))

@@ -5,6 +5,8 @@ from typing import Any
 import record
 
 OWN = ("soli", "soli, table left out")
+AGAIN = "llm-analysis, 0.5"
+"""Says the same of memory and refuses the same rows as at efficiency 1."""
 ABOUT = """\
 Every planner is told the same rows of [published](../published), as soli reads them (`rivals/common.py`): what a table does
 not say and soli infers (microbatch, recomputation, the size of a vocabulary) is inferred for all. Each runs unchanged with
@@ -49,7 +51,8 @@ def versions(result: dict[str, Any]) -> list[str]:
     """What was run, and what was not."""
     lines = ["| planner | what was run |", "|---|---|"]
     return lines + [
-        f"| {name} | {tool.get('version') or 'not run: ' + tool['not run']} |" for name, tool in result["tools"].items()
+        f"| {name} | {tool.get('version') or 'not run: ' + tool['not run']} |"
+        for name, tool in result["tools"].items()
     ]
 
 
@@ -58,7 +61,7 @@ def errors_table(ran: dict[str, Any], what: str) -> list[str]:
     lines = [f"| planner | table | rows | it | {' | '.join(OWN)} |", "|---" * 6 + "|"]
     for name, tool in ran.items():
         for table, entry in tool["tables"].items():
-            if not entry["expressed"] or not entry["it"][what]["rows"]:
+            if not entry["expressed"] or not entry["it"][what]["rows"] or (name, what) == (AGAIN, "memory"):
                 continue
             counted = f"{entry['it'][what]['rows']} of {entry['rows']}"
             cells = (_errors(entry[kind][what]) for kind in ("it", *OWN))
@@ -75,9 +78,14 @@ def choices_table(ran: dict[str, Any]) -> list[str]:
                 continue
             for kind in ("it", *OWN):
                 found = entry[kind]["choice"]
-                regrets = (f"{100 * mean:.2f}%, {100 * worst:.1f}%" for mean, worst in (found["regret@1"], found["regret@3"]))
+                regrets = (
+                    f"{100 * mean:.2f}%, {100 * worst:.1f}%"
+                    for mean, worst in (found["regret@1"], found["regret@3"])
+                )
                 who = name if kind == "it" else kind
-                lines.append(f"| {name} | {table} | {who} | {found['sweeps']} | {found['rank correlation']:.3f} | {' | '.join(regrets)} |")
+                lines.append(
+                    f"| {name} | {table} | {who} | {found['sweeps']} | {found['rank correlation']:.3f} | {' | '.join(regrets)} |"
+                )
     return lines
 
 
@@ -88,8 +96,9 @@ def search_table(result: dict[str, Any]) -> list[str]:
         return ["Not run."]
     lines = [
         "One process, one thread. GPT without gates or groups, 2048 tokens; A100 with 80 GB. Each looks for the quickest plan in",
-        "its own space: SimuMax has one sequence a microbatch, Galvatron a strategy of its own for each layer. Seconds (plans",
-        "looked at; Galvatron: strategies of a layer). llm-analysis searches none.", "",
+        "its own space: SimuMax has one sequence a microbatch, Galvatron a strategy of its own for each layer. Seconds of CPU",
+        "(plans looked at; Galvatron: strategies of a layer). Where calculon was not run: all its plans, at the rate of a search",
+        "that ended; it skips some of them. llm-analysis searches none.", "",
         f"| model | devices | sequences | {' | '.join(found)} |", "|---" * (3 + len(found)) + "|",
     ]  # fmt: skip
     for place, task in enumerate(result["tasks"]):
@@ -103,21 +112,29 @@ def refusals(ran: dict[str, Any]) -> list[str]:
     lines = []
     for name, tool in ran.items():
         for table, entry in tool["tables"].items():
-            if table == "all but tests":
+            if table == "all but tests" or name == AGAIN:
                 continue
-            lines += [f"- {name}, {table}: {count} of {entry['rows']}: {reason}" for reason, count in entry["refused"].items()]
+            lines += [
+                f"- {name}, {table}: {count} of {entry['rows']}: {reason}"
+                for reason, count in entry["refused"].items()
+            ]
             if entry["does not fit, it says"]:
-                lines.append(f"- {name}, {table}: of {entry['does not fit, it says']} that ran it says that they do not fit (they count)")
+                lines.append(
+                    f"- {name}, {table}: of {entry['does not fit, it says']} that ran it says that they do not fit (they count)"
+                )
     return lines
 
 
 def _errors(found: dict[str, float]) -> str:
-    return ", ".join(f"{100 * found[key]:{'+.1f' if key == 'bias' else '.1f'}}" for key in ("mean", "median", "p90", "bias"))
+    return ", ".join(
+        f"{100 * found[key]:{'+.1f' if key == 'bias' else '.1f'}}"
+        for key in ("mean", "median", "p90", "bias")
+    )
 
 
 def _search(one: dict[str, Any]) -> str:
     if "projected" in one:
-        return f"not run: {one['plans']} plans, {one['projected'] / 3600:.1f} h at its rate"
+        return f"not run: {one['plans']} plans, up to {one['projected'] / 3600:.1f} h"
     if "seconds" not in one or "refused" in one:
         return one.get("why") or one["refused"]
     return f"{one['seconds']:.2f} ({one['plans']})"

@@ -84,16 +84,16 @@ def predict(row: Row, clone: Path) -> dict:
 
 
 def search(task: dict, clone: Path) -> dict:
-    """Its own command, with one process, as its README calls it."""
+    """Its own command, with one process, as its README calls it; or the number of its plans, most of which that skips."""
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / f"{name}.json" for name in ("application", "system", "best")}
         files["application"].write_text(json.dumps(application(task)))
         files["system"].write_text(json.dumps(system_of(clone, task)))
         words = [
             sys.executable, str(clone / "bin" / "calculon"), "llm-optimal-execution", str(files["application"]),
-            str(task["devices"]), str(task["batch"]), "float16", str(files["system"]), str(files["best"]), "-c", "1", "-m",
+            str(task["devices"]), str(task["batch"]), "float16", str(files["system"]), str(files["best"]), "-c", "1",
+            "-d" if task.get("count") else "-m",
         ]  # fmt: skip
-        words += ["-d"] * task.get("count", False)
         done = subprocess.run(words, cwd=clone, env={"PYTHONPATH": str(clone)}, capture_output=True, text=True, check=True)  # fmt: skip
         said = {k.strip(): v.strip() for k, _, v in (line.rpartition(":") for line in (done.stdout + done.stderr).splitlines())}  # fmt: skip
         return {"plans": next(int(v) for k, v in said.items() if k.endswith("Total executions"))}

@@ -61,7 +61,9 @@ def profiles(home: Path, folder: Path, seq: int, flash: bool) -> str:
     name = f"hidden{HIDDEN}_head{HEADS}"
     family = home / "models" / ("gpt_fa" if flash else "gpt_hf") / "configs"
     memory = json.loads((family / f"memory_profiling_bf16_{name}_seqlen{STATIC}.json").read_text())
-    said = {key: {str(STATIC): value} for key, value in memory.items() if key.startswith(("layertype", "other"))}
+    said = {
+        key: {str(STATIC): value} for key, value in memory.items() if key.startswith(("layertype", "other"))
+    }
     (folder / f"memory_profiling_bf16_{name}.json").write_text(json.dumps(said))
     if seq == STATIC:
         times = json.loads((family / f"computation_profiling_bf16_{name}_seqlen{STATIC}.json").read_text())
@@ -86,7 +88,13 @@ def engine(layers: int, seq: int, devices: int, flash: bool, folder: Path, said:
         "num_nodes": nodes, "num_gpus_per_node": each, "hidden_size": HIDDEN, "pipeline_type": "pipedream_flush",
         "sequence_parallel": True, "time_profile_mode": modes[0], "memory_profile_mode": modes[1],
     }  # fmt: skip
-    folders = ("sp_time_path", "log_dir", "output_config_path", "time_profiling_path", "memory_profiling_path")
+    folders = (
+        "sp_time_path",
+        "log_dir",
+        "output_config_path",
+        "time_profiling_path",
+        "memory_profiling_path",
+    )
     vars(args).update(own | said | dict.fromkeys(folders, str(folder)))
     # It reads this file for any network and ships one of a single server; where tp alone is asked for, nothing uses it.
     times = home / "profile_hardware/hardware_configs/sp_time_1nodes_8gpus_per_node.json"
@@ -118,7 +126,9 @@ def predict(row: Row) -> dict:
     )  # fmt: skip
     names = ("model_args", "train_args", "parallel_args", "profile_model_args", "profile_hardware_args")
     own = {name: values[0] for name, values in zip(names, lists, strict=True)}
-    rest = OtherTimeCostModel(size, pp, devices_of(row), 0, row["zero"] == 3, tp, tp, [seq], **own).gen_result()
+    rest = OtherTimeCostModel(
+        size, pp, devices_of(row), 0, row["zero"] == 3, tp, tp, [seq], **own
+    ).gen_result()
     time = pipeline_costmodel(
         TimeCostModel, [layers], *lists, [[pp, tp, dp, choices]] * layers, pp_division_even([layers], pp),
         [microbatches(row)], batch, tp, rest[1][tp],

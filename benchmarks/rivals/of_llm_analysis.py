@@ -60,7 +60,9 @@ def predict(row: Row, efficiency: float) -> dict:
     )  # fmt: skip
     # Of data parallelism it knows a sharded kind (ZeRO, FSDP) and a replicated one.
     sharded, replicas = (dp, 1) if row["zero"] else (1, dp)
-    parallel = ParallelismConfig(tp, pp, sharded, replicas, ep_size=ep if experts else 1, sp_size=tp if row["sp"] else 1)
+    parallel = ParallelismConfig(
+        tp, pp, sharded, replicas, ep_size=ep if experts else 1, sp_size=tp if row["sp"] else 1
+    )
     kind = get_dtype_config_by_name(TYPES[row["precision"]])
     analysis = LLMAnalysis(model, device(row), kind, parallel, flops_efficiency=efficiency)
     said = analysis.training(
@@ -74,7 +76,9 @@ def predict(row: Row, efficiency: float) -> dict:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--efficiency", type=float, required=True, help="of the device's peak; 1 is its default")
+    parser.add_argument(
+        "--efficiency", type=float, required=True, help="of the device's peak; 1 is its default"
+    )
     parser.add_argument("--clone", type=Path, help="instead of what the index has")
     args = parser.parse_args()
     if args.clone:
