@@ -29,6 +29,7 @@ import record
 from planner import Table, errors, ranking, sweeps
 from planners_page import page
 
+from soli.planner.cells import text, true
 from soli.planner.cost.constants import chain, known
 from soli.planner.cost.points import of_device
 from soli.planner.hardware.clusters import read_cluster
@@ -78,20 +79,30 @@ TASKS = (
 # --- rows -------------------------------------------------------------------------------------------------
 
 
-def rows_of(tables: Sequence[Table]) -> list[tuple[str, Row]]:
-    """Measured rows that soli can read, with their tables."""
-    return [(t.name, row) for t in tables for row in t.rows if not row.refused and planner.usable(row)]
+def rows_of(tables: Sequence[Table]) -> tuple[list[tuple[str, Row]], list[dict[str, Any]]]:
+    """Measured rows that soli can read, with their tables; and each as the others are told it."""
+    kept = [
+        (table.name, row, asked(row, raw))
+        for table in tables
+        for row, raw in zip(table.rows, table.raw, strict=True)
+        if not row.refused and planner.usable(row)
+    ]
+    return [(name, row) for name, row, _ in kept], [told for _, _, told in kept]
 
 
-def asked(row: Row) -> dict[str, Any]:
-    """A row as every planner is told it."""
+def asked(row: Row, raw: dict[str, str]) -> dict[str, Any]:
+    """A row as every planner is told it: soli's point, and what it says of overlap, which soli's constants hold."""
     q = row.point
     device = next(
         d for d in devices().values() if d.generation == row.generation and d.memory == q["capacity"]
     )
     names = ("fp4", "fp8", "bf16", "fp16")
     precision = next(name for name in names if device.tflops.get(name, 0) * 1e12 == q["peak"])
-    return {**q, "device": device.name, "generation": row.generation, "precision": precision}
+    overlaps = {
+        "hides_gradients": "overlap-grad-reduce" in text(raw, "shard") or true(raw, "overlap_grad"),
+        "hides_tp": "tp-comm-overlap" in text(raw, "shard"),
+    }
+    return {**q, **overlaps, "device": device.name, "generation": row.generation, "precision": precision}
 
 
 def call(tool: Tool, clone: Path | None, message: dict, deadline: float) -> Any:
@@ -170,9 +181,7 @@ def compare(
     result = {}
     for name, chosen in chosen_tables(rows):
         inside = [i for i in chosen if "refused" not in said[i]]
-        reasons = Counter(
-            re.sub(r"\d[\d.,]*", "N", said[i]["refused"]) for i in chosen if "refused" in said[i]
-        )
+        reasons = Counter(reason_of(said[i]["refused"]) for i in chosen if "refused" in said[i])
         mine = [rows[i][1] for i in inside]
         part = {kind: (time[inside], memory[inside]) for kind, (time, memory) in found.items()}
         result[name] = {
@@ -181,6 +190,11 @@ def compare(
             **(figures(mine, [rows[i][0] for i in inside], part) if inside else {}),
         }  # fmt: skip
     return result
+
+
+def reason_of(refused: str) -> str:
+    """What rows have in common that a planner stops at, whatever their numbers."""
+    return re.sub(r"\d[\d.,]*", "N", refused) if refused.startswith("it stops") else refused
 
 
 def chosen_tables(rows: list[tuple[str, Row]]) -> list[tuple[str, list[int]]]:
@@ -266,8 +280,8 @@ def main() -> None:
     clones = {
         name: Path(folder).resolve() for name, _, folder in (word.partition("=") for word in args.clone)
     }
-    rows = rows_of([Table(name) for name in planner.TABLES])
-    message = {"rows": [asked(row) for _, row in rows]}
+    rows, told = rows_of([Table(name) for name in planner.TABLES])
+    message = {"rows": told}
     result: dict[str, Any] = {**record.head(), "rows": len(rows), "tools": {}, "searches": {}}
     result["command"] = re.sub(r"=\S+", "=FOLDER", str(result["command"]))
     ready = {}

@@ -9,15 +9,18 @@ AGAIN = "llm-analysis, 0.5"
 """Says the same of memory and refuses the same rows as at efficiency 1."""
 ABOUT = """\
 Every planner is told the same rows of [published](../published), as soli reads them (`rivals/common.py`): what a table does
-not say and soli infers (microbatch, recomputation, the size of a vocabulary) is inferred for all. Each runs unchanged with
-its own files and defaults; how a row is put to it is in `rivals/of_*.py`, and in short:
+not say and soli infers (microbatch, recomputation, the size of a vocabulary) is inferred for all, and rows that soli refuses
+([planner](planner.md)) are put to none. Each runs unchanged with its own files and defaults; how a row is put to it is in
+`rivals/of_*.py`, and in short:
 
-- **calculon**: its `a100_80g` and `h100_80g_nvl8`; of the A100 with 40 GB memory's size and rate are the data sheet's. No
-  overlap, activations fused; ranks of tp, then pp, then dp are neighbours, as in its own list of peers. So that plans which
+- **calculon**: its `a100_80g` and `h100_80g_nvl8`; of the A100 with 40 GB memory's size and rate are the data sheet's.
+  Overlap where a row says so, activations fused; ranks of tp, then pp, then dp are neighbours, as in its own list of peers. So that plans which
   it thinks too large have a time too, its check of memory is lifted; how many these are is said.
 - **llm-analysis**: its files of V100, A100 and H100; GB200 and B300 by their data sheets, which is all that such a file has.
   Its default efficiency is 1 (a lower bound of time); *0.5* is the second run, what its source says that Megatron-LM
-  reaches. ZeRO and FSDP are its sharded data parallelism, all else its replicated one. It has no bubble of pipelines.
+  reaches. ZeRO and FSDP are its sharded data parallelism, which gathers a layer's parameters at every
+  stage of ZeRO; all else is its replicated one. FP8 and FP4 are its types of 8 and 4
+  bits, of which only times count. It has no bubble of pipelines.
 - **SimuMax**: its A100 was measured with PCIe; products and attention are that file's, networks of the template for NVLink
   in its documentation. Shapes that were not measured there have its default of 75%.
 - **Galvatron**: profiles that its package ships, of one layer (GPT, 4096 wide) on servers with 4 or 8 devices or two with 8.

@@ -1,7 +1,7 @@
 """How a rival planner's program here is asked: rows or a task come as JSON by standard input, what it says goes out so.
 
-A row is a point of soli's own reading (soli/planner/cost/points.py) with the device's name and data sheet: every
-planner is told the same, what a table leaves out and soli infers among it.
+A row is a point of soli's own reading (soli/planner/cost/points.py) with the device's name and data sheet, and what
+it says of overlap: every planner is told the same, what a table leaves out and soli infers among it.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def one(row: Row, predict: Callable[[Row], dict], why_not: Callable[[Row], str])
 
 
 def common_why_not(row: Row) -> str:
-    """What none of them knows."""
+    """What keeps each of them from a row."""
     if row["frozen"]:
         return "frozen weights (LoRA)"
     if row["offload"]:

@@ -54,7 +54,7 @@ def execution(row: Row) -> dict:
         "datatype": TYPES[row["precision"]], "fused_activation": True, "attention_type": "multihead",
         "activation_recompute": RECOMPUTE[round(row["recompute"])], "pipeline_interleaving": chunks,
         "optimizer_sharding": row["zero"] == 1, "tensor_par_comm_type": "rs_ag" if row["sp"] else "ar",
-        "tensor_par_overlap": "none", "seq_par_ag_redo": False, "data_par_overlap": False, "weight_offload": False,
+        "tensor_par_overlap": "ring" if row["hides_tp"] and tp > 1 else "none", "seq_par_ag_redo": False, "data_par_overlap": row["hides_gradients"] and dp > 1, "weight_offload": False,
         "activations_offload": False, "optimizer_offload": False, "training": True,
     }  # fmt: skip
 
