@@ -18,9 +18,9 @@ not say and soli infers (microbatch, recomputation, the size of a vocabulary) is
   it thinks too large have a time too, its check of memory is lifted; how many these are is said.
 - **llm-analysis**: its files of V100, A100 and H100; GB200 and B300 by their data sheets, which is all that such a file has.
   Its default efficiency is 1 (a lower bound of time); *0.5* is the second run, what its source says that Megatron-LM
-  reaches. ZeRO and FSDP are its sharded data parallelism, which gathers a layer's parameters at every
-  stage of ZeRO; all else is its replicated one. FP8 and FP4 are its types of 8 and 4
-  bits, of which only times count. It has no bubble of pipelines.
+  reaches. ZeRO and FSDP are its sharded data parallelism, which gathers a layer's parameters at every stage of ZeRO; all
+  else is its replicated one. FP8 and FP4 are its types of 8 and 4 bits, of which only times count. It has no bubble of
+  pipelines.
 - **SimuMax**: its A100 was measured with PCIe; products and attention are that file's, networks of the template for NVLink
   in its documentation. Shapes that were not measured there have its default of 75%.
 - **Galvatron**: profiles that its package ships, of one layer (GPT, 4096 wide) on servers with 4 or 8 devices or two with 8.
@@ -100,7 +100,7 @@ def search_table(result: dict[str, Any]) -> list[str]:
     lines = [
         "One process, one thread. GPT without gates or groups, 2048 tokens; A100 with 80 GB. Each looks for the quickest plan in",
         "its own space: SimuMax has one sequence a microbatch, Galvatron a strategy of its own for each layer. Seconds of CPU",
-        "(plans looked at; Galvatron: strategies of a layer). Where calculon was not run: all its plans, at the rate of a search",
+        "(plans looked at; SimuMax: those it kept, Galvatron: strategies of a layer). Where calculon was not run: all its plans, at the rate of a search",
         "that ended; it skips some of them. llm-analysis searches none.", "",
         f"| model | devices | sequences | {' | '.join(found)} |", "|---" * (3 + len(found)) + "|",
     ]  # fmt: skip
@@ -140,4 +140,4 @@ def _search(one: dict[str, Any]) -> str:
         return f"not run: {one['plans']} plans, up to {one['projected'] / 3600:.1f} h"
     if "seconds" not in one or "refused" in one:
         return one.get("why") or one["refused"]
-    return f"{one['seconds']:.2f} ({one['plans']})"
+    return f"{one['seconds']:.3g} ({one['plans']})"
