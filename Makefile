@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity golden bench bench-backend bench-split bench-context network-bench pictures gpu-check fit-planner validate-planner clean
+.PHONY: train test check parity golden bench bench-backend bench-split bench-context network-bench pictures gpu-check fit-planner validate-planner compare-planners clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -71,6 +71,10 @@ validate-planner: .venv/developed ## how far the planner is off, where experts' 
 	$(BIN)/python benchmarks/planner.py --validate
 	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/search.py
+
+compare-planners: .venv/developed ## other planners on the same rows; CLONES="--clone calculon=FOLDER ..." for what the index has not
+	$(BIN)/python benchmarks/envs.py calculon llm-analysis simumax galvatron
+	$(BIN)/python benchmarks/planners.py $(CLONES)
 
 network-bench: .venv/developed  ## layouts over slow networks, in network namespaces: needs root -> benchmarks/results/
 	$(BIN)/python benchmarks/network/measure.py

@@ -44,7 +44,7 @@ COLOSSAL_NEEDS = """
     soupsieve
 """
 
-SPECS = {
+PEERS = {
     "lightweight": Spec(
         installs=(("accelerate==1.15.0", "lightning-fabric==2.6.6"),),
         check="import accelerate, lightning_fabric",
@@ -77,6 +77,31 @@ SPECS = {
         variables=(("CUDA_DEVICE_MAX_CONNECTIONS", "1"),),  # it warns without
     ),
 }
+
+# Of calculon and SimuMax the index has nothing (its "calculon" is another project): what they import, for clones.
+PLANNERS = {
+    "calculon": Spec(installs=(("psutil==7.1.3",),), check="import psutil", packages=("psutil",)),
+    "llm-analysis": Spec(
+        installs=(("--no-deps", "llm-analysis==0.2.2"), ("fire==0.7.1",)),
+        check="import llm_analysis.analysis",
+        packages=("llm-analysis",),
+    ),
+    "simumax": Spec(
+        installs=(("numpy", "pandas", "sympy", "matplotlib", "tabulate", "graphviz", "tqdm"),),
+        check="import pandas, sympy",
+        packages=("numpy", "pandas", "sympy"),
+    ),
+    "galvatron": Spec(
+        installs=(
+            ("setuptools<81", "wheel", "pybind11"),
+            ("--no-deps", "--no-build-isolation", "hetu-galvatron==2.4.0"),
+            ("scipy", "rich"),
+        ),
+        check="import galvatron_dp_core, scipy",
+        packages=("hetu-galvatron", "scipy"),
+    ),
+}
+SPECS = PEERS | PLANNERS
 
 
 def python_of(name: str) -> Path:
@@ -174,10 +199,10 @@ def versions(name: str, packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Make what was named, or everything."""
+    """Make what was named, or all the peers'."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(SPECS)} (default: all)")
-    names = parser.parse_args().names or list(SPECS)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(SPECS)} (default: {', '.join(PEERS)})")
+    names = parser.parse_args().names or list(PEERS)
     unknown = sorted(set(names) - set(SPECS))
     if unknown:
         parser.error(f"no environment named {', '.join(unknown)}; there are {', '.join(SPECS)}")
