@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import record
+from crossed import OTHER, fit_crossed
 from scipy.stats import spearmanr
 
-from soli.planner.cost.constants import DEFAULT, MEANINGS, SPREADS, chain, constants, repeated
+from soli.planner.cost.constants import DEFAULT, SPREADS, chain, constants, repeated
 from soli.planner.cost.step import step
 from soli.planner.fit import fit
 from soli.planner.measured import step_with
@@ -36,7 +37,7 @@ TABLES = (
 )  # fmt: skip
 CONSTANTS = HERE.parent / "src/soli/planner/cost/constants.toml"
 FOLDS = 10
-EVEN = 20  # rows of a source that count in the default set as so many
+EVEN, GUESSED = 150, 0.3
 SEEDS, CALIBRATION = 5, 48
 Sets = dict[str, dict[str, float]]
 
@@ -55,23 +56,42 @@ class Table:
 
 
 def fit_sets(rows: Sequence[Row], sources: Sequence[str]) -> Sets:
-    """Every set of constants: the default, then each framework's, then each of its generations'."""
+    """Every set of constants, all at once (crossed.py); those of tests then to their own times.
+
+    A pair that nobody measured has a set too: its framework's and its generation's parts.
+    """
+    weights = weights_of(rows, sources)
+    families = [family_of(row) for row in rows]
     # Of tests of toy sizes on shared machines memory says something of others, time does not.
     common = [replace(row, time=None) if row.framework == TESTS else row for row in rows]
-    weights = np.array([EVEN / max(sources.count(source), EVEN) for source in sources])
-    start = {name: meaning.default for name, meaning in MEANINGS.items()}
-    sets = {DEFAULT: fit(*arrays(common), start, weights)}
-    for family in sorted({family_of(row) for row in rows}):
-        _, framework, leaf = chain(*family)
-        mine = [row for row in rows if row.framework == framework]
-        if framework not in sets:
-            sets[framework] = fit(*arrays(mine), sets[DEFAULT])
-        sets[leaf] = fit(*arrays([row for row in mine if family_of(row) == family]), sets[framework])
+    shared = fit_crossed(*arrays(common), families, weights)
+    sets = {DEFAULT: shared.of()}
+    generations = sorted({generation for _, generation in families})
+    for framework in sorted({name for name, _ in families} | {OTHER}):
+        sets[framework] = shared.of(framework)
+        for generation in generations:
+            found = shared.of(framework, generation)
+            at = [i for i, family in enumerate(families) if family == (framework, generation)]
+            if framework == TESTS and at:
+                found = fit(*arrays([rows[i] for i in at]), found)
+            sets[f"{framework} {generation}"] = found
     return sets
 
 
+def weights_of(rows: Sequence[Row], sources: Sequence[str]) -> np.ndarray:
+    """[5, rows]: a source counts as no more than EVEN rows, with its times and with its memories; the time of a row whose
+    model was guessed from its parameters as a part of one."""
+    names, sized = np.array(sources), np.array([row.memory is not None for row in rows])
+    even = np.array([EVEN / max((names == source).sum(), EVEN) for source in sources])
+    kept = np.array([EVEN / max((sized & (names == source)).sum(), EVEN) for source in sources])
+    guessed = np.array([any(word.startswith("layers=") for word in row.inferred) for row in rows])
+    return np.stack([np.where(guessed, GUESSED, 1.0) * even, kept, kept, even, even])
+
+
 def of(sets: Sets, row: Row) -> dict[str, float]:
-    return next(sets[name] for name in reversed(chain(*family_of(row))) if name in sets)
+    framework, generation = family_of(row)
+    names = (f"{framework} {generation}", f"{OTHER} {generation}", framework, DEFAULT)
+    return next(sets[name] for name in names if name in sets)
 
 
 def off(rows: Sequence[Row], sets: Sets) -> tuple[np.ndarray, np.ndarray]:
@@ -114,14 +134,25 @@ def folds_of(rows: Sequence[Row]) -> list[int]:
     return [fold[model] for model in models]
 
 
-def spreads(rows: Sequence[Row], times: np.ndarray, memories: np.ndarray) -> Sets:
-    """SPREADS of each set, of what was measured by what was predicted without the row's model."""
+Ratios = tuple[np.ndarray, np.ndarray]
+
+
+def spreads(rows: Sequence[Row], sources: Sequence[str], by_model: Ratios, by_source: Ratios) -> Sets:
+    """SPREADS of each set, of what was measured by what was predicted: without the row's model, and without its source.
+
+    A pair of which only one source knows anything has no say without it: what is then predicted are other pairs' rows.
+    Of the default, which stands for pairs that nobody measured, all have.
+    """
+    told = {family: {s for row, s in zip(rows, sources, strict=True) if family_of(row) == family} for family in map(family_of, rows)}  # fmt: skip
+    shared = np.array([len(told[family_of(row)]) > 1 for row in rows], dtype=bool)
     found: Sets = {}
     for name in dict.fromkeys(name for row in rows for name in chain(*family_of(row))):
-        at = [i for i, row in enumerate(rows) if name in chain(*family_of(row))]
+        at = np.array([i for i, row in enumerate(rows) if name in chain(*family_of(row))])
+        known = at if name == DEFAULT else at[shared[at]]
         entry = {}
-        for kind, ratio in (("time", 1 / times[at]), ("memory", 1 / memories[at])):
-            logs = np.log(ratio[np.isfinite(ratio)])
+        for kind, left, out in zip(("time", "memory"), by_model, by_source, strict=True):
+            logs = -np.log(np.concatenate([left[at], out[known]]))
+            logs = logs[np.isfinite(logs)]
             if len(logs) < 8:
                 continue
             # One more than there are, as wide as the widest: the next row is as likely to be it (conformal, n + 1).
@@ -137,7 +168,7 @@ def write_constants(sets: Sets, of_sets: Sets, counts: dict[str, int]) -> None:
         "# What is fitted: constants of the cost model by framework and generation; `make fit-planner` writes it.",
         "# Names: soli/planner/cost/constants.py. Of published measurements: benchmarks/published, `rows` of them.",
         "# time_low ... memory_high: 90% of rows whose model was not fitted were measured between low and high, by what",
-        "# was predicted.",
+        "# was predicted. Sets of no rows are sums of their framework's and their generation's parts.",
     ]
     for name, values in sets.items():
         parent = DEFAULT if " " not in name else name.rsplit(" ", 1)[0]
@@ -215,12 +246,15 @@ def calibrated(rows: Sequence[Row], sets: Sets) -> list[dict[str, Any]]:
     return found
 
 
-def covered(rows: Sequence[Row], times: np.ndarray, folds: Sequence[int]) -> float:
+def covered(
+    rows: Sequence[Row], sources: Sequence[str], by_model: Ratios, by_source: Ratios, folds: Sequence[int]
+) -> float:
     """The share of rows whose measured time lies in an interval that was made of the other folds."""
-    inside = []
+    inside, times = [], by_model[0]
     for fold in sorted(set(folds)):
         rest = [i for i, f in enumerate(folds) if f != fold]
-        made = spreads([rows[i] for i in rest], times[rest], np.full(len(rest), np.nan))
+        part = [tuple(kind[rest] for kind in kinds) for kinds in (by_model, by_source)]
+        made = spreads([rows[i] for i in rest], [sources[i] for i in rest], *part)
         for i in (i for i, f in enumerate(folds) if f == fold and np.isfinite(times[i])):
             spread = dict(SPREADS)
             for name in chain(*family_of(rows[i])):
@@ -244,16 +278,16 @@ def main() -> int:
     rows, sources = [row for row, _ in kept], [source for _, source in kept]
     folds = folds_of(rows)
     print(f"{len(rows)} measured rows, without their models:", file=sys.stderr)
-    times, memories = held_out(rows, sources, folds)
+    by_model = held_out(rows, sources, folds)
+    print("without their sources:", file=sys.stderr)
+    by_source = held_out(rows, sources, [sorted(set(sources)).index(source) for source in sources])
     sets = fit_sets(rows, sources)
     if args.fit:
         counts = {name: sum(name in chain(*family_of(row)) for row in rows) for name in sets}
-        write_constants(sets, spreads(rows, times, memories), counts)
+        write_constants(sets, spreads(rows, sources, by_model, by_source), counts)
     if args.validate:
-        print("without their sources:", file=sys.stderr)
-        numbers = [sorted(set(sources)).index(source) for source in sources]
-        by_source = held_out(rows, sources, numbers)
-        write(tables, rows, sources, sets, (times, memories), by_source, covered(rows, times, folds))
+        within = covered(rows, sources, by_model, by_source, folds)
+        write(tables, rows, sources, sets, by_model, by_source, within)
     return 0
 
 

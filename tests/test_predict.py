@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
+import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,16 @@ import pytest
 
 from soli.core.errors import SoliError
 from soli.planner.cost.constants import MEANINGS, NAMES, known, repeated, sets
-from soli.planner.cost.points import FULL, NONE
+from soli.planner.cost.points import FULL, NONE, Points
 from soli.planner.cost.step import step
 from soli.planner.fit import Measured, fit
 from soli.planner.measured import step_with
 from soli.planner.predict import Prediction, arrays, learn_family, predict
 from soli.planner.rows import framework, read, read_measured
 from test_cli import soli
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from crossed import fit_crossed
 
 PUBLISHED = Path(__file__).parent.parent / "benchmarks/published"
 ROW = {
@@ -92,6 +96,9 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"layers": "", "hidden": "4096", "params_b": "1.2T"}, {"layers": 5960}),
         ({"microbatch": "", "global_batch": "12"}, {"microbatch": 1}),
         ({"framework": "in-house"}, {"tp": 4}),
+        ({"layers": "", "hidden": "", "params_b": "52", "pp": "16", "dp": "1"}, {"layers": 64, "hidden": 8192}),
+        ({"model": "Qwen3-30B-A3B"}, {"head_size": 128}),
+        ({"head_dim": "96"}, {"head_size": 96}),
         ({"ep": "n/a", "vp": "0", "cp": "-"}, {"ep": 1, "chunks": 1, "cp": 1}),
         ({"shard": "ZeRO stage 3"}, {"zero": 3}),
         ({"zero": "2"}, {"zero": 2}),
@@ -247,6 +254,25 @@ def test_a_fit_finds_what_made_the_times() -> None:
     again = step(p, repeated(found, len(p)))
     assert np.abs(again.time / made.time - 1).mean() < 0.01
     assert np.abs(again.memory / made.memory - 1).mean() < 0.02
+
+
+def test_what_is_a_devices_and_what_is_a_programs() -> None:
+    """Two programs on two devices; the fourth pair, which nobody measured, is what the others say of its halves."""
+    base = {name: meaning.default for name, meaning in MEANINGS.items()}
+    fast, slow = {"product_share": 0.85}, {"layer_floor": 1.5e-3}
+    truths = {
+        ("a", "x"): base, ("a", "y"): base | fast, ("b", "x"): base | slow, ("b", "y"): base | fast | slow,
+    }  # fmt: skip
+    p, _ = arrays([read(row) for row in table("planner_vtrain_single")[::12]])
+    nothing = np.full(len(p), np.nan)
+    made = {pair: step(p, repeated(truth, len(p))).time for pair, truth in truths.items()}
+    seen = [pair for pair in truths if pair != ("b", "y")]
+    many = Points(**{f.name: np.tile(getattr(p, f.name), 3) for f in fields(Points)})
+    told = Measured(np.concatenate([made[pair] for pair in seen]), *(np.tile(nothing, 3) for _ in range(3)))
+    found = fit_crossed(many, told, [pair for pair in seen for _ in range(len(p))], np.ones((5, 3 * len(p))))
+    off = lambda pair: np.abs(step(p, repeated(found.of(*pair), len(p))).time / made[pair] - 1).mean()
+    assert all(off(pair) < 0.01 for pair in seen)
+    assert off(("b", "y")) < 0.3 * np.abs(made["a", "x"] / made["b", "y"] - 1).mean()
 
 
 def test_that_runs_ran_teaches_how_much_they_take() -> None:

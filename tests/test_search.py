@@ -153,7 +153,7 @@ def test_flops_are_those_of_the_paper() -> None:
 def test_why_not_says_what_it_costs_or_lacks() -> None:
     asked = task(memory=30e9)
     best = explain.answer(asked, 1).choices[0]
-    wanted = {"tp": 8.0}
+    wanted = {"tp": 2.0 if Plan.parse(best.plan).tp == 8 else 8.0}
     said = explain.why_not(asked, wanted)
     other = explain.answer(replace(asked, fixed=wanted), 1).choices[0]
     assert other.plan in said

@@ -202,7 +202,7 @@ def _nothing(found: Found) -> SoliError:
 def assumed(task: Task) -> str:
     """On what measurements the constants and the intervals stand."""
     generation = task.cluster.device.generation
-    name = next(one for one in reversed(chain(task.framework, generation)) if one in sets())
+    name = next(one for one in reversed(chain(task.framework, generation)) if sets().get(one, {}).get("rows"))
     text = f"constants are those of {sets()[name]['rows']:g} published runs ({name})"
     if measured(task.framework, generation):
         return f"{text}, and intervals too"

@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 
 from soli.planner.cost.constants import MEANINGS, NAMES, repeated
 from soli.planner.cost.points import Array, Points
-from soli.planner.cost.step import step
+from soli.planner.cost.step import Step, step
 
 TIME_ERROR, MEMORY_ERROR = 0.05, 0.05
 """The relative error at which a row starts to count less."""
@@ -46,25 +46,31 @@ def fit(
     low, high = BOUNDS.T
     start = np.clip(logs(parent), low + 1e-9, high - 1e-9)
     scale = np.sqrt(np.ones(len(points)) if weights is None else weights)
-    timed, sized, stated = (np.isfinite(x) for x in (measured.times, measured.memories, measured.states))
-    ran, failed = (measured.fits == 1) & ~sized, measured.fits == 0
 
     def residuals(found: NDArray[np.float64]) -> NDArray[np.float64]:
         cost = step(points, repeated(dict(zip(NAMES, np.exp(found), strict=True)), len(points)))
-        over = np.log(cost.memory / points.capacity)
-        return np.concatenate(
-            [
-                (scale * np.log(cost.time / measured.times))[timed] / TIME_ERROR,
-                (scale * np.log(cost.memory / measured.memories))[sized] / MEMORY_ERROR,
-                (scale * np.log(cost.states / measured.states))[stated] / MEMORY_ERROR,
-                (scale * np.maximum(over, 0))[ran] / MEMORY_ERROR,
-                (scale * np.minimum(over, 0))[failed] / MEMORY_ERROR,
-                (found - start) / PRIOR,
-            ]
-        )
+        off = residuals_of(cost, points, measured) * scale
+        return np.concatenate([off.ravel(), (found - start) / PRIOR])
 
     found = least_squares(residuals, start, bounds=(low, high), loss="soft_l1", x_scale=0.3, max_nfev=60)
     return {name: float(f"{value:.5g}") for name, value in zip(NAMES, np.exp(found.x), strict=True)}
+
+
+def residuals_of(cost: Step, points: Points, measured: Measured) -> Array:
+    """[5, N] of each row, in errors at which it starts to count less: its time, memory and states; what is said to fit
+    and not to fit. 0 where nothing is known."""
+    over = np.log(cost.memory / points.capacity)
+    sized = np.isfinite(measured.memories)
+    off = np.stack(
+        [
+            np.log(cost.time / measured.times) / TIME_ERROR,
+            np.log(cost.memory / measured.memories) / MEMORY_ERROR,
+            np.log(cost.states / measured.states) / MEMORY_ERROR,
+            np.where((measured.fits == 1) & ~sized, np.maximum(over, 0), 0.0) / MEMORY_ERROR,
+            np.where(measured.fits == 0, np.minimum(over, 0), 0.0) / MEMORY_ERROR,
+        ]
+    )
+    return np.nan_to_num(off, nan=0.0)
 
 
 def logs(of: Mapping[str, float]) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "gpus": ("gpus",), "tp": ("tp",), "pp": ("pp",), "chunks": ("vp", "chunks"), "dp": ("dp",), "cp": ("cp",),
     "ep": ("ep",), "microbatch": ("microbatch", "mbs"), "global_batch": ("global_batch", "gbs"),
     "accumulate": ("grad_accum",), "experts": ("experts",), "topk": ("topk",), "moe_ffn": ("moe_ffn",),
-    "chunk_layers": ("vp_layers",),
+    "chunk_layers": ("vp_layers",), "head_size": ("head_size", "head_dim", "kv_channels"),
 }  # fmt: skip
 """A number's name here, and the columns that may have it."""
 
@@ -33,6 +33,11 @@ MEMORIES = {"peak_mem_gb": 1e9, "peak_mem_alloc_gib": 2.0**30, "peak_memory_gb":
 STATES = {"static_mem_alloc_gib": 2.0**30}
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?\s*top(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
+HEADS = (
+    (re.compile(r"qwen-?_?3", re.I), 128.0), (re.compile(r"gpt[-_ ]?oss", re.I), 64.0),
+    (re.compile(r"gemma", re.I), 256.0), (re.compile(r"\bmla\b|deepseek-?_?v[23]", re.I), 160.0),
+)  # fmt: skip
+"""Families whose head size is not hidden / heads, by their model cards; of MLA the mean of 192 for keys, 128 for values."""
 TESTS, OTHER = "megatron-tests", "other"
 STAGE = r"zero[\s_=-]*(?:stage)?[\s_=-]*{0}|stage[\s_=-]*{0}"
 RECOMPUTE = "recompute="
@@ -199,7 +204,9 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
         if total is None:
             found.refused.append("it has neither layers and hidden nor params_b")
             return {}
-        layers, hidden = _shape_of(total * 1e9, layers, hidden)
+        layers, hidden = _shape_of(
+            total * 1e9, layers, hidden, (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
+        )
         found.inferred.append(f"layers={layers:g}, hidden={hidden:g} of {total:g}B parameters")
     take: Callable[[str, float], float] = lambda name, usual: _or(said, name, usual, found)
     heads = take("heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
@@ -219,7 +226,7 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
     if experts:
         ffn = said["moe_ffn"]
         if ffn is None and rest > 0:
-            ffn = rest / (layers * experts * hidden * (2 + gated))
+            ffn = max(round(rest / (layers * experts * hidden * (2 + gated)) / 64), 1) * 64.0
             found.inferred.append(f"an expert's width {ffn:.0f} of {total:g}B parameters")
         ffn = ffn or said["ffn"] or 4 * hidden
     else:
@@ -227,18 +234,31 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
         if total and rest > 0:  # which of the two number of matrices gives the parameters that it has
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
     return {
-        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": hidden / heads,
+        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": _head_size(said, row, hidden / heads),
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active,
         "tied": float(not gated and not true(row, "untie")), "frozen": float(bool(re.search(r"\blora\b", name, re.I))),
     }  # fmt: skip
 
 
-def _shape_of(parameters: float, layers: float | None, hidden: float | None) -> tuple[float, float]:
-    """Layers and hidden size of 12 l h^2 parameters, with h = 128 l where neither is known (arXiv 2001.08361, 3.3)."""
+def _head_size(said: dict[str, float | None], row: Mapping[str, str], share: float) -> float:
+    """Of a head: hidden / heads, but for families whose heads are wider together than the model."""
+    name = " ".join(text(row, n) for n in ("model", "test_case", "arch"))
+    return said["head_size"] or next((size for family, size in HEADS if family.search(name)), share)
+
+
+def _shape_of(
+    parameters: float, layers: float | None, hidden: float | None, stages: float
+) -> tuple[float, float]:
+    """Layers and hidden size of 12 l h^2 parameters, with h = 128 l where neither is known (arXiv 2001.08361, 3.3).
+
+    Layers are a multiple of the pipeline's stages, as programs ask for.
+    """
+    if layers is None:
+        free = (parameters / 12 / 128**2) ** (1 / 3) if hidden is None else parameters / 12 / hidden**2
+        layers = max(round(free / stages), 1) * stages
     if hidden is None:
-        hidden = (parameters / 12 / layers) ** 0.5 if layers else (parameters / 12 * 128) ** (1 / 3)
-        hidden = max(round(hidden / 128), 1) * 128.0
-    return layers or max(round(parameters / 12 / hidden**2), 1), hidden
+        hidden = max(round((parameters / 12 / layers) ** 0.5 / 128), 1) * 128.0
+    return layers, hidden
 
 
 def _attention(row: Mapping[str, str], found: Row) -> dict[str, float]:

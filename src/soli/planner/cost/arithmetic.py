@@ -11,6 +11,22 @@ import numpy as np
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import FULL, SELECTIVE, Array, Points
 
+SCORE = 48.0
+"""Flops by head size that the softmax of a score takes the time of: heads of 64 reach 5/6 of the rate of heads of 128
+in the measurements of arXiv 2307.08691, figure 4."""
+ROUTED = 8.0
+"""Bytes for each value of a token at an expert: there and back, in 16 bits, written and read."""
+ODD, UNALIGNED = 0.85, 1 / 16
+"""Rates of products whose rows are multiples of 8 and not of 64 elements, and of others: without tensor cores an A100 has
+a sixteenth of its flops. BigScience's GPTs show both: 128 heads of 108 took 38% more than 96 of 144, though attention has
+a fortieth of the flops, and a width of 14400 38% more than one of 13824, with 8% more flops."""
+
+
+def aligned(size: Array) -> Array:
+    """Of a product's rate what is left where a matrix' rows are so long: rows are loaded 128 bytes at a time, and tensor
+    cores read no less than 16 (NVIDIA, Matrix Multiplication Background User's Guide, 2.1)."""
+    return np.where(size % 64 == 0, 1.0, np.where(size % 8 == 0, ODD, UNALIGNED))
+
 
 def product(p: Points, k: Constants, m: Array, n: Array, summed: Array) -> Array:
     """Seconds of [m, summed] @ [summed, n]: 2 m n summed flops at a share of the peak that grows with each size.
@@ -21,7 +37,7 @@ def product(p: Points, k: Constants, m: Array, n: Array, summed: Array) -> Array
     """
     share = k.product_share * np.where(p.low < 2, k.low_share, 1.0)
     share = share * m / (m + k.product_half) * (n / (n + k.product_half_inner))
-    share = share * summed / (summed + k.product_half_inner)
+    share = share * summed / (summed + k.product_half_inner) * np.minimum(aligned(n), aligned(summed))
     moved = p.low * (m * summed + summed * n) + 2.0 * m * n
     return np.maximum(2.0 * m * n * summed / (p.peak * share), moved / (p.bandwidth * k.stream_share))
 
@@ -39,25 +55,45 @@ def products_forward(p: Points, k: Constants) -> Array:
     return spent + local * (into + product(p, k, each, p.hidden, p.ffn / t))
 
 
-def attention_forward(p: Points, k: Constants) -> Array:
-    """Seconds of softmax(q k^T) v: 4 T s a e / t flops; half where a causal kernel leaves out what is masked.
+def attention(p: Points, k: Constants) -> tuple[Array, Array]:
+    """Seconds of softmax(q k^T) v, forward and backward: 4 T s a e / t flops; half where a causal kernel leaves out
+    what is masked.
 
-    Where scores are kept in memory they are moved as well, k.score_bytes each.
+    Where scores are kept in memory, two products make and read them, four in the backward, and they are moved,
+    k.score_bytes each. A kernel that keeps none makes them again in the backward; it takes exponentials, as long as
+    SCORE more flops a score would, and fills heads up to multiples of 32 (FlashAttention-2, arXiv 2307.08691).
     """
-    flops = 4.0 * p.tokens * p.seq * p.attention_width / p.tp * np.where(p.flash > 0, 0.5, 1.0)
-    scores = np.where(p.flash > 0, 0.0, p.tokens * p.seq * p.heads / p.tp)
-    return flops / (p.peak_wide * k.attention_share) + scores * k.score_bytes / (p.bandwidth * k.stream_share)
+    scores = p.tokens * p.seq * p.heads / p.tp
+    filled = np.ceil(p.head_size / 32) * 32
+    kernel = 2.0 * scores * (filled + SCORE) / (p.peak_wide * k.attention_share)
+    summed = p.head_size / (p.head_size + k.product_half_inner)
+    rate = (
+        p.peak_wide * k.product_share * aligned(p.head_size) * summed * p.seq / (p.seq + k.product_half_inner)
+    )
+    products = 4.0 * scores * p.head_size / rate
+    moved = scores * k.score_bytes / (p.bandwidth * k.stream_share)
+    flash = p.flash > 0
+    return np.where(flash, kernel, products + moved), np.where(
+        flash, 2.5 * kernel, 2.0 * products + 1.5 * moved
+    )
 
 
 def elements_forward(p: Points, k: Constants) -> Array:
     """Seconds of norms, residuals, dropout and activations: so many bytes of memory a token.
 
-    Between the products of a layer they are cut over tp; around them (norms, residuals) only under sp.
+    Between the products of a layer they are cut over tp; around them (norms, residuals) only under sp. Tokens are
+    copied to each of their experts and back, written and read. What a product of fewer than 16 bits reads is cast:
+    read in 16 bits, written as it is and transposed (Transformer Engine).
     """
     around = p.tokens * p.hidden / np.where(p.sp > 0, p.tp, 1.0)
-    active = np.where(p.experts > 0, p.active, 1.0)
-    between = p.tokens * p.ffn * active * (1 + p.gated) / (4.0 * p.tp)
-    return (around + between) * k.element_bytes / (p.bandwidth * k.stream_share)
+    moe = p.experts > 0
+    active = np.where(moe, p.active, 1.0)
+    between = p.tokens * p.ffn * active / p.tp
+    routed = np.where(moe, around * p.active, 0.0)
+    read = p.tokens * (p.hidden * np.where(moe, 1 + p.active, 2.0) + p.attention_width / p.tp) + between
+    cast = np.where(p.low < 2, (2.0 + 2.0 * p.low) * read, 0.0)
+    usual = (around + between * (1 + p.gated) / 4.0) * k.element_bytes
+    return (usual + ROUTED * routed + cast) / (p.bandwidth * k.stream_share)
 
 
 def recomputed(p: Points, whole: Array, attention: Array) -> Array:

@@ -3,7 +3,7 @@
 Ranks are numbered with tp innermost, then cp, dp and pp (Megatron-LM, arXiv 2104.04473, 3): an axis with `inner`
 ranks inside it has some of its ranks in one server and goes over the network with the others.
 
-    all_reduce       2 (n-1)/n S / B + 2 (n-1) latency      ring (Patarasuk and Yuan 2009)
+    all_reduce       inside a server what was measured (rings.py); 2 (n-1)/n S / B + latency between (Patarasuk and Yuan 2009)
     over servers     reduce_scatter inside, all_reduce of S/k between, all_gather inside, with k ranks a server
     reduce_scatter, all_gather: half of it.   all_to_all: (n-1)/n S / B + latency
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from soli.planner.cost import rings
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import FULL, Array, Points
 
@@ -26,8 +27,7 @@ def all_reduce(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> 
     local = inside(p, n, inner)
     between = n / local
     link, net = p.link * k.link_share, p.net * k.net_share
-    # Rings start to overlap their steps inside a server, so that latency grows with the logarithm of the ranks.
-    near = 2 * (local - 1) / local * size / link + 2 * np.log2(local) * p.link_latency * k.latency_scale
+    near = rings.all_reduce(size, local, link, p.link_latency * k.latency_scale)
     far = 2 * (between - 1) / between * size / local / net
     far = far + 2 * np.log2(between) * p.net_latency * k.latency_scale
     return np.where(n > 1, near + far, 0.0)

@@ -34,11 +34,11 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     small ones end before the next is there. The backward has two products for each of the forward's, one of frozen
     weights.
     """
-    products, attention = arithmetic.products_forward(p, k), arithmetic.attention_forward(p, k)
-    elements = arithmetic.elements_forward(p, k)
+    products, elements = arithmetic.products_forward(p, k), arithmetic.elements_forward(p, k)
+    attention, attention_backward = arithmetic.attention(p, k)
     whole = products + attention + elements
     again = arithmetic.recomputed(p, whole, attention)
-    forward, backward = whole, (2 - p.frozen) * products + 2.5 * attention + 1.5 * elements + again
+    forward, backward = whole, (2 - p.frozen) * products + attention_backward + 1.5 * elements + again
     sent_forward, sent_backward = communication.of_layer(p, k)
     dense, experts = memory.of_layer(p)
     gather_forward, gather_backward = communication.gathers_of_layer(p, k, dense, experts)

@@ -1,0 +1,150 @@
+"""Constants of all published runs at once: what is a device's, what is a program's, and what is left to their pair.
+
+The logarithm of each constant is a sum of four: the default, the generation's, the framework's and the pair's. Each
+part is drawn to 0 by a normal prior (ridge; crossed random effects, Searle et al. 1992, 4): a pair that nobody
+measured is then the sum of what its device does under other programs and what its program does on other devices. How
+near products come to a peak is more a device's, how long launches take more a program's: see `deviation`.
+
+Fitted by Gauss-Newton with Levenberg's damping on the rows' soft-L1 loss, as fit.py's, but with one derivative a row
+and constant, however many parts there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soli.planner.cost.constants import DEFAULT, MEANINGS, NAMES, Constants
+from soli.planner.cost.points import Array, Points
+from soli.planner.cost.step import step
+from soli.planner.fit import BOUNDS, Measured, logs, residuals_of
+
+Family = tuple[str, str]
+OTHER = "other"
+"""A framework that nobody measured: rows that name none (rows.py) follow it."""
+PAIR = 0.3
+ROUNDS, SMALL = 40, 1e-4
+DEVICE = (
+    "product_share", "product_half", "product_half_inner", "low_share", "attention_share", "stream_share", "link_share",
+    "net_share", "send_share", "latency_scale",
+)  # fmt: skip
+"""Constants that a generation has its own part of."""
+KNOWN = {
+    "stream_share": 0.4, "product_share": 0.6, "score_bytes": 0.5, "logit_bytes": 0.5, "latency_scale": 0.5,
+    "layer_floor": 0.5,
+}  # fmt: skip
+"""Constants whose default is better known than others', and by how much: what kernels move can be counted, and bandwidths
+and launches were measured alone."""
+
+
+def deviation(part: str, name: str) -> float:
+    """Of a part's logarithm. `part`: default, generation, framework or pair."""
+    device = name in DEVICE
+    usual = {
+        DEFAULT: 0.6, "generation": 0.3 if device else 0.0, "framework": 0.2 if device else 0.6, "pair": PAIR,
+    }  # fmt: skip
+    return max(usual[part] * KNOWN.get(name, 1.0), 1e-4)
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """What was found: parts [set, constant], sets by name."""
+
+    names: dict[tuple[str, str], int]
+    parts: NDArray[np.float64]
+
+    def of(self, framework: str = "", generation: str = "") -> dict[str, float]:
+        """Every constant of a framework on a generation; of either alone, or the default, where one is empty."""
+        found = logs({name: meaning.default for name, meaning in MEANINGS.items()})
+        for part in parts_of((framework, generation)):
+            if part in self.names:
+                found = found + self.parts[self.names[part]]
+        low, high = BOUNDS.T
+        values = np.exp(np.clip(found, low, high))
+        return {name: float(f"{value:.5g}") for name, value in zip(NAMES, values, strict=True)}
+
+
+def parts_of(family: Family) -> tuple[tuple[str, str], ...]:
+    """The parts that add up to a family's."""
+    framework, generation = family
+    return ("default", ""), ("generation", generation), ("framework", framework), ("pair", " ".join(family))
+
+
+def fit_crossed(points: Points, measured: Measured, families: Sequence[Family], weights: Array) -> Crossed:
+    """The parts of all families. `weights` [5, N]: of what rows say, as `residuals_of` has it."""
+    kinds = [part for family in sorted(set(families)) for part in parts_of(family)]
+    names = {part: i for i, part in enumerate(dict.fromkeys(kinds))}
+    members = np.array([[names[part] for part in parts_of(family)] for family in families])
+    scale = 1 / np.array([[deviation(kind, name) for name in NAMES] for kind, _ in names]) ** 2
+    start = logs({name: meaning.default for name, meaning in MEANINGS.items()})
+    low, high = BOUNDS.T
+
+    def rows_off(at: Array) -> Array:
+        one = Constants({name: np.exp(at[:, c]) for c, name in enumerate(NAMES)})
+        return residuals_of(step(points, one), points, measured)
+
+    def loss(parts: Array) -> float:
+        off = rows_off(np.clip(start + parts[members].sum(1), low, high))
+        return float((weights * 2 * (np.sqrt(1 + off**2) - 1)).sum() + (parts**2 * scale).sum())
+
+    parts = np.zeros((len(names), len(NAMES)))
+    best, damping, still = loss(parts), 1e-2, 0
+    for _ in range(ROUNDS):
+        free = start + parts[members].sum(1)
+        at = np.clip(free, low, high)
+        off = rows_off(at)
+        slopes = _slopes(rows_off, at, off) * np.where((free >= low) & (free <= high), 1.0, 0.1)
+        gram, pull = _normal(slopes, off, weights / np.sqrt(1 + off**2), members, len(names))
+        pull = pull + parts * scale
+        while damping < 1e6:
+            moved = parts + np.clip(_solve(gram, pull, scale, damping), -1.0, 1.0)
+            if (found := loss(moved)) < best:
+                break
+            damping *= 5
+        else:
+            break
+        still = still + 1 if best - found < SMALL * best else 0
+        parts, best, damping = moved, found, max(damping / 4, 1e-5)
+        if still >= 3:
+            break
+    return Crossed(names, parts)
+
+
+def _slopes(rows_off: Callable[[Array], Array], at: Array, off: Array) -> Array:
+    """[kinds, N, constants]: how each row's residuals change with each of its constants."""
+    high, width = BOUNDS[:, 1], 1e-4
+    found = np.empty((*off.shape, len(NAMES)))
+    for c in range(len(NAMES)):
+        moved = at.copy()
+        moved[:, c] += np.where(at[:, c] + width > high[c], -width, width)
+        found[..., c] = (rows_off(moved) - off) / (moved[:, c] - at[:, c])
+    return found
+
+
+def _normal(
+    slopes: Array, off: Array, weights: Array, members: NDArray[np.int64], sets: int
+) -> tuple[Array, Array]:
+    """The normal equations of the parts: [sets, constants] squared, and what pulls at each."""
+    constants = slopes.shape[-1]
+    gram, pull = np.zeros((sets, constants, sets, constants)), np.zeros((sets, constants))
+    for pair in np.unique(members[:, -1]):
+        at = members[:, -1] == pair
+        flat, held = slopes[:, at].reshape(-1, constants), weights[:, at].reshape(-1, 1)
+        one, toward = flat.T @ (held * flat), (held * flat).T @ off[:, at].reshape(-1)
+        own = members[at][0]
+        for a in own:
+            pull[a] += toward
+            for b in own:
+                gram[a, :, b, :] += one
+    return gram, pull
+
+
+def _solve(gram: Array, pull: Array, scale: Array, damping: float) -> Array:
+    """A step of Levenberg and Marquardt."""
+    size = pull.size
+    full = gram.reshape(size, size) + np.diag(scale.ravel())
+    full = full + damping * np.diag(np.diag(full))
+    return np.asarray(np.linalg.solve(full, -pull.ravel()), dtype=np.float64).reshape(pull.shape)
