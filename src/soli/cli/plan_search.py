@@ -16,7 +16,7 @@ from soli.core.errors import SoliError
 
 if TYPE_CHECKING:
     from soli.planner.explain import Answer, Choice
-    from soli.planner.search import Task
+    from soli.planner.task import Task
 
 PRECISIONS = ("bf16", "fp16")
 FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
@@ -54,12 +54,12 @@ def search(
 ) -> None:
     """The best plans of a model on a cluster: time, memory, and why. "search" may be left out.
 
-    Every plan is looked at; one is offered if the upper bound of its memory is there. No GPU, weights or network.
+    The best of all plans; one is offered if the upper bound of its memory is there. No GPU, weights or network.
     """
     from soli.planner import explain
     from soli.planner.hardware.clusters import read_cluster
     from soli.planner.models import read_model
-    from soli.planner.search import Task
+    from soli.planner.task import Task
 
     if whatif and (html is not None or why_not):
         raise SoliError(
@@ -102,7 +102,7 @@ def search(
 def _reasons(found: Answer, reasons: list[str]) -> None:
     first = found.choices[0]
     low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
-    print(f"{found.counted} plans, {found.fit} of which fit. {found.why}.")
+    print(f"{found.seen} {found.why}.")
     print(f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.")
     for reason in reasons:
         print(f"Why not {reason}.")

@@ -59,7 +59,7 @@ def of_layer(p: Points, k: Constants) -> tuple[Array, Array]:
     sums = 2 * all_reduce(p, k, hidden, p.tp, one)
     keys = 2 * hidden * p.attention_width / p.hidden * p.kv_share / p.tp
     rounds = gather(p, k, keys * p.cp, p.cp, p.tp)
-    routed = hidden * p.active / np.where(p.sp > 0, p.tp, 1.0)
+    routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
     experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner), 0.0)
     forward = sums + rounds + experts

@@ -25,7 +25,8 @@ def of_layer(p: Points) -> tuple[Array, Array]:
     attention = p.attention_width * p.hidden * (2 + 2 * p.kv_share)
     mlp = p.matrices * p.hidden * p.ffn
     router = p.hidden * p.experts
-    dense = (attention + np.where(p.experts > 0, router * p.tp, mlp)) / p.tp + NORMS * p.hidden
+    dense = (attention + np.where(p.experts > 0, router * p.tp + p.shared * mlp, mlp)) / p.tp
+    dense = dense + NORMS * p.hidden
     return dense, np.where(p.experts > 0, mlp * p.experts / p.ep / p.expert_tp, 0.0)
 
 

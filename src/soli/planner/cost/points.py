@@ -22,6 +22,10 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
 
+UNSAID = {"shared": 0.0}
+"""What is meant where a row has no such field."""
+
+
 @dataclass(frozen=True)
 class Points:
     """Each field is an array [N]. A flag is 0 or 1."""
@@ -72,6 +76,8 @@ class Points:
     net: Array  # bytes/s in one direction and device, between servers
     net_latency: Array
     host: Array  # bytes/s to the host's memory
+    # what tables of runs do not say (UNSAID)
+    shared: Array  # experts that each token goes to; of `active`
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -142,7 +148,8 @@ def of_device(device: Device, precision: str) -> dict[str, float]:
 
 
 def points(rows: Sequence[Mapping[str, float]]) -> Points:
-    """One point a row; every row has every field."""
+    """One point a row; every row has every field but perhaps those of UNSAID."""
+    whole = [{**UNSAID, **row} for row in rows]
     return Points(
-        **{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(Points)}
+        **{f.name: np.array([row[f.name] for row in whole], dtype=np.float64) for f in fields(Points)}
     )

@@ -50,27 +50,46 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     return np.maximum(forward + backward + exposed, floor), exposed
 
 
-def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
-    """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
+@dataclass(frozen=True)
+class Running:
+    """Seconds of a step's microbatches: of one layer and what of it is exposed; busy and waiting of the longest stage."""
+
+    layer: Array
+    exposed: Array
+    tables: Array
+    busy: Array
+    waiting: Array
+
+
+def running(
+    p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0
+) -> Running:
+    """All of a step but what follows its microbatches."""
     one, exposed = layer(p, k)
     one = one * of_layers
     inner = one * p.own_layers + k.microbatch_overhead
     send = np.where(p.pp > 1, communication.send(p, k), 0.0)
     first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
     busy, waiting = pipeline.spent(p, inner, first, last, send)
+    return Running(one, exposed, last, busy, waiting)
+
+
+def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
+    """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
+    run = running(p, k, of_layers, of_tables)
     dense, experts = memory.trained(p)
-    backward = one * p.own_layers / 2
+    backward = run.layer * p.own_layers / 2
     reduced = communication.of_gradients(p, k, dense, experts, memory.of_tables(p))
     late = np.maximum(reduced - k.hidden_gradients * np.minimum(reduced, backward), 0.0)
     sharded = p.zero >= 1
     own = dense / np.where(sharded, p.dp * p.cp, 1.0) + experts / np.where(sharded, p.expert_replicas, 1.0)
     update = arithmetic.optimizer(p, k, own)
     return Step(
-        time=busy + waiting + late + update + k.step_overhead,
-        layers=p.microbatches * one * p.own_layers,
-        tables=p.microbatches * last,
-        exposed=p.microbatches * exposed * p.own_layers,
-        waiting=waiting,
+        time=run.busy + run.waiting + late + update + k.step_overhead,
+        layers=p.microbatches * run.layer * p.own_layers,
+        tables=p.microbatches * run.tables,
+        exposed=p.microbatches * run.exposed * p.own_layers,
+        waiting=run.waiting,
         gradients=late,
         update=update,
         memory=memory.peak(p, k),

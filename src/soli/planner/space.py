@@ -1,0 +1,188 @@
+"""Every plan of a task, in three steps: how its ranks lie, in what order its stages run, and what ZeRO shards.
+
+    layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; sp; the microbatch
+    stages    chunks, recompute        what can be chosen of a layout depends on nothing that follows
+    shards    zero
+
+A table has a column for each choice and a row a plan. A search goes down from layouts and leaves out what cannot be
+the best; `spaces` has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE, UNSAID, Array, Points, of_device
+from soli.planner.offers import SOLI, chooses
+from soli.planner.task import Task
+
+Table = dict[str, Array]
+Places = NDArray[np.int64]
+
+WIDEST = {"tp": 64, "cp": 64}
+MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
+CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
+USUAL = {"chunks": 1.0, "recompute": NONE, "zero": 0.0}
+"""What a layout is taken to have until it is chosen."""
+
+
+def divisors(n: int) -> list[int]:
+    """All, in order."""
+    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
+def size(table: Table) -> int:
+    """Rows."""
+    return len(table["tp"])
+
+
+def rows_of(table: Table, places: Places | NDArray[np.bool_]) -> Table:
+    """Some rows."""
+    return {name: column[places] for name, column in table.items()}
+
+
+# --- layouts ----------------------------------------------------------------------------------------------
+
+
+def meshes(task: Task) -> NDArray[np.int64]:
+    """[n, 5]: tp, cp, pp, dp, ep whose ranks are the devices, that the model can be cut by, and as fixed."""
+    model, n, fixed = task.model, task.cluster.size, dict(task.fixed or {})
+    fits_tp = lambda t: model.heads % t == 0 and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
+    shares = divisors(model.experts) if model.experts and chooses(task.framework, "ep") else [1]
+    found = [
+        (tp, cp, pp, n // tp // cp // pp, ep)
+        for tp in divisors(n)
+        if tp <= WIDEST["tp"] and fits_tp(tp)
+        for cp in divisors(n // tp)
+        if cp <= WIDEST["cp"] and task.seq % cp == 0
+        for pp in divisors(n // tp // cp)
+        if pp <= model.layers
+        for ep in shares
+        if shared_out(ep, tp, n // tp // pp)
+    ]
+    table = np.array(found, dtype=np.int64).reshape(-1, 5)
+    for column, name in enumerate(("tp", "cp", "pp", "dp", "ep")):
+        if name in fixed:
+            table = table[table[:, column] == fixed[name]]
+    return table
+
+
+def shared_out(ep: int, tp: int, copies: int) -> bool:
+    """Whether ep ranks are whole groups of the `copies` (dp x cp) that have the same part of tp; or all, and some of tp."""
+    return copies % ep == 0 or (ep % copies == 0 and tp % (ep // copies) == 0)
+
+
+def layouts(task: Task) -> Table:
+    """How the ranks can lie, with sp and the microbatch."""
+    fixed = dict(task.fixed or {})
+    values = {"sp": (0.0, 1.0), "microbatch": MICROBATCHES}
+    axes = [np.array([fixed[name]] if name in fixed else own, dtype=float) for name, own in values.items()]
+    inner = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")])
+    mesh = meshes(task)
+    mesh = mesh[mesh[:, 3] <= task.batch].T.astype(float)
+    whole = np.concatenate([np.repeat(mesh, inner.shape[1], axis=1), np.tile(inner, mesh.shape[1])])
+    table = dict(zip(("tp", "cp", "pp", "dp", "ep", *values), whole, strict=True))
+    taken = table["dp"] * table["microbatch"]
+    kept = taken <= task.batch
+    kept &= (table["sp"] == 0) | ((table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0))
+    if task.framework != SOLI:  # whose batches and stages need not be equal
+        kept &= (task.batch % taken == 0) & (task.model.layers % table["pp"] == 0)
+    return rows_of(table, kept)
+
+
+# --- what is chosen of each -------------------------------------------------------------------------------
+
+
+def stages(task: Task, table: Table) -> Table:
+    """Each row with each order of its stages."""
+    place, chunks = np.nonzero(_ordered(task, table))
+    fixed = dict(task.fixed or {})
+    levels = np.array([fixed["recompute"]] if "recompute" in fixed else list(LEVELS.values()))
+    found = rows_of(table, np.repeat(place, len(levels)))
+    return {
+        **found,
+        "chunks": np.repeat(np.array(_chunks(task))[chunks], len(levels)),
+        "recompute": np.tile(levels, len(place)),
+    }
+
+
+def shards(task: Task, table: Table) -> Table:
+    """Each row with each way to shard its states."""
+    ways, first, count, kind = _sharded(task, table)
+    place = np.repeat(np.arange(size(table)), count[kind])
+    within = np.arange(len(place)) - np.repeat(np.cumsum(count[kind]) - count[kind], count[kind])
+    way = ways[first[kind][place] + within]
+    return {**rows_of(table, place), "zero": way[:, 0]}
+
+
+def counted(task: Task) -> int:
+    """Plans of the space, without making them."""
+    table = layouts(task)
+    if not size(table):
+        return 0
+    levels = 1 if "recompute" in (task.fixed or {}) else len(LEVELS)
+    _, _, count, kind = _sharded(task, table)
+    return int((_ordered(task, table).sum(axis=1) * levels * count[kind]).sum())
+
+
+def _chunks(task: Task) -> tuple[float, ...]:
+    return ((task.fixed or {})["chunks"],) if "chunks" in (task.fixed or {}) else CHUNKS
+
+
+def _ordered(task: Task, table: Table) -> NDArray[np.bool_]:
+    """[rows, orders]: which orders of its stages a row can have."""
+    column = {name: values[:, None] for name, values in table.items()}
+    pp, chunks = column["pp"], np.array(_chunks(task))[None, :]
+    times = np.ceil(task.batch / (column["dp"] * column["microbatch"]))
+    kept = (chunks == 1) | ((pp > 1) & (pp * chunks <= task.model.layers) & (times % pp == 0))
+    if task.framework != SOLI:
+        kept &= task.model.layers % (pp * chunks) == 0
+    return np.asarray(kept)
+
+
+def _sharded(task: Task, table: Table) -> tuple[Array, Places, Places, Places]:
+    """All ways to shard; the first and the number of those of each kind of row; the rows' kinds."""
+    copies = (table["dp"] * table["cp"]).astype(np.int64)
+    kinds, kind = np.unique(copies, return_inverse=True)
+    fixed = tuple((task.fixed or {}).items())
+    ways = [_ways(int(one), fixed) for one in kinds]
+    count = np.array([len(one) for one in ways], dtype=np.int64)
+    return np.concatenate(ways), np.cumsum(count) - count, count, kind
+
+
+@cache
+def _ways(copies: int, fixed: tuple[tuple[str, float], ...]) -> Array:
+    """[n, 1]: the stages of ZeRO over so many ranks."""
+    said = dict(fixed)
+    found = [(zero,) for zero in range(4) if (zero == 0 or copies > 1) and said.get("zero", zero) == zero]
+    return np.array(found, dtype=float).reshape(-1, 1)
+
+
+# --- points -----------------------------------------------------------------------------------------------
+
+
+def spaces(task: Task) -> Points:
+    """Every plan."""
+    return points_of(task, shards(task, stages(task, layouts(task))))
+
+
+def points_of(task: Task, table: Mapping[str, Array]) -> Points:
+    """Rows as points; what is not chosen yet as USUAL."""
+    same = {
+        **UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precision), "seq": task.seq,
+        "global_batch": task.batch, "offload": 0.0, "logged": 0.0, **(CAST if task.framework == SOLI else MIXED), **USUAL,
+    }  # fmt: skip
+    count = len(table["tp"])
+    return Points(
+        **{
+            f.name: table[f.name] if f.name in table else np.broadcast_to(float(same[f.name]), (count,))
+            for f in fields(Points)
+        }
+    )

@@ -1,0 +1,178 @@
+"""The space of plans and what is left out of it: every plan, bounds that nothing is below, the best of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+from soli.planner import bounds, explain, legality, space
+from soli.planner.cost.points import FULL, NONE, SELECTIVE
+from soli.planner.models import Model
+from soli.planner.search import costs, different, holds, peaks, plan_of, search, spaces, thriftiest
+from soli.planner.task import Task
+from test_search import SMALL, task
+
+MOE = Model("moe", 12, 1024, 16, 16, 64, 2048, True, 51200, 8, 3, True, 2048, 1)
+NAMES = ("tp", "cp", "pp", "dp", "ep", "sp", "microbatch", "chunks", "recompute", "zero")
+
+
+def lying(asked: Task) -> list[tuple[int, ...]]:
+    """tp, cp, pp, dp, ep, by loops."""
+    n, model = asked.cluster.size, asked.model
+    degrees = [d for d in range(1, n + 1) if n % d == 0]
+    shares = [d for d in range(1, model.experts + 1) if model.experts % d == 0] or [1]
+    found = []
+    for tp, cp, pp, dp in product(degrees, repeat=4):
+        fits = tp * cp * pp * dp == n and model.heads % tp == 0 and asked.seq % cp == 0 and pp <= model.layers
+        if not fits or (model.kv_heads % tp and tp % model.kv_heads):
+            continue
+        for ep in shares if asked.framework != "soli" else [1]:
+            many, few = max(ep, dp * cp), min(ep, dp * cp)
+            if many % few == 0 and (ep <= dp * cp or tp % (ep // (dp * cp)) == 0):
+                found.append((tp, cp, pp, dp, ep))
+    return found
+
+
+def sharding(asked: Task, cp: int, dp: int) -> list[tuple[int, ...]]:
+    """Every way to shard."""
+    return [(zero,) for zero in range(4) if zero == 0 or dp * cp > 1]
+
+
+def brute(asked: Task) -> set[tuple[float, ...]]:
+    """Every plan, by loops and by what the rules say."""
+    model, found = asked.model, set()
+    for tp, cp, pp, dp, ep in lying(asked):
+        choices = product(
+            (0, 1),
+            (1, 2, 4, 8, 16, 32),
+            (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20),
+            (NONE, SELECTIVE, FULL),
+            sharding(asked, cp, dp),
+        )
+        for sp, microbatch, chunks, recompute, shards in choices:
+            times = -(-asked.batch // (dp * microbatch))
+            if dp * microbatch > asked.batch or (sp and (tp == 1 or asked.seq // cp % tp)):
+                continue
+            if chunks > 1 and (pp == 1 or pp * chunks > model.layers or times % pp):
+                continue
+            equal = asked.batch % (dp * microbatch) == 0 and model.layers % (pp * chunks) == 0
+            if asked.framework == "soli" or equal:
+                found.add((tp, cp, pp, dp, ep, sp, microbatch, chunks, recompute, *shards))
+    return found
+
+
+ASKED = [
+    *(task(SMALL, cluster, batch=48, seq=2048) for cluster in ("h100:1", "a100:8", "h100:6x2", "h100:8x3")),
+    *(task(MOE, cluster, batch=32, seq=2048, framework=name) for cluster, name in (("h100:8", "soli"), ("h100:8x2", "megatron"), ("a100:4", "fsdp"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda t: f"{t.model.name}-{t.cluster}-{t.framework}")
+def test_the_space_is_every_plan(asked: Task) -> None:
+    p = spaces(asked)
+    got = list(zip(*(getattr(p, name).tolist() for name in NAMES), strict=True))
+    assert len(set(got)) == len(got) == space.counted(asked)
+    assert set(got) == brute(asked)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda t: f"{t.model.name}-{t.cluster}-{t.framework}")
+@pytest.mark.parametrize("memory", [0.0, 16e9, 8e9, 3e9])
+def test_what_is_left_out_is_not_the_best(asked: Task, memory: float) -> None:
+    """Against every point of the space: the same ten layouts with the same times, and the same least memory."""
+    asked = replace(asked, memory=memory)
+    p = spaces(asked)
+    sizes, times = peaks(asked, p), costs(asked, p).time
+    fits = sizes <= asked.limit
+    best: dict[tuple[float, ...], float] = {}
+    for i in np.flatnonzero(fits):
+        key = (p.tp[i], p.cp[i], p.pp[i], p.dp[i], p.ep[i], p.zero[i] >= 3)
+        best[key] = min(best.get(key, np.inf), float(times[i]))
+    found = search(asked)
+    assert found.looked <= found.counted == len(p)
+    assert found.fit <= fits.sum()
+    got = [float(found.cost.time[i]) for i in different(found, 10)]
+    assert got == pytest.approx(sorted(best.values())[:10], rel=1e-12)
+    assert (np.diff(found.cost.time) >= 0).all()
+    assert (peaks(asked, found.points) <= asked.limit).all()
+    assert thriftiest(asked)[1] == pytest.approx(sizes.min(), rel=1e-12)
+    assert holds(asked) == fits.any()
+    if not fits.any():
+        assert found.least == pytest.approx(sizes.min(), rel=1e-12)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda t: f"{t.model.name}-{t.cluster}-{t.framework}")
+def test_no_plan_is_below_its_bounds(asked: Task) -> None:
+    layouts = space.layouts(asked)
+    layouts["row"] = np.arange(space.size(layouts), dtype=float)
+    stages = space.stages(asked, layouts)
+    stages["line"] = np.arange(space.size(stages), dtype=float)
+    whole = space.shards(asked, stages)
+    p = space.points_of(asked, whole)
+    times, sizes = costs(asked, p).time, peaks(asked, p)
+    row, line = whole["row"].astype(int), whole["line"].astype(int)
+    assert (bounds.time_of_layouts(asked, layouts)[row] <= times).all()
+    assert (bounds.time_of_stages(asked, stages)[line] <= times).all()
+    assert (bounds.memory_of_layouts(asked, layouts)[row] <= sizes).all()
+    assert (bounds.memory_of_stages(asked, stages)[line] <= sizes).all()
+
+
+def test_every_plan_is_one_that_the_engine_takes() -> None:
+    for asked in (task(cluster="h100:8x2", batch=64), task(MOE, "h100:8x2", batch=64, seq=2048)):
+        p = spaces(asked)
+        plans = {plan_of(p, i, "bf16") for i in range(len(p))}
+        assert len(plans) > 1000
+        for plan in plans:
+            assert not legality.problems(plan, 16), str(plan)
+            assert Plan.parse(str(plan)) == plan
+
+
+# --- experts ----------------------------------------------------------------------------------------------
+
+
+def test_experts_are_shared_out_where_the_program_can() -> None:
+    asked = task(MOE, "h100:8x2", batch=64, seq=2048, framework="megatron")
+    assert set(spaces(asked).ep) == {1, 2, 4, 8}
+    best = search(asked).cost.time[0]
+    for ep in (1.0, 2.0, 8.0):
+        found = search(replace(asked, fixed={"ep": ep}))
+        assert (found.points.ep == ep).all()
+        assert found.cost.time[0] >= best
+    assert "ep=8" in explain.why_not(asked, {"ep": 8.0})
+    assert explain.fixed_of("ep=4,tp=2") == {"ep": 4.0, "tp": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "fixed", "said"),
+    [
+        (MOE, "soli", {"ep": 2.0}, "soli does not run ep=2 yet"),
+        (MOE, "megatron", {"ep": 3.0}, "ep=3 does not divide the 8 experts"),
+        (SMALL, "megatron", {"ep": 2.0}, "ep=2 does not divide the 0 experts"),
+    ],
+)
+def test_what_cannot_be_is_said(model: Model, framework: str, fixed: dict[str, float], said: str) -> None:
+    with pytest.raises(SoliError) as refused:
+        search(task(model, "h100:8x2", batch=64, seq=2048, framework=framework, fixed=fixed))
+    assert said in str(refused.value)
+
+
+def test_shared_experts_are_kept_and_computed_but_not_sent() -> None:
+    """Counted one by one: each layer has one MLP more; its product runs, its tokens stay."""
+    more, less = (
+        spaces(task(replace(MOE, shared=n, active=2 + n), "h100:1", batch=1, seq=64)) for n in (1, 0)
+    )
+    assert replace(MOE, shared=1).parameters - replace(MOE, shared=0).parameters == 12 * 3 * 1024 * 2048
+    flops = explain.flops(more, 0) - explain.flops(less, 0)
+    assert flops == pytest.approx(6 * 12 * 3 * 1024 * 2048)
+    asked = task(MOE, "h100:8x4", batch=64, seq=2048, framework="megatron", fixed={"ep": 8.0, "tp": 1.0, "cp": 1.0, "pp": 1.0})  # fmt: skip
+    with_it, without = (
+        costs(one, spaces(one)) for one in (asked, replace(asked, model=replace(MOE, shared=0, active=2)))
+    )
+    assert with_it.time.sum() > without.time.sum()
+    plain = spaces(asked).zero < 3
+    assert with_it.exposed[plain] == pytest.approx(without.exposed[plain])
+    assert (with_it.memory > without.memory).all()
