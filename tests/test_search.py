@@ -107,7 +107,7 @@ def test_what_is_asked_may_be_what_is_fixed_otherwise() -> None:
 
 def test_states_of_programs_differ() -> None:
     """soli keeps fp32 and whole gradients: more memory than mixed precision, and no scatter a microbatch."""
-    fixed = {"tp": 1.0, "pp": 1.0, "cp": 1.0, "microbatch": 1.0, "recompute": FULL}
+    fixed = {"tp": 1.0, "pp": 1.0, "cp": 1.0, "microbatch": 1.0, "recompute": FULL, "replicate": 1.0}
     ours, theirs = (
         {
             zero: search(task(SMALL, seq=1024, fixed={**fixed, "zero": zero}, framework=name))

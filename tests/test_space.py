@@ -11,14 +11,17 @@ import pytest
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.planner import bounds, explain, legality, space
+from soli.planner.cost import communication, memory
 from soli.planner.cost.points import FULL, NONE, SELECTIVE
+from soli.planner.cost.step import step
 from soli.planner.models import Model
 from soli.planner.search import costs, different, holds, peaks, plan_of, search, spaces, thriftiest
 from soli.planner.task import Task
+from test_cost import ONE, point
 from test_search import SMALL, task
 
 MOE = Model("moe", 12, 1024, 16, 16, 64, 2048, True, 51200, 8, 3, True, 2048, 1)
-NAMES = ("tp", "cp", "pp", "dp", "ep", "sp", "microbatch", "chunks", "recompute", "zero")
+NAMES = ("tp", "cp", "pp", "dp", "ep", "sp", "microbatch", "chunks", "recompute", "zero", "replicate")
 
 
 def lying(asked: Task) -> list[tuple[int, ...]]:
@@ -38,9 +41,17 @@ def lying(asked: Task) -> list[tuple[int, ...]]:
     return found
 
 
-def sharding(asked: Task, cp: int, dp: int) -> list[tuple[int, ...]]:
+def sharding(asked: Task, tp: int, cp: int, dp: int, ep: int) -> list[tuple[int, ...]]:
     """Every way to shard."""
-    return [(zero,) for zero in range(4) if zero == 0 or dp * cp > 1]
+    expert_ranks = tp * dp * cp // ep
+    same = max(expert_ranks // min(expert_ranks, tp), 1)  # ranks with the same experts
+    return [
+        (zero, copies)
+        for zero in range(4)
+        for copies in range(1, dp + 1)
+        if dp % copies == 0 and (copies == 1 if zero == 0 else dp * cp // copies > 1)
+        if not asked.model.experts or same % copies == 0
+    ]
 
 
 def brute(asked: Task) -> set[tuple[float, ...]]:
@@ -52,7 +63,7 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
             (1, 2, 4, 8, 16, 32),
             (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20),
             (NONE, SELECTIVE, FULL),
-            sharding(asked, cp, dp),
+            sharding(asked, tp, cp, dp, ep),
         )
         for sp, microbatch, chunks, recompute, shards in choices:
             times = -(-asked.batch // (dp * microbatch))
@@ -129,6 +140,54 @@ def test_every_plan_is_one_that_the_engine_takes() -> None:
         for plan in plans:
             assert not legality.problems(plan, 16), str(plan)
             assert Plan.parse(str(plan)) == plan
+
+
+# --- copies of shards -------------------------------------------------------------------------------------
+
+
+def hybrid(**changes: float) -> float:
+    """Seconds that a step's gradients take."""
+    p = point(**{"dp": 64, "zero": 2, "whole": 1, **changes})
+    dense, experts = memory.trained(p)
+    return float(communication.of_gradients(p, ONE, dense, experts, memory.of_tables(p))[0])
+
+
+def test_copies_sum_what_they_have_of_a_shard() -> None:
+    """docs/communication.md, 2: scatter and gather over 8 ranks of a server, all-reduce of an eighth over 8 servers."""
+    p = point(dp=64, zero=2, whole=1)
+    count = memory.trained(p)[0]
+    eight, one = np.array([8.0]), np.array([1.0])
+    inside = communication.gather(p, ONE, count * ONE.gradient_bytes, eight, one) + communication.gather(p, ONE, count * 2, eight, one)  # fmt: skip
+    between = communication.all_reduce(p, ONE, count * ONE.gradient_bytes / 8, eight, eight)
+    assert hybrid(replicate=8) == pytest.approx(float((inside + between)[0]))
+    third = point(dp=64, zero=3, whole=1, replicate=8)
+    tables = communication.gather(third, ONE, memory.of_tables(third) * (2 + ONE.gradient_bytes), eight, one)
+    assert hybrid(zero=3, replicate=8) == pytest.approx(float((tables + between)[0]))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_each_copy_has_a_whole(zero: int) -> None:
+    """Memory and gathers of dp=64 in 8 copies are those of dp=8; the update is of an eighth."""
+    copies, few = (
+        step(point(dp=dp, zero=zero, replicate=r, global_batch=dp), ONE) for dp, r in ((64, 8), (8, 1))
+    )
+    for name in ("memory", "states", "exposed", "update"):
+        assert getattr(copies, name) == getattr(few, name), name
+    assert copies.gradients > few.gradients
+
+
+def test_gathers_stay_inside_servers_where_copies_let_them() -> None:
+    asked = task(cluster="h100:8x8", batch=512, seq=1024, framework="fsdp", fixed={"zero": 3.0, "tp": 1.0, "cp": 1.0, "pp": 1.0, "microbatch": 1.0})  # fmt: skip
+    found = search(asked)
+    assert found.points.replicate[0] > 1
+    alone = search(asked.with_fixed({"replicate": 1.0}))
+    assert found.cost.exposed[0] <= alone.cost.exposed[0]
+    assert found.cost.memory[0] > alone.cost.memory[0]
+    assert "replicate=" in str(plan_of(found.points, 0, "bf16"))
+    with pytest.raises(SoliError, match="copies are of sharded states"):
+        search(task(fixed={"replicate": 2.0, "zero": 0.0}))
+    with pytest.raises(SoliError, match="replicate=3 does not divide dp=8"):
+        search(task(fixed={"replicate": 3.0, "dp": 8.0}))
 
 
 # --- experts ----------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def plan_of(p: Points, i: int, precision: str) -> Plan:
     piped = p.pp[i] > 1
     return Plan(
         dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
-        chunks=int(p.chunks[i]), schedule="interleaved" if p.chunks[i] > 1 else "1f1b", ep=int(p.ep[i]),
+        chunks=int(p.chunks[i]), schedule="interleaved" if p.chunks[i] > 1 else "1f1b", ep=int(p.ep[i]), replicate=int(p.replicate[i]),
         microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=precision,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
     layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; sp; the microbatch
     stages    chunks, recompute        what can be chosen of a layout depends on nothing that follows
-    shards    zero
+    shards    zero; replicate (HSDP)
 
 A table has a column for each choice and a row a plan. A search goes down from layouts and leaves out what cannot be
 the best; `spaces` has all.
@@ -28,6 +28,7 @@ WIDEST = {"tp": 64, "cp": 64}
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
+SHARDING = ("zero", "replicate")
 USUAL = {"chunks": 1.0, "recompute": NONE, "zero": 0.0}
 """What a layout is taken to have until it is chosen."""
 
@@ -119,7 +120,7 @@ def shards(task: Task, table: Table) -> Table:
     place = np.repeat(np.arange(size(table)), count[kind])
     within = np.arange(len(place)) - np.repeat(np.cumsum(count[kind]) - count[kind], count[kind])
     way = ways[first[kind][place] + within]
-    return {**rows_of(table, place), "zero": way[:, 0]}
+    return {**rows_of(table, place), **dict(zip(SHARDING, way.T, strict=True))}
 
 
 def counted(task: Task) -> int:
@@ -149,20 +150,28 @@ def _ordered(task: Task, table: Table) -> NDArray[np.bool_]:
 
 def _sharded(task: Task, table: Table) -> tuple[Array, Places, Places, Places]:
     """All ways to shard; the first and the number of those of each kind of row; the rows' kinds."""
-    copies = (table["dp"] * table["cp"]).astype(np.int64)
-    kinds, kind = np.unique(copies, return_inverse=True)
+    spread = points_of(task, table).expert_replicas if task.model.experts else np.zeros(size(table))
+    columns = np.stack([table["dp"], table["cp"], spread], axis=1)
+    kinds, kind = np.unique(columns.astype(np.int64), axis=0, return_inverse=True)
+    kind = kind.ravel()
     fixed = tuple((task.fixed or {}).items())
-    ways = [_ways(int(one), fixed) for one in kinds]
+    ways = [_ways(*one, fixed) for one in kinds.tolist()]
     count = np.array([len(one) for one in ways], dtype=np.int64)
     return np.concatenate(ways), np.cumsum(count) - count, count, kind
 
 
 @cache
-def _ways(copies: int, fixed: tuple[tuple[str, float], ...]) -> Array:
-    """[n, 1]: the stages of ZeRO over so many ranks."""
+def _ways(dp: int, cp: int, experts: int, fixed: tuple[tuple[str, float], ...]) -> Array:
+    """[n, SHARDING] over so many ranks, of which `experts` have the same ones. A group of HSDP has two ranks or more."""
     said = dict(fixed)
-    found = [(zero,) for zero in range(4) if (zero == 0 or copies > 1) and said.get("zero", zero) == zero]
-    return np.array(found, dtype=float).reshape(-1, 1)
+    found = [
+        (zero, copies)
+        for zero in range(4)
+        for copies in (divisors(dp) if zero else [1])
+        if (zero == 0 or dp * cp > copies) and experts % copies == 0
+        if said.get("zero", zero) == zero and said.get("replicate", copies) == copies
+    ]
+    return np.array(found, dtype=float).reshape(-1, len(SHARDING))
 
 
 # --- points -----------------------------------------------------------------------------------------------

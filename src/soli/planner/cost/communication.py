@@ -87,8 +87,16 @@ def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> t
 
 def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
     """Seconds of a gather, or scatter, of bytes of which dp and cp have copies, and of experts', which fewer have."""
-    own = gather(p, k, dense, p.dp * p.cp, p.tp)
-    return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_replicas, p.tp * p.ep), 0.0)
+    own = gather(p, k, dense, p.shards, p.tp)
+    return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_shards, p.tp * p.ep), 0.0)
+
+
+def _across(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
+    """Seconds in which HSDP's copies sum what each of their ranks has: once a step, of a shard (docs/communication.md, 2)."""
+    own = all_reduce(p, k, dense / p.shards, p.replicate, p.tp * p.shards)
+    copies = p.expert_replicas / p.expert_shards
+    theirs = all_reduce(p, k, experts / p.expert_shards, copies, p.tp * p.ep * p.expert_shards)
+    return np.where(p.replicate > 1, own + np.where(p.experts > 0, theirs, 0.0), 0.0)
 
 
 def of_gradients(p: Points, k: Constants, dense: Array, experts: Array, tables: Array) -> Array:
@@ -102,8 +110,9 @@ def of_gradients(p: Points, k: Constants, dense: Array, experts: Array, tables: 
     gathered = _gather(p, k, dense * p.weight, experts * p.weight)
     times = np.where((p.zero >= 2) & (p.whole == 0), p.microbatches, 1.0)
     sharded = scattered * times + gathered
-    third = gather(p, k, tables * (p.weight + k.gradient_bytes), p.dp * p.cp, p.tp)
-    return np.where(p.zero >= 3, third, np.where(p.zero >= 1, sharded, 2 * scattered))
+    third = gather(p, k, tables * (p.weight + k.gradient_bytes), p.shards, p.tp)
+    across = _across(p, k, dense * k.gradient_bytes, experts * k.gradient_bytes)
+    return across + np.where(p.zero >= 3, third, np.where(p.zero >= 1, sharded, 2 * scattered))
 
 
 def send(p: Points, k: Constants) -> Array:

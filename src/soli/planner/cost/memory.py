@@ -60,7 +60,7 @@ def parameters(p: Points) -> Array:
 def states(p: Points, k: Constants) -> Array:
     """Bytes of parameters, gradients, optimizer, and what else stays between steps."""
     total = np.zeros_like(p.dp)
-    for count, learnt, over in zip(of_stage(p), trained(p), (p.dp * p.cp, p.expert_replicas), strict=True):
+    for count, learnt, over in zip(of_stage(p), trained(p), (p.shards, p.expert_shards), strict=True):
         kept = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
         apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
         gradient = k.gradient_bytes / np.where(apart, over, 1.0)

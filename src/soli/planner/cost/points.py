@@ -22,7 +22,7 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
 
-UNSAID = {"shared": 0.0}
+UNSAID = {"shared": 0.0, "replicate": 1.0}
 """What is meant where a row has no such field."""
 
 
@@ -78,6 +78,7 @@ class Points:
     host: Array  # bytes/s to the host's memory
     # what tables of runs do not say (UNSAID)
     shared: Array  # experts that each token goes to; of `active`
+    replicate: Array  # copies of each sharded state among the ranks of dp (HSDP)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -120,6 +121,16 @@ class Points:
     def expert_replicas(self) -> Array:
         """Ranks that have the same experts."""
         return np.maximum(self.tp * self.dp * self.cp / (self.ep * self.expert_tp), 1.0)
+
+    @property
+    def shards(self) -> Array:
+        """Ranks over which ZeRO cuts a state, neighbours; HSDP has `replicate` such groups (arXiv 2304.11277, 3.2.2)."""
+        return self.dp * self.cp / self.replicate
+
+    @property
+    def expert_shards(self) -> Array:
+        """The same of experts."""
+        return np.maximum(self.expert_replicas / self.replicate, 1.0)
 
     @property
     def matrices(self) -> Array:

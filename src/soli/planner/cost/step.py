@@ -82,7 +82,7 @@ def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Arr
     reduced = communication.of_gradients(p, k, dense, experts, memory.of_tables(p))
     late = np.maximum(reduced - k.hidden_gradients * np.minimum(reduced, backward), 0.0)
     sharded = p.zero >= 1
-    own = dense / np.where(sharded, p.dp * p.cp, 1.0) + experts / np.where(sharded, p.expert_replicas, 1.0)
+    own = dense / np.where(sharded, p.shards, 1.0) + experts / np.where(sharded, p.expert_shards, 1.0)
     update = arithmetic.optimizer(p, k, own)
     return Step(
         time=run.busy + run.waiting + late + update + k.step_overhead,
