@@ -11,8 +11,10 @@ import pytest
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.planner import bounds, explain, legality, space
-from soli.planner.cost import communication, memory
+from soli.planner.cost import communication, memory, pipeline
 from soli.planner.cost.points import FULL, NONE, SELECTIVE
+from soli.planner.cost.step import layer as layer_of
+from soli.planner.cost.step import layers as layers_of
 from soli.planner.cost.step import step
 from soli.planner.models import Model
 from soli.planner.search import costs, different, holds, peaks, plan_of, search, spaces, thriftiest
@@ -21,7 +23,20 @@ from test_cost import ONE, point
 from test_search import SMALL, task
 
 MOE = Model("moe", 12, 1024, 16, 16, 64, 2048, True, 51200, 8, 3, True, 2048, 1)
-NAMES = ("tp", "cp", "pp", "dp", "ep", "sp", "microbatch", "chunks", "recompute", "zero", "replicate")
+NAMES = (
+    "tp",
+    "cp",
+    "pp",
+    "dp",
+    "ep",
+    "sp",
+    "microbatch",
+    "chunks",
+    "recompute",
+    "again",
+    "zero",
+    "replicate",
+)
 
 
 def lying(asked: Task) -> list[tuple[int, ...]]:
@@ -54,6 +69,12 @@ def sharding(asked: Task, tp: int, cp: int, dp: int, ep: int) -> list[tuple[int,
     ]
 
 
+def recomputing(asked: Task) -> list[tuple[float, int]]:
+    """What all layers recompute; and layers of a stage that recompute all, where others recompute nothing."""
+    some = range(1, asked.model.layers) if asked.framework != "soli" else ()
+    return [(NONE, 0), (SELECTIVE, 0), (FULL, 0), *((NONE, again) for again in some)]
+
+
 def brute(asked: Task) -> set[tuple[float, ...]]:
     """Every plan, by loops and by what the rules say."""
     model, found = asked.model, set()
@@ -62,18 +83,20 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
             (0, 1),
             (1, 2, 4, 8, 16, 32),
             (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20),
-            (NONE, SELECTIVE, FULL),
+            recomputing(asked),
             sharding(asked, tp, cp, dp, ep),
         )
-        for sp, microbatch, chunks, recompute, shards in choices:
+        for sp, microbatch, chunks, (recompute, again), shards in choices:
             times = -(-asked.batch // (dp * microbatch))
             if dp * microbatch > asked.batch or (sp and (tp == 1 or asked.seq // cp % tp)):
                 continue
             if chunks > 1 and (pp == 1 or pp * chunks > model.layers or times % pp):
                 continue
+            if again and again >= model.layers / pp / chunks:
+                continue
             equal = asked.batch % (dp * microbatch) == 0 and model.layers % (pp * chunks) == 0
             if asked.framework == "soli" or equal:
-                found.add((tp, cp, pp, dp, ep, sp, microbatch, chunks, recompute, *shards))
+                found.add((tp, cp, pp, dp, ep, sp, microbatch, chunks, recompute, again * chunks, *shards))
     return found
 
 
@@ -123,8 +146,9 @@ def test_no_plan_is_below_its_bounds(asked: Task) -> None:
     stages = space.stages(asked, layouts)
     stages["line"] = np.arange(space.size(stages), dtype=float)
     whole = space.shards(asked, stages)
+    least = {**whole, "again": whole["most"]}
     p = space.points_of(asked, whole)
-    times, sizes = costs(asked, p).time, peaks(asked, p)
+    times, sizes = costs(asked, p).time, peaks(asked, space.points_of(asked, least))
     row, line = whole["row"].astype(int), whole["line"].astype(int)
     assert (bounds.time_of_layouts(asked, layouts)[row] <= times).all()
     assert (bounds.time_of_stages(asked, stages)[line] <= times).all()
@@ -188,6 +212,77 @@ def test_gathers_stay_inside_servers_where_copies_let_them() -> None:
         search(task(fixed={"replicate": 2.0, "zero": 0.0}))
     with pytest.raises(SoliError, match="replicate=3 does not divide dp=8"):
         search(task(fixed={"replicate": 3.0, "dp": 8.0}))
+
+
+# --- recomputing some layers ------------------------------------------------------------------------------
+
+
+def quickest_mix(times: tuple[float, float], sizes: tuple[float, float], layers: int, room: float) -> float:
+    """Seconds of layers each of which keeps or recomputes, within a room: HiGHS over one choice a layer."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    cost, taken = np.tile(times, layers), np.tile(sizes, layers)
+    one = np.kron(np.eye(layers), np.ones(2))
+    found = milp(
+        cost,
+        integrality=np.ones(2 * layers),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one, 1, 1), LinearConstraint(taken[None] / 1e9, -np.inf, room / 1e9)],
+    )
+    return float(found.fun) if found.success else np.inf
+
+
+@pytest.mark.parametrize("pp", [1, 3])
+@pytest.mark.parametrize("room", [4e9, 7e9, 8e9, 12e9, 13e9])
+def test_as_many_layers_are_recomputed_as_a_solver_would(pp: int, room: float) -> None:
+    fixed = {
+        "pp": float(pp),
+        "dp": 2.0,
+        "zero": 1.0,
+        "microbatch": 4.0,
+        "tp": 1.0,
+        "replicate": 1.0,
+        "cp": 1.0,
+    }
+    asked = task(replace(SMALL, layers=24, vocab=1024), f"a100:{2 * pp}", batch=64, seq=2048, memory=room, framework="megatron", fixed=fixed | {"chunks": 1.0})  # fmt: skip
+    plain = space.shards(asked, space.stages(asked, space.layouts(asked)))
+    p = space.points_of(asked, plain)
+    none, full = (
+        np.flatnonzero((plain["recompute"] == level) & (plain["most"] == 0))[0] for level in (NONE, FULL)
+    )
+    k = bounds.constants_of(asked, len(p))
+    layer, layers = layer_of(p, k)[0], 24 // pp
+    kept = k.activation_scale * memory.activations_of_layer(p) * pipeline.in_flight(p)
+    # What does not depend on how many are kept: all but the layers' own, the one that is recomputed among it.
+    sizes = peaks(asked, p) / bounds.high(asked)
+    rest = sizes[full] - layers * kept[full]
+    best = quickest_mix((layer[none], layer[full]), (kept[none], kept[full]), layers, room / bounds.high(asked) - rest)  # fmt: skip
+    everything = sizes[none] <= room / bounds.high(asked)
+    found = search(asked) if holds(asked) else None
+    if found is None:
+        assert best == np.inf
+        return
+    got = layers_of(found.points.take([0]), bounds.constants_of(asked, 1))[0][0]
+    assert got == pytest.approx(layers * layer[none] if everything else best, rel=1e-9)
+
+
+def test_recomputing_some_layers_is_between_all_and_none() -> None:
+    fixed = {"microbatch": 4.0, "tp": 1.0, "cp": 1.0, "pp": 1.0}
+    asked = task(SMALL, "a100:2", batch=64, seq=2048, framework="megatron", memory=9e9, fixed=fixed)
+    best = search(asked)
+    assert 0 < best.points.again[0] < 12
+    for level in (NONE, FULL):
+        other = search(asked.with_fixed({"recompute": level}))
+        assert not len(other.points) or other.cost.time[0] > best.cost.time[0]
+    assert (
+        explain.answer(asked, 1).choices[0].note
+        == f"{best.points.again[0]:g} of a rank's 12 layers computed again"
+    )
+    said = plan_of(best.points, 0, "bf16").recompute
+    assert 0 < float(said) < 1
+    assert "recompute=some" in explain.why_not(asked, {"recompute": 3.0})
+    with pytest.raises(SoliError, match="soli does not run recompute=some"):
+        search(replace(asked, framework="soli", fixed={"recompute": 3.0}))
 
 
 # --- experts ----------------------------------------------------------------------------------------------

@@ -182,4 +182,5 @@ def _best(choices: list[Choice]) -> None:
             f"{one.activations_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
         )  # fmt: skip
     Console().print(table)
-    print("\n".join(f"  {number:<3} {one.plan}" for number, one in enumerate(choices, 1)))
+    for number, one in enumerate(choices, 1):
+        print(f"  {number:<3} {one.plan}" + (f"  ({one.note})" if one.note else ""))

@@ -13,6 +13,7 @@ from soli.planner.cost import memory
 from soli.planner.cost.constants import chain, measured, sets, spread_of
 from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
+from soli.planner.offers import SOME
 from soli.planner.search import Found, different, enough, plan_of, search
 from soli.planner.space import LEVELS
 from soli.planner.task import FIXED, Task, problems
@@ -45,6 +46,7 @@ class Choice:
     activations_gb: float
     bubble: float
     parts_s: dict[str, float]
+    note: str  # what the plan's text does not say
 
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
@@ -107,7 +109,14 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
         activations_gb=float(cost.activations[i]) / GB,
         bubble=float(cost.waiting[i]) / time,
         parts_s={"computing": time - sum(parts.values()), **parts},
+        note=note(p, i),
     )
+
+
+def note(p: Points, i: int) -> str:
+    """What the plan's text does not say."""
+    own, again = int(p.own_layers[i]), int(p.again[i])
+    return f"{again} of a rank's {own} layers computed again" if again else ""
 
 
 def flops(p: Points, i: int) -> float:
@@ -239,6 +248,6 @@ def fixed_of(text: str) -> dict[str, float]:
 
 
 WORDS: dict[str, dict[str, float]] = {
-    "recompute": LEVELS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+    "recompute": {**LEVELS, "some": SOME}, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
 }  # fmt: skip
 """What is no number above 0."""

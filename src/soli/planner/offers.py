@@ -5,29 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from soli.core.errors import Problem
+from soli.core.plan import RECOMPUTE
 from soli.planner.legality import BUILT
 
 SOLI = "soli"
-USUAL = {"ep": 1.0}
-"""The value of a choice that every program can run."""
+SOME = 3.0
+"""Of `recompute`, where it is fixed: some layers of each stage are computed again, and some not."""
+LACKS = {
+    "ep": len(BUILT["ep"]) == 1,
+    "some": not any(value not in RECOMPUTE for value in BUILT["recompute"]),
+}
+"""Which choices soli has not built."""
 CHOOSES: dict[str, tuple[str, ...]] = {
-    "megatron": ("ep",),
-    "megatron-deepspeed": ("ep",),
-    "deepspeed": ("ep",),
-    "fsdp": ("ep",),
+    "megatron": ("ep", "some"),
+    "megatron-deepspeed": ("ep", "some"),
+    "deepspeed": ("ep", "some"),
+    "fsdp": ("ep", "some"),
 }
 """The choices that a program has beside the usual value."""
 
 
 def chooses(framework: str, name: str) -> bool:
     """Whether a program has more of a choice than its usual value."""
-    return len(BUILT.get(name, (1, 2))) > 1 if framework == SOLI else name in CHOOSES[framework]
+    return not LACKS[name] if framework == SOLI else name in CHOOSES[framework]
 
 
 def unable(framework: str, fixed: Mapping[str, float]) -> list[Problem]:
     """What is fixed that the program does not run."""
     return [
-        Problem(f"{framework} does not run {name}={fixed[name]:g} yet", allowed=f"{name}={usual:g}, or another --framework")
-        for name, usual in USUAL.items()
-        if fixed.get(name, usual) != usual and not chooses(framework, name)
-    ]  # fmt: skip
+        Problem(f"{framework} does not run {what} yet", allowed="another --framework")
+        for name, what, asked in (
+            ("ep", f"ep={fixed.get('ep', 1):g}", fixed.get("ep", 1) != 1),
+            ("some", "recompute=some", fixed.get("recompute") == SOME),
+        )
+        if asked and not chooses(framework, name)
+    ]

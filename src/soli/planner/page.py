@@ -66,7 +66,9 @@ def _table(answer: explain.Answer) -> str:
             f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
         )  # fmt: skip
         said = "".join(f"<td>{cell}</td>" for cell in cells)
-        rows.append(f"<tr><td>{number}</td><td class=plan>{escape(one.plan)}</td>{said}</tr>")
+        rows.append(
+            f"<tr><td>{number}</td><td class=plan>{escape(one.plan)}<br>{escape(one.note)}</td>{said}</tr>"
+        )
     return "<table>" + "".join(rows) + "</table>"
 
 

@@ -17,7 +17,7 @@ from soli.core.plan import Plan
 from soli.planner import bounds, space
 from soli.planner.bounds import constants_of, high
 from soli.planner.cost import memory
-from soli.planner.cost.points import Array, Points
+from soli.planner.cost.points import FULL, NONE, Array, Points
 from soli.planner.cost.step import Step, step
 from soli.planner.space import LEVELS, Table, points_of, spaces
 from soli.planner.task import FIXED, Task, problems
@@ -85,6 +85,7 @@ def search(task: Task, count: int = SHOWN) -> Found:
         bounds.memory_of_stages(task, t) > task.limit, np.inf, bounds.time_of_stages(task, t)
     )
     for table in descend(task, low, then, lambda: best.worst):
+        table = settled(task, table)
         p = points_of(task, table)
         at = np.flatnonzero(peaks(task, p) <= task.limit)
         looked, fit = looked + len(p), fit + len(at)
@@ -135,13 +136,32 @@ def thriftiest(task: Task, enough: float = -np.inf) -> tuple[Points, float]:
     low = lambda table: bounds.memory_of_layouts(task, table)
     then = lambda table: bounds.memory_of_stages(task, table)
     for table in descend(task, low, then, lambda: best.worst if best.worst > enough else -np.inf):
-        p = points_of(task, table)
+        p = points_of(task, {**table, "again": table["most"]})
         sizes = peaks(task, p)
         i = int(np.argmin(sizes))
         if sizes[i] < best.worst:
             best.note(np.zeros((1, 1)), sizes[[i]])
             found = [p.take([i])]
     return found[0], float(best.worst)
+
+
+def settled(task: Task, table: Table) -> Table:
+    """Rows that recompute some layers with as few as fit, which is the quickest: each more takes time and gives memory.
+
+    Layers are alike, so that of the sets of so many all are the same: bisection finds what a search over sets would.
+    """
+    open_rows = np.flatnonzero(table["most"] > 0)
+    if not len(open_rows):
+        return table
+    some = space.rows_of(table, open_rows)
+    low, high_ = some["again"] / some["chunks"] - 1, some["most"] / some["chunks"]
+    while (low + 1 < high_).any():
+        middle = np.where(low + 1 < high_, np.floor((low + high_) / 2), high_)
+        fits = peaks(task, points_of(task, {**some, "again": middle * some["chunks"]})) <= task.limit
+        low, high_ = np.where(fits, low, np.minimum(middle, high_ - 1)), np.where(fits, middle, high_)
+    again = table["again"].copy()
+    again[open_rows] = high_ * some["chunks"]
+    return {**table, "again": again}
 
 
 def holds(task: Task) -> bool:
@@ -203,6 +223,8 @@ def _none(task: Task) -> Problem:
 def plan_of(p: Points, i: int, precision: str) -> Plan:
     """The plan at a place, as the engine takes it."""
     level = next(name for name, value in LEVELS.items() if value == p.recompute[i])
+    if p.again[i] > 0:
+        level = f"{kept_share(p.take([i])):.3f}"
     times = int(np.ceil(p.microbatches[i]))
     piped = p.pp[i] > 1
     return Plan(
@@ -210,6 +232,13 @@ def plan_of(p: Points, i: int, precision: str) -> Plan:
         chunks=int(p.chunks[i]), schedule="interleaved" if p.chunks[i] > 1 else "1f1b", ep=int(p.ep[i]), replicate=int(p.replicate[i]),
         microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=precision,
     )  # fmt: skip
+
+
+def kept_share(p: Points) -> float:
+    """Of the activations that would be kept if nothing were recomputed."""
+    whole, least = (memory.activations_of_layer(replace(p, recompute=np.full(1, n)))[0] for n in (NONE, FULL))
+    share = 1 - p.again[0] / p.own_layers[0] * (1 - least / whole)
+    return float(np.clip(share, 0.001, 0.999))
 
 
 def different(found: Found, count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Every plan of a task, in three steps: how its ranks lie, in what order its stages run, and what ZeRO shards.
 
     layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; sp; the microbatch
-    stages    chunks, recompute        what can be chosen of a layout depends on nothing that follows
+    stages    chunks; recompute: of all layers, or of how many        what can be chosen of a layout depends on nothing that follows
     shards    zero; replicate (HSDP)
 
 A table has a column for each choice and a row a plan. A search goes down from layouts and leaves out what cannot be
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE, UNSAID, Array, Points, of_device
-from soli.planner.offers import SOLI, chooses
+from soli.planner.offers import SOLI, SOME, chooses
 from soli.planner.task import Task
 
 Table = dict[str, Array]
@@ -101,17 +101,26 @@ def layouts(task: Task) -> Table:
 # --- what is chosen of each -------------------------------------------------------------------------------
 
 
-def stages(task: Task, table: Table) -> Table:
-    """Each row with each order of its stages."""
-    place, chunks = np.nonzero(_ordered(task, table))
-    fixed = dict(task.fixed or {})
-    levels = np.array([fixed["recompute"]] if "recompute" in fixed else list(LEVELS.values()))
-    found = rows_of(table, np.repeat(place, len(levels)))
-    return {
-        **found,
-        "chunks": np.repeat(np.array(_chunks(task))[chunks], len(levels)),
-        "recompute": np.tile(levels, len(place)),
-    }
+def stages(task: Task, table: Table, each: bool = False) -> Table:
+    """Each row with each order of its stages, and what is recomputed of them.
+
+    Where some layers are, and some not, how many is chosen later, between `again` and `most`: unless `each` is asked.
+    """
+    place, order = np.nonzero(_ordered(task, table))
+    found = {**rows_of(table, place), "chunks": np.array(_chunks(task))[order]}
+    levels = _levels(task)
+    whole = {name: np.repeat(column, len(levels)) for name, column in found.items()}
+    whole |= {"recompute": np.tile(np.array(levels), len(place)), "again": np.zeros(len(place) * len(levels))}
+    whole["most"] = whole["again"]
+    own = _budgets(task, found)
+    if not own.any():
+        return whole
+    times = own if each else np.minimum(own, 1)
+    mixed = {name: np.repeat(column, times) for name, column in found.items()}
+    first = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times) + 1.0
+    mixed |= {"recompute": np.full(len(first), NONE), "again": first * mixed["chunks"]}
+    mixed["most"] = mixed["again"] if each else np.repeat(own, times) * mixed["chunks"]
+    return {name: np.concatenate([column, mixed[name]]) for name, column in whole.items()}
 
 
 def shards(task: Task, table: Table) -> Table:
@@ -128,9 +137,23 @@ def counted(task: Task) -> int:
     table = layouts(task)
     if not size(table):
         return 0
-    levels = 1 if "recompute" in (task.fixed or {}) else len(LEVELS)
     _, _, count, kind = _sharded(task, table)
-    return int((_ordered(task, table).sum(axis=1) * levels * count[kind]).sum())
+    place, order = np.nonzero(_ordered(task, table))
+    found = {**rows_of(table, place), "chunks": np.array(_chunks(task))[order]}
+    return int(((_budgets(task, found) + len(_levels(task))) * count[kind][place]).sum())
+
+
+def _levels(task: Task) -> tuple[float, ...]:
+    """What can be recomputed of all layers alike."""
+    said = (task.fixed or {}).get("recompute")
+    return tuple(level for level in LEVELS.values() if said in (None, level))
+
+
+def _budgets(task: Task, table: Table) -> Places:
+    """How many layers of each stage can be recomputed whole where some are not; as many numbers of them."""
+    if not chooses(task.framework, "some") or (task.fixed or {}).get("recompute", SOME) != SOME:
+        return np.zeros(size(table), dtype=np.int64)
+    return np.ceil(task.model.layers / (table["pp"] * table["chunks"])).astype(np.int64) - 1
 
 
 def _chunks(task: Task) -> tuple[float, ...]:
@@ -179,7 +202,7 @@ def _ways(dp: int, cp: int, experts: int, fixed: tuple[tuple[str, float], ...]) 
 
 def spaces(task: Task) -> Points:
     """Every plan."""
-    return points_of(task, shards(task, stages(task, layouts(task))))
+    return points_of(task, shards(task, stages(task, layouts(task), each=True)))
 
 
 def points_of(task: Task, table: Mapping[str, Array]) -> Points:

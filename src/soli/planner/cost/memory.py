@@ -103,8 +103,13 @@ def activations(p: Points, k: Constants, under_way: Array) -> Array:
     one = activations_of_layer(p)
     kept = p.own_layers * under_way * one
     whole = activations_of_layer(replace(p, recompute=np.full(len(p), NONE)))
-    again = np.where(p.recompute == FULL, whole - one, 0.0)  # its input is among what is kept
-    return k.activation_scale * (kept + again)
+    least = one
+    if p.again.any():
+        least = activations_of_layer(replace(p, recompute=np.full(len(p), FULL)))
+        kept = kept - p.again * under_way * (one - least)
+    # Its input is among what is kept.
+    beside = np.where((p.recompute == FULL) | (p.again > 0), whole - least, 0.0)
+    return k.activation_scale * (kept + beside)
 
 
 def logits(p: Points, k: Constants) -> Array:

@@ -22,7 +22,7 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
 
-UNSAID = {"shared": 0.0, "replicate": 1.0}
+UNSAID = {"shared": 0.0, "replicate": 1.0, "again": 0.0}
 """What is meant where a row has no such field."""
 
 
@@ -79,6 +79,7 @@ class Points:
     # what tables of runs do not say (UNSAID)
     shared: Array  # experts that each token goes to; of `active`
     replicate: Array  # copies of each sharded state among the ranks of dp (HSDP)
+    again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from soli.planner.cost import arithmetic, communication, memory, pipeline
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import Array, Points
+from soli.planner.cost.points import FULL, Array, Points
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,21 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     return np.maximum(forward + backward + exposed, floor), exposed
 
 
+def layers(p: Points, k: Constants) -> tuple[Array, Array]:
+    """Seconds of all layers of a rank and one microbatch, and of what is exposed in them; some computed again whole."""
+    one, exposed = layer(p, k)
+    if not p.again.any():
+        return one * p.own_layers, exposed * p.own_layers
+    again = layer(replace(p, recompute=np.full(len(p), FULL)), k)
+    mixed = lambda less, more: less * (p.own_layers - p.again) + more * p.again
+    return mixed(one, again[0]), mixed(exposed, again[1])
+
+
 @dataclass(frozen=True)
 class Running:
-    """Seconds of a step's microbatches: of one layer and what of it is exposed; busy and waiting of the longest stage."""
+    """Seconds of a microbatch in a rank's layers and the tables; of all of them busy and waiting on the longest stage."""
 
-    layer: Array
+    layers: Array
     exposed: Array
     tables: Array
     busy: Array
@@ -65,20 +75,20 @@ def running(
     p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0
 ) -> Running:
     """All of a step but what follows its microbatches."""
-    one, exposed = layer(p, k)
-    one = one * of_layers
-    inner = one * p.own_layers + k.microbatch_overhead
+    own, exposed = layers(p, k)
+    own = own * of_layers
+    inner = own + k.microbatch_overhead
     send = np.where(p.pp > 1, communication.send(p, k), 0.0)
     first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
     busy, waiting = pipeline.spent(p, inner, first, last, send)
-    return Running(one, exposed, last, busy, waiting)
+    return Running(own, exposed, last, busy, waiting)
 
 
 def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
     """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
     run = running(p, k, of_layers, of_tables)
     dense, experts = memory.trained(p)
-    backward = run.layer * p.own_layers / 2
+    backward = run.layers / 2
     reduced = communication.of_gradients(p, k, dense, experts, memory.of_tables(p))
     late = np.maximum(reduced - k.hidden_gradients * np.minimum(reduced, backward), 0.0)
     sharded = p.zero >= 1
@@ -86,9 +96,9 @@ def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Arr
     update = arithmetic.optimizer(p, k, own)
     return Step(
         time=run.busy + run.waiting + late + update + k.step_overhead,
-        layers=p.microbatches * run.layer * p.own_layers,
+        layers=p.microbatches * run.layers,
         tables=p.microbatches * run.tables,
-        exposed=p.microbatches * run.exposed * p.own_layers,
+        exposed=p.microbatches * run.exposed,
         waiting=run.waiting,
         gradients=late,
         update=update,
