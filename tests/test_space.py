@@ -11,16 +11,17 @@ import pytest
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.planner import bounds, explain, legality, space
-from soli.planner.cost import communication, memory, pipeline
-from soli.planner.cost.points import FULL, NONE, SELECTIVE
+from soli.planner.cost import communication, context, memory, pipeline
+from soli.planner.cost.constants import MEANINGS
+from soli.planner.cost.points import FULL, NONE, RING, SELECTIVE, ULYSSES
 from soli.planner.cost.step import layer as layer_of
 from soli.planner.cost.step import layers as layers_of
 from soli.planner.cost.step import step
 from soli.planner.models import Model
 from soli.planner.search import costs, different, holds, peaks, plan_of, search, spaces, thriftiest
 from soli.planner.task import Task
-from test_cost import ONE, point
-from test_search import SMALL, task
+from test_cost import BASE, ONE, point
+from test_search import LLAMA, SMALL, task
 
 MOE = Model("moe", 12, 1024, 16, 16, 64, 2048, True, 51200, 8, 3, True, 2048, 1)
 NAMES = (
@@ -30,6 +31,7 @@ NAMES = (
     "dp",
     "ep",
     "sp",
+    "context",
     "microbatch",
     "chunks",
     "recompute",
@@ -79,14 +81,16 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
     """Every plan, by loops and by what the rules say."""
     model, found = asked.model, set()
     for tp, cp, pp, dp, ep in lying(asked):
+        exchanged = cp > 1 and model.heads // tp % cp == 0 and asked.framework != "fsdp"
         choices = product(
             (0, 1),
+            (RING, ULYSSES) if exchanged else (RING,),
             (1, 2, 4, 8, 16, 32),
             (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20),
             recomputing(asked),
             sharding(asked, tp, cp, dp, ep),
         )
-        for sp, microbatch, chunks, (recompute, again), shards in choices:
+        for sp, crossing, microbatch, chunks, (recompute, again), shards in choices:
             times = -(-asked.batch // (dp * microbatch))
             if dp * microbatch > asked.batch or (sp and (tp == 1 or asked.seq // cp % tp)):
                 continue
@@ -96,7 +100,7 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
                 continue
             equal = asked.batch % (dp * microbatch) == 0 and model.layers % (pp * chunks) == 0
             if asked.framework == "soli" or equal:
-                found.add((tp, cp, pp, dp, ep, sp, microbatch, chunks, recompute, again * chunks, *shards))
+                found.add((tp, cp, pp, dp, ep, sp, crossing, microbatch, chunks, recompute, again * chunks, *shards))  # fmt: skip
     return found
 
 
@@ -283,6 +287,43 @@ def test_recomputing_some_layers_is_between_all_and_none() -> None:
     assert "recompute=some" in explain.why_not(asked, {"recompute": 3.0})
     with pytest.raises(SoliError, match="soli does not run recompute=some"):
         search(replace(asked, framework="soli", fixed={"recompute": 3.0}))
+
+
+# --- context ----------------------------------------------------------------------------------------------
+
+
+def test_heads_are_exchanged_for_positions() -> None:
+    """docs/communication.md, 7: a rank sends (p-1)/p of (2 h + 2 g') E l B each way, in four calls."""
+    p = point(cp=4, tp=2, context=ULYSSES, heads=16, kv_heads=4, head_size=128, seq=4096)
+    forward, backward = context.crossing(p, ONE)
+    rate = BASE["link"] * MEANINGS["link_share"].default
+    sent = 3 / 4 * (2 * 8 + 2 * 4) * 128 * 1024 * 2  # two key heads a rank of tp, wanted by four of cp
+    assert (
+        forward
+        == backward
+        == pytest.approx(sent / rate + 4 * BASE["link_latency"] * MEANINGS["latency_scale"].default)
+    )
+    ring = point(cp=4, tp=2, heads=16, kv_heads=4, head_size=128, seq=4096)
+    volume = 3 / 4 * 2 * 4096 * 2 * 128 * 2
+    latency = 2 * BASE["link_latency"] * MEANINGS["latency_scale"].default
+    assert context.crossing(ring, ONE)[0] == pytest.approx(volume / rate + latency)
+
+
+def test_where_keys_are_many_heads_are_exchanged() -> None:
+    """Less is sent where p > 2 (h + g') / 3 g: always of equal heads, of 32 heads on 8 from 4 ranks."""
+    assert len(set(spaces(task(cluster="h100:8x2", batch=16, seq=8192)).context)) == 2
+    same = {"cp": 8.0, "pp": 1.0, "tp": 1.0, "microbatch": 1.0, "dp": 1.0}
+    for model in (LLAMA, replace(LLAMA, kv_heads=32)):
+        asked = task(model, "h100:8x1", batch=16, seq=8192, fixed=same)
+        best = search(asked)
+        assert best.points.context[0] == ULYSSES
+        assert plan_of(best.points, 0, "bf16").context == "ulysses"
+        assert search(asked.with_fixed({"context": RING})).cost.time[0] > best.cost.time[0]
+    with pytest.raises(SoliError, match="context=ulysses and cp=1 contradict"):
+        search(task(fixed={"context": ULYSSES, "cp": 1.0}))
+    with pytest.raises(SoliError, match="fsdp does not run context=ulysses"):
+        search(task(fixed={"context": ULYSSES}, framework="fsdp"))
+    assert explain.fixed_of("context=ulysses") == {"context": ULYSSES}
 
 
 # --- experts ----------------------------------------------------------------------------------------------

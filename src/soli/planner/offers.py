@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from soli.core.errors import Problem
 from soli.core.plan import RECOMPUTE
+from soli.planner.cost.points import RING
 from soli.planner.legality import BUILT
 
 SOLI = "soli"
@@ -17,9 +18,9 @@ LACKS = {
 }
 """Which choices soli has not built."""
 CHOOSES: dict[str, tuple[str, ...]] = {
-    "megatron": ("ep", "some"),
-    "megatron-deepspeed": ("ep", "some"),
-    "deepspeed": ("ep", "some"),
+    "megatron": ("ep", "some", "ulysses"),
+    "megatron-deepspeed": ("ep", "some", "ulysses"),
+    "deepspeed": ("ep", "some", "ulysses"),
     "fsdp": ("ep", "some"),
 }
 """The choices that a program has beside the usual value."""
@@ -27,7 +28,7 @@ CHOOSES: dict[str, tuple[str, ...]] = {
 
 def chooses(framework: str, name: str) -> bool:
     """Whether a program has more of a choice than its usual value."""
-    return not LACKS[name] if framework == SOLI else name in CHOOSES[framework]
+    return not LACKS.get(name, False) if framework == SOLI else name in CHOOSES[framework]
 
 
 def unable(framework: str, fixed: Mapping[str, float]) -> list[Problem]:
@@ -36,6 +37,7 @@ def unable(framework: str, fixed: Mapping[str, float]) -> list[Problem]:
         Problem(f"{framework} does not run {what} yet", allowed="another --framework")
         for name, what, asked in (
             ("ep", f"ep={fixed.get('ep', 1):g}", fixed.get("ep", 1) != 1),
+            ("ulysses", "context=ulysses", fixed.get("context", RING) != RING),
             ("some", "recompute=some", fixed.get("recompute") == SOME),
         )
         if asked and not chooses(framework, name)

@@ -19,7 +19,7 @@ from soli.planner.bounds import constants_of, high
 from soli.planner.cost import memory
 from soli.planner.cost.points import FULL, NONE, Array, Points
 from soli.planner.cost.step import Step, step
-from soli.planner.space import LEVELS, Table, points_of, spaces
+from soli.planner.space import CONTEXTS, LEVELS, Table, points_of, spaces
 from soli.planner.task import FIXED, Task, problems
 
 MOST = 16384  # servers
@@ -230,6 +230,7 @@ def plan_of(p: Points, i: int, precision: str) -> Plan:
     return Plan(
         dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
         chunks=int(p.chunks[i]), schedule="interleaved" if p.chunks[i] > 1 else "1f1b", ep=int(p.ep[i]), replicate=int(p.replicate[i]),
+        context=next(name for name, value in CONTEXTS.items() if value == p.context[i]),
         microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=precision,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Every plan of a task, in three steps: how its ranks lie, in what order its stages run, and what ZeRO shards.
 
-    layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; sp; the microbatch
+    layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; sp; context; the microbatch
     stages    chunks; recompute: of all layers, or of how many        what can be chosen of a layout depends on nothing that follows
     shards    zero; replicate (HSDP)
 
@@ -17,7 +17,19 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE, UNSAID, Array, Points, of_device
+from soli.planner.cost.points import (
+    CAST,
+    FULL,
+    MIXED,
+    NONE,
+    RING,
+    SELECTIVE,
+    ULYSSES,
+    UNSAID,
+    Array,
+    Points,
+    of_device,
+)
 from soli.planner.offers import SOLI, SOME, chooses
 from soli.planner.task import Task
 
@@ -29,6 +41,7 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
 SHARDING = ("zero", "replicate")
+CONTEXTS = {"ring": RING, "ulysses": ULYSSES}
 USUAL = {"chunks": 1.0, "recompute": NONE, "zero": 0.0}
 """What a layout is taken to have until it is chosen."""
 
@@ -83,7 +96,8 @@ def shared_out(ep: int, tp: int, copies: int) -> bool:
 def layouts(task: Task) -> Table:
     """How the ranks can lie, with sp and the microbatch."""
     fixed = dict(task.fixed or {})
-    values = {"sp": (0.0, 1.0), "microbatch": MICROBATCHES}
+    ways = (RING, ULYSSES) if chooses(task.framework, "ulysses") else (RING,)
+    values = {"sp": (0.0, 1.0), "context": ways, "microbatch": MICROBATCHES}
     axes = [np.array([fixed[name]] if name in fixed else own, dtype=float) for name, own in values.items()]
     inner = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")])
     mesh = meshes(task)
@@ -93,6 +107,8 @@ def layouts(task: Task) -> Table:
     taken = table["dp"] * table["microbatch"]
     kept = taken <= task.batch
     kept &= (table["sp"] == 0) | ((table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0))
+    heads = task.model.heads / table["tp"]
+    kept &= (table["context"] == RING) | ((table["cp"] > 1) & (heads % table["cp"] == 0))
     if task.framework != SOLI:  # whose batches and stages need not be equal
         kept &= (task.batch % taken == 0) & (task.model.layers % table["pp"] == 0)
     return rows_of(table, kept)

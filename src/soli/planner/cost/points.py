@@ -21,8 +21,9 @@ CAST = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0}
 NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
+RING, ULYSSES = 0.0, 1.0
 
-UNSAID = {"shared": 0.0, "replicate": 1.0, "again": 0.0}
+UNSAID = {"shared": 0.0, "replicate": 1.0, "again": 0.0, "context": 0.0}
 """What is meant where a row has no such field."""
 
 
@@ -79,6 +80,7 @@ class Points:
     # what tables of runs do not say (UNSAID)
     shared: Array  # experts that each token goes to; of `active`
     replicate: Array  # copies of each sharded state among the ranks of dp (HSDP)
+    context: Array  # how attention crosses the ranks of cp: RING, ULYSSES
     again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 
     def __len__(self) -> int:

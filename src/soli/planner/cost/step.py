@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from soli.planner.cost import arithmetic, communication, memory, pipeline
+from soli.planner.cost import arithmetic, communication, context, memory, pipeline
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import FULL, Array, Points
 
@@ -39,14 +39,16 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     whole = products + attention + elements
     again = arithmetic.recomputed(p, whole, attention)
     forward, backward = whole, (2 - p.frozen) * products + 2.5 * attention + 1.5 * elements + again
-    sent_forward, sent_backward = communication.of_layer(p, k)
+    sent_forward, sent_backward = communication.of_layer(p, k, context.crossing(p, k))
     dense, experts = memory.of_layer(p)
     gather_forward, gather_backward = communication.gathers_of_layer(p, k, dense, experts)
     late = np.maximum(gather_forward - k.hidden_gathers * forward, 0.0)
     late = late + np.maximum(gather_backward - k.hidden_gathers * backward, 0.0)
     exposed = sent_forward + sent_backward + late
     passes = 3.0 + arithmetic.recomputed(p, np.ones_like(whole), np.zeros_like(whole))
-    floor = passes * (k.layer_floor + communication.calls_of_layer(p) * k.collective_floor)
+    floor = passes * (
+        k.layer_floor + (communication.calls_of_layer(p) + context.calls(p)) * k.collective_floor
+    )
     return np.maximum(forward + backward + exposed, floor), exposed
 
 
