@@ -304,7 +304,11 @@ def test_the_command_gives_the_best(config: Path) -> None:
             "answers its own questions",
         ),
         (["--cluster", "h100:8", "--global-batch", "8", "--memory", "70"], "70GB, 64GiB"),
-        (["--cluster", "h100:8", "--global-batch", "8", "--precision", "int4"], "bf16, fp16"),
+        (["--cluster", "h100:8", "--global-batch", "8", "--precision", "int4"], "bf16, fp16, fp8"),
+        (
+            ["--cluster", "h100:8", "--global-batch", "8", "--precision", "fp8"],
+            "soli does not run precision=fp8",
+        ),
         (
             ["--cluster", "v100:8", "--global-batch", "8", "--precision", "bf16"],
             "v100 does not multiply bf16",

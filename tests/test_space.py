@@ -38,6 +38,7 @@ NAMES = (
     "again",
     "zero",
     "replicate",
+    "offload",
 )
 
 
@@ -63,10 +64,11 @@ def sharding(asked: Task, tp: int, cp: int, dp: int, ep: int) -> list[tuple[int,
     expert_ranks = tp * dp * cp // ep
     same = max(expert_ranks // min(expert_ranks, tp), 1)  # ranks with the same experts
     return [
-        (zero, copies)
+        (zero, copies, offload)
         for zero in range(4)
         for copies in range(1, dp + 1)
         if dp % copies == 0 and (copies == 1 if zero == 0 else dp * cp // copies > 1)
+        for offload in ((0, 1) if zero and asked.framework == "megatron" else (0,))
         if not asked.model.experts or same % copies == 0
     ]
 
@@ -248,7 +250,7 @@ def test_as_many_layers_are_recomputed_as_a_solver_would(pp: int, room: float) -
         "replicate": 1.0,
         "cp": 1.0,
     }
-    asked = task(replace(SMALL, layers=24, vocab=1024), f"a100:{2 * pp}", batch=64, seq=2048, memory=room, framework="megatron", fixed=fixed | {"chunks": 1.0})  # fmt: skip
+    asked = task(replace(SMALL, layers=24, vocab=1024), f"a100:{2 * pp}", batch=64, seq=2048, memory=room, framework="megatron", fixed=fixed | {"chunks": 1.0, "offload": 0.0})  # fmt: skip
     plain = space.shards(asked, space.stages(asked, space.layouts(asked)))
     p = space.points_of(asked, plain)
     none, full = (
@@ -271,7 +273,7 @@ def test_as_many_layers_are_recomputed_as_a_solver_would(pp: int, room: float) -
 
 
 def test_recomputing_some_layers_is_between_all_and_none() -> None:
-    fixed = {"microbatch": 4.0, "tp": 1.0, "cp": 1.0, "pp": 1.0}
+    fixed = {"microbatch": 4.0, "tp": 1.0, "cp": 1.0, "pp": 1.0, "offload": 0.0}
     asked = task(SMALL, "a100:2", batch=64, seq=2048, framework="megatron", memory=9e9, fixed=fixed)
     best = search(asked)
     assert 0 < best.points.again[0] < 12
@@ -324,6 +326,43 @@ def test_where_keys_are_many_heads_are_exchanged() -> None:
     with pytest.raises(SoliError, match="fsdp does not run context=ulysses"):
         search(task(fixed={"context": ULYSSES}, framework="fsdp"))
     assert explain.fixed_of("context=ulysses") == {"context": ULYSSES}
+
+
+# --- offload and precision --------------------------------------------------------------------------------
+
+
+def test_the_optimizer_moves_to_the_host_where_nothing_else_fits() -> None:
+    fixed = {
+        "zero": 1.0,
+        "tp": 1.0,
+        "pp": 1.0,
+        "cp": 1.0,
+        "replicate": 1.0,
+        "recompute": FULL,
+        "microbatch": 1.0,
+    }
+    asked = task(cluster="h100:8x1", batch=64, framework="megatron", fixed=fixed)
+    moved, kept = (search(asked.with_fixed({"offload": n})) for n in (1.0, 0.0))
+    p, k = moved.points.take([0]), bounds.constants_of(asked, 1)
+    count = memory.trained(p)[0][0]
+    stays = memory.states(replace(p, offload=np.zeros(1)), k) - memory.states(p, k)
+    assert stays[0] == pytest.approx(12 * count / 8)  # the copy in fp32 and two moments
+    assert moved.cost.update[0] == pytest.approx(count / 8 * 4 / asked.cluster.device.host_gbs / 1e9)
+    assert kept.cost.time[0] < moved.cost.time[0]
+    less, more = (thriftiest(asked.with_fixed({"offload": n}))[1] for n in (1.0, 0.0))
+    tight = replace(asked, memory=(less + more) / 2)
+    assert not holds(tight.with_fixed({"offload": 0.0}))
+    found = search(tight)
+    assert plan_of(found.points, 0, "bf16").offload == "optimizer"
+    with pytest.raises(SoliError, match="soli does not run offload=optimizer"):
+        search(replace(tight, framework="soli", fixed={"offload": 1.0}))
+
+
+def test_eight_bits_are_quicker_where_the_program_has_them() -> None:
+    wide = task(framework="megatron", batch=128)
+    best, narrow = search(wide), search(replace(wide, precision="fp8"))
+    assert narrow.cost.time[0] < best.cost.time[0]
+    assert plan_of(narrow.points, 0, "fp8").precision == "fp8"
 
 
 # --- experts ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from soli.planner.explain import Answer, Choice
     from soli.planner.task import Task
 
-PRECISIONS = ("bf16", "fp16")
+PRECISIONS = ("bf16", "fp16", "fp8")
 FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
 
 
@@ -29,7 +29,9 @@ def search(
     seq: Annotated[
         int, typer.Option(min=0, help="Tokens of a sequence; 0: what the model was made for, 8192 at most.")
     ] = 0,
-    precision: Annotated[str, typer.Option(help="bf16 or fp16; else bf16 where the device has it.")] = "",
+    precision: Annotated[
+        str, typer.Option(help="bf16, fp16 or fp8; else bf16 where the device has it.")
+    ] = "",
     memory: Annotated[str, typer.Option(help="Of a device, such as 70GB; else all that it has.")] = "",
     fix: Annotated[str, typer.Option(help="What every plan must have, such as tp=8,recompute=full.")] = "",
     why_not: Annotated[

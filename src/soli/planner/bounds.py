@@ -14,6 +14,7 @@ from soli.planner.cost import memory
 from soli.planner.cost.constants import Constants, known, spread_of
 from soli.planner.cost.points import FULL, Array, Points
 from soli.planner.cost.step import running
+from soli.planner.offers import chooses
 from soli.planner.space import Table, points_of
 from soli.planner.task import Task
 
@@ -52,18 +53,19 @@ def memory_of_layouts(task: Task, table: Table) -> Array:
     """Bytes: all is recomputed, one microbatch is under way, and states are cut over all ranks."""
     p, k = _made(task, table)
     p = replace(p, recompute=np.full(len(p), FULL), global_batch=p.dp * p.microbatch)
-    return SLACK * high(task) * (_sharded(p, k) - memory.casts(p))
+    return SLACK * high(task) * (_sharded(task, p, k) - memory.casts(p))
 
 
 def memory_of_stages(task: Task, table: Table) -> Array:
     """Bytes: states are cut over all ranks, and as many layers are recomputed as may be."""
     table = {**table, "again": table["most"]}
-    return SLACK * high(task) * _sharded(*_made(task, table))
+    return SLACK * high(task) * _sharded(task, *_made(task, table))
 
 
-def _sharded(p: Points, k: Constants) -> Array:
-    """Under ZeRO-3, and as if what it gathers took no place."""
-    p = replace(p, zero=np.full(len(p), 3.0))
+def _sharded(task: Task, p: Points, k: Constants) -> Array:
+    """Under ZeRO-3, as if what it gathers took no place, and with the optimizer's state in the host's memory if it can."""
+    moved = np.full(len(p), float(chooses(task.framework, "offload")))
+    p = replace(p, zero=np.full(len(p), 3.0), offload=moved)
     return memory.peak(p, k) - memory.gathered(p)
 
 

@@ -15,13 +15,15 @@ SOME = 3.0
 LACKS = {
     "ep": len(BUILT["ep"]) == 1,
     "some": not any(value not in RECOMPUTE for value in BUILT["recompute"]),
+    "offload": len(BUILT["offload"]) == 1,
+    "fp8": "fp8" not in BUILT["precision"],
 }
 """Which choices soli has not built."""
 CHOOSES: dict[str, tuple[str, ...]] = {
-    "megatron": ("ep", "some", "ulysses"),
-    "megatron-deepspeed": ("ep", "some", "ulysses"),
-    "deepspeed": ("ep", "some", "ulysses"),
-    "fsdp": ("ep", "some"),
+    "megatron": ("ep", "some", "ulysses", "offload", "fp8"),
+    "megatron-deepspeed": ("ep", "some", "ulysses", "offload"),
+    "deepspeed": ("ep", "some", "ulysses", "offload"),
+    "fsdp": ("ep", "some", "fp8"),  # which moves parameters with the optimizer, or nothing
 }
 """The choices that a program has beside the usual value."""
 
@@ -31,13 +33,15 @@ def chooses(framework: str, name: str) -> bool:
     return not LACKS.get(name, False) if framework == SOLI else name in CHOOSES[framework]
 
 
-def unable(framework: str, fixed: Mapping[str, float]) -> list[Problem]:
+def unable(framework: str, fixed: Mapping[str, float], precision: str) -> list[Problem]:
     """What is fixed that the program does not run."""
     return [
         Problem(f"{framework} does not run {what} yet", allowed="another --framework")
         for name, what, asked in (
             ("ep", f"ep={fixed.get('ep', 1):g}", fixed.get("ep", 1) != 1),
             ("ulysses", "context=ulysses", fixed.get("context", RING) != RING),
+            ("offload", "offload=optimizer", fixed.get("offload", 0) != 0),
+            ("fp8", "precision=fp8", precision == "fp8"),
             ("some", "recompute=some", fixed.get("recompute") == SOME),
         )
         if asked and not chooses(framework, name)

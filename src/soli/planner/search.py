@@ -230,7 +230,7 @@ def plan_of(p: Points, i: int, precision: str) -> Plan:
     return Plan(
         dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
         chunks=int(p.chunks[i]), schedule="interleaved" if p.chunks[i] > 1 else "1f1b", ep=int(p.ep[i]), replicate=int(p.replicate[i]),
-        context=next(name for name, value in CONTEXTS.items() if value == p.context[i]),
+        offload="optimizer" if p.offload[i] else "none", context=next(name for name, value in CONTEXTS.items() if value == p.context[i]),
         microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=precision,
     )  # fmt: skip
 

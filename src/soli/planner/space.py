@@ -2,7 +2,7 @@
 
     layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; sp; context; the microbatch
     stages    chunks; recompute: of all layers, or of how many        what can be chosen of a layout depends on nothing that follows
-    shards    zero; replicate (HSDP)
+    shards    zero; replicate (HSDP); offload of the optimizer's state
 
 A table has a column for each choice and a row a plan. A search goes down from layouts and leaves out what cannot be
 the best; `spaces` has all.
@@ -40,9 +40,10 @@ WIDEST = {"tp": 64, "cp": 64}
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
-SHARDING = ("zero", "replicate")
+OFFLOADS = {"none": 0.0, "optimizer": 1.0}
+SHARDING = ("zero", "replicate", "offload")
 CONTEXTS = {"ring": RING, "ulysses": ULYSSES}
-USUAL = {"chunks": 1.0, "recompute": NONE, "zero": 0.0}
+USUAL = {"chunks": 1.0, "recompute": NONE, "zero": 0.0, "offload": 0.0}
 """What a layout is taken to have until it is chosen."""
 
 
@@ -194,21 +195,27 @@ def _sharded(task: Task, table: Table) -> tuple[Array, Places, Places, Places]:
     kinds, kind = np.unique(columns.astype(np.int64), axis=0, return_inverse=True)
     kind = kind.ravel()
     fixed = tuple((task.fixed or {}).items())
-    ways = [_ways(*one, fixed) for one in kinds.tolist()]
+    moved = (0, 1) if chooses(task.framework, "offload") else (0,)
+    ways = [_ways(*one, moved, fixed) for one in kinds.tolist()]
     count = np.array([len(one) for one in ways], dtype=np.int64)
     return np.concatenate(ways), np.cumsum(count) - count, count, kind
 
 
 @cache
-def _ways(dp: int, cp: int, experts: int, fixed: tuple[tuple[str, float], ...]) -> Array:
+def _ways(
+    dp: int, cp: int, experts: int, moved: tuple[int, ...], fixed: tuple[tuple[str, float], ...]
+) -> Array:
     """[n, SHARDING] over so many ranks, of which `experts` have the same ones. A group of HSDP has two ranks or more."""
     said = dict(fixed)
     found = [
-        (zero, copies)
+        (zero, copies, offload)
         for zero in range(4)
         for copies in (divisors(dp) if zero else [1])
+        for offload in (moved if zero else (0,))
         if (zero == 0 or dp * cp > copies) and experts % copies == 0
-        if said.get("zero", zero) == zero and said.get("replicate", copies) == copies
+        if said.get("zero", zero) == zero
+        and said.get("replicate", copies) == copies
+        and said.get("offload", offload) == offload
     ]
     return np.array(found, dtype=float).reshape(-1, len(SHARDING))
 
@@ -225,7 +232,7 @@ def points_of(task: Task, table: Mapping[str, Array]) -> Points:
     """Rows as points; what is not chosen yet as USUAL."""
     same = {
         **UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precision), "seq": task.seq,
-        "global_batch": task.batch, "offload": 0.0, "logged": 0.0, **(CAST if task.framework == SOLI else MIXED), **USUAL,
+        "global_batch": task.batch, "logged": 0.0, **(CAST if task.framework == SOLI else MIXED), **USUAL,
     }  # fmt: skip
     count = len(table["tp"])
     return Points(

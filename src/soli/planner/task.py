@@ -107,9 +107,12 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
         "sp=on and tp=1 contradict each other: the sequence is cut over the ranks of tp": fixed.get("sp") and one("tp"),
         f"chunks={fixed.get('chunks', 1):g} and pp=1 contradict each other: chunks are of a pipeline": fixed.get("chunks", 1) > 1 and one("pp"),
         f"zero={fixed.get('zero', 0):g} and dp=1 contradict each other: ZeRO shards over dp": fixed.get("zero", 0) > 0 and one("dp", "cp"),
+        "offload=optimizer and zero=0 contradict each other: what is sharded is moved": fixed.get("offload") and fixed.get("zero") == 0,
         "context=ulysses and cp=1 contradict each other: attention crosses the ranks of cp": fixed.get("context") and one("cp"),
         f"replicate={fixed.get('replicate', 1):g} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
         f"replicate={fixed.get('replicate', 1):g} does not divide dp={fixed.get('dp', 0):g}": fixed.get("dp", 0) % fixed.get("replicate", 1),
         f"ep={fixed.get('ep', 1):g} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,
     }  # fmt: skip
-    return [Problem(what) for what, wrong in rules.items() if wrong] + unable(task.framework, fixed)
+    return [Problem(what) for what, wrong in rules.items() if wrong] + unable(
+        task.framework, fixed, task.precision
+    )
