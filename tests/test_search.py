@@ -163,6 +163,14 @@ def test_too_small_a_batch_says_how_large() -> None:
     assert search(task(SMALL, batch=32, fixed=alone, seq=1024)).counted
 
 
+def test_what_has_words_can_be_fixed() -> None:
+    assert set(explain.WORDS) <= set(explain.FIXED)
+    for name, values in explain.WORDS.items():
+        for word, value in values.items():
+            assert explain.fixed_of(f"{name}={word}") == {name: value}
+            assert explain.spelt({name: value}) == f"{name}={word}"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

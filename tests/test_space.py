@@ -18,6 +18,7 @@ from soli.planner.cost.step import layer as layer_of
 from soli.planner.cost.step import layers as layers_of
 from soli.planner.cost.step import step
 from soli.planner.models import Model
+from soli.planner.offers import SCHEDULES
 from soli.planner.search import costs, different, holds, peaks, plan_of, search, spaces, thriftiest
 from soli.planner.task import Task
 from test_cost import BASE, ONE, point
@@ -33,6 +34,7 @@ NAMES = (
     "sp",
     "context",
     "microbatch",
+    "schedule",
     "chunks",
     "recompute",
     "again",
@@ -73,6 +75,14 @@ def sharding(asked: Task, tp: int, cp: int, dp: int, ep: int) -> list[tuple[int,
     ]
 
 
+def ordering(asked: Task, pp: int) -> list[tuple[str, int]]:
+    """Schedules, and stages of a rank."""
+    if pp == 1:
+        return [("1f1b", 1)]
+    more = [("gpipe", 1), ("zbh1", 1), ("zbv", 2), ("dualpipev", 2)] * (asked.framework != "megatron")
+    return [("1f1b", 1), *(("interleaved", n) for n in (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)), *more]
+
+
 def recomputing(asked: Task) -> list[tuple[float, int]]:
     """What all layers recompute; and layers of a stage that recompute all, where others recompute nothing."""
     some = range(1, asked.model.layers) if asked.framework != "soli" else ()
@@ -88,21 +98,23 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
             (0, 1),
             (RING, ULYSSES) if exchanged else (RING,),
             (1, 2, 4, 8, 16, 32),
-            (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20),
+            ordering(asked, pp),
             recomputing(asked),
             sharding(asked, tp, cp, dp, ep),
         )
-        for sp, crossing, microbatch, chunks, (recompute, again), shards in choices:
+        for sp, crossing, microbatch, (schedule, chunks), (recompute, again), shards in choices:
             times = -(-asked.batch // (dp * microbatch))
             if dp * microbatch > asked.batch or (sp and (tp == 1 or asked.seq // cp % tp)):
                 continue
-            if chunks > 1 and (pp == 1 or pp * chunks > model.layers or times % pp):
+            if pp * chunks > model.layers or (schedule in ("interleaved", "zbh1") and times % pp):
+                continue
+            if schedule in ("zbv", "dualpipev") and times < 2 * pp:
                 continue
             if again and again >= model.layers / pp / chunks:
                 continue
             equal = asked.batch % (dp * microbatch) == 0 and model.layers % (pp * chunks) == 0
             if asked.framework == "soli" or equal:
-                found.add((tp, cp, pp, dp, ep, sp, crossing, microbatch, chunks, recompute, again * chunks, *shards))  # fmt: skip
+                found.add((tp, cp, pp, dp, ep, sp, crossing, microbatch, SCHEDULES[schedule], chunks, recompute, again * chunks, *shards))  # fmt: skip
     return found
 
 

@@ -13,7 +13,7 @@ from soli.planner.cost import memory
 from soli.planner.cost.constants import chain, measured, sets, spread_of
 from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
-from soli.planner.offers import SOME
+from soli.planner.offers import SCHEDULES, SOME
 from soli.planner.search import Found, different, enough, plan_of, search
 from soli.planner.space import CONTEXTS, LEVELS, OFFLOADS
 from soli.planner.task import FIXED, Task, problems
@@ -248,6 +248,6 @@ def fixed_of(text: str) -> dict[str, float]:
 
 
 WORDS: dict[str, dict[str, float]] = {
-    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
 }  # fmt: skip
 """What is no number above 0."""

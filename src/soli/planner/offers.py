@@ -6,12 +6,20 @@ from collections.abc import Mapping
 
 from soli.core.errors import Problem
 from soli.core.plan import RECOMPUTE
-from soli.planner.cost.points import RING
+from soli.planner.cost.points import DUALPIPEV, GPIPE, INTERLEAVED, ONE, RING, ZBH1, ZBV
 from soli.planner.legality import BUILT
 
 SOLI = "soli"
 SOME = 3.0
 """Of `recompute`, where it is fixed: some layers of each stage are computed again, and some not."""
+SCHEDULES = {
+    "1f1b": ONE,
+    "interleaved": INTERLEAVED,
+    "gpipe": GPIPE,
+    "zbh1": ZBH1,
+    "zbv": ZBV,
+    "dualpipev": DUALPIPEV,
+}
 LACKS = {
     "ep": len(BUILT["ep"]) == 1,
     "some": not any(value not in RECOMPUTE for value in BUILT["recompute"]),
@@ -23,7 +31,7 @@ CHOOSES: dict[str, tuple[str, ...]] = {
     "megatron": ("ep", "some", "ulysses", "offload", "fp8"),
     "megatron-deepspeed": ("ep", "some", "ulysses", "offload"),
     "deepspeed": ("ep", "some", "ulysses", "offload"),
-    "fsdp": ("ep", "some", "fp8"),  # which moves parameters with the optimizer, or nothing
+    "fsdp": ("ep", "some", "fp8", "schedules"),  # which moves parameters with the optimizer, or nothing
 }
 """The choices that a program has beside the usual value."""
 
@@ -40,6 +48,11 @@ def unable(framework: str, fixed: Mapping[str, float], precision: str) -> list[P
         for name, what, asked in (
             ("ep", f"ep={fixed.get('ep', 1):g}", fixed.get("ep", 1) != 1),
             ("ulysses", "context=ulysses", fixed.get("context", RING) != RING),
+            (
+                "schedules",
+                "other schedules than 1f1b and interleaved",
+                fixed.get("schedule", ONE) > INTERLEAVED,
+            ),
             ("offload", "offload=optimizer", fixed.get("offload", 0) != 0),
             ("fp8", "precision=fp8", precision == "fp8"),
             ("some", "recompute=some", fixed.get("recompute") == SOME),

@@ -1,4 +1,4 @@
-"""The planner's answer as one HTML page: the plans, why, and four pictures. Nothing is fetched, nothing runs in it."""
+"""The planner's answer as one HTML page: the plans, why, and four pictures, three where the first plan's schedule is neither 1F1B nor interleaved. Nothing is fetched, nothing runs in it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from soli.planner import explain
+from soli.planner.cost.points import INTERLEAVED
 from soli.planner.search import Found, holds, plan_of, search, thriftiest
 from soli.planner.task import Task
 from soli.planner.timeline import Work, timeline
@@ -36,7 +37,7 @@ def page(task: Task, answer: explain.Answer, reasons: list[str]) -> str:
     head = f"{task.model.name} on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
     figures = [
         ("Memory of a device", "Bars: what is predicted. Line: the upper bound, which must stay below the dashes.", _memory),
-        ("One step of the first plan", _said_of_timeline(task, found), _timeline),
+        *([("One step of the first plan", _said_of_timeline(task, found), _timeline)] if found.points.schedule[0] <= INTERLEAVED else []),
         ("Time against devices", "The best plan's step on fewer and on more servers, with its interval.", _devices),
         ("Time against memory", "The quickest plan whose upper bound fits, for each amount of memory.", _front),
     ]  # fmt: skip

@@ -17,8 +17,9 @@ from soli.core.plan import Plan
 from soli.planner import bounds, space
 from soli.planner.bounds import constants_of, high
 from soli.planner.cost import memory
-from soli.planner.cost.points import FULL, NONE, Array, Points
+from soli.planner.cost.points import FULL, INTERLEAVED, NONE, Array, Points
 from soli.planner.cost.step import Step, step
+from soli.planner.offers import SCHEDULES
 from soli.planner.space import CONTEXTS, LEVELS, Table, points_of, spaces
 from soli.planner.task import FIXED, Task, problems
 
@@ -229,7 +230,7 @@ def plan_of(p: Points, i: int, precision: str) -> Plan:
     piped = p.pp[i] > 1
     return Plan(
         dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
-        chunks=int(p.chunks[i]), schedule="interleaved" if p.chunks[i] > 1 else "1f1b", ep=int(p.ep[i]), replicate=int(p.replicate[i]),
+        chunks=int(p.chunks[i]) if p.schedule[i] <= INTERLEAVED else 1, schedule=next(name for name, value in SCHEDULES.items() if value == p.schedule[i]), ep=int(p.ep[i]), replicate=int(p.replicate[i]),
         offload="optimizer" if p.offload[i] else "none", context=next(name for name, value in CONTEXTS.items() if value == p.context[i]),
         microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=precision,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Every plan of a task, in three steps: how its ranks lie, in what order its stages run, and what ZeRO shards.
 
     layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; sp; context; the microbatch
-    stages    chunks; recompute: of all layers, or of how many        what can be chosen of a layout depends on nothing that follows
+    stages    schedule and chunks; recompute: of all layers, or of how many        what can be chosen of a layout depends on nothing that follows
     shards    zero; replicate (HSDP); offload of the optimizer's state
 
 A table has a column for each choice and a row a plan. A search goes down from layouts and leaves out what cannot be
@@ -19,13 +19,19 @@ from numpy.typing import NDArray
 
 from soli.planner.cost.points import (
     CAST,
+    DUALPIPEV,
     FULL,
+    GPIPE,
+    INTERLEAVED,
     MIXED,
     NONE,
+    ONE,
     RING,
     SELECTIVE,
     ULYSSES,
     UNSAID,
+    ZBH1,
+    ZBV,
     Array,
     Points,
     of_device,
@@ -43,7 +49,7 @@ LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
 OFFLOADS = {"none": 0.0, "optimizer": 1.0}
 SHARDING = ("zero", "replicate", "offload")
 CONTEXTS = {"ring": RING, "ulysses": ULYSSES}
-USUAL = {"chunks": 1.0, "recompute": NONE, "zero": 0.0, "offload": 0.0}
+USUAL = {"schedule": ONE, "chunks": 1.0, "recompute": NONE, "zero": 0.0, "offload": 0.0}
 """What a layout is taken to have until it is chosen."""
 
 
@@ -124,7 +130,8 @@ def stages(task: Task, table: Table, each: bool = False) -> Table:
     Where some layers are, and some not, how many is chosen later, between `again` and `most`: unless `each` is asked.
     """
     place, order = np.nonzero(_ordered(task, table))
-    found = {**rows_of(table, place), "chunks": np.array(_chunks(task))[order]}
+    orders = _orders(task)[order].T
+    found = {**rows_of(table, place), "schedule": orders[0], "chunks": orders[1]}
     levels = _levels(task)
     whole = {name: np.repeat(column, len(levels)) for name, column in found.items()}
     whole |= {"recompute": np.tile(np.array(levels), len(place)), "again": np.zeros(len(place) * len(levels))}
@@ -156,7 +163,7 @@ def counted(task: Task) -> int:
         return 0
     _, _, count, kind = _sharded(task, table)
     place, order = np.nonzero(_ordered(task, table))
-    found = {**rows_of(table, place), "chunks": np.array(_chunks(task))[order]}
+    found = {**rows_of(table, place), "chunks": _orders(task)[order, 1]}
     return int(((_budgets(task, found) + len(_levels(task))) * count[kind][place]).sum())
 
 
@@ -173,16 +180,27 @@ def _budgets(task: Task, table: Table) -> Places:
     return np.ceil(task.model.layers / (table["pp"] * table["chunks"])).astype(np.int64) - 1
 
 
-def _chunks(task: Task) -> tuple[float, ...]:
-    return ((task.fixed or {})["chunks"],) if "chunks" in (task.fixed or {}) else CHUNKS
+def _orders(task: Task) -> Array:
+    """[n, 2]: schedule and stages of a rank. What a plan calls chunks is 1 in the schedules that lie in a V."""
+    said = dict(task.fixed or {})
+    found = [(ONE, 1.0), *((INTERLEAVED, float(n)) for n in CHUNKS[1:])]
+    if "chunks" in said:
+        found = [(ONE if said["chunks"] == 1 else INTERLEAVED, said["chunks"])]
+    if chooses(task.framework, "schedules") and said.get("chunks", 1) == 1:
+        found += [(GPIPE, 1.0), (ZBH1, 1.0), (ZBV, 2.0), (DUALPIPEV, 2.0)]
+    kept = [(schedule, n) for schedule, n in found if said.get("schedule", schedule) == schedule]
+    return np.array(kept, dtype=float).reshape(-1, 2)
 
 
 def _ordered(task: Task, table: Table) -> NDArray[np.bool_]:
     """[rows, orders]: which orders of its stages a row can have."""
     column = {name: values[:, None] for name, values in table.items()}
-    pp, chunks = column["pp"], np.array(_chunks(task))[None, :]
+    pp = column["pp"]
+    schedule, chunks = _orders(task).T[:, None, :]
     times = np.ceil(task.batch / (column["dp"] * column["microbatch"]))
-    kept = (chunks == 1) | ((pp > 1) & (pp * chunks <= task.model.layers) & (times % pp == 0))
+    kept = (pp * chunks <= task.model.layers) & ((schedule == ONE) | (pp > 1))
+    kept &= ~np.isin(schedule, (INTERLEAVED, ZBH1)) | (times % pp == 0)
+    kept &= (schedule < ZBV) | (times >= 2 * pp)
     if task.framework != SOLI:
         kept &= task.model.layers % (pp * chunks) == 0
     return np.asarray(kept)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from soli.core.errors import Problem
+from soli.planner.cost.points import INTERLEAVED, ONE
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.models import Model
-from soli.planner.offers import unable
+from soli.planner.offers import SCHEDULES, unable
 
 FIXED = (
     "tp",
@@ -25,6 +26,8 @@ FIXED = (
     "ep",
     "replicate",
     "context",
+    "offload",
+    "schedule",
 )
 """What the user may fix; `microbatch` is in sequences."""
 
@@ -103,9 +106,12 @@ def _of_degrees(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
 
 def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
     one = lambda *names: all(fixed.get(name) == 1 for name in names)
+    names = {value: name for name, value in SCHEDULES.items()}
     rules = {
         "sp=on and tp=1 contradict each other: the sequence is cut over the ranks of tp": fixed.get("sp") and one("tp"),
         f"chunks={fixed.get('chunks', 1):g} and pp=1 contradict each other: chunks are of a pipeline": fixed.get("chunks", 1) > 1 and one("pp"),
+        f"schedule={names[fixed.get('schedule', ONE)]} and pp=1 contradict each other: schedules are of a pipeline": fixed.get("schedule", ONE) != ONE and one("pp"),
+        f"schedule={names[fixed.get('schedule', ONE)]} and chunks={fixed.get('chunks', 1):g} contradict each other": "schedule" in fixed and "chunks" in fixed and (fixed["schedule"] == INTERLEAVED) != (fixed["chunks"] > 1),
         f"zero={fixed.get('zero', 0):g} and dp=1 contradict each other: ZeRO shards over dp": fixed.get("zero", 0) > 0 and one("dp", "cp"),
         "offload=optimizer and zero=0 contradict each other: what is sharded is moved": fixed.get("offload") and fixed.get("zero") == 0,
         "context=ulysses and cp=1 contradict each other: attention crosses the ranks of cp": fixed.get("context") and one("cp"),

@@ -15,6 +15,7 @@ import numpy as np
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.pipeline import in_flight, in_flight_last
 from soli.planner.cost.points import FULL, NONE, Array, Points
+from soli.planner.cost.schedules import in_a_v
 
 NORMS = 4.0
 """Vectors of a layer's width: two norms' weights and biases, or what others have in their place."""
@@ -32,7 +33,7 @@ def of_layer(p: Points) -> tuple[Array, Array]:
 
 def of_tables(p: Points) -> Array:
     """Parameters of the embedding and of the last product on a rank that has one of them, or both."""
-    return np.where((p.pp == 1) & (p.tied == 0), 2.0, 1.0) * p.vocab * p.hidden / p.tp
+    return np.where(((p.pp == 1) | in_a_v(p)) & (p.tied == 0), 2.0, 1.0) * p.vocab * p.hidden / p.tp
 
 
 def of_stage(p: Points) -> tuple[Array, Array]:
@@ -120,6 +121,6 @@ def logits(p: Points, k: Constants) -> Array:
 def peak(p: Points, k: Constants) -> Array:
     """Bytes at the fullest moment of the fullest rank (or of the last stage's, see Points.logged)."""
     last = activations(p, k, in_flight_last(p)) + logits(p, k)
-    first = activations(p, k, in_flight(p)) + np.where(p.pp == 1, logits(p, k), 0.0)
+    first = activations(p, k, in_flight(p)) + np.where((p.pp == 1) | in_a_v(p), logits(p, k), 0.0)
     fullest = np.where(p.logged > 0, last, np.maximum(first, last))
     return states(p, k) + fullest + gathered(p) + casts(p) + k.workspace

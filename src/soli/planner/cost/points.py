@@ -22,8 +22,9 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
 RING, ULYSSES = 0.0, 1.0
+ONE, INTERLEAVED, GPIPE, ZBH1, ZBV, DUALPIPEV = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 
-UNSAID = {"shared": 0.0, "replicate": 1.0, "again": 0.0, "context": 0.0}
+UNSAID = {"shared": 0.0, "replicate": 1.0, "again": 0.0, "context": 0.0, "schedule": 0.0}
 """What is meant where a row has no such field."""
 
 
@@ -81,6 +82,7 @@ class Points:
     shared: Array  # experts that each token goes to; of `active`
     replicate: Array  # copies of each sharded state among the ranks of dp (HSDP)
     context: Array  # how attention crosses the ranks of cp: RING, ULYSSES
+    schedule: Array  # ONE (with chunks: INTERLEAVED, which is the same), GPIPE, ZBH1, ZBV, DUALPIPEV
     again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 
     def __len__(self) -> int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from soli.planner.cost import arithmetic, communication, context, memory, pipeline
+from soli.planner.cost import arithmetic, communication, context, memory, pipeline, schedules
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, Array, Points
+from soli.planner.cost.points import FULL, INTERLEAVED, Array, Points
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,15 @@ def running(
     send = np.where(p.pp > 1, communication.send(p, k), 0.0)
     first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
     busy, waiting = pipeline.spent(p, inner, first, last, send)
+    if (p.schedule > INTERLEAVED).any():
+        plain = own if not p.again.any() else layers(replace(p, again=np.zeros(len(p))), k)[0] * of_layers
+        parts = schedules.shares(p, k, communication.of_layer(p, k, context.crossing(p, k)))
+        other = pipeline.spent_otherwise(
+            p, inner, schedules.waits(p, plain + k.microbatch_overhead, inner, *parts), first, last, send
+        )
+        busy, waiting = (
+            np.where(p.schedule > INTERLEAVED, a, b) for a, b in zip(other, (busy, waiting), strict=True)
+        )
     return Running(own, exposed, last, busy, waiting)
 
 
