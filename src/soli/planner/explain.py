@@ -68,8 +68,8 @@ class Answer:
     def seen(self) -> str:
         """How many plans there are, and how many were looked at."""
         return (
-            f"{self.counted} plans; the bounds of all but {self.looked} are slower, or larger than the memory; "
-            f"{self.fit} of these fit."
+            f"{self.counted} plans: these are the best. {self.looked} were computed; the bounds of the others are slower, "
+            "or larger than the memory."
         )
 
     def asdict(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ CHOOSES: dict[str, tuple[str, ...]] = {
 
 def chooses(framework: str, name: str) -> bool:
     """Whether a program has more of a choice than its usual value."""
-    return not LACKS.get(name, False) if framework == SOLI else name in CHOOSES[framework]
+    return not LACKS.get(name, False) if framework == SOLI else name in CHOOSES.get(framework, ())
 
 
 def unable(framework: str, fixed: Mapping[str, float], precision: str) -> list[Problem]:

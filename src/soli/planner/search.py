@@ -18,7 +18,7 @@ from soli.planner import bounds, space
 from soli.planner.bounds import constants_of, high
 from soli.planner.cost import memory
 from soli.planner.cost.points import FULL, INTERLEAVED, NONE, Array, Points
-from soli.planner.cost.step import Step, step
+from soli.planner.cost.step import Step, seconds, step
 from soli.planner.offers import SCHEDULES
 from soli.planner.space import CONTEXTS, LEVELS, Table, points_of, spaces
 from soli.planner.task import FIXED, Task, problems
@@ -44,7 +44,7 @@ class Found:
     cost: Step
     counted: int  # plans in the space
     looked: int  # of them those whose cost was computed; the others are bounded
-    fit: int  # of those looked at
+    fit: int  # of those looked at, that were not slower than what was found before
     nearest: Points | None  # one point: where nothing fits, what takes the least memory
     least: float  # its upper bound of memory, bytes
 
@@ -86,14 +86,17 @@ def search(task: Task, count: int = SHOWN) -> Found:
         bounds.memory_of_stages(task, t) > task.limit, np.inf, bounds.time_of_stages(task, t)
     )
     for table in descend(task, low, then, lambda: best.worst):
+        looked += space.size(table)
+        # Of rows that recompute some layers the time of as few as may be: no more of them are quicker.
+        table = space.rows_of(table, times(task, points_of(task, table)) <= best.worst)
         table = settled(task, table)
         p = points_of(task, table)
-        at = np.flatnonzero(peaks(task, p) <= task.limit)
-        looked, fit = looked + len(p), fit + len(at)
-        times = costs(task, p.take(at)).time
-        at, times = at[times <= best.worst], times[times <= best.worst]
-        kept.append((space.rows_of(table, at), times))
-        best.note(_keys(kept[-1][0]), times)
+        table = space.rows_of(table, np.flatnonzero(peaks(task, p) <= task.limit))
+        found = times(task, points_of(task, table))
+        at = np.flatnonzero(found <= best.worst)
+        fit += len(found)
+        kept.append((space.rows_of(table, at), found[at]))
+        best.note(_keys(kept[-1][0]), found[at])
     if not fit:
         nearest, least = thriftiest(task)
         return Found(task, nearest.take([]), costs(task, nearest.take([])), whole, looked, 0, nearest, least)
@@ -174,6 +177,11 @@ def peaks(task: Task, p: Points) -> Array:
     """The upper bound of each point's memory, bytes."""
     parts = [memory.peak(piece, constants_of(task, len(piece))) for piece in _pieces(p)]
     return high(task) * np.concatenate(parts)
+
+
+def times(task: Task, p: Points) -> Array:
+    """Seconds of each point's step."""
+    return np.concatenate([seconds(piece, constants_of(task, len(piece)))[0] for piece in _pieces(p)])
 
 
 def costs(task: Task, p: Points) -> Step:

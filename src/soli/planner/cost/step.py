@@ -95,8 +95,10 @@ def running(
     return Running(own, exposed, last, busy, waiting)
 
 
-def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
-    """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
+def seconds(
+    p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0
+) -> tuple[Array, Running, Array, Array]:
+    """A step's time: its microbatches, the gradients' reduction that nothing hides, and the update."""
     run = running(p, k, of_layers, of_tables)
     dense, experts = memory.trained(p)
     backward = run.layers / 2
@@ -105,8 +107,14 @@ def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Arr
     sharded = p.zero >= 1
     own = dense / np.where(sharded, p.shards, 1.0) + experts / np.where(sharded, p.expert_shards, 1.0)
     update = arithmetic.optimizer(p, k, own)
+    return run.busy + run.waiting + late + update + k.step_overhead, run, late, update
+
+
+def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
+    """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
+    time, run, late, update = seconds(p, k, of_layers, of_tables)
     return Step(
-        time=run.busy + run.waiting + late + update + k.step_overhead,
+        time=time,
         layers=p.microbatches * run.layers,
         tables=p.microbatches * run.tables,
         exposed=p.microbatches * run.exposed,
