@@ -7,6 +7,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
@@ -182,6 +184,24 @@ def test_every_plan_is_one_that_the_engine_takes() -> None:
         for plan in plans:
             assert not legality.problems(plan, 16), str(plan)
             assert Plan.parse(str(plan)) == plan
+
+
+WIDER = [("ep", 1.0), ("ep", 4.0), ("replicate", 1.0), ("replicate", 2.0), ("context", RING), ("context", ULYSSES), ("offload", 0.0), ("offload", 1.0), ("recompute", 3.0), ("recompute", FULL)]  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(WIDER), st.floats(1.0, 4.0), st.sampled_from([3e9, 6e9, 12e9]))
+def test_a_wider_choice_or_more_memory_is_never_slower(
+    choice: tuple[str, float], times: float, memory: float
+) -> None:
+    asked = task(MOE, "a100:8x2", batch=64, seq=2048, framework="megatron", memory=memory)
+    whole, part = search(asked, 1), search(asked.with_fixed(dict([choice])), 1)
+    more = search(replace(asked, memory=memory * times), 1)
+    assert part.counted < whole.counted == more.counted
+    if len(part.points):
+        assert whole.cost.time[0] <= part.cost.time[0]
+    if len(whole.points):
+        assert more.cost.time[0] <= whole.cost.time[0]
 
 
 # --- copies of shards -------------------------------------------------------------------------------------
