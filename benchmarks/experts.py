@@ -1,11 +1,11 @@
 """Where the plans that experts published stand in the planner's order: `python benchmarks/experts.py`.
 
-Writes results/experts.json and .md. Each dense model of the published tables is planned anew on its own devices, with the
+Writes results/experts.json and .md. Each model of the published tables is planned anew on its own devices, with the
 constants of the program that ran it; the expert's plan is looked for among all that fit.
 """
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,18 @@ import numpy as np
 import record
 from planner import Table
 
+from soli.planner.cost.points import INTERLEAVED, RING
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.hardware.devices import devices
 from soli.planner.models import Model
+from soli.planner.offers import SCHEDULES
 from soli.planner.rows import Row
-from soli.planner.search import LEVELS, Task, costs, peaks, spaces
+from soli.planner.search import LEVELS, Task, costs, peaks, search
+from soli.planner.space import layouts, points_of, rows_of, shards, stages
 
 HERE = Path(__file__).resolve().parent
 TABLES = ("megatron_sc21", "megatron_h100_weak_scaling", "megatron_llama_example", "nemo_perf_summary", "megatron_bridge_perf_summary", "nanotron_bench_logs")  # fmt: skip
-NAMES = ("tp", "cp", "pp", "dp", "sp", "zero", "recompute", "chunks", "microbatch")
+NAMES = ("tp", "cp", "pp", "dp", "sp", "zero", "recompute", "chunks", "microbatch", "ep")
 
 
 def main() -> None:
@@ -35,12 +38,7 @@ def main() -> None:
         table = Table(name)
         seen: set[tuple] = set()
         for raw, row in zip(table.raw, table.rows, strict=True):
-            usable = (
-                not row.refused
-                and row.time is not None
-                and not row.point["experts"]
-                and not row.point["frozen"]
-            )
+            usable = not row.refused and row.time is not None and not row.point["frozen"]
             key = tuple(row.point.values())
             if usable and key not in seen:
                 seen.add(key)
@@ -53,7 +51,12 @@ def main() -> None:
 def placed(row: Row) -> dict:
     """Where a row's plan stands among all plans of its task."""
     task = task_of(row)
-    space = spaces(task)
+    alike = task.with_fixed({"replicate": 1.0, "offload": row.point["offload"]})
+    found = stages(alike, layouts(alike))
+    plain = rows_of(
+        found, (found["most"] == 0) & (found["context"] == RING) & (found["schedule"] <= INTERLEAVED)
+    )
+    space = points_of(alike, shards(alike, plain))
     own = np.array([row.point[name] for name in NAMES])
     table = np.stack([getattr(space, name) for name in NAMES], axis=1)
     same = np.flatnonzero((table == own).all(axis=1))
@@ -65,11 +68,14 @@ def placed(row: Row) -> dict:
     fits = bounds <= task.limit
     mine = int(same[0])
     times = cost.time[fits]
-    best = int(np.flatnonzero(fits)[np.argmin(times)]) if fits.any() else mine
+    best = search(task, 1)
+    first, quickest = (
+        (best.points, best.cost.time[0]) if len(best.points) else (space.take([mine]), cost.time[mine])
+    )
     return {
         **said, "inside": True, "fits": bool(fits[mine]), "plans": int(fits.sum()),
         "quicker": float((times < cost.time[mine]).mean()) if fits.any() else 0.0,
-        "gain": float(cost.time[mine] / cost.time[best] - 1), "best": spelt({n: getattr(space, n)[best] for n in NAMES}),
+        "gain": float(cost.time[mine] / quickest - 1), "best": spelt({f.name: float(getattr(first, f.name)[0]) for f in fields(first)}),
     }  # fmt: skip
 
 
@@ -87,7 +93,15 @@ def task_of(row: Row) -> Task:
         name for name in ("fp8", "fp4", "bf16", "fp16") if device.tflops.get(name, 0) * 1e12 == q["peak"]
     )
     ints = {n: int(q[n]) for n in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab")}
-    model = Model("", **ints, gated=bool(q["gated"]), experts=0, active=1, tied=bool(q["tied"]), seq=0)
+    model = Model(
+        "",
+        **ints,
+        gated=bool(q["gated"]),
+        experts=int(q["experts"]),
+        active=int(q["active"]),
+        tied=bool(q["tied"]),
+        seq=0,
+    )
     return Task(model, Cluster(device, size // node), int(q["global_batch"]), int(q["seq"]), precision, framework=row.framework)  # fmt: skip
 
 
@@ -98,6 +112,14 @@ def spelt(point: dict[str, float]) -> str:
     words = [
         f"{n}={point[n]:g}" for n in NAMES if n not in ("recompute", "sp") and point[n] != usual.get(n, 1.0)
     ]
+    words += [f"{n}={point[n]:g}" for n in ("replicate", "again") if point.get(n, 0) > (n == "replicate")]
+    words += [
+        word for n, word in (("context", "context=ulysses"), ("offload", "offload=optimizer")) if point.get(n)
+    ]
+    if point.get("schedule", 0) > INTERLEAVED:
+        words.append(
+            next(f"schedule={name}" for name, code in SCHEDULES.items() if code == point["schedule"])
+        )
     words += ["sp=on"] * bool(point["sp"]) + [f"recompute={level}"] * (level != "none")
     return ",".join(words)
 
@@ -109,9 +131,11 @@ def markdown(result: dict) -> str:
     early = [r for r in inside if r["quicker"] <= 0.05]
     lines = [
         "# Where experts' plans stand", "", record.line(result), "",
-        f"{len(rows)} different plans of dense models that were published with their times; {len(inside)} are in the "
+        f"{len(rows)} different plans that were published with their times; {len(inside)} are in the "
         f"planner's space, {len(early)} of these among the first 5% of the plans that fit. *quicker*: the share of plans that "
         "are predicted to be quicker; *gain*: how much longer the expert's plan is predicted to take than the first. The "
+        "plans that are counted have what the tables' have: one copy of shards, ring, 1F1B or interleaved, all layers recomputed alike; "
+        "the first is of all plans (*again*: layers of a rank that are computed again). The "
         "same model judges both: this says whether experts and planner agree, not who is right. What a row does not say "
         "(often microbatch and recomputation) is inferred, which is part of the plan that is looked for.", "",
         "| table | model | devices | expert's plan | quicker | gain | first plan |", "|---|---|---:|---|---:|---:|---|",

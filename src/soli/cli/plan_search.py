@@ -16,9 +16,9 @@ from soli.core.errors import SoliError
 
 if TYPE_CHECKING:
     from soli.planner.explain import Answer, Choice
-    from soli.planner.search import Task
+    from soli.planner.task import Task
 
-PRECISIONS = ("bf16", "fp16")
+PRECISIONS = ("bf16", "fp16", "fp8")
 FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
 
 
@@ -29,7 +29,9 @@ def search(
     seq: Annotated[
         int, typer.Option(min=0, help="Tokens of a sequence; 0: what the model was made for, 8192 at most.")
     ] = 0,
-    precision: Annotated[str, typer.Option(help="bf16 or fp16; else bf16 where the device has it.")] = "",
+    precision: Annotated[
+        str, typer.Option(help="bf16, fp16 or fp8; else bf16 where the device has it.")
+    ] = "",
     memory: Annotated[str, typer.Option(help="Of a device, such as 70GB; else all that it has.")] = "",
     fix: Annotated[str, typer.Option(help="What every plan must have, such as tp=8,recompute=full.")] = "",
     why_not: Annotated[
@@ -54,12 +56,12 @@ def search(
 ) -> None:
     """The best plans of a model on a cluster: time, memory, and why. "search" may be left out.
 
-    Every plan is looked at; one is offered if the upper bound of its memory is there. No GPU, weights or network.
+    The best of all plans; one is offered if the upper bound of its memory is there. No GPU, weights or network.
     """
     from soli.planner import explain
     from soli.planner.hardware.clusters import read_cluster
     from soli.planner.models import read_model
-    from soli.planner.search import Task
+    from soli.planner.task import Task
 
     if whatif and (html is not None or why_not):
         raise SoliError(
@@ -102,7 +104,7 @@ def search(
 def _reasons(found: Answer, reasons: list[str]) -> None:
     first = found.choices[0]
     low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
-    print(f"{found.counted} plans, {found.fit} of which fit. {found.why}.")
+    print(f"{found.seen} {found.why}.")
     print(f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.")
     for reason in reasons:
         print(f"Why not {reason}.")
@@ -182,4 +184,5 @@ def _best(choices: list[Choice]) -> None:
             f"{one.activations_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
         )  # fmt: skip
     Console().print(table)
-    print("\n".join(f"  {number:<3} {one.plan}" for number, one in enumerate(choices, 1)))
+    for number, one in enumerate(choices, 1):
+        print(f"  {number:<3} {one.plan}" + (f"  ({one.note})" if one.note else ""))

@@ -8,23 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from soli.core.errors import Problem, SoliError, raise_all
+from soli.planner import space
 from soli.planner.cost import memory
 from soli.planner.cost.constants import chain, measured, sets, spread_of
 from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
-from soli.planner.search import (
-    FIXED,
-    LEVELS,
-    Found,
-    Task,
-    different,
-    enough,
-    plan_of,
-    problems,
-    search,
-    spaces,
-    with_fixed,
-)
+from soli.planner.offers import SCHEDULES, SOME
+from soli.planner.search import Found, different, enough, plan_of, search
+from soli.planner.space import CONTEXTS, LEVELS, OFFLOADS
+from soli.planner.task import FIXED, Task, problems
 
 GB = 1e9
 PARTS = {
@@ -54,6 +46,7 @@ class Choice:
     activations_gb: float
     bubble: float
     parts_s: dict[str, float]
+    note: str  # what the plan's text does not say
 
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
@@ -67,24 +60,33 @@ class Answer:
     choices: list[Choice]
     why: str
     counted: int
+    looked: int
     fit: int
     assumed: str
+
+    @property
+    def seen(self) -> str:
+        """How many plans there are, and how many were looked at."""
+        return (
+            f"{self.counted} plans: these are the best. {self.looked} were computed; the bounds of the others are slower, "
+            "or larger than the memory."
+        )
 
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "plans": self.counted, "fit": self.fit, "best": [one.asdict() for one in self.choices], "why": self.why,
+            "plans": self.counted, "looked": self.looked, "fit": self.fit, "best": [one.asdict() for one in self.choices], "why": self.why,
             "assumed": self.assumed,
         }  # fmt: skip
 
 
 def answer(task: Task, count: int = 10) -> Answer:
     """The best plans of a task, which differ. SoliError where nothing fits, with what would."""
-    found = search(task)
+    found = search(task, max(count, 2))
     if not len(found.points):
         raise _nothing(found)
     best = [choice(task, found.points, found.cost, i) for i in different(found, max(count, 2))]
-    return Answer(best[:count], why(best), found.counted, len(found.points), assumed(task))
+    return Answer(best[:count], why(best), found.counted, found.looked, found.fit, assumed(task))
 
 
 def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
@@ -107,7 +109,14 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
         activations_gb=float(cost.activations[i]) / GB,
         bubble=float(cost.waiting[i]) / time,
         parts_s={"computing": time - sum(parts.values()), **parts},
+        note=note(p, i),
     )
+
+
+def note(p: Points, i: int) -> str:
+    """What the plan's text does not say."""
+    own, again = int(p.own_layers[i]), int(p.again[i])
+    return f"{again} of a rank's {own} layers computed again" if again else ""
 
 
 def flops(p: Points, i: int) -> float:
@@ -118,7 +127,14 @@ def flops(p: Points, i: int) -> float:
     one = p.take([i])
     table = one.vocab * one.hidden
     whole = memory.parameters(one) - (2 - one.tied) * table
-    unused = one.layers * one.matrices * one.hidden * one.ffn * (one.experts - one.active) * (one.experts > 0)
+    unused = (
+        one.layers
+        * one.matrices
+        * one.hidden
+        * one.ffn
+        * (one.experts + one.shared - one.active)
+        * (one.experts > 0)
+    )
     return float((6 * (whole - unused + table) + 6 * one.layers * one.seq * one.attention_width)[0])
 
 
@@ -152,13 +168,12 @@ def why_not(task: Task, wanted: Mapping[str, float]) -> str:
         name: value for name, value in (task.fixed or {}).items() if wanted.get(name, value) != value
     }:
         said += f" (and not the {spelt(over)} that is fixed)"
-    asked = with_fixed(task, wanted)
+    asked = task.with_fixed(wanted)
     if wrong := problems(asked):
         return f"{said}: " + "; ".join(problem.what for problem in wrong)
-    found = spaces(asked)
-    if not len(found):
+    if not space.counted(asked):
         return f"{said}: no plan has it, with {task.model.heads} heads, {task.model.layers} layers and {task.batch} sequences"
-    seen = search(asked)
+    seen = search(asked, 1)
     if not len(seen.points):
         return f"{said}: does not fit. " + lacking(seen)
     other = choice(asked, seen.points, seen.cost, 0)
@@ -233,6 +248,6 @@ def fixed_of(text: str) -> dict[str, float]:
 
 
 WORDS: dict[str, dict[str, float]] = {
-    "recompute": LEVELS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
 }  # fmt: skip
 """What is no number above 0."""

@@ -76,6 +76,7 @@ class Model:
     active: int
     tied: bool
     seq: int  # the longest that it was made for; 0: not said
+    shared: int = 0  # of the active experts those that each token goes to
 
     @property
     def parameters(self) -> float:
@@ -88,6 +89,7 @@ class Model:
             "layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads,
             "head_size": self.head_size, "ffn": self.ffn, "gated": float(self.gated), "vocab": self.vocab,
             "experts": self.experts, "active": self.active, "tied": float(self.tied), "flash": 1.0, "frozen": 0.0,
+            "shared": self.shared,
         }  # fmt: skip
 
 
@@ -163,6 +165,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> Model:
         active=(numbers["routed"] or 1) + (numbers["shared"] or 0) if experts else 1,
         tied=bool(said.get("tie_word_embeddings", True)),
         seq=numbers["seq"] or 0,
+        shared=(numbers["shared"] or 0) if experts else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""The planner's answer as one HTML page: the plans, why, and four pictures. Nothing is fetched, nothing runs in it."""
+"""The planner's answer as one HTML page: the plans, why, and four pictures, three where the first plan's schedule is neither 1F1B nor interleaved. Nothing is fetched, nothing runs in it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from soli.planner import explain
-from soli.planner.search import Found, Task, plan_of, search
+from soli.planner.cost.points import INTERLEAVED
+from soli.planner.search import Found, holds, plan_of, search, thriftiest
+from soli.planner.task import Task
 from soli.planner.timeline import Work, timeline
-from soli.planner.whatif import holds
 
 WIDE = (9.0, 3.6)
+LIMITS = 12
 DRAWN = 24  # microbatches and stages of a timeline that can be read
 COLORS = {
     "states": "#4c72b0",
@@ -35,15 +37,15 @@ def page(task: Task, answer: explain.Answer, reasons: list[str]) -> str:
     head = f"{task.model.name} on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
     figures = [
         ("Memory of a device", "Bars: what is predicted. Line: the upper bound, which must stay below the dashes.", _memory),
-        ("One step of the first plan", _said_of_timeline(task, found), _timeline),
+        *([("One step of the first plan", _said_of_timeline(task, found), _timeline)] if found.points.schedule[0] <= INTERLEAVED else []),
         ("Time against devices", "The best plan's step on fewer and on more servers, with its interval.", _devices),
-        ("Time against memory", "Every plan that fits, and the quickest for each amount of memory.", _front),
+        ("Time against memory", "The quickest plan whose upper bound fits, for each amount of memory.", _front),
     ]  # fmt: skip
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         f"<title>{escape(head)}</title><style>{STYLE}</style><h1>{escape(head)}</h1>",
         _table(answer),
-        f"<p>{answer.counted} plans, {answer.fit} of which fit. {escape(answer.why)}.</p>",
+        f"<p>{escape(answer.seen)} {escape(answer.why)}.</p>",
         f"<p>90% intervals: {escape(answer.assumed)}.</p>",
         *(f"<p>Why not {escape(reason)}.</p>" for reason in reasons),
     ]
@@ -65,7 +67,9 @@ def _table(answer: explain.Answer) -> str:
             f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
         )  # fmt: skip
         said = "".join(f"<td>{cell}</td>" for cell in cells)
-        rows.append(f"<tr><td>{number}</td><td class=plan>{escape(one.plan)}</td>{said}</tr>")
+        rows.append(
+            f"<tr><td>{number}</td><td class=plan>{escape(one.plan)}<br>{escape(one.note)}</td>{said}</tr>"
+        )
     return "<table>" + "".join(rows) + "</table>"
 
 
@@ -178,10 +182,9 @@ def _devices(axes: Any, task: Task, answer: explain.Answer, found: Found) -> Non
 
 
 def _front(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
-    memory, time = found.cost.memory / explain.GB, found.cost.time
-    some = np.linspace(0, len(time) - 1, min(len(time), 4000)).astype(int)
-    axes.scatter(memory[some], time[some], s=3, color="#bbbbbb", rasterized=False)
-    order = np.argsort(memory, kind="stable")
-    best = np.minimum.accumulate(time[order])
-    axes.step(memory[order], best, where="post", color="#c44e52")
-    axes.set(xlabel="GB of a device", ylabel="s a step", yscale="log")
+    """The best time of each of some limits: it changes where the plan does."""
+    least = thriftiest(task)[1]
+    limits = np.geomspace(least, task.limit, LIMITS) if least < task.limit else np.array([task.limit])
+    best = [float(search(replace(task, memory=float(limit)), 1).cost.time[0]) for limit in limits]
+    axes.step(limits / explain.GB, best, where="post", marker="o", color="#c44e52")
+    axes.set(xlabel="GB of a device, upper bound", ylabel="s a step", yscale="log")

@@ -1,144 +1,187 @@
-"""Every plan of a model on a cluster, and the best of them: exhaustive, and so exact within the cost model.
+"""The best plans of a model on a cluster, exact within the cost model: branch and bound over arrays.
 
-The space is a table: factorisations of the devices into tp, cp, pp and dp, times what is chosen apart from them. All
-of it is laid out as arrays; memory is computed first, and time for what fits.
+Layouts are taken in the order of what they cost at least; of each come its orders of stages, and of these the ways to
+shard, as long as their bounds are below what was found. What is left out is slower, or larger than the memory, than its
+bound says (Land and Doig 1960).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soli.core.errors import Problem, raise_all
 from soli.core.plan import Plan
+from soli.planner import bounds, space
+from soli.planner.bounds import constants_of, high
 from soli.planner.cost import memory
-from soli.planner.cost.constants import Constants, known, repeated, spread_of
-from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE, Array, Points, of_device
-from soli.planner.cost.step import Step, step
-from soli.planner.hardware.clusters import Cluster
-from soli.planner.models import Model
+from soli.planner.cost.points import FULL, INTERLEAVED, NONE, Array, Points
+from soli.planner.cost.step import Step, seconds, step
+from soli.planner.offers import SCHEDULES
+from soli.planner.space import CONTEXTS, LEVELS, Table, points_of, spaces
+from soli.planner.task import FIXED, Task, problems
 
-WIDEST = {"tp": 64, "cp": 64}
-MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
-CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
-LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
-FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch")
-"""What the user may fix; `microbatch` is in sequences."""
 MOST = 16384  # servers
-PIECE = 1 << 15
+PIECE = 1 << 13
 """Points computed at once: what lies in a core's cache."""
+FEW = 16
+"""Layouts that are looked at first; then twice as many, ..."""
+SHOWN = 10
+KEY = ("tp", "cp", "pp", "dp", "ep")
+"""Plans that differ in one of these, or in whether parameters are sharded, lay the ranks out otherwise."""
 
-
-@dataclass(frozen=True)
-class Task:
-    """What is asked: a model, on a cluster, so many sequences of so many tokens a step, and what is fixed."""
-
-    model: Model
-    cluster: Cluster
-    batch: int
-    seq: int
-    precision: str = "bf16"
-    memory: float = 0.0  # bytes of a device that may be used; 0: all
-    fixed: Mapping[str, float] | None = None
-    framework: str = "soli"  # whose program runs the plan
-
-    @property
-    def limit(self) -> float:
-        """Bytes."""
-        return self.memory or self.cluster.device.memory
+__all__ = ["FIXED", "LEVELS", "Found", "Task", "constants_of", "costs", "different", "enough", "peaks", "plan_of", "problems", "search", "spaces", "with_fixed"]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search saw: all points, which fit, and the costs of these, quickest first."""
+    """What a search saw: the plans that fit and are no slower than the best of the last layout that was asked for."""
 
     task: Task
-    points: Points  # those that fit, quickest first
+    points: Points  # quickest first
     cost: Step
     counted: int  # plans in the space
+    looked: int  # of them those whose cost was computed; the others are bounded
+    fit: int  # of those looked at, that were not slower than what was found before
     nearest: Points | None  # one point: where nothing fits, what takes the least memory
     least: float  # its upper bound of memory, bytes
 
 
-def problems(task: Task) -> list[Problem]:
-    """What keeps any plan from being, before one is looked at."""
-    found = []
-    if task.memory > task.cluster.device.memory:
-        found.append(
-            Problem(
-                f"{task.memory / 1e9:.1f} GB are more than {task.cluster.device.name} has",
-                allowed=f"{task.cluster.device.memory / 1e9:.1f} GB",
-            )
-        )
-    if task.precision not in task.cluster.device.tflops:
-        found.append(
-            Problem(
-                f"{task.cluster.device.name} does not multiply {task.precision}",
-                allowed=", ".join(task.cluster.device.tflops),
-            )
-        )
-    fixed = dict(task.fixed or {})
-    for name in ("tp", "cp", "pp", "dp"):
-        if task.cluster.size % int(fixed.get(name, 1)):
-            found.append(
-                Problem(
-                    f"{name}={fixed[name]:g} does not divide the {task.cluster.size} devices of {task.cluster}"
-                )
-            )
-    degrees = {name: fixed[name] for name in ("tp", "cp", "pp", "dp") if name in fixed}
-    whole = float(np.prod(list(degrees.values()) or [1.0]))
-    said = " and ".join(f"{name}={value:g}" for name, value in degrees.items())
-    if not found and task.cluster.size % int(whole):
-        found.append(
-            Problem(f"{said} contradict each other: {whole:g} do not divide the {task.cluster.size} devices")
-        )
-    elif len(degrees) == 4 and whole != task.cluster.size:
-        found.append(Problem(f"{said} take {whole:g} devices, and {task.cluster} has {task.cluster.size}"))
-    dp, size = fixed.get("dp", 1.0), fixed.get("microbatch", 1.0)
-    if dp * size > task.batch:
-        words = [f"{name}={fixed[name]:g}" for name in ("dp", "microbatch") if name in fixed]
-        found.append(
-            Problem(
-                f"{' and '.join(words)} take {dp * size:g} sequences, and the global batch has {task.batch}"
-            )
-        )
-    if fixed.get("sp") and fixed.get("tp") == 1:
-        found.append(
-            Problem("sp=on and tp=1 contradict each other: the sequence is cut over the ranks of tp")
-        )
-    if fixed.get("chunks", 1) > 1 and fixed.get("pp") == 1:
-        found.append(
-            Problem(f"chunks={fixed['chunks']:g} and pp=1 contradict each other: chunks are of a pipeline")
-        )
-    if fixed.get("zero", 0) > 0 and fixed.get("dp") == 1 and fixed.get("cp") == 1:
-        found.append(Problem(f"zero={fixed['zero']:g} and dp=1 contradict each other: ZeRO shards over dp"))
-    return found
+class Best:
+    """The best value of each layout, and how bad the last of so many is."""
+
+    def __init__(self, count: int) -> None:
+        self.of: dict[tuple[float, ...], float] = {}
+        self.count = count
+        self.worst = np.inf
+
+    def note(self, keys: Array, values: Array) -> None:
+        """Values of the layouts that the rows of `keys` say."""
+        if not len(values):
+            return
+        each, place = np.unique(keys, axis=0, return_inverse=True)
+        least = np.full(len(each), np.inf)
+        np.minimum.at(least, place.ravel(), values)
+        for key, value in zip(map(tuple, each.tolist()), least.tolist(), strict=True):
+            self.of[key] = min(self.of.get(key, np.inf), value)
+        if len(self.of) >= self.count:
+            self.worst = sorted(self.of.values())[self.count - 1]
 
 
-def search(task: Task) -> Found:
-    """Every plan of the task. SoliError where it contradicts itself, or no plan can be whatever the memory."""
+def search(task: Task, count: int = SHOWN) -> Found:
+    """The best plans of the task, of so many layouts. SoliError where it contradicts itself, or no plan can be at all."""
     raise_all(problems(task))
-    space = spaces(task)
-    if not len(space):
+    whole = space.counted(task)
+    if not whole:
         raise_all([_none(task)])
-    bounds = peaks(task, space)
-    fits = np.flatnonzero(bounds <= task.limit)
-    nearest = None if len(fits) else space.take(np.array([int(np.argmin(bounds))]))
-    kept = space.take(fits)
-    cost = costs(task, kept)
-    order = np.argsort(cost.time, kind="stable")
-    ordered = Step(**{f.name: getattr(cost, f.name)[order] for f in fields(Step)})
-    return Found(task, kept.take(order), ordered, len(space), nearest, float(bounds.min()))
+    best = Best(count)
+    kept: list[tuple[Table, Array]] = []
+    looked = fit = 0
+    low = lambda t: np.where(
+        bounds.memory_of_layouts(task, t) > task.limit, np.inf, bounds.time_of_layouts(task, t)
+    )
+    then = lambda t: np.where(
+        bounds.memory_of_stages(task, t) > task.limit, np.inf, bounds.time_of_stages(task, t)
+    )
+    for table in descend(task, low, then, lambda: best.worst):
+        looked += space.size(table)
+        # Of rows that recompute some layers the time of as few as may be: no more of them are quicker.
+        table = space.rows_of(table, times(task, points_of(task, table)) <= best.worst)
+        table = settled(task, table)
+        p = points_of(task, table)
+        table = space.rows_of(table, np.flatnonzero(peaks(task, p) <= task.limit))
+        found = times(task, points_of(task, table))
+        at = np.flatnonzero(found <= best.worst)
+        fit += len(found)
+        kept.append((space.rows_of(table, at), found[at]))
+        best.note(_keys(kept[-1][0]), found[at])
+    if not fit:
+        nearest, least = thriftiest(task)
+        return Found(task, nearest.take([]), costs(task, nearest.take([])), whole, looked, 0, nearest, least)
+    p = points_of(task, _sorted(kept, best.worst))
+    return Found(task, p, costs(task, p), whole, looked, fit, None, float(peaks(task, p).min()))
+
+
+def descend(
+    task: Task, first: Callable[[Table], Array], second: Callable[[Table], Array], worst: Callable[[], float]
+) -> Iterator[Table]:
+    """Tables of whole plans, those with the least bounds first, until no other can be below what `worst` says.
+
+    `first`, `second`: bounds of rows of layouts, and of stages. An infinite bound leaves a row out.
+    """
+    table = space.layouts(task)
+    low = np.concatenate([first(part) for part in _parts(table)])
+    order = np.argsort(low, kind="stable")
+    order = order[: int(np.isfinite(low).sum())]
+    start, many = 0, FEW
+    while start < len(order) and low[order[start]] <= worst():
+        some = order[start : start + many]
+        start, many = start + many, min(2 * many, PIECE)
+        middle = space.stages(task, space.rows_of(table, some[low[some] <= worst()]))
+        if not space.size(middle):
+            continue
+        later = np.concatenate([second(part) for part in _parts(middle)])
+        following = np.argsort(later, kind="stable")
+        following = following[: int(np.isfinite(later).sum())]
+        for a in range(0, len(following), PIECE // 8):
+            part = following[a : a + PIECE // 8]
+            part = part[later[part] <= worst()]
+            if not len(part):
+                break
+            yield space.shards(task, space.rows_of(middle, part))
+
+
+def thriftiest(task: Task, enough: float = -np.inf) -> tuple[Points, float]:
+    """The plan whose upper bound of memory is the least, and that; or the first that takes no more than is enough."""
+    best = Best(1)
+    found: list[Points] = []
+    low = lambda table: bounds.memory_of_layouts(task, table)
+    then = lambda table: bounds.memory_of_stages(task, table)
+    for table in descend(task, low, then, lambda: best.worst if best.worst > enough else -np.inf):
+        p = points_of(task, {**table, "again": table["most"]})
+        sizes = peaks(task, p)
+        i = int(np.argmin(sizes))
+        if sizes[i] < best.worst:
+            best.note(np.zeros((1, 1)), sizes[[i]])
+            found = [p.take([i])]
+    return found[0], float(best.worst)
+
+
+def settled(task: Task, table: Table) -> Table:
+    """Rows that recompute some layers with as few as fit, which is the quickest: each more takes time and gives memory.
+
+    Layers are alike, so that of the sets of so many all are the same: bisection finds what a search over sets would.
+    """
+    open_rows = np.flatnonzero(table["most"] > 0)
+    if not len(open_rows):
+        return table
+    some = space.rows_of(table, open_rows)
+    low, high_ = some["again"] / some["chunks"] - 1, some["most"] / some["chunks"]
+    while (low + 1 < high_).any():
+        middle = np.where(low + 1 < high_, np.floor((low + high_) / 2), high_)
+        fits = peaks(task, points_of(task, {**some, "again": middle * some["chunks"]})) <= task.limit
+        low, high_ = np.where(fits, low, np.minimum(middle, high_ - 1)), np.where(fits, middle, high_)
+    again = table["again"].copy()
+    again[open_rows] = high_ * some["chunks"]
+    return {**table, "again": again}
+
+
+def holds(task: Task) -> bool:
+    """Whether some plan fits."""
+    return not problems(task) and space.counted(task) > 0 and thriftiest(task, task.limit)[1] <= task.limit
 
 
 def peaks(task: Task, p: Points) -> Array:
     """The upper bound of each point's memory, bytes."""
-    high = spread_of(task.framework, task.cluster.device.generation)["memory_high"]
     parts = [memory.peak(piece, constants_of(task, len(piece))) for piece in _pieces(p)]
-    return high * np.concatenate(parts)
+    return high(task) * np.concatenate(parts)
+
+
+def times(task: Task, p: Points) -> Array:
+    """Seconds of each point's step."""
+    return np.concatenate([seconds(piece, constants_of(task, len(piece)))[0] for piece in _pieces(p)])
 
 
 def costs(task: Task, p: Points) -> Step:
@@ -151,79 +194,28 @@ def _pieces(p: Points) -> list[Points]:
     return [p.take(slice(a, a + PIECE)) for a in range(0, max(len(p), 1), PIECE)]
 
 
-def constants_of(task: Task, count: int) -> Constants:
-    """What the search assumes."""
-    return repeated(known(task.framework, task.cluster.device.generation), count)
+def _parts(table: Table) -> list[Table]:
+    whole = range(0, max(space.size(table), 1), PIECE)
+    return [{name: column[a : a + PIECE] for name, column in table.items()} for a in whole]
 
 
-# --- the space --------------------------------------------------------------------------------------------
+def _keys(table: Mapping[str, Array] | Points) -> Array:
+    """[rows, columns]: what two plans that are shown differ in."""
+    column = table.__getitem__ if isinstance(table, Mapping) else lambda name: getattr(table, name)
+    return np.stack([*(column(name) for name in KEY), (column("zero") >= 3).astype(float)], axis=1)
 
 
-def divisors(n: int) -> list[int]:
-    """All, in order."""
-    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})
-
-
-def meshes(task: Task) -> NDArray[np.int64]:
-    """[n, 4]: tp, cp, pp, dp whose product is the devices, that the model can be cut by, and as fixed."""
-    model, n, fixed = task.model, task.cluster.size, dict(task.fixed or {})
-    fits_tp = lambda t: model.heads % t == 0 and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
-    found = [
-        (tp, cp, pp, n // tp // cp // pp)
-        for tp in divisors(n)
-        if tp <= WIDEST["tp"] and fits_tp(tp)
-        for cp in divisors(n // tp)
-        if cp <= WIDEST["cp"] and task.seq % cp == 0
-        for pp in divisors(n // tp // cp)
-        if pp <= model.layers
-    ]
-    table = np.array(found, dtype=np.int64).reshape(-1, 4)
-    for column, name in enumerate(("tp", "cp", "pp", "dp")):
-        if name in fixed:
-            table = table[table[:, column] == fixed[name]]
-    return table
-
-
-def spaces(task: Task) -> Points:
-    """Every plan, as points."""
-    fixed = dict(task.fixed or {})
-    choices = {
-        "sp": (0.0, 1.0), "zero": (0.0, 1.0, 2.0, 3.0), "recompute": (NONE, SELECTIVE, FULL), "chunks": CHUNKS,
-        "microbatch": MICROBATCHES,
-    }  # fmt: skip
-    axes = [
-        np.array([fixed[name]] if name in fixed else values, dtype=float) for name, values in choices.items()
-    ]
-    inner = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")])
-    mesh = meshes(task)
-    mesh = mesh[mesh[:, 3] <= task.batch].T.astype(float)
-    tp, cp, pp, dp = (np.repeat(axis, inner.shape[1]) for axis in mesh)
-    sp, zero, recompute, chunks, microbatch = (np.tile(axis, mesh.shape[1]) for axis in inner)
-    times = task.batch / (dp * microbatch)
-    kept = times >= 1
-    kept &= (sp == 0) | ((tp > 1) & (task.seq / cp % tp == 0))
-    kept &= (zero == 0) | (dp * cp > 1)
-    kept &= (chunks == 1) | ((pp > 1) & (pp * chunks <= task.model.layers) & (np.ceil(times) % pp == 0))
-    if task.framework != "soli":  # whose batches and stages need not be equal
-        kept &= (task.batch % (dp * microbatch) == 0) & (task.model.layers % (pp * chunks) == 0)
-    same = {
-        **task.model.point(), **of_device(task.cluster.device, task.precision), "seq": task.seq, "global_batch": task.batch,
-        "ep": 1.0, "offload": 0.0, "logged": 0.0, **(CAST if task.framework == "soli" else MIXED),
-    }  # fmt: skip
-    own = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sp": sp, "zero": zero, "recompute": recompute, "chunks": chunks, "microbatch": microbatch}  # fmt: skip
-    count = int(kept.sum())
-    return Points(
-        **{
-            f.name: own[f.name][kept] if f.name in own else np.full(count, float(same[f.name]))
-            for f in fields(Points)
-        }
-    )
+def _sorted(kept: list[tuple[Table, Array]], worst: float) -> Table:
+    """What is no slower, quickest first."""
+    times = np.concatenate([time for _, time in kept])
+    whole = {name: np.concatenate([table[name] for table, _ in kept]) for name in kept[0][0]}
+    order = np.argsort(times, kind="stable")
+    return space.rows_of(whole, order[: int((times <= worst).sum())])
 
 
 def _none(task: Task) -> Problem:
     """Why no plan is in the space."""
-    model, mesh = task.model, meshes(task)
+    model, mesh = task.model, space.meshes(task)
     said = ", ".join(f"{name}={value:g}" for name, value in (task.fixed or {}).items())
     least = int(mesh[:, 3].min()) if len(mesh) else 0
     return Problem(
@@ -240,42 +232,41 @@ def _none(task: Task) -> Problem:
 def plan_of(p: Points, i: int, precision: str) -> Plan:
     """The plan at a place, as the engine takes it."""
     level = next(name for name, value in LEVELS.items() if value == p.recompute[i])
+    if p.again[i] > 0:
+        level = f"{kept_share(p.take([i])):.3f}"
     times = int(np.ceil(p.microbatches[i]))
     piped = p.pp[i] > 1
     return Plan(
         dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
-        chunks=int(p.chunks[i]), schedule="interleaved" if p.chunks[i] > 1 else "1f1b",
+        chunks=int(p.chunks[i]) if p.schedule[i] <= INTERLEAVED else 1, schedule=next(name for name, value in SCHEDULES.items() if value == p.schedule[i]), ep=int(p.ep[i]), replicate=int(p.replicate[i]),
+        offload="optimizer" if p.offload[i] else "none", context=next(name for name, value in CONTEXTS.items() if value == p.context[i]),
         microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=precision,
     )  # fmt: skip
 
 
+def kept_share(p: Points) -> float:
+    """Of the activations that would be kept if nothing were recomputed."""
+    whole, least = (memory.activations_of_layer(replace(p, recompute=np.full(1, n)))[0] for n in (NONE, FULL))
+    share = 1 - p.again[0] / p.own_layers[0] * (1 - least / whole)
+    return float(np.clip(share, 0.001, 0.999))
+
+
 def different(found: Found, count: int) -> list[int]:
     """Places of the quickest plans, no two of which lay the ranks out alike."""
-    seen: set[tuple[float, ...]] = set()
-    places = []
-    for i in range(len(found.points)):
-        p = found.points
-        key = (p.tp[i], p.cp[i], p.pp[i], p.dp[i], float(p.zero[i] >= 3))
-        if key not in seen:
-            seen.add(key)
-            places.append(i)
-        if len(places) == count:
-            break
-    return places
+    _, places = np.unique(_keys(found.points), axis=0, return_index=True)
+    return sorted(places.tolist())[:count]
 
 
 def with_fixed(task: Task, more: Mapping[str, float]) -> Task:
     """The task with more that is fixed."""
-    return replace(task, fixed={**(task.fixed or {}), **more})
+    return task.with_fixed(more)
 
 
 def enough(task: Task) -> int | None:
     """The fewest servers, a power of two, on which a plan fits; None up to MOST."""
     nodes = 1
     while nodes <= MOST:
-        larger = replace(task, cluster=replace(task.cluster, nodes=nodes))
-        space = spaces(larger) if not problems(larger) else None
-        if space is not None and len(space) and peaks(larger, space).min() <= task.limit:
+        if holds(replace(task, cluster=replace(task.cluster, nodes=nodes))):
             return nodes
         nodes *= 2
     return None

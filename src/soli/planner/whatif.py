@@ -7,22 +7,14 @@ from dataclasses import replace
 
 from soli.core.errors import SoliError
 from soli.planner import explain
-from soli.planner.cost import memory
 from soli.planner.models import Model
-from soli.planner.search import MOST, Task, peaks, problems, spaces
+from soli.planner.search import MOST, holds
+from soli.planner.task import Task
 
 LENGTHS = sorted({n << k for n in range(8, 16) for k in range(6, 21)})
 """Sequences that are tried, tokens: eighths between powers of two; times what cp is fixed to, so that it divides them."""
 STEP = 2 ** (1 / 8)  # from one size of a model to the next, in its width
 SIZES = range(-40, 81)
-
-
-def holds(task: Task) -> bool:
-    """Whether some plan fits."""
-    if problems(task):
-        return False
-    space = spaces(task)
-    return bool(len(space)) and bool(peaks(task, space).min() <= task.limit)
 
 
 def longest(task: Task) -> tuple[int, explain.Choice]:
@@ -43,8 +35,7 @@ def largest(task: Task) -> tuple[Model, float, explain.Choice]:
     if not kept:
         raise _none(task, f"not even {sizes[0].layers} layers of {sizes[0].hidden} fit")
     found = replace(task, model=sizes[kept - 1])
-    whole = float(memory.parameters(spaces(found))[0])
-    return found.model, whole, explain.answer(found, 1).choices[0]
+    return found.model, found.model.parameters, explain.answer(found, 1).choices[0]
 
 
 def scaled(model: Model, times: float) -> Model:

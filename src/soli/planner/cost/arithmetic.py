@@ -50,9 +50,18 @@ def products_forward(p: Points, k: Constants) -> Array:
     # An expert has its tokens of all ranks of ep; a rank has experts / ep of them.
     moe = p.experts > 0
     local = np.where(moe, np.maximum(p.experts / p.ep, 1.0), 1.0)
-    each = np.where(moe, T * p.active / local, T)
-    into = product(p, k, each, p.ffn / t * (1 + p.gated), p.hidden)
-    return spent + local * (into + product(p, k, each, p.hidden, p.ffn / t))
+    each = np.where(moe, T * (p.active - p.shared) / local, T)
+    return (
+        spent
+        + local * mlp(p, k, each, p.ffn)
+        + np.where(p.shared > 0, mlp(p, k, T, p.ffn * np.maximum(p.shared, 1.0)), 0.0)
+    )
+
+
+def mlp(p: Points, k: Constants, tokens: Array, width: Array) -> Array:
+    """Seconds of the two or three products of an MLP, or of an expert, of which tp cuts the width."""
+    inner = width / p.tp
+    return product(p, k, tokens, inner * (1 + p.gated), p.hidden) + product(p, k, tokens, p.hidden, inner)
 
 
 def attention(p: Points, k: Constants) -> tuple[Array, Array]:

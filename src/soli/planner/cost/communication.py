@@ -47,29 +47,27 @@ def all_to_all(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> 
     return np.where(n > 1, near + far + latency, 0.0)
 
 
-def of_layer(p: Points, k: Constants) -> tuple[Array, Array]:
+def of_layer(p: Points, k: Constants, crossing: tuple[Array, Array]) -> tuple[Array, Array]:
     """Seconds of a layer's collectives in a forward and in a backward, and none of ZeRO.
 
     tp: two sums each way of T h values; under sp as many bytes are gathered and scattered (arXiv 2205.05198, 4.2.2).
-    Full recomputation sums again. cp: keys and values go once round, their gradients too. ep: tokens to their
+    Full recomputation sums again. cp: what crosses it each way (context.py). ep: tokens to their
     experts and back (GShard, arXiv 2006.16668), each rank of tp with its part of them under sp.
     """
     one = np.ones_like(p.tp)
     hidden = p.tokens * p.hidden * 2.0
     sums = 2 * all_reduce(p, k, hidden, p.tp, one)
-    keys = 2 * hidden * p.attention_width / p.hidden * p.kv_share / p.tp
-    rounds = gather(p, k, keys * p.cp, p.cp, p.tp)
-    routed = hidden * p.active / np.where(p.sp > 0, p.tp, 1.0)
+    routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
     experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner), 0.0)
-    forward = sums + rounds + experts
-    backward = sums + 2 * rounds + experts
+    forward = sums + crossing[0] + experts
+    backward = sums + crossing[1] + experts
     return forward, backward + np.where(p.recompute == FULL, forward, 0.0)
 
 
 def calls_of_layer(p: Points) -> Array:
-    """Collectives that a layer's forward starts."""
-    return 2.0 * (p.tp > 1) + 1.0 * (p.cp > 1) + 2.0 * ((p.experts > 0) & (p.ep > 1))
+    """Collectives that a layer's forward starts, beside those of cp."""
+    return 2.0 * (p.tp > 1) + 2.0 * ((p.experts > 0) & (p.ep > 1))
 
 
 def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> tuple[Array, Array]:
@@ -87,8 +85,16 @@ def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> t
 
 def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
     """Seconds of a gather, or scatter, of bytes of which dp and cp have copies, and of experts', which fewer have."""
-    own = gather(p, k, dense, p.dp * p.cp, p.tp)
-    return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_replicas, p.tp * p.ep), 0.0)
+    own = gather(p, k, dense, p.shards, p.tp)
+    return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_shards, p.tp * p.ep), 0.0)
+
+
+def _across(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
+    """Seconds in which HSDP's copies sum what each of their ranks has: once a step, of a shard (docs/communication.md, 2)."""
+    own = all_reduce(p, k, dense / p.shards, p.replicate, p.tp * p.shards)
+    copies = p.expert_replicas / p.expert_shards
+    theirs = all_reduce(p, k, experts / p.expert_shards, copies, p.tp * p.ep * p.expert_shards)
+    return np.where(p.replicate > 1, own + np.where(p.experts > 0, theirs, 0.0), 0.0)
 
 
 def of_gradients(p: Points, k: Constants, dense: Array, experts: Array, tables: Array) -> Array:
@@ -102,8 +108,9 @@ def of_gradients(p: Points, k: Constants, dense: Array, experts: Array, tables: 
     gathered = _gather(p, k, dense * p.weight, experts * p.weight)
     times = np.where((p.zero >= 2) & (p.whole == 0), p.microbatches, 1.0)
     sharded = scattered * times + gathered
-    third = gather(p, k, tables * (p.weight + k.gradient_bytes), p.dp * p.cp, p.tp)
-    return np.where(p.zero >= 3, third, np.where(p.zero >= 1, sharded, 2 * scattered))
+    third = gather(p, k, tables * (p.weight + k.gradient_bytes), p.shards, p.tp)
+    across = _across(p, k, dense * k.gradient_bytes, experts * k.gradient_bytes)
+    return across + np.where(p.zero >= 3, third, np.where(p.zero >= 1, sharded, 2 * scattered))
 
 
 def send(p: Points, k: Constants) -> Array:

@@ -15,6 +15,7 @@ import numpy as np
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.pipeline import in_flight, in_flight_last
 from soli.planner.cost.points import FULL, NONE, Array, Points
+from soli.planner.cost.schedules import in_a_v
 
 NORMS = 4.0
 """Vectors of a layer's width: two norms' weights and biases, or what others have in their place."""
@@ -25,13 +26,14 @@ def of_layer(p: Points) -> tuple[Array, Array]:
     attention = p.attention_width * p.hidden * (2 + 2 * p.kv_share)
     mlp = p.matrices * p.hidden * p.ffn
     router = p.hidden * p.experts
-    dense = (attention + np.where(p.experts > 0, router * p.tp, mlp)) / p.tp + NORMS * p.hidden
+    dense = (attention + np.where(p.experts > 0, router * p.tp + p.shared * mlp, mlp)) / p.tp
+    dense = dense + NORMS * p.hidden
     return dense, np.where(p.experts > 0, mlp * p.experts / p.ep / p.expert_tp, 0.0)
 
 
 def of_tables(p: Points) -> Array:
     """Parameters of the embedding and of the last product on a rank that has one of them, or both."""
-    return np.where((p.pp == 1) & (p.tied == 0), 2.0, 1.0) * p.vocab * p.hidden / p.tp
+    return np.where(((p.pp == 1) | in_a_v(p)) & (p.tied == 0), 2.0, 1.0) * p.vocab * p.hidden / p.tp
 
 
 def of_stage(p: Points) -> tuple[Array, Array]:
@@ -59,7 +61,7 @@ def parameters(p: Points) -> Array:
 def states(p: Points, k: Constants) -> Array:
     """Bytes of parameters, gradients, optimizer, and what else stays between steps."""
     total = np.zeros_like(p.dp)
-    for count, learnt, over in zip(of_stage(p), trained(p), (p.dp * p.cp, p.expert_replicas), strict=True):
+    for count, learnt, over in zip(of_stage(p), trained(p), (p.shards, p.expert_shards), strict=True):
         kept = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
         apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
         gradient = k.gradient_bytes / np.where(apart, over, 1.0)
@@ -102,8 +104,13 @@ def activations(p: Points, k: Constants, under_way: Array) -> Array:
     one = activations_of_layer(p)
     kept = p.own_layers * under_way * one
     whole = activations_of_layer(replace(p, recompute=np.full(len(p), NONE)))
-    again = np.where(p.recompute == FULL, whole - one, 0.0)  # its input is among what is kept
-    return k.activation_scale * (kept + again)
+    least = one
+    if p.again.any():
+        least = activations_of_layer(replace(p, recompute=np.full(len(p), FULL)))
+        kept = kept - p.again * under_way * (one - least)
+    # Its input is among what is kept.
+    beside = np.where((p.recompute == FULL) | (p.again > 0), whole - least, 0.0)
+    return k.activation_scale * (kept + beside)
 
 
 def logits(p: Points, k: Constants) -> Array:
@@ -114,6 +121,6 @@ def logits(p: Points, k: Constants) -> Array:
 def peak(p: Points, k: Constants) -> Array:
     """Bytes at the fullest moment of the fullest rank (or of the last stage's, see Points.logged)."""
     last = activations(p, k, in_flight_last(p)) + logits(p, k)
-    first = activations(p, k, in_flight(p)) + np.where(p.pp == 1, logits(p, k), 0.0)
+    first = activations(p, k, in_flight(p)) + np.where((p.pp == 1) | in_a_v(p), logits(p, k), 0.0)
     fullest = np.where(p.logged > 0, last, np.maximum(first, last))
     return states(p, k) + fullest + gathered(p) + casts(p) + k.workspace

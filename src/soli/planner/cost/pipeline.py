@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from soli.planner.cost.points import Array, Points
+from soli.planner.cost.points import INTERLEAVED, Array, Points
+from soli.planner.cost.schedules import in_a_v, kept
 
 
 def spent(p: Points, inner: Array, first: Array, last: Array, send: Array) -> tuple[Array, Array]:
@@ -29,16 +30,28 @@ def spent(p: Points, inner: Array, first: Array, last: Array, send: Array) -> tu
     return m * longest, np.where(one, 0.0, fill)
 
 
+def spent_otherwise(
+    p: Points, inner: Array, waits: Array, first: Array, last: Array, send: Array
+) -> tuple[Array, Array]:
+    """`spent` of the schedules of schedules.py: the longest stage, and what ranks wait for there; twice as many borders in a V."""
+    folded = in_a_v(p)
+    longest = inner + np.where(folded, first + last, np.maximum(first, last))
+    ends = np.where(folded, 0.0, np.minimum(first, last))
+    fill = waits + ends + 2 * send * (p.pp - 1) * np.where(folded, 2.0, 1.0)
+    return p.microbatches * longest, fill
+
+
 def in_flight(p: Points) -> Array:
     """Microbatches whose activations the first stage keeps, in parts of all its layers (arXiv 2205.05198, 4.2.3)."""
     m, stages = p.microbatches, p.pp
     deep = np.where(p.chunks > 1, stages * (1 + (stages - 1) / (stages * p.chunks)), stages)
-    return np.minimum(deep, m)
+    return np.where(p.schedule > INTERLEAVED, kept(p), np.minimum(deep, m))
 
 
 def in_flight_last(p: Points) -> Array:
     """The same of the last stage: one, or with chunks the (v - 1) p + 1 of v that its warm-up has begun."""
-    return np.minimum(((p.chunks - 1) * p.pp + 1) / p.chunks, p.microbatches)
+    looped = np.minimum(((p.chunks - 1) * p.pp + 1) / p.chunks, p.microbatches)
+    return np.where(p.schedule > INTERLEAVED, kept(p), looped)
 
 
 def bubble(p: Points) -> Array:

@@ -21,6 +21,12 @@ CAST = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0}
 NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
+RING, ULYSSES = 0.0, 1.0
+ONE, INTERLEAVED, GPIPE, ZBH1, ZBV, DUALPIPEV = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
+
+UNSAID = {"shared": 0.0, "replicate": 1.0, "again": 0.0, "context": 0.0, "schedule": 0.0}
+"""What is meant where a row has no such field."""
+
 
 @dataclass(frozen=True)
 class Points:
@@ -72,6 +78,12 @@ class Points:
     net: Array  # bytes/s in one direction and device, between servers
     net_latency: Array
     host: Array  # bytes/s to the host's memory
+    # what tables of runs do not say (UNSAID)
+    shared: Array  # experts that each token goes to; of `active`
+    replicate: Array  # copies of each sharded state among the ranks of dp (HSDP)
+    context: Array  # how attention crosses the ranks of cp: RING, ULYSSES
+    schedule: Array  # ONE (with chunks: INTERLEAVED, which is the same), GPIPE, ZBH1, ZBV, DUALPIPEV
+    again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -116,6 +128,16 @@ class Points:
         return np.maximum(self.tp * self.dp * self.cp / (self.ep * self.expert_tp), 1.0)
 
     @property
+    def shards(self) -> Array:
+        """Ranks over which ZeRO cuts a state, neighbours; HSDP has `replicate` such groups (arXiv 2304.11277, 3.2.2)."""
+        return self.dp * self.cp / self.replicate
+
+    @property
+    def expert_shards(self) -> Array:
+        """The same of experts."""
+        return np.maximum(self.expert_replicas / self.replicate, 1.0)
+
+    @property
     def matrices(self) -> Array:
         """Of an MLP."""
         return 2.0 + self.gated
@@ -142,7 +164,8 @@ def of_device(device: Device, precision: str) -> dict[str, float]:
 
 
 def points(rows: Sequence[Mapping[str, float]]) -> Points:
-    """One point a row; every row has every field."""
+    """One point a row; every row has every field but perhaps those of UNSAID."""
+    whole = [{**UNSAID, **row} for row in rows]
     return Points(
-        **{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(Points)}
+        **{f.name: np.array([row[f.name] for row in whole], dtype=np.float64) for f in fields(Points)}
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from soli.planner.cost import arithmetic, communication, memory, pipeline
+from soli.planner.cost import arithmetic, communication, context, memory, pipeline, schedules
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import Array, Points
+from soli.planner.cost.points import FULL, INTERLEAVED, Array, Points
 
 
 @dataclass(frozen=True)
@@ -39,38 +39,86 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     whole = products + attention + elements
     again = arithmetic.recomputed(p, whole, attention)
     forward, backward = whole, (2 - p.frozen) * products + attention_backward + 1.5 * elements + again
-    sent_forward, sent_backward = communication.of_layer(p, k)
+    sent_forward, sent_backward = communication.of_layer(p, k, context.crossing(p, k))
     dense, experts = memory.of_layer(p)
     gather_forward, gather_backward = communication.gathers_of_layer(p, k, dense, experts)
     late = np.maximum(gather_forward - k.hidden_gathers * forward, 0.0)
     late = late + np.maximum(gather_backward - k.hidden_gathers * backward, 0.0)
     exposed = sent_forward + sent_backward + late
     passes = 3.0 + arithmetic.recomputed(p, np.ones_like(whole), np.zeros_like(whole))
-    floor = passes * (k.layer_floor + communication.calls_of_layer(p) * k.collective_floor)
+    floor = passes * (
+        k.layer_floor + (communication.calls_of_layer(p) + context.calls(p)) * k.collective_floor
+    )
     return np.maximum(forward + backward + exposed, floor), exposed
+
+
+def layers(p: Points, k: Constants) -> tuple[Array, Array]:
+    """Seconds of all layers of a rank and one microbatch, and of what is exposed in them; some computed again whole."""
+    one, exposed = layer(p, k)
+    if not p.again.any():
+        return one * p.own_layers, exposed * p.own_layers
+    again = layer(replace(p, recompute=np.full(len(p), FULL)), k)
+    mixed = lambda less, more: less * (p.own_layers - p.again) + more * p.again
+    return mixed(one, again[0]), mixed(exposed, again[1])
+
+
+@dataclass(frozen=True)
+class Running:
+    """Seconds of a microbatch in a rank's layers and the tables; of all of them busy and waiting on the longest stage."""
+
+    layers: Array
+    exposed: Array
+    tables: Array
+    busy: Array
+    waiting: Array
+
+
+def running(
+    p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0
+) -> Running:
+    """All of a step but what follows its microbatches."""
+    own, exposed = layers(p, k)
+    own = own * of_layers
+    inner = own + k.microbatch_overhead
+    send = np.where(p.pp > 1, communication.send(p, k), 0.0)
+    first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
+    busy, waiting = pipeline.spent(p, inner, first, last, send)
+    if (p.schedule > INTERLEAVED).any():
+        plain = own if not p.again.any() else layers(replace(p, again=np.zeros(len(p))), k)[0] * of_layers
+        parts = schedules.shares(p, k, communication.of_layer(p, k, context.crossing(p, k)))
+        other = pipeline.spent_otherwise(
+            p, inner, schedules.waits(p, plain + k.microbatch_overhead, inner, *parts), first, last, send
+        )
+        busy, waiting = (
+            np.where(p.schedule > INTERLEAVED, a, b) for a, b in zip(other, (busy, waiting), strict=True)
+        )
+    return Running(own, exposed, last, busy, waiting)
+
+
+def seconds(
+    p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0
+) -> tuple[Array, Running, Array, Array]:
+    """A step's time: its microbatches, the gradients' reduction that nothing hides, and the update."""
+    run = running(p, k, of_layers, of_tables)
+    dense, experts = memory.trained(p)
+    backward = run.layers / 2
+    reduced = communication.of_gradients(p, k, dense, experts, memory.of_tables(p))
+    late = np.maximum(reduced - k.hidden_gradients * np.minimum(reduced, backward), 0.0)
+    sharded = p.zero >= 1
+    own = dense / np.where(sharded, p.shards, 1.0) + experts / np.where(sharded, p.expert_shards, 1.0)
+    update = arithmetic.optimizer(p, k, own)
+    return run.busy + run.waiting + late + update + k.step_overhead, run, late, update
 
 
 def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
     """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
-    one, exposed = layer(p, k)
-    one = one * of_layers
-    inner = one * p.own_layers + k.microbatch_overhead
-    send = np.where(p.pp > 1, communication.send(p, k), 0.0)
-    first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
-    busy, waiting = pipeline.spent(p, inner, first, last, send)
-    dense, experts = memory.trained(p)
-    backward = one * p.own_layers / 2
-    reduced = communication.of_gradients(p, k, dense, experts, memory.of_tables(p))
-    late = np.maximum(reduced - k.hidden_gradients * np.minimum(reduced, backward), 0.0)
-    sharded = p.zero >= 1
-    own = dense / np.where(sharded, p.dp * p.cp, 1.0) + experts / np.where(sharded, p.expert_replicas, 1.0)
-    update = arithmetic.optimizer(p, k, own)
+    time, run, late, update = seconds(p, k, of_layers, of_tables)
     return Step(
-        time=busy + waiting + late + update + k.step_overhead,
-        layers=p.microbatches * one * p.own_layers,
-        tables=p.microbatches * last,
-        exposed=p.microbatches * exposed * p.own_layers,
-        waiting=waiting,
+        time=time,
+        layers=p.microbatches * run.layers,
+        tables=p.microbatches * run.tables,
+        exposed=p.microbatches * run.exposed,
+        waiting=run.waiting,
         gradients=late,
         update=update,
         memory=memory.peak(p, k),

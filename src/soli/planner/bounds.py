@@ -1,0 +1,74 @@
+"""What no plan with some choices can be below, whatever is chosen of the rest: the cost model itself, asked kindly.
+
+A row of `layouts` lacks stages and shards, one of `stages` lacks shards. What is lacking is taken as what costs least
+of each part of a cost, whether one plan can have it all or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from soli.planner.cost import memory
+from soli.planner.cost.constants import Constants, known, spread_of
+from soli.planner.cost.points import FULL, Array, Points
+from soli.planner.cost.step import running
+from soli.planner.offers import chooses
+from soli.planner.space import Table, points_of
+from soli.planner.task import Task
+
+SLACK = 1 - 1e-9
+"""Of sums that are added in another order."""
+
+
+def constants_of(task: Task, count: int) -> Constants:
+    """What the search assumes."""
+    one = known(task.framework, task.cluster.device.generation)
+    return Constants({name: np.broadcast_to(value, (count,)) for name, value in one.items()})
+
+
+def high(task: Task) -> float:
+    """The upper bound of a memory, by what is predicted."""
+    return spread_of(task.framework, task.cluster.device.generation)["memory_high"]
+
+
+def time_of_layouts(task: Task, table: Table) -> Array:
+    """Seconds: nothing is recomputed, waited for, gathered or reduced.
+
+    No stage has fewer layers than one of equal parts.
+    """
+    p, k = _made(task, table)
+    return SLACK * (running(p, k).busy + k.step_overhead)
+
+
+def time_of_stages(task: Task, table: Table) -> Array:
+    """Seconds: nothing is gathered or reduced."""
+    p, k = _made(task, table)
+    run = running(p, k)
+    return SLACK * (run.busy + run.waiting + k.step_overhead)
+
+
+def memory_of_layouts(task: Task, table: Table) -> Array:
+    """Bytes: all is recomputed, one microbatch is under way, and states are cut over all ranks."""
+    p, k = _made(task, table)
+    p = replace(p, recompute=np.full(len(p), FULL), global_batch=p.dp * p.microbatch)
+    return SLACK * high(task) * (_sharded(task, p, k) - memory.casts(p))
+
+
+def memory_of_stages(task: Task, table: Table) -> Array:
+    """Bytes: states are cut over all ranks, and as many layers are recomputed as may be."""
+    table = {**table, "again": table["most"]}
+    return SLACK * high(task) * _sharded(task, *_made(task, table))
+
+
+def _sharded(task: Task, p: Points, k: Constants) -> Array:
+    """Under ZeRO-3, as if what it gathers took no place, and with the optimizer's state in the host's memory if it can."""
+    moved = np.full(len(p), float(chooses(task.framework, "offload")))
+    p = replace(p, zero=np.full(len(p), 3.0), offload=moved)
+    return memory.peak(p, k) - memory.gathered(p)
+
+
+def _made(task: Task, table: Table) -> tuple[Points, Constants]:
+    p = points_of(task, table)
+    return p, constants_of(task, len(p))

@@ -1,0 +1,55 @@
+"""How long a rank waits under schedules that are not 1F1B, and what it keeps, of stages that are alike.
+
+F, B and W: seconds of a stage's forward, of its gradients of inputs and of those of weights, p ranks.
+
+    gpipe       (p - 1)(F + B + W)                        keeps all m (arXiv 1811.06965)
+    zbh1        (p - 1)(F + B - W)                        keeps p, on every rank (arXiv 2401.10241, table 1)
+    zbv         (p - 1) max(B, 2 (B - W))                 keeps p (arXiv 2405.15362: the same memory as 1F1B's)
+    dualpipev   (p - 1) max(F + B - W, 2 B - W - F/(p - 1))    keeps p + 1/2
+
+The last two have two stages a rank, of half the layers, in a V: the first and the last of all are on one rank. They are
+of the orders that torch runs, with m >= 2 p and F <= B, where they equal a simulation event by event; papers count F = B = W.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from soli.planner.cost import arithmetic
+from soli.planner.cost.constants import Constants
+from soli.planner.cost.points import DUALPIPEV, GPIPE, ZBV, Array, Points
+
+
+def in_a_v(p: Points) -> Array:
+    """Whether the first and the last stage are on one rank."""
+    return (p.schedule == ZBV) | (p.schedule == DUALPIPEV)
+
+
+def shares(p: Points, k: Constants, sent: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Of a layer's time both ways, its forward's part and that of gradients of weights. `sent`: what is sent each way."""
+    products, elements = arithmetic.products_forward(p, k), arithmetic.elements_forward(p, k)
+    attention, backward = arithmetic.attention(p, k)
+    whole = products + attention + elements
+    more = products * (1 - p.frozen) + backward - attention + 0.5 * elements
+    again = arithmetic.recomputed(p, whole, attention)
+    total = 2 * whole + more + again + sent[0] + sent[1]
+    return (whole + sent[0]) / total, products * (1 - p.frozen) / total
+
+
+def waits(p: Points, layers: Array, own: Array, forward: Array, weights: Array) -> Array:
+    """Seconds in which a rank waits: `own` of all its layers both ways, of which `layers` if none is computed again."""
+    halves = np.where(in_a_v(p), 2.0, 1.0)
+    F, W = forward * layers / halves, weights * layers / halves
+    B = own / halves - F - W
+    others = p.pp - 1
+    found = np.where(p.schedule == GPIPE, others * (F + B + W), others * (F + B - W))
+    found = np.where(p.schedule == ZBV, others * np.maximum(B, 2 * (B - W)), found)
+    return np.where(
+        p.schedule == DUALPIPEV, np.maximum(others * (F + B - W), others * (2 * B - W) - F), found
+    )
+
+
+def kept(p: Points) -> Array:
+    """Microbatches whose activations a rank keeps, in parts of all its layers."""
+    found = np.where(p.schedule == GPIPE, p.microbatches, p.pp)
+    return np.minimum(np.where(p.schedule == DUALPIPEV, p.pp + 0.5, found), p.microbatches)

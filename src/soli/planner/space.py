@@ -1,0 +1,261 @@
+"""Every plan of a task, in three steps: how its ranks lie, in what order its stages run, and what ZeRO shards.
+
+    layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; sp; context; the microbatch
+    stages    schedule and chunks; recompute: of all layers, or of how many        what can be chosen of a layout depends on nothing that follows
+    shards    zero; replicate (HSDP); offload of the optimizer's state
+
+A table has a column for each choice and a row a plan. A search goes down from layouts and leaves out what cannot be
+the best; `spaces` has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soli.planner.cost.points import (
+    CAST,
+    DUALPIPEV,
+    FULL,
+    GPIPE,
+    INTERLEAVED,
+    MIXED,
+    NONE,
+    ONE,
+    RING,
+    SELECTIVE,
+    ULYSSES,
+    UNSAID,
+    ZBH1,
+    ZBV,
+    Array,
+    Points,
+    of_device,
+)
+from soli.planner.offers import SOLI, SOME, chooses
+from soli.planner.task import Task
+
+Table = dict[str, Array]
+Places = NDArray[np.int64]
+
+WIDEST = {"tp": 64, "cp": 64}
+MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
+CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
+OFFLOADS = {"none": 0.0, "optimizer": 1.0}
+SHARDING = ("zero", "replicate", "offload")
+CONTEXTS = {"ring": RING, "ulysses": ULYSSES}
+USUAL = {"schedule": ONE, "chunks": 1.0, "recompute": NONE, "zero": 0.0, "offload": 0.0}
+"""What a layout is taken to have until it is chosen."""
+
+
+def divisors(n: int) -> list[int]:
+    """All, in order."""
+    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
+def size(table: Table) -> int:
+    """Rows."""
+    return len(table["tp"])
+
+
+def rows_of(table: Table, places: Places | NDArray[np.bool_]) -> Table:
+    """Some rows."""
+    return {name: column[places] for name, column in table.items()}
+
+
+# --- layouts ----------------------------------------------------------------------------------------------
+
+
+def meshes(task: Task) -> NDArray[np.int64]:
+    """[n, 5]: tp, cp, pp, dp, ep whose ranks are the devices, that the model can be cut by, and as fixed."""
+    model, n, fixed = task.model, task.cluster.size, dict(task.fixed or {})
+    fits_tp = lambda t: model.heads % t == 0 and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
+    shares = divisors(model.experts) if model.experts and chooses(task.framework, "ep") else [1]
+    found = [
+        (tp, cp, pp, n // tp // cp // pp, ep)
+        for tp in divisors(n)
+        if tp <= WIDEST["tp"] and fits_tp(tp)
+        for cp in divisors(n // tp)
+        if cp <= WIDEST["cp"] and task.seq % cp == 0
+        for pp in divisors(n // tp // cp)
+        if pp <= model.layers
+        for ep in shares
+        if shared_out(ep, tp, n // tp // pp)
+    ]
+    table = np.array(found, dtype=np.int64).reshape(-1, 5)
+    for column, name in enumerate(("tp", "cp", "pp", "dp", "ep")):
+        if name in fixed:
+            table = table[table[:, column] == fixed[name]]
+    return table
+
+
+def shared_out(ep: int, tp: int, copies: int) -> bool:
+    """Whether ep ranks are whole groups of the `copies` (dp x cp) that have the same part of tp; or all, and some of tp."""
+    return copies % ep == 0 or (ep % copies == 0 and tp % (ep // copies) == 0)
+
+
+def layouts(task: Task) -> Table:
+    """How the ranks can lie, with sp and the microbatch."""
+    fixed = dict(task.fixed or {})
+    ways = (RING, ULYSSES) if chooses(task.framework, "ulysses") else (RING,)
+    values = {"sp": (0.0, 1.0), "context": ways, "microbatch": MICROBATCHES}
+    axes = [np.array([fixed[name]] if name in fixed else own, dtype=float) for name, own in values.items()]
+    inner = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")])
+    mesh = meshes(task)
+    mesh = mesh[mesh[:, 3] <= task.batch].T.astype(float)
+    whole = np.concatenate([np.repeat(mesh, inner.shape[1], axis=1), np.tile(inner, mesh.shape[1])])
+    table = dict(zip(("tp", "cp", "pp", "dp", "ep", *values), whole, strict=True))
+    taken = table["dp"] * table["microbatch"]
+    kept = taken <= task.batch
+    kept &= (table["sp"] == 0) | ((table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0))
+    heads = task.model.heads / table["tp"]
+    kept &= (table["context"] == RING) | ((table["cp"] > 1) & (heads % table["cp"] == 0))
+    if task.framework != SOLI:  # whose batches and stages need not be equal
+        kept &= (task.batch % taken == 0) & (task.model.layers % table["pp"] == 0)
+    return rows_of(table, kept)
+
+
+# --- what is chosen of each -------------------------------------------------------------------------------
+
+
+def stages(task: Task, table: Table, each: bool = False) -> Table:
+    """Each row with each order of its stages, and what is recomputed of them.
+
+    Where some layers are, and some not, how many is chosen later, between `again` and `most`: unless `each` is asked.
+    """
+    place, order = np.nonzero(_ordered(task, table))
+    orders = _orders(task)[order].T
+    found = {**rows_of(table, place), "schedule": orders[0], "chunks": orders[1]}
+    levels = _levels(task)
+    whole = {name: np.repeat(column, len(levels)) for name, column in found.items()}
+    whole |= {"recompute": np.tile(np.array(levels), len(place)), "again": np.zeros(len(place) * len(levels))}
+    whole["most"] = whole["again"]
+    own = _budgets(task, found)
+    if not own.any():
+        return whole
+    times = own if each else np.minimum(own, 1)
+    mixed = {name: np.repeat(column, times) for name, column in found.items()}
+    first = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times) + 1.0
+    mixed |= {"recompute": np.full(len(first), NONE), "again": first * mixed["chunks"]}
+    mixed["most"] = mixed["again"] if each else np.repeat(own, times) * mixed["chunks"]
+    return {name: np.concatenate([column, mixed[name]]) for name, column in whole.items()}
+
+
+def shards(task: Task, table: Table) -> Table:
+    """Each row with each way to shard its states."""
+    ways, first, count, kind = _sharded(task, table)
+    place = np.repeat(np.arange(size(table)), count[kind])
+    within = np.arange(len(place)) - np.repeat(np.cumsum(count[kind]) - count[kind], count[kind])
+    way = ways[first[kind][place] + within]
+    return {**rows_of(table, place), **dict(zip(SHARDING, way.T, strict=True))}
+
+
+def counted(task: Task) -> int:
+    """Plans of the space, without making them."""
+    table = layouts(task)
+    if not size(table):
+        return 0
+    _, _, count, kind = _sharded(task, table)
+    place, order = np.nonzero(_ordered(task, table))
+    found = {**rows_of(table, place), "chunks": _orders(task)[order, 1]}
+    return int(((_budgets(task, found) + len(_levels(task))) * count[kind][place]).sum())
+
+
+def _levels(task: Task) -> tuple[float, ...]:
+    """What can be recomputed of all layers alike."""
+    said = (task.fixed or {}).get("recompute")
+    return tuple(level for level in LEVELS.values() if said in (None, level))
+
+
+def _budgets(task: Task, table: Table) -> Places:
+    """How many layers of each stage can be recomputed whole where some are not; as many numbers of them."""
+    if not chooses(task.framework, "some") or (task.fixed or {}).get("recompute", SOME) != SOME:
+        return np.zeros(size(table), dtype=np.int64)
+    return np.ceil(task.model.layers / (table["pp"] * table["chunks"])).astype(np.int64) - 1
+
+
+def _orders(task: Task) -> Array:
+    """[n, 2]: schedule and stages of a rank. What a plan calls chunks is 1 in the schedules that lie in a V."""
+    said = dict(task.fixed or {})
+    found = [(ONE, 1.0), *((INTERLEAVED, float(n)) for n in CHUNKS[1:])]
+    if "chunks" in said:
+        found = [(ONE if said["chunks"] == 1 else INTERLEAVED, said["chunks"])]
+    if chooses(task.framework, "schedules") and said.get("chunks", 1) == 1:
+        found += [(GPIPE, 1.0), (ZBH1, 1.0), (ZBV, 2.0), (DUALPIPEV, 2.0)]
+    kept = [(schedule, n) for schedule, n in found if said.get("schedule", schedule) == schedule]
+    return np.array(kept, dtype=float).reshape(-1, 2)
+
+
+def _ordered(task: Task, table: Table) -> NDArray[np.bool_]:
+    """[rows, orders]: which orders of its stages a row can have."""
+    column = {name: values[:, None] for name, values in table.items()}
+    pp = column["pp"]
+    schedule, chunks = _orders(task).T[:, None, :]
+    times = np.ceil(task.batch / (column["dp"] * column["microbatch"]))
+    kept = (pp * chunks <= task.model.layers) & ((schedule == ONE) | (pp > 1))
+    kept &= ~np.isin(schedule, (INTERLEAVED, ZBH1)) | (times % pp == 0)
+    kept &= (schedule < ZBV) | (times >= 2 * pp)
+    if task.framework != SOLI:
+        kept &= task.model.layers % (pp * chunks) == 0
+    return np.asarray(kept)
+
+
+def _sharded(task: Task, table: Table) -> tuple[Array, Places, Places, Places]:
+    """All ways to shard; the first and the number of those of each kind of row; the rows' kinds."""
+    spread = points_of(task, table).expert_replicas if task.model.experts else np.zeros(size(table))
+    columns = np.stack([table["dp"], table["cp"], spread], axis=1)
+    kinds, kind = np.unique(columns.astype(np.int64), axis=0, return_inverse=True)
+    kind = kind.ravel()
+    fixed = tuple((task.fixed or {}).items())
+    moved = (0, 1) if chooses(task.framework, "offload") else (0,)
+    ways = [_ways(*one, moved, fixed) for one in kinds.tolist()]
+    count = np.array([len(one) for one in ways], dtype=np.int64)
+    return np.concatenate(ways), np.cumsum(count) - count, count, kind
+
+
+@cache
+def _ways(
+    dp: int, cp: int, experts: int, moved: tuple[int, ...], fixed: tuple[tuple[str, float], ...]
+) -> Array:
+    """[n, SHARDING] over so many ranks, of which `experts` have the same ones. A group of HSDP has two ranks or more."""
+    said = dict(fixed)
+    found = [
+        (zero, copies, offload)
+        for zero in range(4)
+        for copies in (divisors(dp) if zero else [1])
+        for offload in (moved if zero else (0,))
+        if (zero == 0 or dp * cp > copies) and experts % copies == 0
+        if said.get("zero", zero) == zero
+        and said.get("replicate", copies) == copies
+        and said.get("offload", offload) == offload
+    ]
+    return np.array(found, dtype=float).reshape(-1, len(SHARDING))
+
+
+# --- points -----------------------------------------------------------------------------------------------
+
+
+def spaces(task: Task) -> Points:
+    """Every plan."""
+    return points_of(task, shards(task, stages(task, layouts(task), each=True)))
+
+
+def points_of(task: Task, table: Mapping[str, Array]) -> Points:
+    """Rows as points; what is not chosen yet as USUAL."""
+    same = {
+        **UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precision), "seq": task.seq,
+        "global_batch": task.batch, "logged": 0.0, **(CAST if task.framework == SOLI else MIXED), **USUAL,
+    }  # fmt: skip
+    count = len(table["tp"])
+    return Points(
+        **{
+            f.name: table[f.name] if f.name in table else np.broadcast_to(float(same[f.name]), (count,))
+            for f in fields(Points)
+        }
+    )

@@ -1,0 +1,124 @@
+"""What a search is asked, and what of it contradicts itself before a plan is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from soli.core.errors import Problem
+from soli.planner.cost.points import INTERLEAVED, ONE
+from soli.planner.hardware.clusters import Cluster
+from soli.planner.models import Model
+from soli.planner.offers import SCHEDULES, unable
+
+FIXED = (
+    "tp",
+    "sp",
+    "cp",
+    "pp",
+    "chunks",
+    "dp",
+    "zero",
+    "recompute",
+    "microbatch",
+    "ep",
+    "replicate",
+    "context",
+    "offload",
+    "schedule",
+)
+"""What the user may fix; `microbatch` is in sequences."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked: a model, on a cluster, so many sequences of so many tokens a step, and what is fixed."""
+
+    model: Model
+    cluster: Cluster
+    batch: int
+    seq: int
+    precision: str = "bf16"
+    memory: float = 0.0  # bytes of a device that may be used; 0: all
+    fixed: Mapping[str, float] | None = None
+    framework: str = "soli"  # whose program runs the plan
+
+    @property
+    def limit(self) -> float:
+        """Bytes."""
+        return self.memory or self.cluster.device.memory
+
+    def with_fixed(self, more: Mapping[str, float]) -> Task:
+        """The task with more that is fixed."""
+        return replace(self, fixed={**(self.fixed or {}), **more})
+
+
+def problems(task: Task) -> list[Problem]:
+    """What keeps any plan from being, before one is looked at."""
+    fixed = dict(task.fixed or {})
+    found = _of_devices(task) + _of_degrees(task, fixed)
+    dp, size = fixed.get("dp", 1.0), fixed.get("microbatch", 1.0)
+    if dp * size > task.batch:
+        words = [f"{name}={fixed[name]:g}" for name in ("dp", "microbatch") if name in fixed]
+        found.append(
+            Problem(
+                f"{' and '.join(words)} take {dp * size:g} sequences, and the global batch has {task.batch}"
+            )
+        )
+    return found + _of_choices(task, fixed)
+
+
+def _of_devices(task: Task) -> list[Problem]:
+    found = []
+    device = task.cluster.device
+    if task.memory > device.memory:
+        found.append(
+            Problem(
+                f"{task.memory / 1e9:.1f} GB are more than {device.name} has",
+                allowed=f"{device.memory / 1e9:.1f} GB",
+            )
+        )
+    if task.precision not in device.tflops:
+        found.append(
+            Problem(f"{device.name} does not multiply {task.precision}", allowed=", ".join(device.tflops))
+        )
+    return found
+
+
+def _of_degrees(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
+    degrees = {name: fixed[name] for name in ("tp", "cp", "pp", "dp") if name in fixed}
+    size = task.cluster.size
+    found = [
+        Problem(f"{name}={value:g} does not divide the {size} devices of {task.cluster}")
+        for name, value in degrees.items()
+        if size % int(value)
+    ]
+    whole = float(np.prod(list(degrees.values()) or [1.0]))
+    said = " and ".join(f"{name}={value:g}" for name, value in degrees.items())
+    if not found and size % int(whole):
+        found.append(Problem(f"{said} contradict each other: {whole:g} do not divide the {size} devices"))
+    elif len(degrees) == 4 and whole != size:
+        found.append(Problem(f"{said} take {whole:g} devices, and {task.cluster} has {size}"))
+    return found
+
+
+def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
+    one = lambda *names: all(fixed.get(name) == 1 for name in names)
+    names = {value: name for name, value in SCHEDULES.items()}
+    rules = {
+        "sp=on and tp=1 contradict each other: the sequence is cut over the ranks of tp": fixed.get("sp") and one("tp"),
+        f"chunks={fixed.get('chunks', 1):g} and pp=1 contradict each other: chunks are of a pipeline": fixed.get("chunks", 1) > 1 and one("pp"),
+        f"schedule={names[fixed.get('schedule', ONE)]} and pp=1 contradict each other: schedules are of a pipeline": fixed.get("schedule", ONE) != ONE and one("pp"),
+        f"schedule={names[fixed.get('schedule', ONE)]} and chunks={fixed.get('chunks', 1):g} contradict each other": "schedule" in fixed and "chunks" in fixed and (fixed["schedule"] == INTERLEAVED) != (fixed["chunks"] > 1),
+        f"zero={fixed.get('zero', 0):g} and dp=1 contradict each other: ZeRO shards over dp": fixed.get("zero", 0) > 0 and one("dp", "cp"),
+        "offload=optimizer and zero=0 contradict each other: what is sharded is moved": fixed.get("offload") and fixed.get("zero") == 0,
+        "context=ulysses and cp=1 contradict each other: attention crosses the ranks of cp": fixed.get("context") and one("cp"),
+        f"replicate={fixed.get('replicate', 1):g} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
+        f"replicate={fixed.get('replicate', 1):g} does not divide dp={fixed.get('dp', 0):g}": fixed.get("dp", 0) % fixed.get("replicate", 1),
+        f"ep={fixed.get('ep', 1):g} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,
+    }  # fmt: skip
+    return [Problem(what) for what, wrong in rules.items() if wrong] + unable(
+        task.framework, fixed, task.precision
+    )
