@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from soli.cli import checkpoint, env, hardware, plan, roles, run, train
+from soli.cli import calibrate, checkpoint, env, hardware, plan, roles, run, train
 from soli.core.errors import SoliError
 from soli.core.report import render
 
@@ -22,6 +22,7 @@ app.command("run", context_settings={"ignore_unknown_options": True, "allow_inte
 app.command("train")(train.train)
 app.add_typer(plan.app, name="plan")
 app.command("hardware")(hardware.hardware)
+app.command("calibrate")(calibrate.calibrate)
 app.command("roles")(roles.roles)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("env")(env.env)

@@ -62,6 +62,7 @@ class Auto:
         self.rehearsals: dict[str, Rehearsal] = {}  # this rank's share
         self.notes: list[str] = []
         self.paced: float | None = None
+        self.headroom = HEADROOM
 
     def choose(self) -> Choice:
         """The plan. SoliError where none fits."""
@@ -77,6 +78,7 @@ class Auto:
                 self._probe()
         order = self._fitting()
         while order and self._is_tight(order[0]) and not order[0].measured and not self._holds(order[0]):
+            self._look(bases(self.world.size, self.rows), again=True)  # with what was learnt of memory
             order = self._fitting()
         if not order:
             return self._none()
@@ -84,16 +86,17 @@ class Auto:
 
     # --- rehearsals -----------------------------------------------------------------------------------
 
-    def _look(self, plans: list[Plan]) -> None:
-        """Rehearse plans, or lighter ones in their place, each rank its share; and time them."""
-        new = [plan for plan in plans if str(plan) not in self.options]
+    def _look(self, plans: list[Plan], again: bool = False) -> None:
+        """Rehearse plans, or lighter ones in their place, each rank its share; and time them. Collective."""
+        new = [plan for plan in plans if again or str(plan) not in self.options]
         mine = [self._light_enough(plan) for plan in new[self.world.rank :: self.world.size]]
         if self.world.size > 1:
             self._measure()
         timed = [asdict(self._timed(option)) for option in mine]
         for options in gather_json(timed, self.mesh.all, label="plans"):
             for option in options:
-                self.options[option["plan"]] = Option(**option)
+                if not self._failed(option["plan"]):
+                    self.options[option["plan"]] = Option(**option)
 
     def _light_enough(self, plan: Plan) -> Option:
         """The first of a plan and its lighter forms that fits; or the last, refused."""
@@ -101,13 +104,16 @@ class Auto:
         for one in (plan, *lighter(plan, self.world.size, self.rows)):
             try:
                 found = rehearse(self.program, one)
-            except Exception as error:
-                return Option(str(plan), refused=said or _told(error))
+            except Exception as error:  # any that the user's program may raise; it is told
+                if one is plan:
+                    return Option(str(plan), refused=_told(error))
+                continue  # a lighter form that this program cannot have
             option = Option(str(one), peak=found.peak, states=found.states)
-            if found.peak * HEADROOM <= self.memory:
+            need = self._need(option)
+            if need <= self.memory and not self._failed(option.plan):
                 self.rehearsals[option.plan] = found
                 return option
-            said = f"{_bytes(found.peak * HEADROOM)} a rank, and {_bytes(self.memory)} are free"
+            said = f"{_bytes(need)} a rank, and {_bytes(self.memory)} are free"
         return replace(option, refused=said)
 
     def _measure(self) -> None:
@@ -155,7 +161,7 @@ class Auto:
             found: Rehearsal | None = rehearse(share, Plan(dp=1))
         except Exception:
             found = None
-        fits = found is not None and found.peak * HEADROOM <= self.memory
+        fits = found is not None and self._need(Option("", found.peak, found.states)) <= self.memory
         return found if all(gather_json(fits, self.mesh.all, label="whether it fits")) else None
 
     def _timed(self, option: Option) -> Option:
@@ -200,13 +206,27 @@ class Auto:
             self.notes.append(text)
             events.emit("note", text=text)
             found = replace(found, refused=text)
+            self.headroom = max(
+                self.headroom, (taken - option.states) / max(option.peak - option.states, 1.0)
+            )
         else:
             found = replace(found, peak=max(taken, option.peak), measured=seconds)
         self.options[option.plan] = found
         return not found.refused
 
     def _is_tight(self, option: Option) -> bool:
-        return option.peak * HEADROOM > TIGHT * self.memory
+        return self._need(option) > TIGHT * self.memory
+
+    def _need(self, option: Option) -> float:
+        """Bytes that a plan is taken to need: what it rehearsed, and what allocators and the program take beside.
+
+        What a trial took beyond the rehearsal is of its activations: it scales with theirs.
+        """
+        return HEADROOM * option.states + self.headroom * (option.peak - option.states)
+
+    def _failed(self, plan: str) -> bool:
+        """Whether it was run and took more than there is."""
+        return plan in self.options and bool(self.options[plan].refused)
 
     # --- answers --------------------------------------------------------------------------------------
 
@@ -224,10 +244,10 @@ class Auto:
 
     def _none(self) -> Choice:
         """What is done where no plan is known to fit: an error, or data parallelism where nothing could be rehearsed."""
-        nearest = min(self.options.values(), key=lambda o: o.peak or float("inf"))
+        nearest = min(self.options.values(), key=lambda o: self._need(o) if o.peak else float("inf"))
         if nearest.peak:
             raise SoliError(
-                f"no plan fits: the least takes {_bytes(nearest.peak * HEADROOM)} a rank, and {_bytes(self.memory)} are free",
+                f"no plan fits: the least takes {_bytes(self._need(nearest))} a rank, and {_bytes(self.memory)} are free",
                 got=f"{nearest.plan} on {self.world.size} ranks",
                 fix="more ranks, a smaller global batch, or less beside it on these devices",
                 everywhere=True,

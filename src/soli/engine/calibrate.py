@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -46,11 +47,16 @@ SIZES = (1 << 12, 1 << 17, 1 << 20, 1 << 23)
 """Bytes of the collectives that are measured."""
 MOST_RANKS = 64
 """Ranks that a measured group has at most on each axis; larger ones are scaled from these."""
+FORMAT = 1
+"""Of what is kept: goes up with every change of what is measured."""
+RUNS = 3
 CHANGED = 2.5
 """Times as long as before: then everything is measured anew."""
-SECONDS = 0.12
+SECONDS = 0.08
 """Spent on one collective of one size, or less."""
-PRODUCTS_SECONDS = 5.0
+BUDGET = 12.0
+"""Seconds for all collectives; groups and operations for which none is left are scaled from the others."""
+PRODUCTS_SECONDS = 4.0
 SIDE = {"cpu": 384, "cuda": 4096}
 """Of the square products that tell a device's rate."""
 
@@ -65,7 +71,7 @@ def fingerprint(world: World, mesh: Mesh) -> str:
     hosts = gather_json([mine().host, _device_name(world.device)], mesh.all, label="hosts")
     places = [[row[0] for row in hosts].index(host) for host, _ in hosts]
     said = {
-        "ranks": world.size, "places": places, "devices": [name for _, name in hosts], "backend": world.backend,
+        "format": FORMAT, "ranks": world.size, "places": places, "devices": [name for _, name in hosts], "backend": world.backend,
         "torch": torch.__version__, "threads": torch.get_num_threads(), "cpus": os.cpu_count(),
     }  # fmt: skip
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
@@ -85,17 +91,26 @@ def calibrated(world: World, mesh: Mesh, *, fresh: bool = False) -> tuple[Machin
     """The machine of this job, and whether it was measured now: what is kept serves while it holds. Collective."""
     mark = fingerprint(world, mesh)
     path = folder() / f"machine-{mark}.json"
-    kept = None
-    if world.is_first and path.exists() and not fresh:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-    kept = gather_json(kept, mesh.all, label="calibration")[0]
-    if kept is not None and _holds(Machine(**kept), mesh, world.device):
-        return Machine(**kept), False
+    kept = _kept(path) if world.is_first and not fresh else None
+    said = gather_json(asdict(kept) if kept is not None else None, mesh.all, label="calibration")[0]
+    if said is not None and _holds(Machine(**said), mesh, world.device):
+        return Machine(**said), False
     with busy("measuring this machine, once", shown=world.is_first):
         machine = _measure(world, mesh, mark)
     machine = Machine(**gather_json(asdict(machine), mesh.all, label="calibration")[0])
     keep(world, machine)
     return machine, True
+
+
+def _kept(path: Path) -> Machine | None:
+    """What was measured before; a file that cannot be read is told, and measured anew."""
+    if not path.exists():
+        return None
+    try:
+        return Machine.load(path)
+    except (ValueError, TypeError) as error:
+        print(f"soli: {path} is no calibration ({error}); this machine is measured anew", flush=True)
+        return None
 
 
 def keep(world: World, machine: Machine) -> None:
@@ -125,17 +140,55 @@ def _measure(world: World, mesh: Mesh, mark: str) -> Machine:
     tiny = torch.randn(8, device=device, requires_grad=True)
     stream = _timed(lambda: big + 1.0, device, mesh.all)
     launch = _timed(lambda: tiny * 2.0 + 1.0, device, mesh.all) / 2
-    collectives: dict[str, list[list[float]]] = {}
-    for axis in _axes(world, mesh):
-        for size in SIZES:
-            for operation, call in _calls(axis, device, size).items():
-                table = collectives.setdefault(f"{operation} {axis.size}x{_stride(axis)}", [])
-                table.append([size, _timed(call, device, mesh.all)])
+    collectives = _collectives(world, mesh, device)
     hidden = _hidden(product, together, mesh.all, device) if world.size > 1 else 0.0
     return Machine(
         fingerprint=mark, ranks=world.size, launch=launch, stream=2 * 4 * big.numel() / max(stream - launch, 1e-9),
-        crowd=max(together / alone, 1.0), hidden=hidden, flops=2 * side**3 / together, collectives=collectives,
+        host=_host(device), disk=_disk(), optimizer=_optimizer(device, mesh.all), crowd=max(together / alone, 1.0), hidden=hidden, flops=2 * side**3 / together, collectives=collectives,
     )  # fmt: skip
+
+
+def _collectives(world: World, mesh: Mesh, device: torch.device) -> dict[str, list[list[float]]]:
+    """Seconds by operation and group, and by bytes. Collective."""
+    found: dict[str, list[list[float]]] = {}
+    start = time.perf_counter()
+    for axis in _axes(world, mesh):
+        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        all_reduce(spent, mesh.all, "max", label="seconds")
+        if float(spent) > BUDGET:
+            break
+        for size in SIZES:
+            for operation, call in _calls(axis, device, size).items():
+                table = found.setdefault(f"{operation} {axis.size}x{_stride(axis)}", [])
+                table.append([size, _timed(call, device, mesh.all)])
+    return found
+
+
+def _host(device: torch.device) -> float:
+    """Bytes/s from the device to the host's memory."""
+    x = torch.zeros(1 << 23, device=device)
+    y = torch.empty(1 << 23, pin_memory=device.type == "cuda")
+    return 4 * x.numel() / median(_clock(lambda: y.copy_(x), device) for _ in range(5))
+
+
+def _disk() -> float:
+    """Bytes/s to the disk that has the folder of calibrations, with fsync."""
+    folder().mkdir(parents=True, exist_ok=True)
+    data = os.urandom(1 << 24)
+    with tempfile.NamedTemporaryFile(dir=folder()) as file:
+        start = time.perf_counter()
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return len(data) / (time.perf_counter() - start)
+
+
+def _optimizer(device: torch.device, everyone: Axis) -> float:
+    """Parameters/s of AdamW."""
+    weight = torch.nn.Parameter(torch.zeros(1 << 20, device=device))
+    weight.grad = torch.ones_like(weight)
+    made = torch.optim.AdamW([weight])
+    return weight.numel() / _timed(made.step, device, everyone)
 
 
 def _stride(axis: Axis) -> int:
@@ -189,13 +242,23 @@ def _calls(axis: Axis, device: torch.device, size: int) -> dict[str, Callable[[]
 
 
 def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, seconds: float = SECONDS) -> float:
-    """Seconds of a call, the median, of the slowest rank. Collective: all ranks call it as often."""
+    """Seconds of a call, of the slowest rank. Collective: all ranks call it as often.
+
+    Of many in a row, and not the median of single ones: ranks that share a core take turns of milliseconds, in which a
+    short call sees nothing of the others.
+    """
     call()
     once = _clock(call, device)
-    often = torch.tensor([min(max(seconds / max(once, 1e-7), 3), 200)], dtype=torch.float64)
+    often = torch.tensor([min(max(seconds / RUNS / max(once, 1e-7), 1), 1000)], dtype=torch.float64)
     all_reduce(often, everyone, "min", label="how often")
+    times = int(often)
+
+    def some() -> None:
+        for _ in range(times):
+            call()
+
     barrier(everyone)
-    spent = torch.tensor([median(_clock(call, device) for _ in range(int(often)))], dtype=torch.float64)
+    spent = torch.tensor([median(_clock(some, device) / times for _ in range(RUNS))], dtype=torch.float64)
     all_reduce(spent, everyone, "max", label="seconds")
     return float(spent)
 
@@ -215,7 +278,7 @@ def _alone(call: Callable[[], Any], device: torch.device, everyone: Axis) -> flo
     barrier(everyone)
     spent = torch.zeros(1, dtype=torch.float64)
     if everyone.index == 0:
-        spent += median(_clock(call, device) for _ in range(20))
+        spent += median(_clock(lambda: [call() for _ in range(10)], device) / 10 for _ in range(RUNS))
     all_reduce(spent, everyone, "max", label="seconds alone")
     return float(spent)
 

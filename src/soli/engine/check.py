@@ -32,8 +32,9 @@ class FirstStep:
     def check(self, engine: Engine, part: Part) -> None:
         """Raises SoliError where the loss is a mean, or couples the rows. Collective under ZeRO-3."""
         buffers = [(b, b.clone()) for b in engine.model.buffers()]
-        data = to_device(part.data, engine.device)
-        rows = part.rows
+        # As many as a microbatch has, and so no more memory than the step takes.
+        rows = min(part.rows, max(-(-part.rows // (engine.plan.accumulate * engine.plan.microbatches)), 2))
+        data = to_device(take(part.data, 0, rows), engine.device)
         if rows == 1:
             data, rows = _doubled(data), 2
         # The second part differs from the whole in its number of rows, so shapes tell the batch dim.

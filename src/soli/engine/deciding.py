@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,10 @@ class Choice:
     memory: float  # bytes that a rank may take
     lines: list[str]
 
+    def to_json(self) -> str:
+        """For the run directory: the plan, the words, and all that was considered."""
+        return json.dumps({**asdict(self), "plan": str(self.plan)}, indent=1)
+
 
 def decide(engine: Engine, batch: Any, rows: int) -> None:
     """Choose and take a plan. `rows`: of a global batch; 0: those of this one. Collective."""
@@ -83,6 +88,13 @@ def without_batch(engine: Engine) -> None:
     if engine.rank == 0 and engine.world > 1:
         print(f"soli: {line}", flush=True)
     engine._begin(plan)
+
+
+def enough(example: Any, ranks: int) -> Any:
+    """An example of which every data-parallel rank has a row: its rows again and again."""
+    from soli.engine.rehearse import widened
+
+    return widened(example, ranks) if rows_of(example) < ranks else example
 
 
 def peek(dataset: Any, count: int, collate: Callable[[list[Any]], Any] | None) -> tuple[Any, Any]:

@@ -96,7 +96,7 @@ def parallelize(
         )
         if example is not None:
             engine.decide(example, rows or rows_of(example))
-            engine.lay(example)
+            engine.lay(deciding.enough(example, engine.dp.size))
         return engine
 
 

@@ -46,7 +46,7 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
     On a grid others wait in the backward for this rank's part of their products: zeros go back instead.
     """
     total, count = total_and_count(engine.loss_fn(output, data))
-    if engine.mesh.all.simulated:
+    if engine.mesh.all.simulated and torch.is_grad_enabled():
         count = count or 1.0  # other rows have targets
     if count or not (engine.plan.together and torch.is_grad_enabled()):
         return total, count

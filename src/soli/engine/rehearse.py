@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from soli.core.axes import AXES, PP, coordinates
+from soli.core.axes import DEPTH, REPLICATE, ROW, SHARD, TP, coordinates
 from soli.core.errors import raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
@@ -49,9 +49,15 @@ class Program:
 
 def rehearse(program: Program, plan: Plan) -> Rehearsal:
     """The second step of a program under a resolved plan. SoliError where the plan or the program cannot be run."""
+    parts = {0, plan.cp - 1}  # the first and the last part of a sequence are the longest, by how it is cut
+    return Rehearsal(plan, [run for part in sorted(parts) for run in _stages(program, plan, part)])
+
+
+def _stages(program: Program, plan: Plan, part: int) -> list[RankRun]:
+    """A rank of each stage, the first of those with a part of the sequence: it has the most rows and the largest parts."""
     absent = Absent()
     world = (plan.dp or 1) * plan.model_ranks
-    ranks = [r for r in range(world) if _leads(r, plan)]
+    ranks = [rank for rank in range(world) if _leads(rank, plan, part)]
     found: dict[int, RankRun] = {}
     while len(found) < len(ranks):
         before = len(found)
@@ -59,26 +65,23 @@ def rehearse(program: Program, plan: Plan) -> Rehearsal:
             if rank in found:
                 continue
             absent.begin()
+            place = World(rank, world, rank, torch.device("cpu"), program.backend, 60.0, absent)
             try:
-                found[rank] = _run(
-                    program,
-                    plan,
-                    World(rank, world, rank, torch.device("cpu"), program.backend, 60.0, absent),
-                )
+                found[rank] = _run(program, plan, place, part)
             except NotYetError:
                 continue
         if len(found) == before and not absent.heard():
             raise AssertionError("every stage waits for what another one says")
-    return Rehearsal(plan, [found[rank] for rank in ranks])
+    return [found[rank] for rank in ranks]
 
 
-def _leads(rank: int, plan: Plan) -> bool:
-    """Whether it is the first rank of its stage, which has the most rows and the largest parts."""
+def _leads(rank: int, plan: Plan, part: int) -> bool:
     where = coordinates(rank, plan.sizes)
-    return all(where[axis] == 0 for axis in AXES if axis != PP)
+    data = where[REPLICATE] * plan.sizes[SHARD] + where[SHARD]
+    return data == part and all(where[axis] == 0 for axis in (DEPTH, ROW, TP))
 
 
-def _run(program: Program, plan: Plan, world: World) -> RankRun:
+def _run(program: Program, plan: Plan, world: World, part: int) -> RankRun:
     hollow = Hollow()
     with unseen(), recorder.apart() as records:
         model, optimizer = hollowed(hollow, program.model, program.optimizer)
@@ -97,7 +100,7 @@ def _run(program: Program, plan: Plan, world: World) -> RankRun:
             hollow.calls = []
             engine.step(program.batch)
     sent = [Sent(r.operation, r.ranks, r.bytes, r.late) for r in records]
-    return RankRun(world.rank, states, hollow.peak, hollow.calls, sent, actions)
+    return RankRun(world.rank, part, states, hollow.peak, hollow.calls, sent, actions)
 
 
 def _noting(hollow: Hollow, records: deque[Record], actions: list[Action]) -> Any:

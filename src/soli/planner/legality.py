@@ -296,11 +296,11 @@ def _grids(plan: Plan, tp: int) -> list[dict[str, Any]]:
 
 
 def default_plan(world: int) -> tuple[Plan, str]:
-    """What `plan="auto"` means until the planner is asked, and one line that says so."""
+    """What `plan="auto"` means where nothing is known of the program, and one line that says so."""
     plan = Plan(dp=world)
     return (
         plan,
-        f"plan auto -> {plan}: data parallel over all ranks (the planner is not asked yet; `soli plan MODEL --cluster ...` is, and plan= chooses)",
+        f"plan auto -> {plan} where nothing is known of the program; a run rehearses every layout and takes the quickest",
     )
 
 

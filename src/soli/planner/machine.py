@@ -40,6 +40,9 @@ class Machine:
     crowd: float  # how much longer a rank computes while all do than alone; 1 where each has its own device
     hidden: float  # share of a collective that is not waited for that runs behind computation
     flops: float  # flops/s of a large product
+    optimizer: float  # parameters/s of AdamW
+    host: float  # bytes/s from the device to the host's memory
+    disk: float  # bytes/s to the disk
     products: dict[str, float] = field(default_factory=dict)  # Call.key -> seconds
     collectives: dict[str, list[list[float]]] = field(
         default_factory=dict
@@ -123,7 +126,7 @@ class Estimate:
 def estimate(rehearsal: Rehearsal, machine: Machine) -> Estimate:
     """How long a rehearsed step takes, and what it keeps."""
     pp = rehearsal.plan.pp
-    sums = [_sums(run, machine) for run in rehearsal.ranks]
+    sums = [_sums(run, machine) for run in rehearsal.stages]
     if pp == 1:
         products, others, waited, late = sums[0]
         waiting = 0.0
@@ -149,13 +152,13 @@ def _pipeline(rehearsal: Rehearsal, machine: Machine) -> float:
     speed = max(
         1 / machine.crowd, 1 / rehearsal.plan.pp
     )  # of crowded seconds, where one stage's ranks compute alone
-    where = {action.stage: run.rank for run in rehearsal.ranks for action in run.actions}
-    hop = {run.rank: _hop(run, machine) for run in rehearsal.ranks}
+    where = {action.stage: run.rank for run in rehearsal.stages for action in run.actions}
+    hop = {run.rank: _hop(run, machine) for run in rehearsal.stages}
     done: dict[tuple[str, int, int], float] = {}
-    clock = {run.rank: 0.0 for run in rehearsal.ranks}
-    left = {run.rank: list(run.actions) for run in rehearsal.ranks}
-    runs = {run.rank: run for run in rehearsal.ranks}
-    rest = {run.rank: sum(_sums(run, machine)[:3]) for run in rehearsal.ranks}
+    clock = {run.rank: 0.0 for run in rehearsal.stages}
+    left = {run.rank: list(run.actions) for run in rehearsal.stages}
+    runs = {run.rank: run for run in rehearsal.stages}
+    rest = {run.rank: sum(_sums(run, machine)[:3]) for run in rehearsal.stages}
     while any(left.values()):
         moved = False
         for rank, actions in left.items():

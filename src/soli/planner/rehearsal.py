@@ -39,6 +39,7 @@ class RankRun:
     """A step of one rank."""
 
     rank: int
+    part: int  # of the sequence, that it has
     states: int  # bytes between steps
     peak: int  # bytes at the step's fullest moment, the states among them
     calls: list[Call]
@@ -48,10 +49,18 @@ class RankRun:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A step under a plan: a rank of each stage. Ranks that differ from it on other axes do the same, or less."""
+    """A step under a plan: a rank of each stage with the first part of the sequence, and one with the last.
+
+    Ranks that differ from these on other axes do the same, or less.
+    """
 
     plan: Plan
     ranks: list[RankRun]
+
+    @property
+    def stages(self) -> list[RankRun]:
+        """A rank of each."""
+        return [run for run in self.ranks if run.part == 0]
 
     @property
     def peak(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils.data import default_collate
 
 import soli
 from soli.core.errors import SoliError
@@ -31,6 +32,7 @@ from soli.train.windows import Spread, Windows
 
 LOOKS = 10  # at validation, over the run, where run.evaluate_every says nothing
 SAVES = 2  # checkpoints, likewise
+EXAMPLE = 8  # windows from which a layout is learnt
 MANY_EPOCHS = 1_000_000  # the number of steps ends the run, not the data
 
 
@@ -118,6 +120,7 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
     count = sum(parameter.numel() for parameter in model.parameters())
     optim = config.optim
     schedule = Schedule(optim.warmup, config.run.steps, optim.floor)
+    windows = (Windows(found.train, size.context), Windows(found.validation, size.context))
     engine = soli.parallelize(
         model,
         soli.losses.cross_entropy("targets"),
@@ -128,6 +131,8 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
         clip=optim.clip or None,
         plan=config.run.plan,
         seed=config.run.seed,
+        example=default_collate([windows[0][i] for i in range(min(EXAMPLE, len(windows[0])))]),
+        rows=min(optim.batch, len(windows[0])),
     )
     if resume is not None:
         newest = soli.checkpoint.latest(folder / "checkpoints")
@@ -149,7 +154,8 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
     )
     if world.is_first:
         (folder / "plan.json").write_text(engine.plan.to_json() + "\n", encoding="utf-8")
-    windows = (Windows(found.train, size.context), Windows(found.validation, size.context))
+        if engine.choice is not None:
+            (folder / "planner.json").write_text(engine.choice.to_json() + "\n", encoding="utf-8")
     return _Job(config, world, folder, found, size, log, engine, schedule, *windows, unigram)
 
 

@@ -189,6 +189,9 @@ def _traced(
             found[f"output {number}"] = x.detach()
     found |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
     found |= {f"gradient of {n}": p.grad for n, p in block.named_parameters() if p.grad is not None}
+    for x in tree_leaves((args, kwargs, inputs)):
+        if isinstance(x, Tensor):
+            x.__dict__.pop("_read", None)  # has a graph that has x: nobody else would free the two
     return found
 
 

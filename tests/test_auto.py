@@ -1,0 +1,312 @@
+"""plan="auto": what it chooses among, how long a step is said to take, and what it does on real ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.test_rehearsal import program
+from torch import Tensor, nn
+
+from soli import losses
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+from soli.engine import auto
+from soli.engine.engine import parallelize
+from soli.engine.rehearse import rehearse
+from soli.mesh.world import join
+from soli.planner.candidates import bases, lighter, variants
+from soli.planner.hollow import Call
+from soli.planner.learn import Learnt
+from soli.planner.legality import problems
+from soli.planner.machine import PARTS, Machine, estimate
+from soli.planner.rehearsal import Action, RankRun, Rehearsal, Sent
+from soli.verify.cases import CASES
+from soli.verify.parity import BOUND, compare, expected_of, under_plan
+from soli.verify.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOLI_CACHE", str(tmp_path))
+
+
+# --- the space --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 16])
+def test_every_layout_is_looked_at(ranks: int) -> None:
+    """One plan at least of every way to share the ranks, each legal, none twice; variants differ in form alone."""
+    found = bases(ranks, 64)
+    layouts = {(p.dp, p.tp, p.cp, p.pp) for p in found}
+    wanted = {
+        (dp, tp, cp, pp)
+        for dp, tp, cp, pp in itertools.product(range(1, ranks + 1), repeat=4)
+        if dp * tp * cp * pp == ranks
+    }
+    assert layouts == wanted
+    assert len(set(found)) == len(found)
+    for plan in found:
+        assert not problems(plan, ranks)
+        others = variants(plan, ranks, 64)
+        assert plan not in others
+        assert all(not problems(p, ranks) for p in others)
+        assert {(p.dp, p.tp, p.cp, p.pp, p.tensor, p.sp) for p in others} <= {
+            (plan.dp, plan.tp, plan.cp, plan.pp, plan.tensor, plan.sp)
+        }
+
+
+def test_no_plan_needs_more_rows_than_there_are() -> None:
+    assert {str(plan) for plan in bases(4, 1)} == {"dp=1,cp=4", "dp=1,tp=2,cp=2", "dp=1,tp=2,sp=on,cp=2", "dp=1,tp=4", "dp=1,tp=4,sp=on"} | {
+        str(plan) for plan in bases(4, 1) if plan.pp > 1
+    }  # fmt: skip
+    assert all(plan.microbatches == 1 for plan in bases(4, 1))
+
+
+def test_lighter_plans_take_less() -> None:
+    """Each step of ZeRO, accumulation and recomputation, as rehearsed."""
+    made = program("gpt")
+    plan = Plan(dp=2)
+    peaks = [rehearse(made, p).peak for p in (plan, *lighter(plan, 2, 8))]
+    assert len(peaks) > 5
+    assert peaks[-1] < 0.6 * peaks[0]
+    assert all(after < peaks[0] for after in peaks[1:])
+
+
+# --- time -------------------------------------------------------------------------------------------------
+
+MACHINE = Machine(
+    fingerprint="", ranks=4, launch=0.0, stream=1e9, crowd=1.0, hidden=0.0, flops=1e9, optimizer=1e9, host=1e9, disk=1e9,
+    collectives={"all_reduce 2x1": [[1000, 1.0], [2000, 2.0]], "send 2x1": [[1000, 0.0], [2000, 0.0]]},
+)  # fmt: skip
+
+
+def run(rank: int, actions: str, calls: list[Call]) -> RankRun:
+    """A rank whose actions, as "F0 B0", take the calls in turn."""
+    made = [Action(a[0], rank, int(a[1:]), (i, i + 1), (0, 0)) for i, a in enumerate(actions.split())]
+    return RankRun(rank, 0, 0, 0, calls, [], made)
+
+
+def work(flops: float) -> Call:
+    return Call("mm", ((int(flops), 1),), torch.float32, int(flops), 0)
+
+
+def test_a_pipeline_waits_as_the_textbook_says() -> None:
+    """1F1B of two stages and four microbatches, F = 1 s and B = 2 s: (4 + 1) 3 s; where ranks share a core, 24 s."""
+    F, B = work(1e9), work(2e9)
+    first = run(0, "F0 F1 B0 F2 B1 F3 B2 B3", [F, F, B, F, B, F, B, B])
+    last = run(1, "F0 B0 F1 B1 F2 B2 F3 B3", [F, B] * 4)
+    whole = Rehearsal(Plan(dp=1, pp=2, microbatches=4), [first, last])
+    found = estimate(whole, MACHINE)
+    assert found.time == pytest.approx(15.0)
+    assert found.stages == pytest.approx(3.0)
+    shared = Machine(**{**vars(MACHINE), "crowd": 2.0, "flops": 5e8})  # twice as long while both compute
+    assert estimate(whole, shared).time == pytest.approx(24.0)
+
+
+def test_collectives_are_interpolated_and_hidden() -> None:
+    sent = [Sent("all_reduce", (0, 1), 1500, False), Sent("all_reduce", (0, 1), 4000, True)]
+    one = Rehearsal(Plan(dp=2), [RankRun(0, 0, 7, 9, [], sent, [])])
+    found = estimate(one, MACHINE)
+    assert (found.waited, found.late, found.peak, found.states) == (1.5, 4.0, 9, 7)
+    hiding = Machine(**{**vars(MACHINE), "hidden": 0.75})
+    assert estimate(one, hiding).late == 1.0
+    quicker = Machine(
+        **{
+            **vars(MACHINE),
+            "collectives": {k: [[s, t / 2] for s, t in v] for k, v in MACHINE.collectives.items()},
+        }
+    )
+    assert estimate(one, quicker).time == found.time / 2
+
+
+def test_what_is_measured_is_learnt() -> None:
+    """A machine whose late collectives take twice as long: three steps are enough to say so of a fourth."""
+    parts = lambda *numbers: dict(zip(PARTS, numbers, strict=True))
+    steps = [parts(1.0, 1.0, 0.1, 0.2, 0.0), parts(1.0, 1.0, 0.1, 3.0, 0.0), parts(1.0, 1.2, 0.1, 1.0, 0.0)]
+    learnt = Learnt()
+    assert learnt.seconds(steps[0]) == sum(steps[0].values())
+    for step in steps:
+        learnt.see(step, sum(step.values()) + step["late"])
+    other = parts(0.5, 0.5, 0.1, 2.0, 0.0)
+    assert learnt.seconds(other) == pytest.approx(5.1, rel=0.03)
+
+
+def test_a_machine_is_kept(tmp_path: Path) -> None:
+    MACHINE.save(tmp_path / "m.json")
+    assert Machine.load(tmp_path / "m.json") == MACHINE
+
+
+# --- on real ranks ----------------------------------------------------------------------------------------
+
+
+def chosen(
+    probes: int, memory: float | None, folder: str
+) -> tuple[str, list[tuple[str, float, float, str]], list[str]]:
+    os.environ["SOLI_CACHE"] = folder
+    found = auto.choose(program("gpt"), join(), 8, memory=memory, probes=probes)
+    options = [(o.plan, o.seconds, o.measured, o.refused) for o in found.options]
+    return str(found.plan), options, found.lines
+
+
+def test_all_ranks_choose_the_same(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(chosen, 1, None, str(tmp_path), ranks=2, deadline=120)
+    assert found[0][0] == found[1][0]
+    plan, options, lines = found[0]
+    assert options[0][0] == plan
+    assert len(lines) == 3
+    assert plan in lines[0]
+    fitting = [seconds for _, seconds, _, refused in options if not refused]
+    assert fitting == sorted(fitting)
+    assert min(fitting) > 0
+    assert {Plan.parse(o[0]).tp for o in options} == {1, 2}
+    assert list(tmp_path.glob("machine-*.json"))
+
+
+def test_probes_are_run_and_the_quickest_taken(pool: Pool, tmp_path: Path) -> None:
+    plan, options, lines = pool.run(chosen, 3, None, str(tmp_path), ranks=2, deadline=240)[0]
+    measured = {name: seconds for name, _, seconds, _ in options if seconds}
+    assert len(measured) >= 3
+    assert plan == min(measured, key=lambda name: measured[name])
+    assert "measured" in lines[0]
+    layouts = {(p.dp, p.tp, p.cp, p.pp) for p in map(Plan.parse, measured)}
+    assert len(layouts) >= 3
+
+
+def test_where_memory_is_short_plans_are_lighter(pool: Pool, tmp_path: Path) -> None:
+    """As rehearsed: with the memory of a step in two pieces and not of a whole one, the whole one is not begun."""
+    made = program("gpt")
+    whole = rehearse(made, Plan(dp=2)).peak
+    least = min(rehearse(made, p).peak for p in lighter(Plan(dp=2), 2, 8))
+    memory = auto.HEADROOM * (whole + least) / 2
+    options = pool.run(looked, memory, str(tmp_path), ranks=2, deadline=120)[0]
+    assert "dp=2" not in [plan for plan, peak, refused in options if not refused]
+    assert all(peak * auto.HEADROOM <= memory for _, peak, refused in options if not refused)
+    with pytest.raises(SoliError, match="no plan fits: the least takes"):
+        pool.run(chosen, 1, least / 4, str(tmp_path), ranks=2, deadline=120)
+
+
+def looked(memory: float, folder: str) -> list[tuple[str, float, str]]:
+    os.environ["SOLI_CACHE"] = folder
+    made = auto.Auto(program("gpt"), join(), 8, memory, 1)
+    made._look(bases(2, 8))
+    return [(o.plan, o.peak, o.refused) for o in made.options.values()]
+
+
+def trained(folder: str) -> tuple[float, str, str]:
+    os.environ["SOLI_CACHE"] = folder
+    case = CASES["gpt"]
+    return (*compare(under_plan(case, "auto"), expected_of(case)), "")
+
+
+def test_training_under_auto_is_sequential_training(pool: Pool, tmp_path: Path) -> None:
+    for worst, tensor, _ in pool.run(trained, str(tmp_path), ranks=2, deadline=120):
+        assert worst <= BOUND, tensor
+
+
+class Hoards(nn.Module):
+    """Takes memory that is no tensor's, with the rows of a batch: a rehearsal cannot know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(512, 512)
+        self.kept: list[bytearray] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [bytearray(b"x") * (20 << 20) for _ in range(len(x) // 8)]
+        return self.inner(x)
+
+
+def test_a_plan_that_takes_more_than_rehearsed_is_not_begun(capsys: Any) -> None:
+    """Half of what is free is rehearsed, and twice of it taken: smaller pieces, before the first step."""
+    model = Hoards()
+    batch = (torch.randn(64, 512), torch.randn(64, 512))
+    engine = parallelize(
+        model, losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto", memory=60e6
+    )
+    auto_tight, auto.TIGHT = auto.TIGHT, 0.0
+    try:
+        engine.step(batch)
+    finally:
+        auto.TIGHT = auto_tight
+    assert engine.choice is not None
+    refused = [o for o in engine.choice.options if "more than rehearsed" in o.refused]
+    assert [o.plan for o in refused][:1] == ["dp=1"]
+    assert engine.plan.accumulate > 1
+
+
+def rows_seen(folder: str) -> tuple[list[int], list[int]]:
+    os.environ["SOLI_CACHE"] = folder
+    seen = []
+    for source in (list(range(20)), iter(range(20))):
+        data = [(torch.full((4,), float(i)), torch.zeros(4)) for i in source]
+        model = nn.Linear(4, 4)
+        engine = parallelize(model, losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.0), plan="auto")
+        stream: Any = data if isinstance(source, list) else Once(data)
+        steps = [int(engine.step(b) is not None) * b.rows for b in engine.batches(stream, 8, shuffle=False)]
+        seen.append(sum(steps))
+    return seen, []
+
+
+class Once:
+    """A stream that is read once."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self._left = iter(data)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._left)
+
+
+def test_looking_ahead_loses_no_row() -> None:
+    assert rows_seen(os.environ["SOLI_CACHE"])[0] == [20, 20]
+
+
+def test_what_cannot_be_rehearsed_is_said_and_plain() -> None:
+    """A program that looks at its values still trains, by the plain plan, and the reason is told."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            return y + y.unique().numel() * 0
+
+    engine = parallelize(Counts(), losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto")
+    engine.step((torch.randn(4, 4), torch.zeros(4, 4)))
+    assert engine.choice is not None
+    assert "cannot be rehearsed" in engine.choice.lines[0]
+    assert "Counts" in engine.choice.lines[1]
+
+
+def test_calibrate_measures_and_keeps(tmp_path: Path) -> None:
+    """Every collective of every group of two ranks, by JSON; the second time it is read, and a damaged file is told."""
+    environment = {**os.environ, "SOLI_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "soli.cli.main", "calibrate", "-n", "2"]
+    first = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=120)
+    assert first.returncode == 0, first.stderr
+    said = json.loads(first.stdout)
+    operations = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
+    assert {key.split()[0] for key in said["collectives"]} == operations
+    assert all(seconds > 0 for table in said["collectives"].values() for _, seconds in table)
+    assert said["crowd"] >= 1
+    (kept,) = tmp_path.glob("machine-*.json")
+    kept.write_text("{", encoding="utf-8")
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "is no calibration" in again.stdout
+    assert re.search(r"measured in [0-9.]+ s", again.stdout)
+    assert json.loads(kept.read_text(encoding="utf-8"))["ranks"] == 2

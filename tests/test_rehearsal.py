@@ -1,0 +1,176 @@
+"""A rehearsed step against the real one: the same bytes, the same operations, the same collectives; and what it says."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soli
+from soli.core.errors import SoliError
+from soli.core.events import events
+from soli.core.plan import Plan
+from soli.engine.engine import parallelize
+from soli.engine.rehearse import Program, rehearse
+from soli.mesh.record import recorder
+from soli.models.gpt import GPT, GPTConfig
+from soli.planner.hollow import Hollow, Tracker, hollowed
+from soli.planner.legality import resolve
+from soli.verify import memory
+from soli.verify.cases import CASES
+from soli.verify.memory import BOUND
+from soli.verify.pool import Pool
+
+ROWS = [
+    ("gpt", "dp=1,recompute=selective", 1),
+    ("gpt", "dp=1,precision=bf16,accumulate=2", 1),
+    ("gpt", "dp=2,zero=3,recompute=full", 2),
+    ("gpt-dropout", "dp=2,zero=2,accumulate=2", 2),
+    ("gpt", "tp=2", 2),
+    ("bert", "cp=2,zero=2,accumulate=3,recompute=full", 2),
+    ("gpt", "tp=4,tensor=2d", 4),
+    ("gpt-masked", "dp=2,cp=2,replicate=2,zero=1,context=scores", 4),
+    ("llama", "dp=2,tp=2,sp=on,zero=2,recompute=selective", 4),
+    ("gpt", "dp=2,pp=2,zero=3,microbatches=2,accumulate=2,schedule=zbv", 4),
+    ("gpt-start", "pp=2,microbatches=4,schedule=interleaved,chunks=2,recompute=full", 2),
+    ("gpt-masked", "pp=2,tp=2,sp=on,microbatches=4,schedule=dualpipev,recompute=full", 4),
+    ("vit", "cp=2,pp=2,microbatches=4,schedule=zbv,zero=3,recompute=full", 4),
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "ranks"), ROWS, ids=[f"{n} {p}" for n, p, _ in ROWS])
+def test_memory_is_what_is_tracked(pool: Pool, name: str, plan: str, ranks: int) -> None:
+    """A hundredth at most of the peak. States but for the steps of AdamW of another rank's parameters, 4 bytes each."""
+    row = memory.row(pool, name, plan, ranks)
+    assert row.error <= BOUND
+    parameters = len(list(CASES[name].make()[0].parameters()))
+    assert abs(row.states - row.states_rehearsed) <= 4 * parameters
+
+
+def really(name: str, plan: str) -> list[tuple[str, tuple[int, ...], int]]:
+    """The collectives of a step of this rank, really run."""
+    case = CASES[name]
+    model, loss_fn, batches = case.make()
+    engine = parallelize(model.double(), loss_fn, optimizer=case.optimizer, clip=case.clip, plan=plan)
+    engine.step(batches[0])
+    recorder.clear()
+    engine.step(batches[0])
+    return [(record.operation, record.ranks, record.bytes) for record in recorder.records]
+
+
+def program(name: str) -> Program:
+    case = CASES[name]
+    model, loss_fn, batches = case.make()
+    model.double()
+    return Program(model, case.optimizer(model.parameters()), loss_fn, batches[0], case.clip, backend="local")
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "ranks"),
+    [
+        ("gpt", "dp=2,zero=3", 2),
+        ("gpt", "dp=2,tp=2,sp=on,zero=1", 4),
+        ("gpt", "tp=4,tensor=2d", 4),
+        ("gpt", "pp=2,cp=2,microbatches=2,context=ulysses", 4),
+    ],
+)
+def test_collectives_are_those_of_the_run(pool: Pool, name: str, plan: str, ranks: int) -> None:
+    real = pool.run(really, name, plan, ranks=ranks)
+    for run in rehearse(program(name), resolve(Plan.parse(plan), ranks)).ranks:
+        assert [(sent.operation, sent.ranks, sent.bytes) for sent in run.sent] == real[run.rank]
+
+
+def test_operations_are_those_of_the_run() -> None:
+    """The same calls with the same shapes, flops and bytes, in the same order."""
+    case = CASES["gpt-dropout"]
+    model, loss_fn, batches = case.make()
+    tracker = Tracker()
+    with tracker:
+        engine = parallelize(model.double(), loss_fn, optimizer=case.optimizer, clip=case.clip, plan="dp=1")
+        engine.step(batches[0])
+        tracker.calls = []
+        engine.step(batches[0])
+    found = rehearse(program("gpt-dropout"), Plan(dp=1)).ranks[0].calls
+    heavy = lambda calls: [(call.name, call.shapes, call.flops) for call in calls if call.flops]
+    assert heavy(found) == heavy(tracker.calls)
+    assert sum(call.flops for call in found) > 0
+
+
+def test_a_model_larger_than_the_machine() -> None:
+    """65 billion parameters: its states by hand, and no memory of it taken."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab=32000, context=512, dim=8192, layers=20, heads=64))
+    count = sum(p.numel() for p in model.parameters())
+    tokens = torch.zeros(8, 512, dtype=torch.int64)
+    made = Program(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        soli.losses.cross_entropy("targets"),
+        {"tokens": tokens, "targets": tokens},
+    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = rehearse(made, Plan(dp=8, zero=3, recompute="full"))
+    assert found.states == pytest.approx(
+        count / 8 * 16, rel=0.01
+    )  # a weight, its gradient, two moments in fp32
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300e3  # kB
+
+
+class Chooses(nn.Module):
+    """A forward whose shapes depend on its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y[y[:, 0] > 0]
+
+
+def test_what_cannot_be_run_for_its_shapes_is_named() -> None:
+    model = Chooses()
+    made = Program(
+        model,
+        torch.optim.SGD(model.parameters()),
+        lambda out, batch: (out.sum(), 1),
+        (torch.randn(4, 8), torch.zeros(4)),
+    )
+    with pytest.raises(SoliError, match="depends on values") as caught:
+        rehearse(made, Plan(dp=1))
+    said = str(caught.value)
+    assert "Chooses" in said
+    assert "test_rehearsal.py:" in said
+
+
+def test_a_rehearsal_leaves_nothing_behind(capsys: Any) -> None:
+    """Neither words nor events, nor records, nor random numbers, nor gradients; and the model is as it was."""
+    made = program("gpt-dropout")
+    weights = [p.clone() for p in made.model.parameters()]
+    random, seen, issued = torch.get_rng_state(), len(events.recent), recorder.issued
+    rehearse(made, Plan(dp=1, pp=2, microbatches=2))
+    assert torch.equal(random, torch.get_rng_state())
+    assert (len(events.recent), recorder.issued) == (seen, issued)
+    assert all(
+        torch.equal(p, w) and p.grad is None for p, w in zip(made.model.parameters(), weights, strict=True)
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_hollow_values_are_zero_and_known_ones_stay() -> None:
+    """What comes from weights is 0 where it is looked at; masks and positions of the batch are what they are."""
+    hollow = Hollow()
+    (model,) = hollowed(hollow, nn.Linear(64, 64))
+    x = torch.arange(128.0).view(2, 64)
+    with hollow:
+        out = model(x)
+        mask = x > 63
+        assert float(out.detach().sum()) == 0.0
+        assert hollow.is_hollow(out)
+        assert int(mask.sum()) == 64
+        assert not hollow.is_hollow(mask)
+        assert out[mask[:, 0]].shape == (1, 64)  # by a mask that is known
+    assert hollow.bytes >= 64 * 64 * 4
