@@ -225,6 +225,11 @@ class Mistaken(Block):
         return super().forward(x).nothing  # type: ignore[attr-defined]
 
 
+class Huge(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.new_empty(2**44)[0]
+
+
 class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -245,6 +250,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     "branch": (lambda: Net(Branching()), "value that only a real run has", "Branching at .*test_capture.py:"),
     "failure": (lambda: Net(Failing()), "the program fails: mm", "Linear at .*test_capture.py:.*64, 255"),
     "mistake": (lambda: Net(Mistaken()), "its forward or its loss fails", "Mistaken at .*test_capture.py:.*no attribute"),
+    "huge": (lambda: Net(Huge()), "has no addresses for", "Huge at .*test_capture.py:"),
     "convolution": (Convolution, "no transformer", 'no attention: (.|\n)*plan="auto"'),
     "mlp": (lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8)), "no transformer", "no attention: "),
     "shared": (shared, "no transformer", "blocks.0 to blocks.2 share weights"),

@@ -103,14 +103,19 @@ def search(
         print(f"{said['assumed']}.")
         _say(inferred)
     else:
-        print(
-            f"{known.name}, {known.parameters / 1e9:.4g} billion parameters, {batch} sequences of {tokens} tokens a step, on {made} ({made.size} devices)"
-        )
-        _best(found.choices)
-        _reasons(found, reasons)
+        _shown(task, found, reasons)
         _say(inferred)
         if html is not None:
             print(f"With pictures: {html}")
+
+
+def _shown(task: Task, found: Answer, reasons: list[str]) -> None:
+    model, made = task.model, task.cluster
+    print(
+        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, {task.batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)"
+    )
+    _best(found.choices)
+    _reasons(found, reasons)
 
 
 def read(text: str) -> tuple[Model, tuple[str, ...]]:

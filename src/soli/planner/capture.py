@@ -232,13 +232,25 @@ def capture(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]) 
     except SoliError:
         raise
     except Exception as error:
-        raise SoliError(
-            "the program cannot be traced: its forward or its loss fails",
-            got=f"{_place(error)}: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}",
-            allowed="a model that computes its batch",
-            fix="run the model on its batch by itself",
-        ) from error
+        raise _failed(error) from error
     return follower.trace
+
+
+def _failed(error: Exception) -> SoliError:
+    got = f"{_place(error)}: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
+    if "allocate memory" in str(error):
+        return SoliError(
+            "the program makes a tensor that this machine has no addresses for",
+            got=got,
+            allowed="tensors as large as the machine's memory, each by itself; nothing is written into them",
+            fix="a batch of shorter sequences, and --seq for the length that is planned",
+        )
+    return SoliError(
+        "the program cannot be traced: its forward or its loss fails",
+        got=got,
+        allowed="a model that computes its batch",
+        fix="run the model on its batch by itself",
+    )
 
 
 def _stand(follower: Follower, model: nn.Module) -> None:
