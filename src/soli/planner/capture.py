@@ -34,7 +34,7 @@ PLAIN = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.ba
 """Products, and which argument is the first factor."""
 SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
 READS = {aten._local_scalar_dense.default, aten.is_nonzero.default}
-MEASURED = 'plan="auto" plans any program, by running it on the machine at hand'
+MEASURED = 'plan="auto" lays out any program on the machine at hand'
 
 
 @dataclass(frozen=True)
