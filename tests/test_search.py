@@ -253,9 +253,7 @@ def test_what_is_no_model(text: str | None, said: str, tmp_path: Path) -> None:
     assert said in str(refused.value)
 
 
-def test_programs_are_refused() -> None:
-    with pytest.raises(SoliError, match="not traced yet"):
-        read_model(Path("train.py:make"))
+def test_what_is_no_file_is_refused() -> None:
     with pytest.raises(SoliError, match="cannot be read"):
         read_model(Path("x" * 300))
 

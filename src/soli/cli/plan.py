@@ -43,12 +43,13 @@ def _meant(args: list[str]) -> str:
     if first.endswith(".csv"):
         return "predict"
     searched = any(word.split("=")[0] in ("--cluster", "--global-batch") for word in args)
-    return "search" if searched or "/" in first or first.endswith(".json") else "check"
+    return "search" if searched or "/" in first or first.endswith(".json") or ".py" in first else "check"
 
 
 app = typer.Typer(
     cls=Group,
-    help="The best plans of a model (soli plan MODEL --cluster h100:8x64 --global-batch 1024); what the runs of a table "
+    help="The best plans of a model, by its config.json or its program (soli plan MODEL --cluster h100:8x64 "
+    "--global-batch 1024, soli plan examples/plan_model.py:llama_8b --cluster ...); what the runs of a table "
     "take (soli plan predict ROWS.csv); a plan, checked and filled in (soli plan dp=2,zero=3 -n 2).",
     no_args_is_help=True,
 )

@@ -12,22 +12,32 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from soli.cli import programs
 from soli.core.errors import SoliError
 
 if TYPE_CHECKING:
     from soli.planner.explain import Answer, Choice
+    from soli.planner.models import Model
     from soli.planner.task import Task
 
 PRECISIONS = ("bf16", "fp16", "fp8")
+MODELS = (
+    "A Hugging Face config.json, or the directory that has one; or FILE.py:NAME, a function that returns (model, batch) or "
+    "(model, batch, loss_fn), on the meta device if it is large (examples/plan_model.py:llama_8b)."
+)
 FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
 
 
 def search(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face config.json, or the directory that has one.")],
+    model: Annotated[str, typer.Argument(help=MODELS)],
     cluster: Annotated[str, typer.Option(help="Such as h100:8x64, or a file (soli hardware --help).")],
     batch: Annotated[int, typer.Option("--global-batch", min=1, help="Sequences a step.")],
     seq: Annotated[
-        int, typer.Option(min=0, help="Tokens of a sequence; 0: what the model was made for, 8192 at most.")
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens of a sequence; 0: what the model was made for, 8192 at most; of a program, its batch's.",
+        ),
     ] = 0,
     precision: Annotated[
         str, typer.Option(help="bf16, fp16 or fp8; else bf16 where the device has it.")
@@ -60,23 +70,23 @@ def search(
     """
     from soli.planner import explain
     from soli.planner.hardware.clusters import read_cluster
-    from soli.planner.models import read_model
     from soli.planner.task import Task
 
     if whatif and (html is not None or why_not):
         raise SoliError(
             "--whatif answers its own questions", fix="ask --html and --why-not in a run without it"
         )
-    known, made = read_model(model), read_cluster(cluster)
+    made = read_cluster(cluster)
+    known, inferred = read(model)
     precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
-    tokens = seq or min(known.seq or 8192, 8192)
+    tokens = seq or (known.seq if inferred else min(known.seq or 8192, 8192))
     task = Task(
         known, made, batch, tokens, _one_of("precision", precision, PRECISIONS), _bytes(memory), explain.fixed_of(fix) if fix else {},
         _one_of("framework", framework, FRAMEWORKS),
     )  # fmt: skip
     said: dict[str, Any] = {
         "model": known.name, "parameters": known.parameters, "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
-        "assumed": explain.assumed(task),
+        "assumed": explain.assumed(task), "inferred": list(inferred),
     }  # fmt: skip
     if whatif:
         said["whatif"] = [_whatif(task, question) for question in whatif]
@@ -91,14 +101,47 @@ def search(
     elif whatif:
         print("\n".join(f"{one['answer']}\n  {_short(one['choice'])}" for one in said["whatif"]))
         print(f"{said['assumed']}.")
+        _say(inferred)
     else:
-        print(
-            f"{known.name}, {known.parameters / 1e9:.4g} billion parameters, {batch} sequences of {tokens} tokens a step, on {made} ({made.size} devices)"
-        )
-        _best(found.choices)
-        _reasons(found, reasons)
+        _shown(task, found, reasons)
+        _say(inferred)
         if html is not None:
             print(f"With pictures: {html}")
+
+
+def _shown(task: Task, found: Answer, reasons: list[str]) -> None:
+    model, made = task.model, task.cluster
+    print(
+        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, {task.batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)"
+    )
+    _best(found.choices)
+    _reasons(found, reasons)
+
+
+def read(text: str) -> tuple[Model, tuple[str, ...]]:
+    """The dimensions of a model, and what of them was inferred: said by a configuration, or seen in a program's trace."""
+    program = programs.named(text)
+    if program is None:
+        from soli.planner.models import read_model
+
+        return read_model(Path(text)), ()
+    from soli.engine.batch import Caller, rows_of, take
+    from soli.planner.dimensions import read_program
+
+    model, batch, loss_fn = programs.from_file(*program)
+    rows_of(batch)
+
+    def run(traced: Any, one: Any) -> None:
+        output = Caller(traced)(one)
+        if loss_fn is not None:
+            loss_fn(output, one)
+
+    return read_program(program[1], model, take(batch, 0, 1), run)
+
+
+def _say(inferred: tuple[str, ...]) -> None:
+    if inferred:
+        print(f"Read from the program: {'; '.join(inferred)}.")
 
 
 def _reasons(found: Answer, reasons: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import re
@@ -12,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from soli.cli import programs
 from soli.core.errors import SoliError
 
-FORMS = "FILE.py:NAME, a function that returns (model, batch) or (model, batch, loss_fn); or a transformers config.json"
+FORMS = f"{programs.FORM}; or a transformers config.json"
 TOKENS, ROWS = 8, 2  # of the batch that is made for a transformers model
 
 
@@ -108,36 +108,13 @@ def _hints(given: list[str]) -> dict[str, str]:
 
 def _made(text: str) -> tuple[Any, Any, Any]:
     """The model, a batch and its loss (None: the model's own)."""
-    path, _, name = text.rpartition(":")
-    if path.endswith(".py"):
-        return _from_file(Path(path), name)
+    program = programs.named(text)
+    if program is not None:
+        return programs.from_file(*program)
     place = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if place.name.endswith(".json") and place.is_file():
         return _from_config(place)
     raise SoliError("there is no such model", got=text, allowed=FORMS)
-
-
-def _from_file(path: Path, name: str) -> tuple[Any, Any, Any]:
-    if not path.is_file():
-        raise SoliError("there is no such file", got=str(path), allowed=FORMS)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise SoliError("the file is no Python module", got=str(path))
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function) or inspect.isclass(function):
-        here = [
-            n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
-        ]
-        raise SoliError(f"{path} has no function '{name}'", allowed=", ".join(here) or "none", fix=FORMS)
-    result = function()
-    if not (isinstance(result, tuple) and len(result) in (2, 3)):
-        raise SoliError(
-            f"{name}() returned {type(result).__name__}", allowed="(model, batch) or (model, batch, loss_fn)"
-        )
-    return result if len(result) == 3 else (*result, None)
 
 
 def _from_config(place: Path) -> tuple[Any, Any, Any]:

@@ -284,10 +284,24 @@ def _counted(index: Any, hollow: Hollow) -> Any:
     return index
 
 
+class ValuesError(SoliError):
+    """A program asks for what only its values say."""
+
+
 def _unknown(func: Any, error: Exception) -> SoliError:
-    return SoliError(
-        f"what the model does depends on values that only a real run has: {func.name().partition('::')[2]}",
-        got=f"{here()}: {str(error).strip().splitlines()[0][:160]}",
+    name = func.name().partition("::")[2]
+    got = f"{here()}: {str(error).strip().splitlines()[0][:160]}"
+    if not isinstance(error, NotImplementedError) and "meta" not in str(error):
+        return SoliError(
+            f"the program fails: {name}",
+            got=got,
+            allowed="shapes that the operation takes",
+            fix="run the model on its batch by itself",
+            everywhere=True,
+        )
+    return ValuesError(
+        f"what the model does depends on values that only a real run has: {name}",
+        got=got,
         fix='name the plan (plan="dp=..."): the planner runs a program without its values',
         everywhere=True,
     )

@@ -1,4 +1,4 @@
-"""A transformer by its dimensions, read from a Hugging Face config.json: no weights, no network, no library."""
+"""A transformer by its dimensions; read from a Hugging Face config.json: no weights, no network, no library."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ class Model:
     tied: bool
     seq: int  # the longest that it was made for; 0: not said
     shared: int = 0  # of the active experts those that each token goes to
+    flash: bool = True  # attention's scores are not kept in memory
 
     @property
     def parameters(self) -> float:
@@ -88,19 +89,13 @@ class Model:
         return {
             "layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads,
             "head_size": self.head_size, "ffn": self.ffn, "gated": float(self.gated), "vocab": self.vocab,
-            "experts": self.experts, "active": self.active, "tied": float(self.tied), "flash": 1.0, "frozen": 0.0,
+            "experts": self.experts, "active": self.active, "tied": float(self.tied), "flash": float(self.flash), "frozen": 0.0,
             "shared": self.shared,
         }  # fmt: skip
 
 
 def read_model(path: Path) -> Model:
     """The model of a config.json, or of the directory that has one. SoliError with every problem."""
-    if ".py" in path.name:
-        raise SoliError(
-            "programs are not traced yet: the planner knows models by their dimensions",
-            got=str(path),
-            allowed="a Hugging Face config.json, or the directory that has one",
-        )
     try:
         file = path / "config.json" if path.is_dir() else path
         said = json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,238 @@
+"""The dimensions of a transformer, found in a trace of its program: the stack of like blocks and what one of them does.
+
+No architecture and no name is known here. Attention is what a kernel or two products around a softmax do; its weights
+are those that its queries, keys and values come from and the one that reads its result; all others of a block are its
+MLP. What comes of it is checked: the dimensions give as many parameters as the program has, or the model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from soli.core.errors import SoliError
+from soli.planner.capture import MEASURED, Attention, Product, Trace, capture
+from soli.planner.models import Model
+
+NEAR = 0.03
+"""How far the parameters that the dimensions give may be from the program's."""
+LIKE = "a decoder or an encoder of like blocks, each of one attention and one MLP"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Like blocks, one after the other."""
+
+    names: list[str]
+    blocks: list[nn.Module]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention's part of a block, and the products that are its own."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    seq: int
+    flash: bool
+    products: frozenset[int]
+
+
+def read_program(
+    name: str, model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]
+) -> tuple[Model, tuple[str, ...]]:
+    """The dimensions of a program's model, and what of them was inferred. `run(model, batch)`: its forward and loss."""
+    return dimensions(name, model, capture(model, batch, run))
+
+
+def dimensions(name: str, model: nn.Module, trace: Trace) -> tuple[Model, tuple[str, ...]]:
+    """As `read_program`, of a trace."""
+    if not trace.attentions:
+        raise _no_stack(name, "no attention: neither its kernel nor two products around a softmax")
+    stack = _stack(name, model, trace)
+    hidden = _hidden(name, trace, stack)
+    heads = _heads(name, trace, stack, hidden)
+    ffn, gated, experts, active = _mlp(name, trace, stack, hidden, heads)
+    vocab, tied, said = _tables(name, trace, stack)
+    made = Model(
+        name=name, layers=len(stack.blocks), hidden=hidden, heads=heads.heads, kv_heads=heads.kv_heads,
+        head_size=heads.width, ffn=ffn, gated=gated, vocab=vocab, experts=experts, active=active, tied=tied,
+        seq=heads.seq, flash=heads.flash,
+    )  # fmt: skip
+    has = sum(p.numel() for p in model.parameters())
+    _check(made, has)
+    said = [f"the batch has sequences of {heads.seq} tokens", *said]
+    if not heads.flash:
+        said.append("scores are kept in memory: attention is written out")
+    if any(not p.requires_grad for p in model.parameters()):
+        said.append("frozen parameters are planned as trained ones")
+    return made, (*said, f"the dimensions give {made.parameters / has - 1:+.2%} of the program's parameters")
+
+
+def _stack(name: str, model: nn.Module, trace: Trace) -> Stack:
+    """The longest run of like blocks that attend."""
+    attending = {part for one in trace.attentions for part in one.where}
+    runs = [
+        Stack([f"{path}.{i}" if path else str(i) for i in places], [module[i] for i in places])
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        for places in _runs(list(module))
+    ]
+    runs = [one for one in runs if attending & set(one.names)]
+    if not runs:
+        raise _no_stack(name, "attention is in no block of a ModuleList or a Sequential")
+    found = max(runs, key=lambda one: (len(one.blocks), -len(one.names[0])))
+    _of_its_own(name, found, trace)
+    return found
+
+
+def _runs(modules: list[nn.Module]) -> list[list[int]]:
+    """Neighbours of one type whose parameters have the same names and shapes."""
+    kinds = [(type(m), tuple((n, tuple(p.shape)) for n, p in m.named_parameters())) for m in modules]
+    found: list[list[int]] = []
+    for i, kind in enumerate(kinds):
+        if i and kind == kinds[i - 1]:
+            found[-1].append(i)
+        elif kind[1]:
+            found.append([i])
+    return found
+
+
+def _of_its_own(name: str, stack: Stack, trace: Trace) -> None:
+    """Refuses blocks that share weights or run twice, and attention that is not once in each block."""
+    weights = [id(p) for block in {id(b): b for b in stack.blocks}.values() for p in block.parameters()]
+    times = [sum(block in one.where for one in trace.attentions) for block in stack.names]
+    if len(set(weights)) < len(weights) or len({id(b) for b in stack.blocks}) < len(stack.blocks):
+        raise _no_stack(name, f"the blocks {stack.names[0]} to {stack.names[-1]} share weights")
+    if len(trace.inputs.get(stack.names[0], [])) > 1:
+        raise _no_stack(
+            name, f"the block {stack.names[0]} runs {len(trace.inputs[stack.names[0]])} times a step"
+        )
+    outside = [one for one in trace.attentions if not set(one.where) & set(stack.names)]
+    if outside:
+        where = next((part for part in reversed(outside[0].where) if part), "the model itself")
+        raise _no_stack(
+            name,
+            f"attention in {where} too, outside of the {len(stack.blocks)} like blocks from {stack.names[0]}: "
+            "an encoder and a decoder, or blocks that differ",
+        )
+    odd = next((i for i, count in enumerate(times) if count != 1), None)
+    if odd is not None:
+        raise _no_stack(name, f"the block {stack.names[odd]} attends {times[odd]} times")
+
+
+def _hidden(name: str, trace: Trace, stack: Stack) -> int:
+    shapes = [shape for block in stack.names for shape in trace.inputs[block]]
+    widths = {shape[-1] if shape else 0 for shape in shapes}
+    if len(widths) != 1 or not min(widths):
+        raise _no_stack(name, f"blocks read widths of {', '.join(map(str, sorted(widths)))}")
+    return widths.pop()
+
+
+def _inside(trace: Trace, block: str) -> dict[int, Product]:
+    """The block's products with weights, by number."""
+    return {i: one for i, one in enumerate(trace.products) if one.weight and block in one.where}
+
+
+def _heads(name: str, trace: Trace, stack: Stack, hidden: int) -> Heads:
+    block = stack.names[0]
+    number, one = next((i, a) for i, a in enumerate(trace.attentions) if block in a.where)
+    own = _inside(trace, block)
+    made_of = sorted(n for kind, n in one.reads if kind == "product" and n in own)
+    out = next((n for n, p in own.items() if ("attention", number) in p.reads), None)
+    tokens = _numel(trace.inputs[block][0]) // hidden
+    heads, rest = divmod(one.queries, one.width * tokens)
+    if out is None or rest or not heads or any(own[n].goes[0] != hidden for n in made_of):
+        raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
+    given = sum(own[n].goes[1] for n in made_of)
+    kv_heads, rest = divmod(given - heads * one.width, 2 * one.width)
+    if rest or kv_heads < 1 or heads % kv_heads or own[out].goes != (heads * one.width, hidden):
+        raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
+    return Heads(heads, kv_heads, one.width, _length(trace, stack), one.flash, frozenset({*made_of, out}))
+
+
+def _of_attention(one: Attention, hidden: int) -> str:
+    return f"queries, keys and values of heads of {one.width}, each made by one product of {hidden}, and one after them"
+
+
+def _length(trace: Trace, stack: Stack) -> int:
+    """Of sequences: the most that any block's attention reads (some read a window)."""
+    return max(one.tokens for one in trace.attentions if set(one.where) & set(stack.names))
+
+
+def _mlp(name: str, trace: Trace, stack: Stack, hidden: int, heads: Heads) -> tuple[int, bool, int, int]:
+    """Its inner width, whether it has a gate, how many experts there are and how many a token goes to."""
+    block = stack.names[0]
+    own = {n: p for n, p in _inside(trace, block).items() if n not in heads.products}
+    chosen = [count for where, count in trace.sorts if block in where]
+    many = [p for p in own.values() if len(p.shape) == 3]
+    experts = many[0].shape[0] if many else 0
+    if experts and chosen:
+        own = {n: p for n, p in own.items() if p.goes != (hidden, experts)}
+    down = [p for p in own.values() if p.goes[1] == hidden]
+    ffn = down[-1].goes[0] if down else 0
+    ups = [p.goes[1] for p in own.values() if p is not down[-1]] if down else []
+    alike = not experts or all(len(p.shape) == 3 and p.shape[0] == experts for p in own.values())
+    if not ups or any(p.goes[0] != hidden for p in own.values() if p is not down[-1]) or not alike:
+        raise _odd(name, f"what follows attention in {block}", _said(own), f"an MLP from {hidden} and back")
+    if sum(ups) not in (ffn, 2 * ffn) or bool(experts) != bool(chosen):
+        raise _odd(name, f"what follows attention in {block}", _said(own), "an MLP of two products or three")
+    return ffn, sum(ups) == 2 * ffn, experts, chosen[-1] if experts else 1
+
+
+def _tables(name: str, trace: Trace, stack: Stack) -> tuple[int, bool, list[str]]:
+    """The vocabulary, whether one table is both the first and the last, and what was inferred of it."""
+    inside = [i for i, p in enumerate(trace.products) if set(p.where) & set(stack.names)]
+    after = [p for p in trace.products[max(inside) + 1 :] if p.weight]
+    rows = max((shape[0] for shape in trace.tables.values()), default=0)
+    if not after and not rows:
+        raise _no_stack(name, "neither a table of tokens nor a product that gives logits")
+    if not after:
+        return (
+            rows,
+            True,
+            [f"no product gives logits: they are taken to be {rows} wide, by the embedding's table"],
+        )
+    last = after[-1]
+    if last.weight in trace.tables or any(shape[0] == last.goes[1] for shape in trace.tables.values()):
+        return last.goes[1], last.weight in trace.tables, []
+    vocab = max(rows, last.goes[1])
+    what = f"an embedding of {rows}" if rows else "no embedding"
+    return vocab, True, [f"{what} and a last product of {last.goes[1]} are taken as one table of {vocab}"]
+
+
+def _check(made: Model, has: int) -> None:
+    gives = made.parameters
+    if abs(gives - has) <= NEAR * has:
+        return
+    raise SoliError(
+        f"the dimensions that were found are not all of {made.name}",
+        got=f"{has:,} parameters in the program, {gives:,.0f} by {made.layers} layers of {made.hidden}, "
+        f"{made.heads} heads ({made.kv_heads} of keys) of {made.head_size}, an MLP of {made.ffn}"
+        f"{' with a gate' if made.gated else ''}, a vocabulary of {made.vocab}{', tied' if made.tied else ''}",
+        allowed=f"{NEAR:.0%} between them",
+        fix=f"{LIKE}, with little beside them; {MEASURED}",
+    )
+
+
+def _no_stack(name: str, why: str) -> SoliError:
+    return SoliError(f"{name} is no transformer that the planner knows", got=why, allowed=LIKE, fix=MEASURED)
+
+
+def _odd(name: str, where: str, got: str, allowed: str) -> SoliError:
+    return SoliError(f"{name}: {where} is not understood", got=got, allowed=allowed, fix=MEASURED)
+
+
+def _said(own: dict[int, Product]) -> str:
+    return ", ".join(f"{p.weight} {p.goes[0]} to {p.goes[1]}" for p in own.values())[:600] or "no products"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
