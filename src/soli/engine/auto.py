@@ -62,7 +62,7 @@ class Auto:
         self.rehearsals: dict[str, Rehearsal] = {}  # this rank's share
         self.notes: list[str] = []
         self.paced: float | None = None
-        self.headroom = HEADROOM
+        self.doubted = False  # a plan took more than rehearsed
 
     def choose(self) -> Choice:
         """The plan. SoliError where none fits."""
@@ -78,7 +78,7 @@ class Auto:
                 self._probe()
         order = self._fitting()
         while order and self._is_tight(order[0]) and not order[0].measured and not self._holds(order[0]):
-            self._look(bases(self.world.size, self.rows), again=True)  # with what was learnt of memory
+            self._look(bases(self.world.size, self.rows), again=True)  # a lighter form of it
             order = self._fitting()
         if not order:
             return self._none()
@@ -206,23 +206,19 @@ class Auto:
             self.notes.append(text)
             events.emit("note", text=text)
             found = replace(found, refused=text)
-            self.headroom = max(
-                self.headroom, (taken - option.states) / max(option.peak - option.states, 1.0)
-            )
+            self.doubted = True
         else:
             found = replace(found, peak=max(taken, option.peak), measured=seconds)
         self.options[option.plan] = found
         return not found.refused
 
     def _is_tight(self, option: Option) -> bool:
-        return self._need(option) > TIGHT * self.memory
+        """Whether it is run on a copy before it is begun: little memory is left, or rehearsals were wrong."""
+        return self.doubted or self._need(option) > TIGHT * self.memory
 
     def _need(self, option: Option) -> float:
-        """Bytes that a plan is taken to need: what it rehearsed, and what allocators and the program take beside.
-
-        What a trial took beyond the rehearsal is of its activations: it scales with theirs.
-        """
-        return HEADROOM * option.states + self.headroom * (option.peak - option.states)
+        """Bytes that a plan is taken to need: what it rehearsed, and what allocators take beside."""
+        return HEADROOM * option.peak
 
     def _failed(self, plan: str) -> bool:
         """Whether it was run and took more than there is."""

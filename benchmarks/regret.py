@@ -1,0 +1,103 @@
+"""How much longer a step takes under the plan that plan="auto" chooses than under the best: `make regret`, needs root.
+
+For each model and network of this machine every plan of the space (planner/candidates.py: all layouts, all their
+variants) runs two steps; then auto and auto=probe choose, with a calibration of their own; then the eight best and what
+was chosen run three rounds of four steps more, in turns. Regret: the median of the chosen over that of the best, less 1.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent / "network")
+)  # its launch, and not the one beside this file
+
+import record
+from lab import end_well, lab, stopped
+from launch import launch
+from network import LabError, Network, spell
+
+RANK = Path(__file__).resolve().parent / "regret_rank.py"
+OUT = Path(__file__).resolve().parent / "results" / "regret"
+MODELS = ("gpt", "llama", "bert", "vit")
+NETWORKS = {"full": (1, 4, None), "two levels": (2, 2, 1000.0), "slow": (4, 1, 1000.0)}
+"""Hosts, ranks of each, Mbit/s of a host's link."""
+
+
+def main() -> None:
+    """Measure what was asked for, and write it down after every launch."""
+    end_well()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--deadline", type=float, default=1200.0)
+    args = parser.parse_args()
+    result: dict = {**record.head(), "rows": []}
+    for network in args.networks:
+        hosts, each, rate = NETWORKS[network]
+        for model in args.models:
+            with lab(Network(hosts, each, rate, 0.0)) as made, tempfile.TemporaryDirectory() as cache:
+                extra = {"SOLI_BACKEND": "local", "SOLI_CACHE": cache}
+                outcome = launch(made, [str(RANK), "--model", model], args.deadline, extra)
+            row = {"model": model, "network": network, "ranks": hosts * each, "rate": spell(rate)}
+            row |= {"error": outcome.error} if outcome.error else judged(outcome.records[0])
+            result["rows"].append(row)
+            print({k: v for k, v in row.items() if k not in ("measured", "predicted")}, flush=True)
+            record.write(result, page(result), OUT)
+    print(page(result))
+
+
+def judged(found: dict) -> dict:
+    """Regret of both choices, and how the predictions stand to what was measured."""
+    seconds = {plan: statistics.median(times[1:] or times) for plan, times in found["plans"].items()}
+    sure = {plan: seconds[plan] for plan, times in found["plans"].items() if len(times) > 1}
+    best = min(sure, key=lambda plan: sure[plan])
+    predicted = found["auto"]["predicted"]
+    both = [(predicted[plan], seconds[plan]) for plan in predicted if plan in seconds]
+    return {
+        "plans": len(seconds), "refused": len(found["refused"]), "best": best, "best_s": sure[best],
+        "auto": found["auto"]["plan"], "auto_regret": sure[found["auto"]["plan"]] / sure[best] - 1,
+        "probe": found["probe"]["plan"], "probe_regret": sure[found["probe"]["plan"]] / sure[best] - 1,
+        "dp_regret": min(s for plan, s in seconds.items() if plan.startswith("dp=4")) / sure[best] - 1,
+        "median_regret": statistics.median(seconds.values()) / sure[best] - 1,
+        "auto_seconds": found["auto"]["seconds"], "probe_seconds": found["probe"]["seconds"],
+        "error_median": statistics.median(abs(p / s - 1) for p, s in both),
+        "measured": found["plans"], "predicted": predicted,
+    }  # fmt: skip
+
+
+def page(result: dict) -> str:
+    """The results for people."""
+    lines = [
+        "# What plan=\"auto\" chooses, beside every plan measured",
+        "", record.line(result), "", " ".join(__doc__.split("\n\n")[1].split()), "",
+        "Two cores are all that the four ranks have. `two levels`: two hosts (network namespaces) of two ranks, 1 Gbit/s",
+        "between them; `slow`: four hosts. `dp`: regret of the better of data parallelism and ZeRO-1; `any`: of the median",
+        "plan. `off`: median of |predicted / measured - 1| over the plans that auto rehearsed.", "",
+        "| network | model | plans | best | auto | regret | auto=probe | regret | dp | any | off | seconds to choose |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    done = [row for row in result["rows"] if "error" not in row]
+    for r in done:
+        lines.append(
+            f"| {r['network']} | {r['model']} | {r['plans']} | `{r['best']}` {1e3 * r['best_s']:.0f} ms | `{r['auto']}` | "
+            f"{r['auto_regret']:.1%} | `{r['probe']}` | {r['probe_regret']:.1%} | {r['dp_regret']:.1%} | "
+            f"{r['median_regret']:.0%} | {r['error_median']:.0%} | {r['auto_seconds']:.0f}, {r['probe_seconds']:.0f} |"
+        )
+    for key in ("auto_regret", "probe_regret") if done else ():
+        values = [r[key] for r in done]
+        lines += ["", f"{key.replace('_', ' ')}: mean {statistics.mean(values):.1%}, worst {max(values):.1%}"]
+    lines += [
+        f"\n{r['model']} on {r['network']} did not run: {r['error']}" for r in result["rows"] if "error" in r
+    ]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LabError as error:
+        sys.exit(stopped("regret", error))

@@ -1,0 +1,94 @@
+"""One rank of regret.py: every plan of a model measured, and what plan="auto" and "auto=probe" choose.
+
+Rank 0 writes to LAB_RECORD: {"plans": {plan: [seconds of a step, ...]}, "auto": {...}, "probe": {...}}.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from soli import losses
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+from soli.engine import auto
+from soli.engine.rehearse import Program
+from soli.mesh.collectives import gather_json
+from soli.mesh.mesh import build_mesh
+from soli.mesh.world import join
+from soli.models.bert import Bert, BertConfig
+from soli.models.gpt import GPT, GPTConfig
+from soli.models.llama import Llama, LlamaConfig
+from soli.models.vit import ViT, ViTConfig
+from soli.planner.candidates import bases, variants
+
+ROWS, TOKENS, VOCAB = 16, 64, 512
+BEST, ROUNDS, STEPS = 8, 3, 4
+
+
+def models() -> dict:
+    """Name -> (model, batch): deep, wide and narrow, with and without causal attention, with and without a sequence."""
+    tokens = torch.randint(VOCAB, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    text = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
+    masked = {**text, "mask": torch.ones(ROWS, TOKENS, dtype=torch.bool)}
+    images = {"images": torch.randn(ROWS, 3, 32, 32), "targets": torch.arange(ROWS) % 10}
+    return {
+        "gpt": (lambda: GPT(GPTConfig(vocab=VOCAB, context=TOKENS, dim=128, layers=6, heads=4)), text),
+        "llama": (
+            lambda: Llama(LlamaConfig(vocab=VOCAB, dim=256, layers=3, heads=8, groups=4, hidden=704)),
+            text,
+        ),
+        "bert": (lambda: Bert(BertConfig(vocab=VOCAB, dim=96, layers=8, heads=4, context=TOKENS)), masked),
+        "vit": (lambda: ViT(ViTConfig(classes=10, dim=192, layers=4, heads=4)), images),
+    }
+
+
+def main() -> None:
+    """Measure, choose, measure the best again."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    name = parser.parse_args().model
+    torch.set_num_threads(1)
+    world = join()
+    make, batch = models()[name]
+    torch.manual_seed(0)
+    model = make()
+    program = Program(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        losses.cross_entropy("targets"),
+        batch,
+        1.0,
+        backend=world.backend,
+    )
+    first = bases(world.size, ROWS)
+    plans = [*first, *(v for plan in first for v in variants(plan, world.size, ROWS))]
+    found: dict = {"plans": {}, "refused": {}}
+    for plan in plans:
+        try:
+            found["plans"][str(plan)] = [auto.trial(program, plan, world, 2)[0]]
+        except SoliError as error:
+            found["refused"][str(plan)] = str(error.problems[0].what)
+    for word, probes in (("auto", 1), ("probe", 3)):
+        start = time.perf_counter()
+        choice = auto.choose(program, world, ROWS, probes=probes)
+        found[word] = {
+            "plan": str(choice.plan), "seconds": round(time.perf_counter() - start, 2), "lines": choice.lines,
+            "predicted": {o.plan: o.seconds for o in choice.options if not o.refused},
+        }  # fmt: skip
+    mesh = build_mesh(Plan(dp=world.size), world)
+    order = gather_json(sorted(found["plans"], key=lambda plan: found["plans"][plan][0]), mesh.all)[0]
+    again = list(dict.fromkeys([*order[:BEST], found["auto"]["plan"], found["probe"]["plan"]]))
+    for _ in range(ROUNDS):
+        for plan in again:
+            seconds = auto.trial(program, Plan.parse(plan), world, STEPS)[0]
+            found["plans"].setdefault(plan, []).append(seconds)
+    if world.is_first:
+        Path(os.environ["LAB_RECORD"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
