@@ -38,10 +38,18 @@ KNOWN = {
 }  # fmt: skip
 """Constants whose default is better known than others', and by how much: what kernels move can be counted, and bandwidths
 and launches were measured alone."""
+KEPT = {
+    "gradient_bytes": (0.05, 0.1), "logit_kept": (0.2, 0.4), "activation_scale": (0.05, 0.2), "resident": (0.5, 1.0),
+    "workspace": (0.5, 1.0),
+}  # fmt: skip
+"""Constants of memory, and how far the default and a program may be from them: bytes of a gradient and of what a layer keeps
+are counted, only what a program keeps beside them is not. They are a program's, of no device."""
 
 
 def deviation(part: str, name: str) -> float:
     """Of a part's logarithm. `part`: default, generation, framework or pair."""
+    if name in KEPT:
+        return dict(zip((DEFAULT, "framework"), KEPT[name], strict=True)).get(part, 1e-4)
     device = name in DEVICE
     usual = {
         DEFAULT: 0.6, "generation": 0.3 if device else 0.0, "framework": 0.2 if device else 0.6, "pair": PAIR,

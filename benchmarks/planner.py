@@ -27,7 +27,7 @@ from soli.planner.cost.step import step
 from soli.planner.fit import fit
 from soli.planner.measured import step_with
 from soli.planner.predict import arrays, family_of, learn_family
-from soli.planner.rows import TESTS, Row, read_measured
+from soli.planner.rows import BY_EYE, TESTS, Row, read_measured
 
 HERE = Path(__file__).parent
 TABLES = (
@@ -37,7 +37,7 @@ TABLES = (
 )  # fmt: skip
 CONSTANTS = HERE.parent / "src/soli/planner/cost/constants.toml"
 FOLDS = 10
-EVEN, GUESSED = 150, 0.3
+EVEN, GUESSED, READ = 150, 0.3, 0.03
 SEEDS, CALIBRATION = 5, 48
 Sets = dict[str, dict[str, float]]
 
@@ -80,12 +80,14 @@ def fit_sets(rows: Sequence[Row], sources: Sequence[str]) -> Sets:
 
 def weights_of(rows: Sequence[Row], sources: Sequence[str]) -> np.ndarray:
     """[5, rows]: a source counts as no more than EVEN rows, with its times and with its memories; the time of a row whose
-    model was guessed from its parameters as a part of one."""
+    model was guessed from its parameters as a part of one, and as less one that was read by eye."""
     names, sized = np.array(sources), np.array([row.memory is not None for row in rows])
     even = np.array([EVEN / max((names == source).sum(), EVEN) for source in sources])
     kept = np.array([EVEN / max((sized & (names == source)).sum(), EVEN) for source in sources])
     guessed = np.array([any(word.startswith("layers=") for word in row.inferred) for row in rows])
-    return np.stack([np.where(guessed, GUESSED, 1.0) * even, kept, kept, even, even])
+    read = np.array([BY_EYE in row.inferred for row in rows])
+    sure = np.where(read, READ, np.where(guessed, GUESSED, 1.0))
+    return np.stack([sure * even, kept, kept, even, even])
 
 
 def of(sets: Sets, row: Row) -> dict[str, float]:

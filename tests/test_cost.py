@@ -73,6 +73,29 @@ def test_memory_is_that_of_the_paper() -> None:
         assert isclose(got[0], float(row["reference_value"]), rel_tol=1e-4), row
 
 
+def test_memory_of_a_program_that_makes_nothing_again() -> None:
+    """Per token of a gated layer, plain and under sequence parallelism; the paper's is less by what is made again."""
+    change = {
+        "gated": 1,
+        "ffn": 4096,
+        "flash": 1,
+        "tp": 8,
+        "sp": 1,
+        "heads": 32,
+        "kv_heads": 32,
+        "head_size": 64,
+    }
+    less, more = (memory.activations_of_layer(point(frugal=flag, **change))[0] / 2048 for flag in (1.0, 0.0))
+    assert isclose(more - less, 4 * 2048 * 7 / 8 + (2 * 4096 + 4 * 2048) / 8)
+
+
+def test_the_longest_stage_is_what_is_kept_and_waited_for() -> None:
+    equal, uneven = point(pp=8), point(pp=8, longest=4)
+    assert (equal.own_layers[0], uneven.own_layers[0]) == (3, 4)
+    assert step(uneven, ONE).memory[0] > step(equal, ONE).memory[0]
+    assert step(uneven, ONE).time[0] > step(equal, ONE).time[0]
+
+
 def test_collectives_between_servers_are_rings() -> None:
     k = usual(link_share=1.0, net_share=1.0, latency_scale=1.0)
     size = np.array([1e9])

@@ -109,6 +109,12 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"gpu": "A100 PCIe"}, {"node": 8, "peak": 312e12}),
         ({"interconnect": "NVLink 600 GB/s in node; IB 1600 Gb/s per node"}, {"net": 25e9}),
         ({"framework": "soli"}, {"weight": 4, "moments": 8, "casts": 1}),
+        ({"gpu": "V100-32GB", "precision": "fp16"}, {"moments": 14}),
+        ({"arch": "moe 8e top2"}, {"gated": 1, "tied": 0}),
+        ({"arch": "moe 8e top2", "swiglu": "", "untie": ""}, {"gated": 0, "tied": 1}),
+        ({"model": "llama", "tied": "true"}, {"gated": 1, "tied": 1}),
+        ({"zero": "1", "replicate": "2"}, {"replicate": 2}),
+        ({"framework": "nanotron"}, {"frugal": 0, "longest": 17}),
     ],
 )  # fmt: skip
 def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None:
@@ -162,6 +168,7 @@ def test_what_is_missing_is_inferred_and_said() -> None:
         ({"precision": "bf16", "gpu": "V100-32GB"}, ["multiplies no bf16"]),
         ({"gpu": "H100 PCIe"}, ["no device 'H100 PCIe' is known"]),
         ({"gpu": "H100-94GB"}, ["no device 'H100-94GB' is known"]),
+        ({"model": "llava-7b"}, ["a part of its model is no transformer"]),
     ],
 )
 def test_what_is_refused(changes: dict[str, str], reasons: list[str]) -> None:
@@ -169,6 +176,13 @@ def test_what_is_refused(changes: dict[str, str], reasons: list[str]) -> None:
     assert not row.point
     assert len(row.refused) == len(reasons)
     assert all(reason in said for reason, said in zip(reasons, row.refused, strict=True)), row.refused
+
+
+def test_memory_says_nothing_where_nobody_says_among_how_many_it_is_shared_out() -> None:
+    silent = ROW | {"tp": "2", "dp": "", "gpus": "", "shard": "zero1", "peak_mem_gb": "40"}
+    assert read_measured(silent).memory is None
+    assert read_measured(silent | {"shard": "none"}).memory == 40e9
+    assert read_measured(silent | {"gpus": "64"}).memory == 40e9
 
 
 def test_every_published_table_can_be_read() -> None:

@@ -114,10 +114,18 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
                 continue
             if again and again >= model.layers / pp / chunks:
                 continue
-            equal = asked.batch % (dp * microbatch) == 0 and model.layers % (pp * chunks) == 0
-            if asked.framework == "soli" or equal:
+            if asked.framework == "soli" or asked.batch % (dp * microbatch) == 0:
                 found.add((tp, cp, pp, dp, ep, sp, crossing, microbatch, SCHEDULES[schedule], chunks, recompute, again * chunks, *shards))  # fmt: skip
     return found
+
+
+def test_a_stage_that_has_one_layer_more_is_charged() -> None:
+    """94 layers in 32 stages: three each, and the last ones less. A program that nobody says can do it is not offered it."""
+    asked = lambda name: task(replace(SMALL, layers=94), "h100:8", batch=32, seq=2048, framework=name).with_fixed({"pp": 8, "chunks": 4})  # fmt: skip
+    own = spaces(asked("megatron")).own_layers
+    assert len(own)
+    assert set(own) == {12.0}
+    assert not space.size(space.layouts(asked("nanotron")))
 
 
 ASKED = [

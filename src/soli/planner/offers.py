@@ -28,10 +28,11 @@ LACKS = {
 }
 """Which choices soli has not built."""
 CHOOSES: dict[str, tuple[str, ...]] = {
-    "megatron": ("ep", "some", "ulysses", "offload", "fp8"),
-    "megatron-deepspeed": ("ep", "some", "ulysses", "offload"),
-    "deepspeed": ("ep", "some", "ulysses", "offload"),
-    "fsdp": ("ep", "some", "fp8", "schedules"),  # which moves parameters with the optimizer, or nothing
+    "megatron": ("ep", "some", "ulysses", "offload", "fp8", "uneven"),  # --pipeline-model-parallel-layout
+    "megatron-deepspeed": ("ep", "some", "ulysses", "offload", "uneven"),  # PipelineModule, partition_method
+    "deepspeed": ("ep", "some", "ulysses", "offload", "uneven"),
+    # torchtitan: module_fqns_per_model_part. It moves parameters with the optimizer, or nothing
+    "fsdp": ("ep", "some", "fp8", "schedules", "uneven"),
 }
 """The choices that a program has beside the usual value."""
 

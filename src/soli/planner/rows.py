@@ -14,7 +14,7 @@ from math import ceil
 
 from soli.core.errors import Problem
 from soli.planner.cells import SILENT, number, text, true
-from soli.planner.cost.points import CAST, FULL, MIXED, NONE, SELECTIVE, SIZES, of_device
+from soli.planner.cost.points import CAST, FULL, HALF, MIXED, NONE, SELECTIVE, SIZES, of_device
 from soli.planner.hardware.clusters import unknown
 from soli.planner.hardware.devices import Device, named
 
@@ -24,7 +24,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "gpus": ("gpus",), "tp": ("tp",), "pp": ("pp",), "chunks": ("vp", "chunks"), "dp": ("dp",), "cp": ("cp",),
     "ep": ("ep",), "microbatch": ("microbatch", "mbs"), "global_batch": ("global_batch", "gbs"),
     "accumulate": ("grad_accum",), "experts": ("experts",), "topk": ("topk",), "moe_ffn": ("moe_ffn",),
-    "chunk_layers": ("vp_layers",), "head_size": ("head_size", "head_dim", "kv_channels"),
+    "chunk_layers": ("vp_layers",), "head_size": ("head_size", "head_dim", "kv_channels"), "replicate": ("replicate",),
 }  # fmt: skip
 """A number's name here, and the columns that may have it."""
 
@@ -38,9 +38,13 @@ HEADS = (
     (re.compile(r"gemma", re.I), 256.0), (re.compile(r"\bmla\b|deepseek-?_?v[23]", re.I), 160.0),
 )  # fmt: skip
 """Families whose head size is not hidden / heads, by their model cards; of MLA the mean of 192 for keys, 128 for values."""
-TESTS, OTHER = "megatron-tests", "other"
+BESIDE = re.compile(r"\bvlm\b|_vlm_|multimodal|llava", re.I)
+"""Models of which the columns say only a part."""
+TESTS, OTHER, NANOTRON = "megatron-tests", "other", "nanotron"
 STAGE = r"zero[\s_=-]*(?:stage)?[\s_=-]*{0}|stage[\s_=-]*{0}"
-RECOMPUTE = "recompute="
+RECOMPUTE, DEVICES, BY_EYE = "recompute=", "gpus=", "a time read by eye"
+SCALED = ("megatron", "megatron-deepspeed")
+"""Frameworks whose gradients of fp16 are summed in fp16 and copied in fp32 for the optimizer, which scales them back."""
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
 
@@ -82,10 +86,13 @@ def read(row: Mapping[str, str]) -> Row:
         found.inferred.append("framework=any")
     precision = _precision(row, device, found)
     point = of_device(device, precision) if precision else {}
-    point |= _network(row, device) | (CAST if found.framework == "soli" else MIXED)
-    point["logged"] = float(found.framework == TESTS)
+    kept = HALF if precision == "fp16" and found.framework in SCALED else MIXED
+    point |= _network(row, device) | (CAST if found.framework == "soli" else kept)
+    point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != NANOTRON)}
     point |= _model(row, said, found) | _attention(row, found)
     point |= _degrees(said, point, found)
+    point["replicate"] = said["replicate"] or 1.0
+    point["longest"] = _by_cost(point) if found.framework == NANOTRON else 0.0
     point |= _choices(row, point, found)
     point |= _batch(said, point, found)
     if not found.refused:
@@ -102,6 +109,10 @@ def read_measured(row: Mapping[str, str]) -> Row:
         next((value * unit for column, unit in units.items() if (value := number(row, name, (column,), found.refused))), None)
         for name, units in (("time", TIMES), ("memory", MEMORIES), ("states", STATES))
     )  # fmt: skip
+    if DEVICES in " ".join(found.inferred) and found.point.get("zero"):
+        found.memory = found.states = None  # of states that are shared out among a number that nobody says
+    if "by eye" in text(row, "provenance"):
+        found.inferred.append(BY_EYE)
     found.fits = "oom" not in text(row, "status").lower()
     return found
 
@@ -220,7 +231,9 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
         seq = 1.0
     vocab = take("vocab", 51200.0)
     name = " ".join(text(row, n) for n in ("model", "test_case", "arch"))
-    gated = float(bool(GATED.search(name)) or true(row, "swiglu") or experts > 0)
+    if BESIDE.search(name):
+        found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
+    gated = float(true(row, "swiglu") or ("swiglu" not in row and (bool(GATED.search(name)) or experts > 0)))
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
     rest = (total or 0.0) * 1e9 - layers * attention - 2 * vocab * hidden
     if experts:
@@ -233,10 +246,11 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
         ffn = take("ffn", 4 * hidden)
         if total and rest > 0:  # which of the two number of matrices gives the parameters that it has
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
+    tied = not true(row, "untie") if "untie" in row else true(row, "tied") or not gated
     return {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": _head_size(said, row, hidden / heads),
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active,
-        "tied": float(not gated and not true(row, "untie")), "frozen": float(bool(re.search(r"\blora\b", name, re.I))),
+        "tied": float(tied), "frozen": float(bool(re.search(r"\blora\b", name, re.I))),
     }  # fmt: skip
 
 
@@ -283,7 +297,7 @@ def _degrees(said: dict[str, float | None], point: dict[str, float], found: Row)
     if gpus is None and dp is None:
         model = pp * tp * cp
         gpus = model * max(ceil(max(point.get("node", 1.0), pp * ep) / model), 1)
-        found.inferred.append(f"gpus={gpus:g}")
+        found.inferred.append(f"{DEVICES}{gpus:g}")
     if dp is None and gpus is not None:
         dp = gpus / (tp * pp * cp)
         if dp != int(dp) or dp < 1:
@@ -298,6 +312,14 @@ def _degrees(said: dict[str, float | None], point: dict[str, float], found: Row)
         "dp": dp or 1.0,
         "chunks": chunks,
     }
+
+
+def _by_cost(q: Mapping[str, float]) -> float:
+    """Layers of nanotron's first stage: until its products are more than a stage's share of all, the last one among them."""
+    if q["pp"] == 1 or "layers" not in q:
+        return 0.0
+    one = q["hidden"] * (4 * q["hidden"] + (2 + q["gated"]) * q["ffn"])
+    return min((q["layers"] + q["vocab"] * q["hidden"] / one) // q["pp"] + 1, q["layers"])
 
 
 def _choices(row: Mapping[str, str], point: dict[str, float], found: Row) -> dict[str, float]:

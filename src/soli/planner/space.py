@@ -116,8 +116,10 @@ def layouts(task: Task) -> Table:
     kept &= (table["sp"] == 0) | ((table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0))
     heads = task.model.heads / table["tp"]
     kept &= (table["context"] == RING) | ((table["cp"] > 1) & (heads % table["cp"] == 0))
-    if task.framework != SOLI:  # whose batches and stages need not be equal
-        kept &= (task.batch % taken == 0) & (task.model.layers % table["pp"] == 0)
+    if task.framework != SOLI:  # whose batches need not be equal
+        kept &= task.batch % taken == 0
+    if not chooses(task.framework, "uneven"):
+        kept &= task.model.layers % table["pp"] == 0
     return rows_of(table, kept)
 
 
@@ -201,7 +203,7 @@ def _ordered(task: Task, table: Table) -> NDArray[np.bool_]:
     kept = (pp * chunks <= task.model.layers) & ((schedule == ONE) | (pp > 1))
     kept &= ~np.isin(schedule, (INTERLEAVED, ZBH1)) | (times % pp == 0)
     kept &= (schedule < ZBV) | (times >= 2 * pp)
-    if task.framework != SOLI:
+    if not chooses(task.framework, "uneven"):
         kept &= task.model.layers % (pp * chunks) == 0
     return np.asarray(kept)
 

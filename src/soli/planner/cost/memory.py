@@ -89,13 +89,18 @@ def activations_of_layer(p: Points) -> Array:
     width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
     # Two norms' inputs and outputs, two residuals with their dropout's bytes: 10 h of the paper's 34.
     outside = 10.0 * p.hidden
-    # q, k, v and what the output's product reads; what the MLP's products give and read; tokens at their experts.
+    # q, k, v and what the output's product reads; what the MLP's products give and read.
     inside = 2.0 * width * (2 + 2 * p.kv_share) + 2.0 * p.ffn * active * (2 + p.gated)
-    inside = inside + np.where(p.experts > 0, 2.0 * p.hidden * active, 0.0)
+    # Of a token at its experts what they read, and what they give, for the gradient of its weights.
+    inside = inside + np.where(p.experts > 0, 4.0 * p.hidden * active, 0.0)
     # Scores, softmax and its dropout's bytes; of a kernel that keeps none one fp32 number a query.
     scores = np.where(p.recompute == NONE, 5.0 * p.heads * p.seq, 0.0)
     scores = np.where(p.flash > 0, 4.0 * p.heads, scores)
-    kept = p.tokens * (outside / around + (inside + scores) / p.tp)
+    # Of a program that makes none of it again: the gate's other result, rotated q and k, and, whole on each rank, what both
+    # of the layer's first products read (arXiv 2205.05198, 4.2.2, where it is gathered again).
+    more = 2.0 * p.gated * p.ffn * active + 2.0 * width * (1 + p.kv_share)
+    whole = np.where(p.sp > 0, 4.0 * p.hidden * (1 - 1 / p.tp), 0.0) + more / p.tp
+    kept = p.tokens * (outside / around + (inside + scores) / p.tp + np.where(p.frugal > 0, 0.0, whole))
     return np.where(p.recompute == FULL, 2.0 * p.tokens * p.hidden / around, kept)
 
 

@@ -15,6 +15,8 @@ Array = NDArray[np.float64]
 
 MIXED = {"weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0}
 """How programs keep their states: parameters in 16 bits, with a copy in fp32 among the optimizer's."""
+HALF = MIXED | {"moments": 14.0}
+"""Programs of fp16: gradients of 2 bytes, and their copy in fp32 beside the optimizer's, where MIXED has the 4 of one alone."""
 CAST = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0}
 """How soli does: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
 
@@ -24,7 +26,15 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 RING, ULYSSES = 0.0, 1.0
 ONE, INTERLEAVED, GPIPE, ZBH1, ZBV, DUALPIPEV = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 
-UNSAID = {"shared": 0.0, "replicate": 1.0, "again": 0.0, "context": 0.0, "schedule": 0.0}
+UNSAID = {
+    "shared": 0.0,
+    "replicate": 1.0,
+    "again": 0.0,
+    "context": 0.0,
+    "schedule": 0.0,
+    "frugal": 1.0,
+    "longest": 0.0,
+}
 """What is meant where a row has no such field."""
 
 
@@ -83,6 +93,8 @@ class Points:
     replicate: Array  # copies of each sharded state among the ranks of dp (HSDP)
     context: Array  # how attention crosses the ranks of cp: RING, ULYSSES
     schedule: Array  # ONE (with chunks: INTERLEAVED, which is the same), GPIPE, ZBH1, ZBV, DUALPIPEV
+    frugal: Array  # flag: what sp gathers, a gate's and a rotation's results are made again in the backward, not kept
+    longest: Array  # layers of a rank that has the most of them, where stages are not as equal as can be; 0: they are
     again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 
     def __len__(self) -> int:
@@ -100,7 +112,7 @@ class Points:
     @property
     def own_layers(self) -> Array:
         """Of the rank that has the most, where each of its stages has whole ones."""
-        return self.chunks * np.ceil(self.layers / (self.pp * self.chunks) - 1e-9)
+        return np.maximum(self.chunks * np.ceil(self.layers / (self.pp * self.chunks) - 1e-9), self.longest)
 
     @property
     def tokens(self) -> Array:
