@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity golden bench bench-backend bench-split bench-context network-bench pictures gpu-check fit-planner validate-planner compare-planners clean
+.PHONY: train test check parity golden bench bench-backend bench-split bench-context network-bench regret memory pictures gpu-check fit-planner validate-planner compare-planners clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -75,6 +75,12 @@ validate-planner: .venv/developed ## how far the planner is off, where experts' 
 compare-planners: .venv/developed ## other planners on the same rows; CLONES="--clone calculon=FOLDER ..." for what the index has not
 	$(BIN)/python benchmarks/envs.py calculon llm-analysis simumax galvatron
 	$(BIN)/python benchmarks/planners.py $(CLONES)
+
+regret: .venv/developed        ## plan=auto beside every plan measured, on three networks: needs root, an hour -> benchmarks/results/
+	$(BIN)/python benchmarks/regret.py
+
+memory: .venv/developed        ## rehearsed memory beside tracked memory, rows that cover every pair -> benchmarks/results/
+	$(BIN)/python -m soli.verify.memory
 
 network-bench: .venv/developed  ## layouts over slow networks, in network namespaces: needs root -> benchmarks/results/
 	$(BIN)/python benchmarks/network/measure.py

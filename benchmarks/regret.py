@@ -23,30 +23,32 @@ from network import LabError, Network, spell
 RANK = Path(__file__).resolve().parent / "regret_rank.py"
 OUT = Path(__file__).resolve().parent / "results" / "regret"
 MODELS = ("gpt", "llama", "bert", "vit")
-NETWORKS = {"full": (1, 4, None), "two levels": (2, 2, 1000.0), "slow": (4, 1, 1000.0)}
+NETWORKS = {"full": (1, 4, None), "two-level": (2, 2, 1000.0), "slow": (4, 1, 1000.0)}
 """Hosts, ranks of each, Mbit/s of a host's link."""
+EVERY = [f"{model}:{network}" for network in NETWORKS for model in MODELS]
 
 
 def main() -> None:
     """Measure what was asked for, and write it down after every launch."""
     end_well()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument(
+        "--only", nargs="+", default=EVERY, help="such as gpt:full", choices=EVERY, metavar="MODEL:NETWORK"
+    )
     parser.add_argument("--deadline", type=float, default=1200.0)
     args = parser.parse_args()
     result: dict = {**record.head(), "rows": []}
-    for network in args.networks:
+    for one in args.only:
+        model, network = one.split(":")
         hosts, each, rate = NETWORKS[network]
-        for model in args.models:
-            with lab(Network(hosts, each, rate, 0.0)) as made, tempfile.TemporaryDirectory() as cache:
-                extra = {"SOLI_BACKEND": "local", "SOLI_CACHE": cache}
-                outcome = launch(made, [str(RANK), "--model", model], args.deadline, extra)
-            row = {"model": model, "network": network, "ranks": hosts * each, "rate": spell(rate)}
-            row |= {"error": outcome.error} if outcome.error else judged(outcome.records[0])
-            result["rows"].append(row)
-            print({k: v for k, v in row.items() if k not in ("measured", "predicted")}, flush=True)
-            record.write(result, page(result), OUT)
+        with lab(Network(hosts, each, rate, 0.0)) as made, tempfile.TemporaryDirectory() as cache:
+            extra = {"SOLI_BACKEND": "local", "SOLI_CACHE": cache}
+            outcome = launch(made, [str(RANK), "--model", model], args.deadline, extra)
+        row = {"model": model, "network": network, "ranks": hosts * each, "rate": spell(rate)}
+        row |= {"error": outcome.error} if outcome.error else judged(outcome.records[0])
+        result["rows"].append(row)
+        print({k: v for k, v in row.items() if k not in ("measured", "predicted")}, flush=True)
+        record.write(result, page(result), OUT)
     print(page(result))
 
 
@@ -74,7 +76,7 @@ def page(result: dict) -> str:
     lines = [
         "# What plan=\"auto\" chooses, beside every plan measured",
         "", record.line(result), "", " ".join(__doc__.split("\n\n")[1].split()), "",
-        "Two cores are all that the four ranks have. `two levels`: two hosts (network namespaces) of two ranks, 1 Gbit/s",
+        "Two cores are all that the four ranks have. `two-level`: two hosts (network namespaces) of two ranks, 1 Gbit/s",
         "between them; `slow`: four hosts. `dp`: regret of the better of data parallelism and ZeRO-1; `any`: of the median",
         "plan. `off`: median of |predicted / measured - 1| over the plans that auto rehearsed.", "",
         "| network | model | plans | best | auto | regret | auto=probe | regret | dp | any | off | seconds to choose |",
