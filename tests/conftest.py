@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("SOLI_CACHE", tempfile.mkdtemp(prefix="soli-cache-"))  # what is measured of the machine
 
 from soli.verify.pool import Pool
 

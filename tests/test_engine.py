@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -278,3 +280,18 @@ def test_gpt_generates_from_a_plain_copy() -> None:
     )
     tokens = torch.randint(11, (2, 4))
     assert torch.equal(engine.copy_model()(tokens), engine.model(tokens))
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "zero=3", "recompute=full,accumulate=2"])
+def test_an_engine_that_is_forgotten_frees_its_parameters(plan: str) -> None:
+    """Hooks of parameters lie where Python's collector does not look: they must not hold what holds the parameters."""
+    model = GPT(GPTConfig(vocab=11, dim=8, layers=2, heads=2, context=4))
+    engine = soli.parallelize(
+        model, losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.Adam(p, lr=0.1), plan=plan
+    )
+    tokens = torch.randint(11, (4, 4))
+    engine.step({"tokens": tokens, "targets": tokens})
+    kept = [weakref.ref(p) for p in model.parameters()]
+    del engine, model
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)

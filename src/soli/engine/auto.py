@@ -3,8 +3,9 @@
 1. All ranks rehearse their share of the layouts, and then of the variants of the best ones (planner/candidates.py).
 2. What a rehearsal keeps is exact; a plan that would not fit becomes a lighter one, or none.
 3. The machine is measured once (calibrate.py), with the products that this program has; then each plan has a time.
-4. `auto=probe` runs the best different ones for a few steps, on copies, and takes the one that is quickest. Where
-   memory is short, plain "auto" runs its choice once too: a plan that takes more than was rehearsed is not begun.
+4. A plan that cuts blocks, or for which memory is short, is run for a few steps on a copy before it is begun: what
+   takes more than was rehearsed, or computes something else, is not begun, and what is slower than predicted says how
+   much of the others (planner/learn.py). `auto=probe` so tries the best three different layouts at the least.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ HEADROOM = 1.15
 """What allocators take beyond the tensors that live: fragments, and workspaces of kernels."""
 TIGHT = 0.5
 """Of the free memory: a plan that is to take more is run once on a copy before it is begun."""
-NEAR = 1.5
+NEAR = 1.4
 """Layouts that are up to so many times slower than the best have their variants rehearsed too."""
-LAYOUTS = 4
+LAYOUTS = 3
 PROBE_STEPS = 4
 PACE_STEPS = 5
 MOST_PROBES = 5
@@ -68,21 +69,24 @@ class Auto:
         """The plan. SoliError where none fits."""
         start = time.perf_counter()
         with busy("choosing a plan", shown=self.world.is_first):
-            self._look(bases(self.world.size, self.rows))
+            self._look(self._layouts())
             best = self._fitting()
             if self.world.size > 1 and best:
                 near = [o for o in best if o.seconds <= NEAR * best[0].seconds][:LAYOUTS]
                 more = [v for o in near for v in variants(_asked(o), self.world.size, self.rows)]
                 self._look(more)
-            if self.probes > 1:
                 self._probe()
         order = self._fitting()
-        while order and self._is_tight(order[0]) and not order[0].measured and not self._holds(order[0]):
-            self._look(bases(self.world.size, self.rows), again=True)  # a lighter form of it
+        while order and self._is_tried(order[0]) and not order[0].measured and not self._holds(order[0]):
+            self._look(self._layouts(), again=True)  # a lighter form of it
             order = self._fitting()
         if not order:
             return self._none()
         return Choice(Plan.parse(order[0].plan), self._ordered(), self.memory, self._lines(order, start))
+
+    def _layouts(self) -> list[Plan]:
+        """Those that any batch can go through, however few rows it has."""
+        return bases(self.world.size, self.rows, grids=False)
 
     # --- rehearsals -----------------------------------------------------------------------------------
 
@@ -174,33 +178,44 @@ class Auto:
     # --- trials ---------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """Run the best different plans, learn from each, and go on while an untried one is promised to be better."""
+        """Run plans and learn from each, until the best is one that needs no trial or had one.
+
+        `probes` of different layouts first; then whatever is promised to be the quickest, if it is to be tried.
+        """
         learnt = Learnt()
+        forced = self.probes if self.probes > 1 else 0
         for number in range(MOST_PROBES):
             order = sorted(self._fitting(), key=lambda o: o.measured or learnt.seconds(o.parts))
-            if number >= self.probes and order and order[0].measured:
+            known = {_layout(o) for o in order if o.measured}
+            new = [o for o in order if _layout(o) not in known]
+            if number < forced and new:
+                option = new[0]
+            elif not order or order[0].measured or not self._is_tried(order[0]):
                 break
-            tried = {_layout(o) for o in order if o.measured}
-            fresh = [o for o in order if not o.measured]
-            new = [o for o in fresh if _layout(o) not in tried] if number < self.probes else fresh
-            if not (new or fresh):
-                break
-            option = (new or fresh)[0]
+            else:
+                option = order[0]
             if self._holds(option, PROBE_STEPS):
-                tried_one = self.options[option.plan]
-                learnt.see(tried_one.parts, tried_one.measured)
+                learnt.see(option.parts, self.options[option.plan].measured)
         for option in list(self.options.values()):
             if option.parts and not option.measured:
                 self.options[option.plan] = replace(option, seconds=learnt.seconds(option.parts))
 
     def _holds(self, option: Option, steps: int = 1) -> bool:
         """Run a plan on a copy; whether it took no more memory than there is. Its time is noted. Collective."""
-        seconds, taken = trial(self.program, Plan.parse(option.plan), self.world, steps)
-        spent = torch.tensor([seconds, taken], dtype=torch.float64)
+        why = ""
+        try:
+            spent = torch.tensor(
+                trial(self.program, Plan.parse(option.plan), self.world, steps), dtype=torch.float64
+            )
+        except SoliError as error:  # such as a block that computes something else under this plan
+            why, spent = _told(error), torch.full((2,), torch.inf, dtype=torch.float64)
         all_reduce(spent, self.mesh.all, "max", label="seconds and bytes of a trial")
         seconds, taken = spent.tolist()
         found = replace(option, measured=seconds if steps > 1 else 0.0)
-        if taken > self.memory:
+        if seconds == torch.inf:
+            found = replace(option, refused=why or "it failed on another rank")
+            self.notes.append(f"{option.plan} did not run: {found.refused}")
+        elif taken > self.memory:
             more = taken - option.peak
             text = f"{option.plan} took {_bytes(taken)}, {_bytes(more)} more than rehearsed and more than the {_bytes(self.memory)} that are free"
             self.notes.append(text)
@@ -208,13 +223,15 @@ class Auto:
             found = replace(found, refused=text)
             self.doubted = True
         else:
-            found = replace(found, peak=max(taken, option.peak), measured=seconds)
+            found = replace(found, measured=seconds)
         self.options[option.plan] = found
         return not found.refused
 
-    def _is_tight(self, option: Option) -> bool:
-        """Whether it is run on a copy before it is begun: little memory is left, or rehearsals were wrong."""
-        return self.doubted or self._need(option) > TIGHT * self.memory
+    def _is_tried(self, option: Option) -> bool:
+        """Whether it is run on a copy before it is begun: little memory is left, rehearsals were wrong, or blocks are
+        cut, which are compared with the plain ones where there are values."""
+        cut = Plan.parse(option.plan).model_ranks > 1
+        return cut or self.doubted or self._need(option) > TIGHT * self.memory
 
     def _need(self, option: Option) -> float:
         """Bytes that a plan is taken to need: what it rehearsed, and what allocators take beside."""
@@ -227,13 +244,7 @@ class Auto:
     # --- answers --------------------------------------------------------------------------------------
 
     def _ordered(self) -> list[Option]:
-        return sorted(
-            self.options.values(),
-            key=lambda o: (bool(o.refused), not o.measured and self._probed(), o.measured or o.seconds),
-        )
-
-    def _probed(self) -> bool:
-        return self.probes > 1 and any(o.measured for o in self.options.values())
+        return sorted(self.options.values(), key=lambda o: (bool(o.refused), o.measured or o.seconds))
 
     def _fitting(self) -> list[Option]:
         return [option for option in self._ordered() if not option.refused]

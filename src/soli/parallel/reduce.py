@@ -13,6 +13,8 @@ buffer; when the unit is complete they are summed over tp, all at once, and the 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ class Reducer:
         self._parts: dict[int, Tensor | None] = {}  # of sums over tp, by the parameter's id
         self._summing: tuple[Unit, list[Slot], Tensor, Pending] | None = None
         self.on_complete: list = []  # called with a unit once its own gradients are all there
+        arrive = _weakly(self.arrive)
         for number, unit in enumerate(self.units):
             if unit.zero < 2:  # kept from step to step
                 axis = unit.shard_axis if unit.shard_axis.size > 1 else unit.replicate_axis
@@ -46,7 +49,7 @@ class Reducer:
                 unit.grad[unit.numel :].zero_()
             for slot in unit.slots:
                 self._unit_of[id(slot.param)] = (number, slot)
-                slot.param.register_post_accumulate_grad_hook(self.arrive)
+                slot.param.register_post_accumulate_grad_hook(arrive)
         self._seen: set[int] = set()
 
     def begin_step(self) -> None:
@@ -198,3 +201,15 @@ class Reducer:
         slots = [slot for unit in self.units for slot in unit.slots]
         for slot, used in zip(slots, flags, strict=True):
             slot.used = used
+
+
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """A hook that keeps nobody alive: parameters have hooks where Python's collector does not see them."""
+    there = WeakMethod(method)
+
+    def hook(param: nn.Parameter) -> None:
+        found = there()
+        if found is not None:
+            found(param)
+
+    return hook

@@ -14,8 +14,12 @@ FILLINGS = (2, 4, 1)
 """Microbatches of a pipeline, in its stages."""
 
 
-def bases(ranks: int, rows: int) -> list[Plan]:
-    """One plan of every layout of so many ranks; `rows` of a global batch bound what shares it."""
+def bases(ranks: int, rows: int, *, grids: bool = True) -> list[Plan]:
+    """One plan of every layout of so many ranks; `rows` of a global batch bound what shares it.
+
+    `grids`: those too (2d, 2.5d, 3d) whose ranks with other rows compute each product together, and so need as many
+    rows in every batch, the last and those of an evaluation too.
+    """
     found = [
         Plan(
             **{
@@ -31,7 +35,8 @@ def bases(ranks: int, rows: int) -> list[Plan]:
         if ranks % (tp * cp * pp) == 0
         for tensor in _tensor(tp)
     ]
-    return [plan for plan in found if not problems(plan, ranks) and _shared(plan) <= rows]
+    fits = [plan for plan in found if not problems(plan, ranks) and _shared(plan) <= rows]
+    return [plan for plan in fits if grids or not plan.together]
 
 
 def variants(plan: Plan, ranks: int, rows: int) -> list[Plan]:
