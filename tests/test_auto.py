@@ -21,6 +21,7 @@ from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine import auto
+from soli.engine.calibrate import _again
 from soli.engine.engine import parallelize
 from soli.engine.rehearse import rehearse
 from soli.mesh.world import join
@@ -146,6 +147,19 @@ def test_a_machine_is_kept(tmp_path: Path) -> None:
     assert Machine.load(tmp_path / "m.json") == MACHINE
 
 
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"odd", "skipping"}))
+def test_products_can_be_measured_again(name: str) -> None:
+    """Those of every model, by what is kept of them; each but a convolution."""
+    calls = rehearse(program(name), Plan(dp=1)).ranks[0].calls
+    keys = {call.key for call in calls if call.flops}
+    assert keys
+    for key in keys:
+        again = _again(key, torch.device("cpu"))
+        assert (again is None) == key.startswith("convolution")
+        if again is not None:
+            again()
+
+
 # --- on real ranks ----------------------------------------------------------------------------------------
 
 
@@ -242,6 +256,24 @@ def test_a_plan_that_takes_more_than_rehearsed_is_not_begun(capsys: Any) -> None
     refused = [o for o in engine.choice.options if "more than rehearsed" in o.refused]
     assert [o.plan for o in refused][:1] == ["dp=1"]
     assert engine.plan.accumulate > 1
+
+
+def test_trials_leave_no_gradient_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that reads the model from outside reaches the model itself from a copy: its first step is the plain one."""
+    monkeypatch.setattr(auto, "TIGHT", 0.0)
+    batch = (torch.randn(8, 4), torch.randn(8, 4))
+    weights = []
+    for plan in ("auto", "dp=1"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+
+        def loss(out: Tensor, batch: Any, model: nn.Linear = model) -> tuple[Tensor, int]:
+            return ((out - batch[1]) ** 2).sum() + model.weight.square().sum() * 0.1 * len(out), len(out)
+
+        engine = parallelize(model, loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+        engine.step(batch)
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
 
 
 def rows_seen(folder: str) -> tuple[list[int], list[int]]:

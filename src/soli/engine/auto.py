@@ -279,7 +279,7 @@ class Auto:
         beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
         refused = [o for o in self.options.values() if o.refused]
         return [
-            f"plan auto -> {best.plan}: {took}, {_bytes(best.peak)} of {_bytes(self.memory)} a rank",
+            f"plan auto -> {best.plan}: {took} of {self.rows} rows, {_bytes(best.peak)} of {_bytes(self.memory)} a rank",
             f"beside it: {beside}",
             f"{len(self.options)} plans rehearsed in {time.perf_counter() - start:.1f} s, {len(refused)} cannot be; " + "; ".join(self.notes),
         ]  # fmt: skip
@@ -299,18 +299,18 @@ def choose(
 def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float, float]:
     """Seconds of a step and bytes that it took, of a copy that is laid over the ranks, and forgotten. Collective."""
     model, optimizer = _copied(program)
-    with _Watched(world.device) as taken:
-        with unseen():
-            engine = Engine(
-                model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles
-            )
-            spent = []
-            for _ in range(steps):
-                engine.step(program.batch)
-                barrier(engine.mesh.all)
-                spent.append(engine.last.seconds)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+    with _Watched(world.device) as taken, unseen():
+        engine = Engine(
+            model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles
+        )
+        spent = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            engine.step(program.batch)
+            if world.device.type == "cuda":
+                torch.cuda.synchronize(world.device)
+            spent.append(time.perf_counter() - start)
+            barrier(engine.mesh.all)
     seconds = median(spent[1:] or spent)
     del engine, model, optimizer
     gc.collect()
