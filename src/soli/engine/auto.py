@@ -300,9 +300,7 @@ def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float
     """Seconds of a step and bytes that it took, of a copy that is laid over the ranks, and forgotten. Collective."""
     model, optimizer = _copied(program)
     with _Watched(world.device) as taken, unseen():
-        engine = Engine(
-            model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles
-        )
+        engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
         spent = []
         for _ in range(steps):
             start = time.perf_counter()
