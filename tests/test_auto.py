@@ -67,10 +67,11 @@ def test_every_layout_is_looked_at(ranks: int) -> None:
 
 
 def test_no_plan_needs_more_rows_than_there_are() -> None:
-    assert {str(plan) for plan in bases(4, 1)} == {"dp=1,cp=4", "dp=1,tp=2,cp=2", "dp=1,tp=2,sp=on,cp=2", "dp=1,tp=4", "dp=1,tp=4,sp=on"} | {
-        str(plan) for plan in bases(4, 1) if plan.pp > 1
-    }  # fmt: skip
-    assert all(plan.microbatches == 1 for plan in bases(4, 1))
+    found = bases(4, 1)
+    whole = {"dp=1,cp=4", "dp=1,tp=2,cp=2", "dp=1,tp=2,sp=on,cp=2", "dp=1,tp=4", "dp=1,tp=4,sp=on"}
+    assert {str(plan) for plan in found if plan.pp == 1} == whole
+    assert {plan.pp for plan in found} == {1, 2, 4}
+    assert all(plan.dp == plan.microbatches == 1 for plan in found)
 
 
 def test_lighter_plans_take_less() -> None:

@@ -19,7 +19,7 @@ from soli.cli import plan_search
 from soli.cli.options import Ranks
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
-from soli.planner.legality import default_plan, resolve
+from soli.planner.legality import plain, resolve
 
 if TYPE_CHECKING:
     from soli.planner.predict import Prediction
@@ -66,7 +66,7 @@ def check(
     if form not in FORMS:
         raise SoliError("a plan has no such format", got=form, allowed=", ".join(FORMS))
     if text == "auto":
-        made, why = default_plan(ranks)
+        made, why = plain(ranks, "it is chosen when a program runs, by rehearsing its layouts")
         print(why, file=sys.stderr)
     else:
         made = resolve(Plan.parse(text), ranks)

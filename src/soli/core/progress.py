@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 QUIET_SECONDS = 2.0
 LONGEST_SECONDS = 30.0  # between two lines
+SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 Add = Callable[[int], None]
 
@@ -45,5 +46,5 @@ def _amount(done: int, total: int, unit: str) -> str:
         return ""
     if unit != "bytes":
         return f"{done} of {total} {unit}, "
-    size, name = next((s, n) for s, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if total >= s)
+    size, name = next((s, n) for s, n in SIZES if total >= s)
     return f"{done / size:.1f} of {total / size:.1f} {name}, "

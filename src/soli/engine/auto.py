@@ -25,7 +25,7 @@ from torch import nn
 from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.plan import Plan
-from soli.core.progress import busy
+from soli.core.progress import SIZES, busy
 from soli.engine.calibrate import calibrated, free_memory, with_products
 from soli.engine.deciding import Choice, Option
 from soli.engine.engine import Engine
@@ -36,6 +36,7 @@ from soli.mesh.world import World
 from soli.parallel.init import is_deferred
 from soli.planner.candidates import bases, lighter, variants
 from soli.planner.learn import Learnt
+from soli.planner.legality import plain
 from soli.planner.machine import Machine, estimate
 from soli.planner.rehearsal import Rehearsal
 
@@ -149,7 +150,9 @@ class Auto:
         found = self._alone(share)
         self.paced = 1.0
         if found is None:
-            self.notes.append("one rank cannot hold the program, so its operations are timed as any others")
+            self.notes.append(
+                "one rank cannot run the program alone, so its operations are timed as any others"
+            )
             return machine
         alone = World(0, 1, 0, self.world.device, "single", self.world.deadline)
         barrier(self.mesh.all)
@@ -160,7 +163,7 @@ class Auto:
         return replace(machine, launch=machine.launch * self.paced, stream=machine.stream / self.paced)
 
     def _alone(self, share: Program) -> Rehearsal | None:
-        """The program on one rank; None where some rank cannot hold it. Collective."""
+        """The program on one rank; None where some rank cannot hold it, or it cannot be rehearsed so. Collective."""
         try:
             found: Rehearsal | None = rehearse(share, Plan(dp=1))
         except Exception:
@@ -259,10 +262,9 @@ class Auto:
                 fix="more ranks, a smaller global batch, or less beside it on these devices",
                 everywhere=True,
             )
-        plan = Plan(dp=self.world.size)
+        plan, line = plain(self.world.size, "the program cannot be rehearsed")
         why = "; ".join(dict.fromkeys(o.refused for o in self.options.values()))
-        lines = [f"plan auto -> {plan}, not chosen but plain: the program cannot be rehearsed", why[:600]]
-        return Choice(plan, self._ordered(), self.memory, lines)
+        return Choice(plan, self._ordered(), self.memory, [line, why[:600]], plain=True)
 
     def _lines(self, order: list[Option], start: float) -> list[str]:
         """The decision in three lines."""
@@ -375,9 +377,7 @@ def _told(error: Exception) -> str:
 
 
 def _bytes(count: float) -> str:
-    size, name = next(
-        (s, n) for s, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if count >= s or s == 1
-    )
+    size, name = next((s, n) for s, n in SIZES if count >= s or s == 1)
     return f"{count / size:.3g} {name}"
 
 

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import default_collate
 
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine.batch import Part, rows_of
+from soli.planner.legality import plain
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -52,6 +54,7 @@ class Choice:
     options: list[Option]  # quickest first, those that cannot be last
     memory: float  # bytes that a rank may take
     lines: list[str]
+    plain: bool = False  # nothing could be rehearsed
 
     def to_json(self) -> str:
         """For the run directory: the plan, the words, and all that was considered."""
@@ -79,15 +82,15 @@ def decide(engine: Engine, batch: Any, rows: int) -> None:
         )
     engine.choice = choice
     events.emit("plan", plan=str(choice.plan), lines=choice.lines, memory=choice.memory)
-    if engine.rank == 0 and engine.world > 1:
+    if engine.rank == 0 and (engine.world > 1 or choice.plan != Plan(dp=1) or choice.plain):
         print("\n".join(f"soli: {line}" for line in choice.lines), flush=True)
     engine._begin(choice.plan)
 
 
 def without_batch(engine: Engine) -> None:
     """Data parallelism, since nothing is known of the batch."""
-    plan = Plan(dp=engine.world)
-    line = f"plan auto -> {plan}, not chosen but plain: the layout was asked for before a batch was seen; give soli.parallelize(..., example=batch)"
+    why = "the layout was asked for before a batch was seen; give soli.parallelize(..., example=batch)"
+    plan, line = plain(engine.world, why)
     events.emit("plan", plan=str(plan), lines=[line])
     if engine.rank == 0 and engine.world > 1:
         print(f"soli: {line}", flush=True)
@@ -103,11 +106,12 @@ def enough(example: Any, ranks: int) -> Any:
 
 def peek(dataset: Any, count: int, collate: Callable[[list[Any]], Any] | None) -> tuple[Any, Any]:
     """The dataset and a batch of its first samples. What can be read only once is put together again."""
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        samples = [dataset[i] for i in range(min(count, len(dataset)))]
-    else:
-        stream = iter(dataset)
-        samples = list(islice(stream, count))
-        if stream is dataset:
-            dataset = chain(samples, stream)
+    with torch.random.fork_rng(devices=[]):  # samples may be drawn
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            samples = [dataset[i] for i in range(min(count, len(dataset)))]
+        else:
+            stream = iter(dataset)
+            samples = list(islice(stream, count))
+            if stream is dataset:
+                dataset = chain(samples, stream)
     return dataset, (collate or default_collate)(samples) if samples else Part(None, 0, 0, 0)

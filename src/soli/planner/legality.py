@@ -295,17 +295,16 @@ def _grids(plan: Plan, tp: int) -> list[dict[str, Any]]:
     return [{"tensor": kind, "depth": depth, "rows": rows} for kind, depth, rows in dict.fromkeys(kinds)]
 
 
-def default_plan(world: int) -> tuple[Plan, str]:
-    """What `plan="auto"` means where nothing is known of the program, and one line that says so."""
+def plain(world: int, why: str) -> tuple[Plan, str]:
+    """What `plan="auto"` means where it cannot choose, and one line that says so."""
     plan = Plan(dp=world)
-    return (
-        plan,
-        f"plan auto -> {plan} where nothing is known of the program; a run rehearses every layout and takes the quickest",
-    )
+    return plan, f"plan auto -> {plan}, not chosen but plain: {why}"
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """All, in order."""
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
 
 
 def _word(value: object) -> str:

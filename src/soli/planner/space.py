@@ -36,6 +36,7 @@ from soli.planner.cost.points import (
     Points,
     of_device,
 )
+from soli.planner.legality import divisors
 from soli.planner.offers import SOLI, SOME, chooses
 from soli.planner.task import Task
 
@@ -51,12 +52,6 @@ SHARDING = ("zero", "replicate", "offload")
 CONTEXTS = {"ring": RING, "ulysses": ULYSSES}
 USUAL = {"schedule": ONE, "chunks": 1.0, "recompute": NONE, "zero": 0.0, "offload": 0.0}
 """What a layout is taken to have until it is chosen."""
-
-
-def divisors(n: int) -> list[int]:
-    """All, in order."""
-    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})
 
 
 def size(table: Table) -> int:
