@@ -3,12 +3,16 @@
 For each model and network of this machine every plan of the space (planner/candidates.py: all layouts, all their
 variants) runs two steps; then auto and auto=probe choose, with a calibration of their own; then the eight best and what
 was chosen run three rounds of four steps more, in turns. Regret: the median of the chosen over that of the best, less 1.
+The variants of a layout that takes twice as long as the best one are not run, unless with --all: of the rows where they
+were, none was more than 1.4 times as fast as its layout (`gain`).
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(
@@ -20,12 +24,15 @@ from lab import end_well, lab, stopped
 from launch import launch
 from network import LabError, Network, spell
 
+from soli.core.plan import Plan
+
+WITHIN = 2.0
 RANK = Path(__file__).resolve().parent / "regret_rank.py"
 OUT = Path(__file__).resolve().parent / "results" / "regret"
 MODELS = ("gpt", "llama", "bert", "vit")
-NETWORKS = {"full": (1, 4, None), "two-level": (2, 2, 1000.0), "slow": (4, 1, 1000.0)}
-"""Hosts, ranks of each, Mbit/s of a host's link."""
-EVERY = [f"{model}:{network}" for network in NETWORKS for model in MODELS]
+NETWORKS = {"full": (1, None), "two-level": (2, 1000.0), "slow": (4, 1000.0)}
+"""Hosts, Mbit/s of a host's link."""
+EVERY = [f"{model}:{network}:{ranks}" for ranks in (4, 8) for network in NETWORKS for model in MODELS]
 
 
 def main() -> None:
@@ -33,26 +40,63 @@ def main() -> None:
     end_well()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", nargs="+", default=EVERY, help="such as gpt:full", choices=EVERY, metavar="MODEL:NETWORK"
+        "--only", nargs="+", default=EVERY, help="such as gpt:full:4; the other rows stay as they are", choices=EVERY,
+        metavar="MODEL:NETWORK:RANKS",
+    )  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="every variant of every layout")
+    parser.add_argument(
+        "--reuse", action="store_true", help="choose again among plans as they were measured before"
     )
-    parser.add_argument("--deadline", type=float, default=1200.0)
+    parser.add_argument("--deadline", type=float, default=3600.0)
     args = parser.parse_args()
-    result: dict = {**record.head(), "rows": []}
+    kept = OUT.with_suffix(".json")
+    rows = (
+        {_name(row): row for row in json.loads(kept.read_text(encoding="utf-8"))["rows"]}
+        if kept.exists()
+        else {}
+    )
     for one in args.only:
-        model, network = one.split(":")
-        hosts, each, rate = NETWORKS[network]
-        with lab(Network(hosts, each, rate, 0.0)) as made, tempfile.TemporaryDirectory() as cache:
-            extra = {"SOLI_BACKEND": "local", "SOLI_CACHE": cache}
-            outcome = launch(made, [str(RANK), "--model", model], args.deadline, extra)
-        row = {"model": model, "network": network, "ranks": hosts * each, "rate": spell(rate)}
-        row |= {"error": outcome.error} if outcome.error else judged(outcome.records[0])
-        result["rows"].append(row)
+        model, network, ranks = one.split(":")
+        hosts, rate = NETWORKS[network]
+        command = [str(RANK), "--model", model, *([] if args.all else ["--within", str(WITHIN)])]
+        with (
+            lab(Network(hosts, int(ranks) // hosts, rate, 0.0)) as made,
+            tempfile.TemporaryDirectory() as cache,
+        ):
+            outcome = launch(made, command, args.deadline, {"SOLI_BACKEND": "local", "SOLI_CACHE": cache})
+        head = record.head()
+        row = {
+            "model": model,
+            "network": network,
+            "ranks": int(ranks),
+            "rate": spell(rate),
+            "date": head["date"],
+        }
+        row |= {"error": outcome.error} if outcome.error else judged(outcome.records[0], int(ranks))
+        rows[one] = row
         print({k: v for k, v in row.items() if k not in ("measured", "predicted")}, flush=True)
+        result = {**head, "rows": [rows[name] for name in EVERY if name in rows]}
         record.write(result, page(result), OUT)
     print(page(result))
 
 
-def judged(found: dict) -> dict:
+def _name(row: dict) -> str:
+    return f"{row['model']}:{row['network']}:{row['ranks']}"
+
+
+def _layout(plan: str) -> tuple:
+    one = Plan.parse(plan)
+    return one.dp, one.tp, one.cp, one.pp, one.tensor, one.depth, one.sp
+
+
+def _gains(plans: dict) -> Iterator[float]:
+    """How many times as fast as a layout, as bases() gives it, its quickest variant is: of every layout."""
+    for first in {_layout(plan): None for plan in plans}:
+        alike = [times[0] for plan, times in plans.items() if _layout(plan) == first]
+        yield alike[0] / min(alike)
+
+
+def judged(found: dict, ranks: int) -> dict:
     """Regret of both choices, and how the predictions stand to what was measured."""
     seconds = {plan: statistics.median(times[1:] or times) for plan, times in found["plans"].items()}
     sure = {plan: seconds[plan] for plan, times in found["plans"].items() if len(times) > 1}
@@ -63,7 +107,8 @@ def judged(found: dict) -> dict:
         "plans": len(seconds), "refused": len(found["refused"]), "best": best, "best_s": sure[best],
         "auto": found["auto"]["plan"], "auto_regret": sure[found["auto"]["plan"]] / sure[best] - 1,
         "probe": found["probe"]["plan"], "probe_regret": sure[found["probe"]["plan"]] / sure[best] - 1,
-        "dp_regret": min(s for plan, s in seconds.items() if plan.startswith("dp=4")) / sure[best] - 1,
+        "dp_regret": min(s for plan, s in seconds.items() if _layout(plan) == _layout(f"dp={ranks}")) / sure[best] - 1,
+        "slow": found["slow"], "gain": max(_gains(found["plans"])),
         "median_regret": statistics.median(seconds.values()) / sure[best] - 1,
         "auto_seconds": found["auto"]["seconds"], "probe_seconds": found["probe"]["seconds"],
         "error_median": statistics.median(abs(p / s - 1) for p, s in both),
@@ -76,24 +121,27 @@ def page(result: dict) -> str:
     lines = [
         "# What plan=\"auto\" chooses, beside every plan measured",
         "", record.line(result), "", " ".join(__doc__.split("\n\n")[1].split()), "",
-        "Two cores are all that the four ranks have. `two-level`: two hosts (network namespaces) of two ranks, 1 Gbit/s",
-        "between them; `slow`: four hosts. `dp`: regret of the better of data parallelism and ZeRO-1; `any`: of the median",
-        "plan. `off`: median of |predicted / measured - 1| over the plans that auto rehearsed.", "",
-        "| network | model | plans | best | auto | regret | auto=probe | regret | dp | any | off | seconds to choose |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "Two cores are all that the ranks have. `two-level`: two hosts (network namespaces), 1 Gbit/s between them; `slow`:",
+        "four hosts. `dp`: regret of the best of data parallelism and ZeRO-1; `any`: of the median plan. `gain`: how many",
+        "times as fast as its layout a variant is, at most. `off`: median of |predicted / measured - 1| over the plans that",
+        "auto rehearsed. The rows are of several runs; when each was made is in the JSON file.", "",
+        "| ranks | network | model | plans | best | auto | regret | auto=probe | regret | dp | any | gain | off | seconds to choose |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     done = [row for row in result["rows"] if "error" not in row]
     for r in done:
         lines.append(
-            f"| {r['network']} | {r['model']} | {r['plans']} | `{r['best']}` {1e3 * r['best_s']:.0f} ms | `{r['auto']}` | "
+            f"| {r['ranks']} | {r['network']} | {r['model']} | {r['plans']} | `{r['best']}` {1e3 * r['best_s']:.0f} ms | `{r['auto']}` | "
             f"{r['auto_regret']:.1%} | `{r['probe']}` | {r['probe_regret']:.1%} | {r['dp_regret']:.1%} | "
-            f"{r['median_regret']:.0%} | {r['error_median']:.0%} | {r['auto_seconds']:.0f}, {r['probe_seconds']:.0f} |"
+            f"{r['median_regret']:.0%} | {r['gain']:.2f} | {r['error_median']:.0%} | {r['auto_seconds']:.0f}, {r['probe_seconds']:.0f} |"
         )
     for key in ("auto_regret", "probe_regret") if done else ():
         values = [r[key] for r in done]
         lines += ["", f"{key.replace('_', ' ')}: mean {statistics.mean(values):.1%}, worst {max(values):.1%}"]
     lines += [
-        f"\n{r['model']} on {r['network']} did not run: {r['error']}" for r in result["rows"] if "error" in r
+        f"\n{r['model']} on {r['network']} ({r['ranks']} ranks) did not run: {r['error']}"
+        for r in result["rows"]
+        if "error" in r
     ]
     return "\n".join([*lines, ""])
 

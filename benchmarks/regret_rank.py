@@ -17,8 +17,8 @@ from soli.core.plan import Plan
 from soli.engine import auto
 from soli.engine.rehearse import Program
 from soli.mesh.collectives import gather_json
-from soli.mesh.mesh import build_mesh
-from soli.mesh.world import join
+from soli.mesh.mesh import Mesh, build_mesh
+from soli.mesh.world import World, join
 from soli.models.bert import Bert, BertConfig
 from soli.models.gpt import GPT, GPTConfig
 from soli.models.llama import Llama, LlamaConfig
@@ -46,11 +46,37 @@ def models() -> dict:
     }
 
 
+def measure_all(program: Program, world: World, mesh: Mesh, found: dict, within: float) -> None:
+    """Every layout, and the variants of those that are not `within` times slower than the best."""
+    first = bases(world.size, ROWS)
+    try_all(first, program, world, found)
+    seconds = gather_json({plan: times[0] for plan, times in found["plans"].items()}, mesh.all)[0]
+    for base in first:
+        if seconds.get(str(base), 0.0) <= within * min(seconds.values()):
+            try_all(variants(base, world.size, ROWS), program, world, found)
+        else:
+            found["slow"].append(str(base))
+
+
+def try_all(plans: list[Plan], program: Program, world: World, found: dict) -> None:
+    """Two steps of each plan; or why it cannot be."""
+    for plan in plans:
+        try:
+            found["plans"][str(plan)] = [auto.trial(program, plan, world, 2)[0]]
+        except SoliError as error:
+            found["refused"][str(plan)] = str(error.problems[0].what)
+
+
 def main() -> None:
     """Measure, choose, measure the best again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    name = parser.parse_args().model
+    parser.add_argument(
+        "--within", type=float, default=float("inf"), help="no variants of layouts slower than this"
+    )
+    parser.add_argument("--known", type=Path, help="what was measured before, as regret.py writes it")
+    args = parser.parse_args()
+    name = args.model
     torch.set_num_threads(1)
     world = join()
     make, batch = models()[name]
@@ -64,14 +90,13 @@ def main() -> None:
         1.0,
         backend=world.backend,
     )
-    first = bases(world.size, ROWS)
-    plans = [*first, *(v for plan in first for v in variants(plan, world.size, ROWS))]
-    found: dict = {"plans": {}, "refused": {}}
-    for plan in plans:
-        try:
-            found["plans"][str(plan)] = [auto.trial(program, plan, world, 2)[0]]
-        except SoliError as error:
-            found["refused"][str(plan)] = str(error.problems[0].what)
+    mesh = build_mesh(Plan(dp=world.size), world)
+    found: dict = {"plans": {}, "refused": {}, "slow": []}
+    if args.known:
+        known = json.loads(args.known.read_text(encoding="utf-8"))
+        found |= {"plans": {plan: times[:1] for plan, times in known["plans"].items()}, "slow": known["slow"]}
+    else:
+        measure_all(program, world, mesh, found, args.within)
     for word, probes in (("auto", 1), ("probe", 3)):
         start = time.perf_counter()
         choice = auto.choose(program, world, ROWS, probes=probes)
@@ -79,7 +104,6 @@ def main() -> None:
             "plan": str(choice.plan), "seconds": round(time.perf_counter() - start, 2), "lines": choice.lines,
             "predicted": {o.plan: o.seconds for o in choice.options if not o.refused},
         }  # fmt: skip
-    mesh = build_mesh(Plan(dp=world.size), world)
     order = gather_json(sorted(found["plans"], key=lambda plan: found["plans"][plan][0]), mesh.all)[0]
     again = list(dict.fromkeys([*order[:BEST], found["auto"]["plan"], found["probe"]["plan"]]))
     for _ in range(ROUNDS):

@@ -31,7 +31,7 @@ def test_a_timeline_takes_what_the_cost_says_and_keeps_what_the_memory_says(
 ) -> None:
     work = timeline(stages, chunks, m, 1 / chunks, 2 / chunks)
     p = point(pp=stages, chunks=chunks, global_batch=m, layers=stages * chunks)
-    busy, waiting = pipeline.spent(p, np.array([3.0]), np.zeros(1), np.zeros(1), np.zeros(1))
+    busy, waiting = pipeline.spent(p, np.array([3.0]), np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1))
     assert max(one.end for one in work) == pytest.approx(float((busy + waiting)[0]))
     assert (
         len({(one.kind, one.rank, one.chunk, one.microbatch) for one in work})

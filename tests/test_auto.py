@@ -115,6 +115,34 @@ def test_a_pipeline_waits_as_the_textbook_says() -> None:
     assert estimate(whole, shared).time == pytest.approx(24.0)
 
 
+def test_ranks_share_the_cores_that_there_are() -> None:
+    """Four stages on two cores. One microbatch: no two compute at once. Eight: two cores are busy but at the ends."""
+    shared = Machine(**{**vars(MACHINE), "crowd": 2.0, "flops": 5e8})
+    F, B = work(1e9), work(2e9)  # a second and two alone
+
+    def taken(m: int, machine: Machine) -> float:
+        order = lambda warm: (
+            [("F", i) for i in range(warm)]
+            + [one for i in range(m) for one in ((("F", warm + i),) if warm + i < m else ()) + (("B", i),)]
+        )
+        runs = []
+        for rank in range(4):
+            steps = order(min(3 - rank, m))
+            runs.append(
+                run(
+                    rank,
+                    " ".join(f"{kind}{i}" for kind, i in steps),
+                    [F if kind == "F" else B for kind, _ in steps],
+                )
+            )
+        return estimate(Rehearsal(Plan(dp=1, pp=4, microbatches=m), runs), machine).time
+
+    assert taken(1, MACHINE) == taken(1, shared) == pytest.approx(12.0)
+    assert taken(8, MACHINE) == pytest.approx(3 * (8 + 3))  # a core each
+    work_of_all = 4 * 8 * 3 / 2
+    assert work_of_all + 1.5 <= taken(8, shared) <= work_of_all + 6  # alone at first for 1 s, at last for 2
+
+
 def test_collectives_are_interpolated_and_hidden() -> None:
     sent = [Sent("all_reduce", (0, 1), 1500, False), Sent("all_reduce", (0, 1), 4000, True)]
     one = Rehearsal(Plan(dp=2), [RankRun(0, 0, 7, 9, [], sent, [])])

@@ -173,7 +173,9 @@ def simulated(forward: list[float], backward: list[float], m: int) -> float:
 def test_pipelines_take_what_a_simulation_takes(m: int, stages: int, last: float) -> None:
     """Stages that are alike, and a last one that is longer (the logits)."""
     p = point(pp=stages, global_batch=m)
-    got = sum(pipeline.spent(p, np.array([3.0]), np.zeros(1), np.array([3 * last]), np.zeros(1)))[0]
+    got = sum(
+        pipeline.spent(p, np.array([3.0]), np.zeros(1), np.array([3 * last]), np.zeros(1), np.zeros(1))
+    )[0]
     forward, backward = [1.0] * stages, [2.0] * stages
     forward[-1] += last
     backward[-1] += 2 * last

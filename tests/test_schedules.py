@@ -52,7 +52,7 @@ def test_a_step_takes_and_keeps_what_a_simulation_does(name: str, pp: int, m: in
         parts = np.array([forward * halves]) / whole, np.array([weights * halves]) / whole
         waits = schedules.waits(p, whole, whole, *parts)
         none = np.zeros(1)
-        busy, waiting = pipeline.spent_otherwise(p, whole, waits, none, none, none)
+        busy, waiting = pipeline.spent_otherwise(p, whole, waits, none, none, none, none)
         assert (busy + waiting)[0] == pytest.approx(length)
         assert pipeline.in_flight(p)[0] == max(kept)
     assert pipeline.in_flight_last(p)[0] == kept[-1]
@@ -71,7 +71,11 @@ def test_tables_at_the_ends_lengthen_it(name: str, pp: int, m: int, first: float
     p = point(pp=pp, chunks=halves, global_batch=m, schedule=SCHEDULES[name], layers=pp * halves)
     whole, third = np.array([3.0]), np.array([1 / 3])
     waits = schedules.waits(p, whole, whole, third, third)
-    got = sum(pipeline.spent_otherwise(p, whole, waits, np.array([first]), np.array([last]), np.zeros(1)))
+    got = sum(
+        pipeline.spent_otherwise(
+            p, whole, waits, np.array([first]), np.array([last]), np.zeros(1), np.zeros(1)
+        )
+    )
     most = {"gpipe": 0.0, "zbh1": 0.004}.get(name, 0.06)
     assert -1e-9 <= got[0] / length - 1 <= most + 1e-9
 

@@ -15,13 +15,14 @@ from soli.core.plan import Plan
 from soli.planner import bounds, explain, legality, space
 from soli.planner.cost import communication, context, memory, pipeline
 from soli.planner.cost.constants import MEANINGS
-from soli.planner.cost.points import FULL, NONE, RING, SELECTIVE, ULYSSES
+from soli.planner.cost.points import CUBE, FULL, NONE, RING, SELECTIVE, ULYSSES
 from soli.planner.cost.step import layer as layer_of
 from soli.planner.cost.step import layers as layers_of
 from soli.planner.cost.step import step
 from soli.planner.models import Model
 from soli.planner.offers import SCHEDULES
 from soli.planner.search import costs, different, holds, peaks, plan_of, search, spaces, thriftiest
+from soli.planner.space import TENSORS
 from soli.planner.task import Task
 from test_cost import BASE, ONE, point
 from test_search import LLAMA, SMALL, task
@@ -33,6 +34,8 @@ NAMES = (
     "pp",
     "dp",
     "ep",
+    "tensor",
+    "rows",
     "sp",
     "context",
     "microbatch",
@@ -47,19 +50,25 @@ NAMES = (
 
 
 def lying(asked: Task) -> list[tuple[int, ...]]:
-    """tp, cp, pp, dp, ep, by loops."""
+    """tp, cp, pp, dp, ep, the kind of tp's grid and its rows, by loops."""
     n, model = asked.cluster.size, asked.model
     degrees = [d for d in range(1, n + 1) if n % d == 0]
     shares = [d for d in range(1, model.experts + 1) if model.experts % d == 0] or [1]
     found = []
     for tp, cp, pp, dp in product(degrees, repeat=4):
-        fits = tp * cp * pp * dp == n and model.heads % tp == 0 and asked.seq % cp == 0 and pp <= model.layers
-        if not fits or (model.kv_heads % tp and tp % model.kv_heads):
+        if tp * cp * pp * dp != n or asked.seq % cp or pp > model.layers:
             continue
-        for ep in shares if asked.framework != "soli" else [1]:
-            many, few = max(ep, dp * cp), min(ep, dp * cp)
-            if many % few == 0 and (ep <= dp * cp or tp % (ep // (dp * cp)) == 0):
-                found.append((tp, cp, pp, dp, ep))
+        shapes = [("1d", 1, tp)]
+        if asked.framework == "soli" and not model.experts:
+            shapes += [("2d", a, b) for a, b in product(range(2, tp), repeat=2) if a * b == tp]
+            shapes += [("3d", q, q) for q in range(2, tp) if q**3 == tp]
+        for kind, rows, columns in shapes:
+            if model.heads % columns or (model.kv_heads % columns and columns % model.kv_heads):
+                continue
+            for ep in shares if asked.framework != "soli" else [1]:
+                many, few = max(ep, dp * cp), min(ep, dp * cp)
+                if many % few == 0 and (ep <= dp * cp or tp % (ep // (dp * cp)) == 0):
+                    found.append((tp, cp, pp, dp, ep, TENSORS[kind], rows))
     return found
 
 
@@ -94,8 +103,9 @@ def recomputing(asked: Task) -> list[tuple[float, int]]:
 def brute(asked: Task) -> set[tuple[float, ...]]:
     """Every plan, by loops and by what the rules say."""
     model, found = asked.model, set()
-    for tp, cp, pp, dp, ep in lying(asked):
-        exchanged = cp > 1 and model.heads // tp % cp == 0 and asked.framework != "fsdp"
+    for tp, cp, pp, dp, ep, tensor, rows in lying(asked):
+        columns = rows if tensor == CUBE else tp // rows
+        exchanged = cp > 1 and model.heads % (columns * cp) == 0 and asked.framework != "fsdp"
         choices = product(
             (0, 1),
             (RING, ULYSSES) if exchanged else (RING,),
@@ -108,6 +118,10 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
             times = -(-asked.batch // (dp * microbatch))
             if dp * microbatch > asked.batch or (sp and (tp == 1 or asked.seq // cp % tp)):
                 continue
+            if tensor and (sp or schedule in ("zbh1", "zbv", "dualpipev")):
+                continue
+            if tensor and microbatch % (rows * rows if tensor == CUBE else rows):
+                continue
             if pp * chunks > model.layers or (schedule in ("interleaved", "zbh1") and times % pp):
                 continue
             if schedule in ("zbv", "dualpipev") and times < 2 * pp:
@@ -115,7 +129,7 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
             if again and again >= model.layers / pp / chunks:
                 continue
             if asked.framework == "soli" or asked.batch % (dp * microbatch) == 0:
-                found.add((tp, cp, pp, dp, ep, sp, crossing, microbatch, SCHEDULES[schedule], chunks, recompute, again * chunks, *shards))  # fmt: skip
+                found.add((tp, cp, pp, dp, ep, tensor, rows, sp, crossing, microbatch, SCHEDULES[schedule], chunks, recompute, again * chunks, *shards))  # fmt: skip
     return found
 
 
@@ -152,7 +166,7 @@ def test_what_is_left_out_is_not_the_best(asked: Task, memory: float) -> None:
     fits = sizes <= asked.limit
     best: dict[tuple[float, ...], float] = {}
     for i in np.flatnonzero(fits):
-        key = (p.tp[i], p.cp[i], p.pp[i], p.dp[i], p.ep[i], p.zero[i] >= 3)
+        key = (p.tp[i], p.cp[i], p.pp[i], p.dp[i], p.ep[i], p.tensor[i], p.zero[i] >= 3)
         best[key] = min(best.get(key, np.inf), float(times[i]))
     found = search(asked)
     assert found.looked <= found.counted == len(p)

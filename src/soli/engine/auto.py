@@ -5,7 +5,8 @@
 3. The machine is measured once (calibrate.py), with the products that this program has; then each plan has a time.
 4. A plan that cuts blocks, or for which memory is short, is run for a few steps on a copy before it is begun: what
    takes more than was rehearsed, or computes something else, is not begun, and what is slower than predicted says how
-   much of the others (planner/learn.py). `auto=probe` so tries the best three different layouts at the least.
+   much of the others (planner/learn.py). Where one was run, what is promised to be nearly as quick is run too.
+   `auto=probe` so tries the best three different layouts at the least.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ TIGHT = 0.5
 NEAR = 1.4
 """Layouts that are up to so many times slower than the best have their variants rehearsed too."""
 LAYOUTS = 3
+DOUBT = 1.25
+"""What is predicted to be up to so many times slower than the best that was run may be the quicker one: it is run too."""
 PROBE_STEPS = 4
 PACE_STEPS = 5
-MOST_PROBES = 5
+MOST_PROBES = 6
 
 
 class Auto:
@@ -64,6 +67,8 @@ class Auto:
         self.rehearsals: dict[str, Rehearsal] = {}  # this rank's share
         self.notes: list[str] = []
         self.paced: float | None = None
+        self.learnt = Learnt()
+        self.varied: set[str] = set()  # layouts whose variants were looked at
         self.doubted = False  # a plan took more than rehearsed
 
     def choose(self) -> Choice:
@@ -71,11 +76,7 @@ class Auto:
         start = time.perf_counter()
         with busy("choosing a plan", shown=self.world.is_first):
             self._look(self._layouts())
-            best = self._fitting()
-            if self.world.size > 1 and best:
-                near = [o for o in best if o.seconds <= NEAR * best[0].seconds][:LAYOUTS]
-                more = [v for o in near for v in variants(_asked(o), self.world.size, self.rows)]
-                self._look(more)
+            if self.world.size > 1:
                 self._probe()
         order = self._fitting()
         while order and self._is_tried(order[0]) and not order[0].measured and not self._holds(order[0]):
@@ -175,33 +176,49 @@ class Auto:
         found = self.rehearsals.get(option.plan)
         if found is None or self.machine is None:
             return option
-        made = estimate(found, self.machine)
-        return replace(option, seconds=made.time, parts=made.parts)
+        parts = estimate(found, self.machine).parts
+        return replace(option, seconds=self.learnt.seconds(parts), parts=parts)
 
     # --- trials ---------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """Run plans and learn from each, until the best is one that needs no trial or had one.
-
-        `probes` of different layouts first; then whatever is promised to be the quickest, if it is to be tried.
-        """
-        learnt = Learnt()
-        forced = self.probes if self.probes > 1 else 0
+        """Run plans and learn from each, until the best is one that needs no trial or had one."""
         for number in range(MOST_PROBES):
-            order = sorted(self._fitting(), key=lambda o: o.measured or learnt.seconds(o.parts))
-            known = {_layout(o) for o in order if o.measured}
-            new = [o for o in order if _layout(o) not in known]
-            if number < forced and new:
-                option = new[0]
-            elif not order or order[0].measured or not self._is_tried(order[0]):
-                break
-            else:
-                option = order[0]
+            self._vary()
+            option = self._next(number)
+            if option is None:
+                return
             if self._holds(option, PROBE_STEPS):
-                learnt.see(option.parts, self.options[option.plan].measured)
-        for option in list(self.options.values()):
-            if option.parts and not option.measured:
-                self.options[option.plan] = replace(option, seconds=learnt.seconds(option.parts))
+                self.learnt.see(option.parts, self.options[option.plan].measured)
+                for one in list(self.options.values()):
+                    if one.parts and not one.measured:
+                        self.options[one.plan] = replace(one, seconds=self.learnt.seconds(one.parts))
+        self._vary()
+
+    def _vary(self) -> None:
+        """Rehearse the variants of the layouts that are near the best."""
+        order = {str(_layout(o)): o for o in reversed(self._fitting())}  # of each layout the best
+        near = sorted(order.items(), key=lambda one: one[1].measured or one[1].seconds)[:LAYOUTS]
+        limit = NEAR * min((o.measured or o.seconds for _, o in near), default=0.0)
+        new = [
+            (name, o) for name, o in near if name not in self.varied and (o.measured or o.seconds) <= limit
+        ]
+        self.varied.update(name for name, _ in new)
+        self._look([v for _, o in new for v in variants(_asked(o), self.world.size, self.rows)])
+
+    def _next(self, number: int) -> Option | None:
+        """What to run: different layouts first, `probes` of them; then whatever may be the quickest, if it is to be tried."""
+        order = self._fitting()
+        known = {_layout(o) for o in order if o.measured}
+        open_ = sorted((o for o in order if not o.measured), key=lambda o: _layout(o) in known)
+        if not open_:
+            return None
+        if self.probes > 1 and number < self.probes and _layout(open_[0]) not in known:
+            return open_[0]
+        if not known:
+            return order[0] if self._is_tried(order[0]) else None
+        best = min(o.measured for o in order if o.measured)
+        return next((o for o in open_ if o.seconds <= DOUBT * best), None)
 
     def _holds(self, option: Option, steps: int = 1) -> bool:
         """Run a plan on a copy; whether it took no more memory than there is. Its time is noted. Collective."""

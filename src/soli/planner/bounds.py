@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from soli.planner.cost import memory
+from soli.planner.cost import arithmetic, borders, memory
 from soli.planner.cost.constants import Constants, known, spread_of
 from soli.planner.cost.points import FULL, Array, Points
 from soli.planner.cost.step import running
@@ -36,10 +36,14 @@ def high(task: Task) -> float:
 def time_of_layouts(task: Task, table: Table) -> Array:
     """Seconds: nothing is recomputed, waited for, gathered or reduced.
 
-    No stage has fewer layers than one of equal parts.
+    No stage has fewer layers than one of equal parts but the last, nor less work than the average.
     """
     p, k = _made(task, table)
-    return SLACK * (running(p, k).busy + k.step_overhead)
+    p = borders.loosest(p)
+    run = running(p, k)
+    ends = arithmetic.embedding(p, k) + run.tables
+    average = p.microbatches * (run.layers / p.own_layers * p.layers + ends) / p.pp
+    return SLACK * (np.maximum(run.busy, average) + k.step_overhead)
 
 
 def time_of_stages(task: Task, table: Table) -> Array:
@@ -52,7 +56,7 @@ def time_of_stages(task: Task, table: Table) -> Array:
 def memory_of_layouts(task: Task, table: Table) -> Array:
     """Bytes: all is recomputed, one microbatch is under way, and states are cut over all ranks."""
     p, k = _made(task, table)
-    p = replace(p, recompute=np.full(len(p), FULL), global_batch=p.dp * p.microbatch)
+    p = replace(borders.loosest(p), recompute=np.full(len(p), FULL), global_batch=p.dp * p.microbatch)
     return SLACK * high(task) * (_sharded(task, p, k) - memory.casts(p))
 
 

@@ -40,11 +40,14 @@ def bases(ranks: int, rows: int, *, grids: bool = True) -> list[Plan]:
 
 
 def variants(plan: Plan, ranks: int, rows: int) -> list[Plan]:
-    """What else the same layout can be: ZeRO-1, the other way for attention to cross cp, other pipelines."""
+    """What else the same layout can be: ZeRO-1, in copies too, the other way for attention to cross cp, other pipelines."""
     shards = (plan.dp or 1) * plan.cp > 1
+    sharded = [
+        {"zero": 1, "replicate": copies} for copies in divisors(plan.dp or 1)[: -1 if plan.cp == 1 else None]
+    ]
     found = [
-        plan.with_(**{"zero": zero, "context": context, **pipe})
-        for zero in ((0, 1) if shards else (0,))
+        plan.with_(**{**zero, "context": context, **pipe})
+        for zero in ({"zero": 0, "replicate": 1}, *(sharded if shards else ()))
         for context in (("ring", "ulysses") if plan.cp > 1 else ("ring",))
         for pipe in _pipelines(plan.pp, rows)
     ]
@@ -77,7 +80,8 @@ def _pipelines(pp: int, rows: int) -> list[dict[str, Any]]:
         return [{}]
     counts = [pp * filling for filling in FILLINGS if pp * filling <= rows] or [max(rows, 1)]
     forms: list[dict[str, Any]] = [
-        {"schedule": "1f1b", "chunks": 1}, {"schedule": "zbh1", "chunks": 1}, {"schedule": "interleaved", "chunks": 2}
+        {"schedule": "1f1b", "chunks": 1}, {"schedule": "zbh1", "chunks": 1}, {"schedule": "interleaved", "chunks": 2},
+        {"schedule": "zbv", "chunks": 2}, {"schedule": "dualpipev", "chunks": 2},
     ]  # fmt: skip
     return [{**form, "microbatches": count} for form in forms for count in counts]
 

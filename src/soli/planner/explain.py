@@ -15,7 +15,7 @@ from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
 from soli.planner.offers import SCHEDULES, SOME
 from soli.planner.search import Found, different, enough, plan_of, search
-from soli.planner.space import CONTEXTS, LEVELS, OFFLOADS
+from soli.planner.space import CONTEXTS, LEVELS, OFFLOADS, TENSORS
 from soli.planner.task import FIXED, Task, problems
 
 GB = 1e9
@@ -115,8 +115,11 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
 
 def note(p: Points, i: int) -> str:
     """What the plan's text does not say."""
-    own, again = int(p.own_layers[i]), int(p.again[i])
-    return f"{again} of a rank's {own} layers computed again" if again else ""
+    own, again, fewer = int(p.own_layers[i]), int(p.again[i]), int(p.fewer[i])
+    each = own // int(p.chunks[i])
+    said = [f"{again} of a rank's {own} layers computed again"] if again else []
+    said += [f"stages of {each} layers, the last of {each - fewer}"] if fewer else []
+    return "; ".join(said)
 
 
 def flops(p: Points, i: int) -> float:
@@ -238,7 +241,8 @@ def fixed_of(text: str) -> dict[str, float]:
             wrong.append(Problem(f"'{name}' cannot be fixed", allowed=", ".join(FIXED)))
         elif value is None:
             allowed = ", ".join(values) if values else "a whole number above 0"
-            wrong.append(Problem(f"'{word}' cannot be", got=said or "nothing", allowed=allowed))
+            fix = SAME.get(word, "")
+            wrong.append(Problem(f"'{word}' cannot be", got=said or "nothing", allowed=allowed, fix=fix))
         elif found.setdefault(name, value) != value:
             wrong.append(Problem(f"'{name}' is fixed twice", got=text))
     if not text.strip(" ,"):
@@ -248,6 +252,7 @@ def fixed_of(text: str) -> dict[str, float]:
 
 
 WORDS: dict[str, dict[str, float]] = {
-    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
 }  # fmt: skip
 """What is no number above 0."""
+SAME = {"tensor=2.5d": "tensor=2d: each of its copies is one of dp's ranks, which the search has too"}

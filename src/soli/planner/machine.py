@@ -4,14 +4,14 @@ an operation        launch + bytes / stream; a product as it was measured, or as
 a collective        interpolated over its bytes, by operation, ranks and the distance between them
 a step              operations, collectives that are waited for, and of those that are not what nothing hides
 a pipeline          its actions one after another as they depend on each other; ranks that share cores are
-                    quicker while others wait, and never all of them quicker than together
+                    quicker while others wait
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -147,35 +147,43 @@ def _sums(run: RankRun, machine: Machine) -> tuple[float, float, float, float]:
 def _pipeline(rehearsal: Rehearsal, machine: Machine) -> float:
     """Seconds from the first action to the last, and of what comes before and after on the rank that has the most.
 
-    Each rank takes its actions in their order; one begins when that which it depends on is done and has arrived.
+    Each rank takes its actions in their order; one begins when that which it depends on is done and has arrived. Ranks that
+    share cores share them equally: of pp stages any a that compute go on at pp / (crowd a) of the pace that one has alone.
     """
-    speed = max(
-        1 / machine.crowd, 1 / rehearsal.plan.pp
-    )  # of crowded seconds, where one stage's ranks compute alone
     where = {action.stage: run.rank for run in rehearsal.stages for action in run.actions}
     hop = {run.rank: _hop(run, machine) for run in rehearsal.stages}
+    took = {run.rank: [_took(action, run, machine) for action in run.actions] for run in rehearsal.stages}
+    rest = {
+        run.rank: max(sum(_sums(run, machine)[:3]) - sum(took[run.rank]), 0.0) for run in rehearsal.stages
+    }
+    left = {run.rank: deque(zip(run.actions, took[run.rank], strict=True)) for run in rehearsal.stages}
     done: dict[tuple[str, int, int], float] = {}
-    clock = {run.rank: 0.0 for run in rehearsal.stages}
-    left = {run.rank: list(run.actions) for run in rehearsal.stages}
-    runs = {run.rank: run for run in rehearsal.stages}
-    rest = {run.rank: sum(_sums(run, machine)[:3]) for run in rehearsal.stages}
+    busy: dict[int, float] = {}  # rank -> seconds that its action would still take alone
+    ended = dict.fromkeys(left, 0.0)
+    now = 0.0
     while any(left.values()):
-        moved = False
+        coming = []
         for rank, actions in left.items():
-            while actions and (ready := _ready(actions[0], done, where, hop)) is not None:
-                action = actions.pop(0)
-                crowded = _took(action, runs[rank], machine)
-                rest[rank] -= crowded
-                clock[rank] = max(clock[rank], ready) + crowded * speed
-                done[
-                    "F" if action.kind == "F" else "W" if action.kind == "W" else "B",
-                    action.stage,
-                    action.number,
-                ] = clock[rank]
-                moved = True
-        if not moved:
+            if actions and rank not in busy:
+                ready = _ready(actions[0][0], done, where, hop)
+                if ready is not None and ready <= now:
+                    busy[rank] = actions[0][1] / machine.crowd
+                elif ready is not None:
+                    coming.append(ready)
+        pace = min(1.0, rehearsal.plan.pp / (machine.crowd * len(busy))) if busy else 1.0
+        coming += [now + one / pace for one in busy.values()]
+        if not coming:
             raise AssertionError("the actions of a pipeline wait for each other")
-    return max(clock[rank] + max(rest[rank], 0.0) for rank in clock)
+        following = min(coming)
+        for rank, one in list(busy.items()):
+            busy[rank] = one - (following - now) * pace
+            if now + one / pace <= following:
+                action = left[rank].popleft()[0]
+                done[action.kind if action.kind in "FW" else "B", action.stage, action.number] = following
+                ended[rank] = following
+                del busy[rank]
+        now = following
+    return max(ended[rank] + rest[rank] for rank in ended)
 
 
 def _ready(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from soli.core.errors import Problem
 from soli.core.plan import RECOMPUTE
-from soli.planner.cost.points import DUALPIPEV, GPIPE, INTERLEAVED, ONE, RING, ZBH1, ZBV
+from soli.planner.cost.points import DUALPIPEV, GPIPE, INTERLEAVED, LINE, ONE, RING, ZBH1, ZBV
 from soli.planner.legality import BUILT
 
 SOLI = "soli"
@@ -56,6 +56,7 @@ def unable(framework: str, fixed: Mapping[str, float], precision: str) -> list[P
             ),
             ("offload", "offload=optimizer", fixed.get("offload", 0) != 0),
             ("fp8", "precision=fp8", precision == "fp8"),
+            ("grids", "tensor=2d or 3d", fixed.get("tensor", LINE) != LINE),
             ("some", "recompute=some", fixed.get("recompute") == SOME),
         )
         if asked and not chooses(framework, name)

@@ -17,10 +17,10 @@ from soli.core.plan import Plan
 from soli.planner import bounds, space
 from soli.planner.bounds import constants_of, high
 from soli.planner.cost import memory
-from soli.planner.cost.points import FULL, INTERLEAVED, NONE, Array, Points
+from soli.planner.cost.points import FULL, GRID, INTERLEAVED, NONE, Array, Points
 from soli.planner.cost.step import Step, seconds, step
 from soli.planner.offers import SCHEDULES
-from soli.planner.space import CONTEXTS, LEVELS, Table, points_of, spaces
+from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Table, points_of, spaces
 from soli.planner.task import FIXED, Task, problems
 
 MOST = 16384  # servers
@@ -29,7 +29,7 @@ PIECE = 1 << 13
 FEW = 16
 """Layouts that are looked at first; then twice as many, ..."""
 SHOWN = 10
-KEY = ("tp", "cp", "pp", "dp", "ep")
+KEY = ("tp", "cp", "pp", "dp", "ep", "tensor")
 """Plans that differ in one of these, or in whether parameters are sharded, lay the ranks out otherwise."""
 
 __all__ = ["FIXED", "LEVELS", "Found", "Task", "constants_of", "costs", "different", "enough", "peaks", "plan_of", "problems", "search", "spaces", "with_fixed"]  # fmt: skip
@@ -237,6 +237,7 @@ def plan_of(p: Points, i: int, precision: str) -> Plan:
     times = int(np.ceil(p.microbatches[i]))
     piped = p.pp[i] > 1
     return Plan(
+        tensor=next(name for name, value in TENSORS.items() if value == p.tensor[i]), rows=int(p.rows[i]) if p.tensor[i] == GRID and p.rows[i] != p.columns[i] else 0,
         dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
         chunks=int(p.chunks[i]) if p.schedule[i] <= INTERLEAVED else 1, schedule=next(name for name, value in SCHEDULES.items() if value == p.schedule[i]), ep=int(p.ep[i]), replicate=int(p.replicate[i]),
         offload="optimizer" if p.offload[i] else "none", context=next(name for name, value in CONTEXTS.items() if value == p.context[i]),

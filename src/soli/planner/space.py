@@ -1,6 +1,6 @@
 """Every plan of a task, in three steps: how its ranks lie, in what order its stages run, and what ZeRO shards.
 
-    layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; sp; context; the microbatch
+    layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; tp's line, grid or cube; sp; context; the microbatch
     stages    schedule and chunks; recompute: of all layers, or of how many        what can be chosen of a layout depends on nothing that follows
     shards    zero; replicate (HSDP); offload of the optimizer's state
 
@@ -17,12 +17,17 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from soli.planner.cost import borders
+from soli.planner.cost.grids import shapes as shapes_of
 from soli.planner.cost.points import (
     CAST,
+    CUBE,
     DUALPIPEV,
     FULL,
     GPIPE,
+    GRID,
     INTERLEAVED,
+    LINE,
     MIXED,
     NONE,
     ONE,
@@ -48,7 +53,9 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
 OFFLOADS = {"none": 0.0, "optimizer": 1.0}
+PLACED = ("tp", "cp", "pp", "dp", "ep", "tensor", "rows")
 SHARDING = ("zero", "replicate", "offload")
+TENSORS = {"1d": LINE, "2d": GRID, "3d": CUBE}
 CONTEXTS = {"ring": RING, "ulysses": ULYSSES}
 USUAL = {"schedule": ONE, "chunks": 1.0, "recompute": NONE, "zero": 0.0, "offload": 0.0}
 """What a layout is taken to have until it is chosen."""
@@ -68,14 +75,18 @@ def rows_of(table: Table, places: Places | NDArray[np.bool_]) -> Table:
 
 
 def meshes(task: Task) -> NDArray[np.int64]:
-    """[n, 5]: tp, cp, pp, dp, ep whose ranks are the devices, that the model can be cut by, and as fixed."""
+    """[n, PLACED]: ranks that are the devices together, by which the model can be cut, and as fixed."""
     model, n, fixed = task.model, task.cluster.size, dict(task.fixed or {})
-    fits_tp = lambda t: model.heads % t == 0 and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
+    fits = lambda t: model.heads % t == 0 and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
+    grids = chooses(task.framework, "grids") and not model.experts
+    shapes = lambda tp: [(LINE, 1, tp), *(shapes_of(tp) if grids else [])]
     shares = divisors(model.experts) if model.experts and chooses(task.framework, "ep") else [1]
     found = [
-        (tp, cp, pp, n // tp // cp // pp, ep)
+        (tp, cp, pp, n // tp // cp // pp, ep, tensor, rows)
         for tp in divisors(n)
-        if tp <= WIDEST["tp"] and fits_tp(tp)
+        if tp <= WIDEST["tp"]
+        for tensor, rows, columns in shapes(tp)
+        if fits(columns)
         for cp in divisors(n // tp)
         if cp <= WIDEST["cp"] and task.seq % cp == 0
         for pp in divisors(n // tp // cp)
@@ -83,8 +94,8 @@ def meshes(task: Task) -> NDArray[np.int64]:
         for ep in shares
         if shared_out(ep, tp, n // tp // pp)
     ]
-    table = np.array(found, dtype=np.int64).reshape(-1, 5)
-    for column, name in enumerate(("tp", "cp", "pp", "dp", "ep")):
+    table = np.array(found, dtype=np.int64).reshape(-1, len(PLACED))
+    for column, name in enumerate(PLACED):
         if name in fixed:
             table = table[table[:, column] == fixed[name]]
     return table
@@ -105,11 +116,14 @@ def layouts(task: Task) -> Table:
     mesh = meshes(task)
     mesh = mesh[mesh[:, 3] <= task.batch].T.astype(float)
     whole = np.concatenate([np.repeat(mesh, inner.shape[1], axis=1), np.tile(inner, mesh.shape[1])])
-    table = dict(zip(("tp", "cp", "pp", "dp", "ep", *values), whole, strict=True))
+    table = dict(zip((*PLACED, *values), whole, strict=True))
     taken = table["dp"] * table["microbatch"]
     kept = taken <= task.batch
-    kept &= (table["sp"] == 0) | ((table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0))
-    heads = task.model.heads / table["tp"]
+    kept &= table["microbatch"] % (table["rows"] ** np.where(table["tensor"] == CUBE, 2, 1)) == 0
+    kept &= (table["sp"] == 0) | (table["tensor"] == LINE) & (
+        (table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0)
+    )
+    heads = task.model.heads / np.where(table["tensor"] == CUBE, table["rows"], table["tp"] / table["rows"])
     kept &= (table["context"] == RING) | ((table["cp"] > 1) & (heads % table["cp"] == 0))
     if task.framework != SOLI:  # whose batches need not be equal
         kept &= task.batch % taken == 0
@@ -198,6 +212,7 @@ def _ordered(task: Task, table: Table) -> NDArray[np.bool_]:
     kept = (pp * chunks <= task.model.layers) & ((schedule == ONE) | (pp > 1))
     kept &= ~np.isin(schedule, (INTERLEAVED, ZBH1)) | (times % pp == 0)
     kept &= (schedule < ZBV) | (times >= 2 * pp)
+    kept &= ~np.isin(schedule, (ZBH1, ZBV, DUALPIPEV)) | (column["tensor"] == LINE)
     if not chooses(task.framework, "uneven"):
         kept &= task.model.layers % (pp * chunks) == 0
     return np.asarray(kept)
@@ -244,15 +259,16 @@ def spaces(task: Task) -> Points:
 
 
 def points_of(task: Task, table: Mapping[str, Array]) -> Points:
-    """Rows as points; what is not chosen yet as USUAL."""
+    """Rows as points; what is not chosen yet as USUAL; the borders of a pipeline as the program places them."""
     same = {
         **UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precision), "seq": task.seq,
         "global_batch": task.batch, "logged": 0.0, **(CAST if task.framework == SOLI else MIXED), **USUAL,
     }  # fmt: skip
     count = len(table["tp"])
-    return Points(
+    found = Points(
         **{
             f.name: table[f.name] if f.name in table else np.broadcast_to(float(same[f.name]), (count,))
             for f in fields(Points)
         }
     )
+    return borders.placed(found) if chooses(task.framework, "uneven") else found

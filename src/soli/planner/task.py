@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from soli.core.errors import Problem
-from soli.planner.cost.points import INTERLEAVED, ONE
+from soli.planner.cost.points import INTERLEAVED, ONE, ZBH1
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.models import Model
 from soli.planner.offers import SCHEDULES, unable
@@ -28,6 +28,7 @@ FIXED = (
     "context",
     "offload",
     "schedule",
+    "tensor",
 )
 """What the user may fix; `microbatch` is in sequences."""
 
@@ -115,6 +116,8 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
         f"zero={fixed.get('zero', 0):g} and dp=1 contradict each other: ZeRO shards over dp": fixed.get("zero", 0) > 0 and one("dp", "cp"),
         "offload=optimizer and zero=0 contradict each other: what is sharded is moved": fixed.get("offload") and fixed.get("zero") == 0,
         "context=ulysses and cp=1 contradict each other: attention crosses the ranks of cp": fixed.get("context") and one("cp"),
+        "sp=on and a grid contradict each other: a grid has cut what sp cuts": fixed.get("sp") and fixed.get("tensor"),
+        f"schedule={names[fixed.get('schedule', ONE)]} and a grid contradict each other: its products compute both gradients at once": fixed.get("tensor") and fixed.get("schedule", ONE) >= ZBH1,
         f"replicate={fixed.get('replicate', 1):g} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
         f"replicate={fixed.get('replicate', 1):g} does not divide dp={fixed.get('dp', 0):g}": fixed.get("dp", 0) % fixed.get("replicate", 1),
         f"ep={fixed.get('ep', 1):g} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from soli.planner.cost import grids
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, SELECTIVE, Array, Points
+from soli.planner.cost.points import CUBE, FULL, LINE, SELECTIVE, Array, Points
 
 SCORE = 48.0
 """Flops by head size that the softmax of a score takes the time of: heads of 64 reach 5/6 of the rate of heads of 128
@@ -44,9 +45,8 @@ def product(p: Points, k: Constants, m: Array, n: Array, summed: Array) -> Array
 
 def products_forward(p: Points, k: Constants) -> Array:
     """Seconds of a layer's products with weights: q, k, v; output; the MLP's two or three, or its experts'."""
-    T, t = p.tokens, p.tp
-    width = p.attention_width / t
-    spent = product(p, k, T, width * (1 + 2 * p.kv_share), p.hidden) + product(p, k, T, p.hidden, width)
+    T, width = p.tokens, p.attention_width
+    spent = opening(p, k, T, width * (1 + 2 * p.kv_share)) + closing(p, k, T, width)
     # An expert has its tokens of all ranks of ep; a rank has experts / ep of them.
     moe = p.experts > 0
     local = np.where(moe, np.maximum(p.experts / p.ep, 1.0), 1.0)
@@ -60,8 +60,28 @@ def products_forward(p: Points, k: Constants) -> Array:
 
 def mlp(p: Points, k: Constants, tokens: Array, width: Array) -> Array:
     """Seconds of the two or three products of an MLP, or of an expert, of which tp cuts the width."""
-    inner = width / p.tp
-    return product(p, k, tokens, inner * (1 + p.gated), p.hidden) + product(p, k, tokens, p.hidden, inner)
+    return opening(p, k, tokens, width * (1 + p.gated)) + closing(p, k, tokens, width)
+
+
+def opening(p: Points, k: Constants, tokens: Array, width: Array) -> Array:
+    """Seconds of a product from h to a width that tp cuts; of a grid's part of it."""
+    return _cut(p, k, tokens, width, p.hidden, product(p, k, tokens, width / p.tp, p.hidden))
+
+
+def closing(p: Points, k: Constants, tokens: Array, width: Array) -> Array:
+    """Seconds of a product from a width that tp cuts back to h; of a grid's part of it."""
+    return _cut(p, k, tokens, p.hidden, width, product(p, k, tokens, p.hidden, width / p.tp))
+
+
+def _cut(p: Points, k: Constants, tokens: Array, n: Array, summed: Array, line: Array) -> Array:
+    """`line`, or where tp is a grid its panels one after another, and of a cube an edge's part of each size."""
+    if not p.tensor.any():
+        return line
+    pieces = grids.panels(p)
+    parts = np.where(p.tensor == CUBE, p.columns, pieces)
+    return np.where(
+        p.tensor == LINE, line, pieces * product(p, k, tokens / p.rows, n / p.columns, summed / parts)
+    )
 
 
 def attention(p: Points, k: Constants) -> tuple[Array, Array]:
@@ -90,11 +110,11 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
 def elements_forward(p: Points, k: Constants) -> Array:
     """Seconds of norms, residuals, dropout and activations: so many bytes of memory a token.
 
-    Between the products of a layer they are cut over tp; around them (norms, residuals) only under sp. Tokens are
+    Between the products of a layer they are cut over tp; around them (norms, residuals) only under sp and on a grid. Tokens are
     copied to each of their experts and back, written and read. What a product of fewer than 16 bits reads is cast:
     read in 16 bits, written as it is and transposed (Transformer Engine).
     """
-    around = p.tokens * p.hidden / np.where(p.sp > 0, p.tp, 1.0)
+    around = p.tokens * p.hidden / p.around
     moe = p.experts > 0
     active = np.where(moe, p.active, 1.0)
     between = p.tokens * p.ffn * active / p.tp

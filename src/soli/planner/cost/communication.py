@@ -14,7 +14,7 @@ import numpy as np
 
 from soli.planner.cost import rings
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, Array, Points
+from soli.planner.cost.points import FULL, LINE, Array, Points
 
 
 def inside(p: Points, n: Array, inner: Array) -> Array:
@@ -47,27 +47,29 @@ def all_to_all(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> 
     return np.where(n > 1, near + far + latency, 0.0)
 
 
-def of_layer(p: Points, k: Constants, crossing: tuple[Array, Array]) -> tuple[Array, Array]:
+def of_layer(
+    p: Points, k: Constants, crossing: tuple[Array, Array], grid: tuple[Array, Array]
+) -> tuple[Array, Array]:
     """Seconds of a layer's collectives in a forward and in a backward, and none of ZeRO.
 
-    tp: two sums each way of T h values; under sp as many bytes are gathered and scattered (arXiv 2205.05198, 4.2.2).
-    Full recomputation sums again. cp: what crosses it each way (context.py). ep: tokens to their
+    tp: two sums each way of T h values; under sp as many bytes are gathered and scattered (arXiv 2205.05198, 4.2.2);
+    or what a grid's products send (grids.py). Full recomputation sends again. cp: what crosses it each way (context.py). ep: tokens to their
     experts and back (GShard, arXiv 2006.16668), each rank of tp with its part of them under sp.
     """
     one = np.ones_like(p.tp)
     hidden = p.tokens * p.hidden * 2.0
-    sums = 2 * all_reduce(p, k, hidden, p.tp, one)
+    sums = np.where(p.tensor == LINE, 2 * all_reduce(p, k, hidden, p.tp, one), 0.0)
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
     experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner), 0.0)
-    forward = sums + crossing[0] + experts
-    backward = sums + crossing[1] + experts
+    forward = sums + grid[0] + crossing[0] + experts
+    backward = sums + grid[1] + crossing[1] + experts
     return forward, backward + np.where(p.recompute == FULL, forward, 0.0)
 
 
 def calls_of_layer(p: Points) -> Array:
-    """Collectives that a layer's forward starts, beside those of cp."""
-    return 2.0 * (p.tp > 1) + 2.0 * ((p.experts > 0) & (p.ep > 1))
+    """Collectives that a layer's forward starts, beside those of cp and of a grid."""
+    return 2.0 * ((p.tp > 1) & (p.tensor == LINE)) + 2.0 * ((p.experts > 0) & (p.ep > 1))
 
 
 def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> tuple[Array, Array]:
@@ -114,8 +116,8 @@ def of_gradients(p: Points, k: Constants, dense: Array, experts: Array, tables: 
 
 
 def send(p: Points, k: Constants) -> Array:
-    """Seconds in which a microbatch goes to the next stage. Ranks of tp each send their part under sp."""
-    size = p.tokens * p.hidden * 2.0 / np.where(p.sp > 0, p.tp, 1.0)
+    """Seconds in which a microbatch goes to the next stage. Ranks of tp each send their part under sp, and on a grid."""
+    size = p.tokens * p.hidden * 2.0 / p.around
     near = p.tp * p.cp * p.dp * 2 <= p.node
     rate = np.where(near, p.link, p.net) * k.send_share
     return size / rate + np.where(near, p.link_latency, p.net_latency)

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from soli.planner.cost import grids
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.pipeline import in_flight, in_flight_last
-from soli.planner.cost.points import FULL, NONE, Array, Points
+from soli.planner.cost.points import FULL, LINE, NONE, Array, Points
 from soli.planner.cost.schedules import in_a_v
 
 NORMS = 4.0
@@ -27,8 +28,12 @@ def of_layer(p: Points) -> tuple[Array, Array]:
     mlp = p.matrices * p.hidden * p.ffn
     router = p.hidden * p.experts
     dense = (attention + np.where(p.experts > 0, router * p.tp + p.shared * mlp, mlp)) / p.tp
-    dense = dense + NORMS * p.hidden
-    return dense, np.where(p.experts > 0, mlp * p.experts / p.ep / p.expert_tp, 0.0)
+    return dense + vectors(p), np.where(p.experts > 0, mlp * p.experts / p.ep / p.expert_tp, 0.0)
+
+
+def vectors(p: Points) -> Array:
+    """Parameters of a layer that are no matrices on a rank: whole, but on a grid cut over its columns."""
+    return NORMS * p.hidden / np.where(p.tensor == LINE, 1.0, p.columns)
 
 
 def of_tables(p: Points) -> Array:
@@ -52,7 +57,7 @@ def trained(p: Points) -> tuple[Array, Array]:
 def parameters(p: Points) -> Array:
     """Of the whole model."""
     dense, experts = of_layer(p)
-    norms = (p.tp - 1) * NORMS * p.hidden  # which every rank of tp has
+    norms = p.tp * vectors(p) - NORMS * p.hidden  # which several ranks of tp have
     return (
         p.layers * (p.tp * dense + experts * p.ep * p.expert_tp - norms) + (2 - p.tied) * p.vocab * p.hidden
     )
@@ -85,7 +90,7 @@ def casts(p: Points) -> Array:
 
 def activations_of_layer(p: Points) -> Array:
     """Bytes that one layer keeps of one microbatch for its backward."""
-    around = np.where(p.sp > 0, p.tp, 1.0)
+    around = p.around
     width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
     # Two norms' inputs and outputs, two residuals with their dropout's bytes: 10 h of the paper's 34.
     outside = 10.0 * p.hidden
@@ -104,15 +109,18 @@ def activations_of_layer(p: Points) -> Array:
     return np.where(p.recompute == FULL, 2.0 * p.tokens * p.hidden / around, kept)
 
 
-def activations(p: Points, k: Constants, under_way: Array) -> Array:
-    """Bytes of a stage's microbatches that are under way, and of a recomputed layer beside them."""
+def activations(p: Points, k: Constants, under_way: Array, fewer: Array | float = 0.0) -> Array:
+    """Bytes of a stage's microbatches that are under way, and of a recomputed layer beside them.
+
+    `fewer`: layers that the rank has less than the one with the most; they are computed again first.
+    """
     one = activations_of_layer(p)
-    kept = p.own_layers * under_way * one
+    kept = (p.own_layers - fewer) * under_way * one
     whole = activations_of_layer(replace(p, recompute=np.full(len(p), NONE)))
     least = one
     if p.again.any():
         least = activations_of_layer(replace(p, recompute=np.full(len(p), FULL)))
-        kept = kept - p.again * under_way * (one - least)
+        kept = kept - np.minimum(p.again, p.own_layers - fewer) * under_way * (one - least)
     # Its input is among what is kept.
     beside = np.where((p.recompute == FULL) | (p.again > 0), whole - least, 0.0)
     return k.activation_scale * (kept + beside)
@@ -125,7 +133,8 @@ def logits(p: Points, k: Constants) -> Array:
 
 def peak(p: Points, k: Constants) -> Array:
     """Bytes at the fullest moment of the fullest rank (or of the last stage's, see Points.logged)."""
-    last = activations(p, k, in_flight_last(p)) + logits(p, k)
+    last = activations(p, k, in_flight_last(p), p.fewer) + logits(p, k)
     first = activations(p, k, in_flight(p)) + np.where((p.pp == 1) | in_a_v(p), logits(p, k), 0.0)
     fullest = np.where(p.logged > 0, last, np.maximum(first, last))
-    return states(p, k) + fullest + gathered(p) + casts(p) + k.workspace
+    panels = grids.beside(p) if p.tensor.any() else 0.0
+    return states(p, k) + fullest + gathered(p) + casts(p) + panels + k.workspace

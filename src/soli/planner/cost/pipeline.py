@@ -4,26 +4,30 @@
     interleaved      the same with the sum over v; m max is not changed (arXiv 2104.04473, 2.2)
 
 It holds for stages of different lengths: the longest is never idle between its first and last microbatch, and what
-comes before and after is one pass through the others.
+comes before and after is one pass through the others. Where the last one is shorter than the others it is too long by no
+more than what that one is shorter, once a step.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from soli.planner.cost.points import INTERLEAVED, Array, Points
+from soli.planner.cost.points import GPIPE, INTERLEAVED, Array, Points
 from soli.planner.cost.schedules import in_a_v, kept
 
 
-def spent(p: Points, inner: Array, first: Array, last: Array, send: Array) -> tuple[Array, Array]:
+def spent(
+    p: Points, inner: Array, first: Array, last: Array, send: Array, layer: Array
+) -> tuple[Array, Array]:
     """Seconds of m microbatches on the busiest stage; and those in which it waits for the others.
 
-    A stage takes `inner` seconds a microbatch (both ways), the first and last ones so much more; and a send.
+    The longest rank takes `inner` seconds a microbatch (both ways), the first and last ones so much more, the last one less by
+    the layers that it has fewer, and so do all together by those that stages lack; and a send.
     """
     m, stages = p.microbatches, p.pp
     one = stages <= 1
-    longest = np.where(one, inner + first + last, inner + np.maximum(first, last))
-    through = stages * inner + first + last
+    longest = np.where(one, inner + first + last, inner + np.maximum(first, last - p.fewer * layer))
+    through = stages * inner - (stages * p.own_layers - p.layers) * layer + first + last
     fill = (through - longest) / p.chunks + 2 * send * (stages - 1)
     # Interleaving sends a microbatch v times; what is sent meanwhile is hidden but for the last.
     fill = fill + np.where(p.chunks > 1, 2 * send * (p.chunks - 1), 0.0)
@@ -31,12 +35,17 @@ def spent(p: Points, inner: Array, first: Array, last: Array, send: Array) -> tu
 
 
 def spent_otherwise(
-    p: Points, inner: Array, waits: Array, first: Array, last: Array, send: Array
+    p: Points, inner: Array, waits: Array, first: Array, last: Array, send: Array, layer: Array
 ) -> tuple[Array, Array]:
     """`spent` of the schedules of schedules.py: the longest stage, and what ranks wait for there; twice as many borders in a V."""
     folded = in_a_v(p)
-    longest = inner + np.where(folded, first + last, np.maximum(first, last))
+    last = last - p.fewer * layer
+    longest = inner + np.where(folded, np.maximum(first + last, 0.0), np.maximum(first, last))
     ends = np.where(folded, 0.0, np.minimum(first, last))
+    lacking = (
+        p.pp * p.own_layers - p.layers - p.fewer
+    )  # by stages beside the last; of other schedules nobody waits less
+    waits = waits - np.where(p.schedule == GPIPE, lacking * layer, 0.0)
     fill = waits + ends + 2 * send * (p.pp - 1) * np.where(folded, 2.0, 1.0)
     return p.microbatches * longest, fill
 

@@ -24,6 +24,7 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
 RING, ULYSSES = 0.0, 1.0
+LINE, GRID, CUBE = 0.0, 1.0, 2.0
 ONE, INTERLEAVED, GPIPE, ZBH1, ZBV, DUALPIPEV = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 
 UNSAID = {
@@ -34,6 +35,9 @@ UNSAID = {
     "schedule": 0.0,
     "frugal": 1.0,
     "longest": 0.0,
+    "fewer": 0.0,
+    "tensor": LINE,
+    "rows": 1.0,
 }
 """What is meant where a row has no such field."""
 
@@ -95,6 +99,9 @@ class Points:
     schedule: Array  # ONE (with chunks: INTERLEAVED, which is the same), GPIPE, ZBH1, ZBV, DUALPIPEV
     frugal: Array  # flag: what sp gathers, a gate's and a rotation's results are made again in the backward, not kept
     longest: Array  # layers of a rank that has the most of them, where stages are not as equal as can be; 0: they are
+    tensor: Array  # how tp's ranks share a product: LINE (1d), GRID (2d), CUBE (3d)
+    rows: Array  # of the grid, or the cube's edge; 1 of a line
+    fewer: Array  # layers that the last stage has less than the longest (borders.py)
     again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 
     def __len__(self) -> int:
@@ -113,6 +120,16 @@ class Points:
     def own_layers(self) -> Array:
         """Of the rank that has the most, where each of its stages has whole ones."""
         return np.maximum(self.chunks * np.ceil(self.layers / (self.pp * self.chunks) - 1e-9), self.longest)
+
+    @property
+    def columns(self) -> Array:
+        """Ranks of tp over which heads and a product's widths are cut: of a cube its edge."""
+        return np.where(self.tensor == CUBE, self.rows, self.tp / self.rows)
+
+    @property
+    def around(self) -> Array:
+        """Ranks of tp that share what lies around a layer's products: one but under sp, or on a grid."""
+        return np.where((self.sp > 0) | (self.tensor > 0), self.tp, 1.0)
 
     @property
     def tokens(self) -> Array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from soli.planner.cost import arithmetic, communication, context, memory, pipeline, schedules
+from soli.planner.cost import arithmetic, communication, context, grids, memory, pipeline, schedules
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import FULL, INTERLEAVED, Array, Points
 
@@ -39,16 +39,15 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     whole = products + attention + elements
     again = arithmetic.recomputed(p, whole, attention)
     forward, backward = whole, (2 - p.frozen) * products + attention_backward + 1.5 * elements + again
-    sent_forward, sent_backward = communication.of_layer(p, k, context.crossing(p, k))
+    sent_forward, sent_backward = _sent(p, k)
     dense, experts = memory.of_layer(p)
     gather_forward, gather_backward = communication.gathers_of_layer(p, k, dense, experts)
     late = np.maximum(gather_forward - k.hidden_gathers * forward, 0.0)
     late = late + np.maximum(gather_backward - k.hidden_gathers * backward, 0.0)
     exposed = sent_forward + sent_backward + late
     passes = 3.0 + arithmetic.recomputed(p, np.ones_like(whole), np.zeros_like(whole))
-    floor = passes * (
-        k.layer_floor + (communication.calls_of_layer(p) + context.calls(p)) * k.collective_floor
-    )
+    calls = communication.calls_of_layer(p) + context.calls(p) + grids.calls(p)
+    floor = passes * (k.layer_floor + calls * k.collective_floor)
     return np.maximum(forward + backward + exposed, floor), exposed
 
 
@@ -60,6 +59,12 @@ def layers(p: Points, k: Constants) -> tuple[Array, Array]:
     again = layer(replace(p, recompute=np.full(len(p), FULL)), k)
     mixed = lambda less, more: less * (p.own_layers - p.again) + more * p.again
     return mixed(one, again[0]), mixed(exposed, again[1])
+
+
+def _sent(p: Points, k: Constants) -> tuple[Array, Array]:
+    none = np.zeros_like(p.tp)
+    grid = grids.of_layer(p, k) if p.tensor.any() else (none, none)
+    return communication.of_layer(p, k, context.crossing(p, k), grid)
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,13 @@ def running(
     inner = own + k.microbatch_overhead
     send = np.where(p.pp > 1, communication.send(p, k), 0.0)
     first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
-    busy, waiting = pipeline.spent(p, inner, first, last, send)
+    one = own / p.own_layers
+    busy, waiting = pipeline.spent(p, inner, first, last, send, one)
     if (p.schedule > INTERLEAVED).any():
         plain = own if not p.again.any() else layers(replace(p, again=np.zeros(len(p))), k)[0] * of_layers
-        parts = schedules.shares(p, k, communication.of_layer(p, k, context.crossing(p, k)))
-        other = pipeline.spent_otherwise(
-            p, inner, schedules.waits(p, plain + k.microbatch_overhead, inner, *parts), first, last, send
-        )
+        parts = schedules.shares(p, k, _sent(p, k))
+        waits = schedules.waits(p, plain + k.microbatch_overhead, inner, *parts)
+        other = pipeline.spent_otherwise(p, inner, waits, first, last, send, one)
         busy, waiting = (
             np.where(p.schedule > INTERLEAVED, a, b) for a, b in zip(other, (busy, waiting), strict=True)
         )

@@ -1,0 +1,52 @@
+"""Where a pipeline's borders lie: the last stage has the last product and the loss, and so fewer layers than the others.
+
+soli cuts where the longest stage is shortest, by flops (parallel/pipeline/stages.py); Megatron-LM's and others' users can
+say it (offers.py). With r, the last product by a layer, S stages are n, n, ..., and what is left for the last:
+
+    minimise max(n, last + r),  last = max(L - n (S - 1), 1):  n is beside (L + r) / S
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from soli.planner.cost.points import Array, Points
+
+
+def placed(p: Points) -> Points:
+    """The plans with the longest stage as short as can be: `longest`, `fewer`."""
+    stages, ends = p.pp * p.chunks, last_by_layer(p)
+    least = np.ceil(p.layers / stages - 1e-9)
+    middle = (p.layers + ends) / stages
+    best = least
+    for n in (np.floor(middle), np.ceil(middle)):
+        n = np.maximum(n, least)
+        best = np.where(_worst(p, n, ends) < _worst(p, best, ends), n, best)
+    one = stages <= 1
+    best = np.where(one, p.layers, best)
+    fewer = np.where(one, 0.0, best - _last(p, best))
+    return replace(p, longest=p.chunks * best, fewer=fewer)
+
+
+def loosest(p: Points) -> Points:
+    """What no plan with the same ranks is below, whatever its borders: equal stages, of which the last has one layer."""
+    least = np.ceil(p.layers / p.pp - 1e-9)
+    return replace(p, longest=least, fewer=np.where(p.pp > 1, least - 1, 0.0))
+
+
+def last_by_layer(p: Points) -> Array:
+    """Flops of the last product by those of a layer, forward; attention's scores as they are counted, masked ones too."""
+    width = p.attention_width
+    active = np.where(p.experts > 0, p.active, 1.0)
+    matrices = width * p.hidden * (2 + 2 * p.kv_share) + p.matrices * p.hidden * p.ffn * active
+    return p.vocab * p.hidden / (matrices + 2 * p.seq * width)
+
+
+def _last(p: Points, n: Array) -> Array:
+    return np.clip(p.layers - n * (p.pp * p.chunks - 1), 1.0, n)
+
+
+def _worst(p: Points, n: Array, ends: Array) -> Array:
+    return np.maximum(n, _last(p, n) + ends)
