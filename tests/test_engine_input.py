@@ -224,6 +224,31 @@ def scaled(plan: str, path: str, save: bool):
     return engine.global_state_dict(optimizer=True)
 
 
+class Casting(Named):
+    """Its loss is of float32, whatever it is given."""
+
+    def forward(self, x, coupled):
+        out = self.net(x).float()
+        return out + 1e-2 * out.mean(0) * coupled[0].float()
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_losses_of_float32_add_up_in_float64(coupled: bool) -> None:
+    """Models from elsewhere cast so: rows that are apart differ by float32's rounding, and coupled ones by more."""
+    model = Casting().double()
+    engine = parallelize(
+        model, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1"
+    )
+    generator = torch.Generator().manual_seed(0)
+    x, targets = (torch.randn(7, n, generator=generator, dtype=torch.float64) for n in (5, 3))
+    batch = {"x": x, "targets": targets.float(), "coupled": torch.full((7,), coupled)}
+    if coupled:
+        with pytest.raises(SoliError, match="couples the rows|is a mean over"):
+            engine.step(batch)
+    else:
+        assert engine.step(batch) > 0
+
+
 def test_a_parameter_without_dims(pool: Pool, tmp_path: Path) -> None:
     expected = pool.run(scaled, "dp=1", str(tmp_path / "one"), True, ranks=1)[0]
     assert expected["optimizer.scale.exp_avg"] < 0

@@ -34,8 +34,13 @@ def total_and_count(result: Any) -> tuple[Tensor, float]:
 
 
 def rounding(engine: Engine, count: float) -> float:
-    """By how much two ways to add the terms of a loss may differ, relatively: epsilon a term and layer they pass."""
+    """By how much two ways to add the terms of a loss may differ, relatively: epsilon a term and layer they pass.
+
+    Of float32 at the least: models from elsewhere compute norms and losses in it whatever they are given (parallel/lift.py).
+    """
     dtype = next(p.dtype for p in engine.model.parameters() if p.is_floating_point())
-    epsilon = torch.finfo(precision.AUTOCAST.get(engine.plan.precision, dtype)).eps
+    epsilon = max(
+        torch.finfo(one).eps for one in (precision.AUTOCAST.get(engine.plan.precision, dtype), torch.float32)
+    )
     layers = sum(1 for m in engine.model.modules() if next(m.children(), None) is None)
     return float(min(0.1, epsilon * (layers + 1) * max(count, 1) ** 0.5 * 8))
