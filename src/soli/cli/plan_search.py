@@ -95,7 +95,7 @@ def search(
         reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
         said |= {**found.asdict(), "why_not": reasons}
         if html is not None:
-            _write(html, task, found, reasons)
+            _write(html, task, found, reasons, inferred)
     if as_json:
         print(json.dumps(said, indent=1, allow_nan=False))
     elif whatif:
@@ -153,11 +153,11 @@ def _reasons(found: Answer, reasons: list[str]) -> None:
         print(f"Why not {reason}.")
 
 
-def _write(path: Path, task: Task, found: Answer, reasons: list[str]) -> None:
+def _write(path: Path, task: Task, found: Answer, reasons: list[str], inferred: tuple[str, ...]) -> None:
     from soli.planner.page import page
 
     try:
-        path.write_text(page(task, found, reasons), encoding="utf-8")
+        path.write_text(page(task, found, reasons, inferred), encoding="utf-8")
     except OSError as error:
         raise SoliError("the page cannot be written", got=f"{path}: {error.strerror}") from error
 
@@ -222,7 +222,7 @@ def _best(choices: list[Choice]) -> None:
     for number, one in enumerate(choices, 1):
         sent = (one.parts_s["exposed"] + one.parts_s["gradients"]) / one.step_time_s
         table.add_row(
-            str(number), f"{one.step_time_s:.4g}", f"{one.tokens_per_s / 1000:.3g}k",
+            str(number), f"{one.step_time_s:.4g}", f"{one.tokens_per_s:,.0f}",
             f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.states_gb:.1f}",
             f"{one.activations_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
         )  # fmt: skip

@@ -31,8 +31,8 @@ table{border-collapse:collapse;font-size:14px}td,th{padding:.25em .7em;text-alig
 td.plan{text-align:left;font-family:monospace;overflow-wrap:anywhere;min-width:18em}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
 
 
-def page(task: Task, answer: explain.Answer, reasons: list[str]) -> str:
-    """The whole page. `reasons`: answers to why-not."""
+def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple[str, ...] = ()) -> str:
+    """The whole page. `reasons`: answers to why-not. `inferred`: what was read from a program."""
     found = search(task)
     head = f"{task.model.name} on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
     figures = [
@@ -48,6 +48,7 @@ def page(task: Task, answer: explain.Answer, reasons: list[str]) -> str:
         f"<p>{escape(answer.seen)} {escape(answer.why)}.</p>",
         f"<p>90% intervals: {escape(answer.assumed)}.</p>",
         *(f"<p>Why not {escape(reason)}.</p>" for reason in reasons),
+        *([f"<p>Read from the program: {escape('; '.join(inferred))}.</p>"] if inferred else []),
     ]
     for title, caption, draw in figures:
         svg = _svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]

@@ -15,6 +15,9 @@ from soli.planner.cost.points import CUBE, FULL, LINE, SELECTIVE, Array, Points
 SCORE = 48.0
 """Flops by head size that the softmax of a score takes the time of: heads of 64 reach 5/6 of the rate of heads of 128
 in the measurements of arXiv 2307.08691, figure 4."""
+HOST_ADAM = 4.0
+"""Bytes over a device's link to the host that take as long as a server's processors for a parameter's update: 10 billion in
+2.57 s beside links of 16 GB/s (ZeRO-Offload, arXiv 2101.06840, table 4). Where links are quicker, so is the host's memory."""
 ROUTED = 8.0
 """Bytes for each value of a token at an expert: there and back, in 16 bits, written and read."""
 ODD, UNALIGNED = 0.85, 1 / 16
@@ -145,6 +148,7 @@ def embedding(p: Points, k: Constants) -> Array:
 
 
 def optimizer(p: Points, k: Constants, parameters: Array) -> Array:
-    """Seconds of the update of so many parameters: memory alone, or the way to the host and back."""
-    over_link = parameters * 4.0 / p.host
-    return np.where(p.offload > 0, over_link, parameters * k.optimizer_bytes / (p.bandwidth * k.stream_share))
+    """Seconds of the update of so many parameters: memory alone; or the way to the host and back, and a server's processors,
+    which have the parameters of all its devices to update."""
+    there = parameters * (4.0 + np.minimum(p.node, p.devices) * HOST_ADAM) / p.host
+    return np.where(p.offload > 0, there, parameters * k.optimizer_bytes / (p.bandwidth * k.stream_share))
