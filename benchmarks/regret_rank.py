@@ -34,7 +34,8 @@ def models() -> dict:
     tokens = torch.randint(VOCAB, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     text = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
     masked = {**text, "mask": torch.ones(ROWS, TOKENS, dtype=torch.bool)}
-    images = {"images": torch.randn(ROWS, 3, 32, 32), "targets": torch.arange(ROWS) % 10}
+    pixels = torch.randn(ROWS, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    images = {"images": pixels, "targets": torch.arange(ROWS) % 10}
     return {
         "gpt": (lambda: GPT(GPTConfig(vocab=VOCAB, context=TOKENS, dim=128, layers=6, heads=4)), text),
         "llama": (

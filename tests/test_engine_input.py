@@ -243,10 +243,35 @@ def test_losses_of_float32_add_up_in_float64(coupled: bool) -> None:
     x, targets = (torch.randn(7, n, generator=generator, dtype=torch.float64) for n in (5, 3))
     batch = {"x": x, "targets": targets.float(), "coupled": torch.full((7,), coupled)}
     if coupled:
-        with pytest.raises(SoliError, match="couples the rows|is a mean over"):
+        with pytest.raises(SoliError, match=r"couples the rows|is a mean over"):
             engine.step(batch)
     else:
         assert engine.step(batch) > 0
+
+
+def one_rank_couples() -> str:
+    """A mean on rank 1, whose rows alone the check could see."""
+    rank = torch.distributed.get_rank()
+
+    def loss(output, batch):
+        total, count = losses.mse("targets")(output, batch)
+        return (total / count, 1.0) if rank == 1 else (total, count)
+
+    engine = parallelize(Named(), loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2")
+    batch = {"x": torch.randn(8, 5), "targets": torch.ones(8, 3)}
+    try:
+        engine.step(batch)
+    except SoliError as error:
+        return f"{error.consequence} {error.problems[0].what}"
+    return "nothing"
+
+
+def test_what_one_rank_finds_in_the_first_step_is_raised_on_all(pool: Pool) -> None:
+    """And at once: without it the other rank would wait for this one in its next collective."""
+    said = pool.run(one_rank_couples, ranks=2, deadline=30)
+    assert said == [
+        f"{other} the loss's count does not add up over the rows of the batch" for other in (True, False)
+    ]
 
 
 def test_a_parameter_without_dims(pool: Pool, tmp_path: Path) -> None:

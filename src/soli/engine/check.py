@@ -14,7 +14,7 @@ import torch
 from soli.core.errors import SoliError
 from soli.engine.batch import Part, take, to_device
 from soli.engine.contract import rounding
-from soli.mesh.collectives import all_reduce
+from soli.mesh.collectives import all_reduce, raise_together
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -44,7 +44,8 @@ class FirstStep:
         engine.randomness.finish_probe()
         for buffer, before in buffers:
             buffer.copy_(before)
-        _explain(sums, [b - a for a, b in parts], engine)
+        verdict = lambda: _explain(sums, [b - a for a, b in parts], engine)
+        raise_together(verdict, engine.mesh.all, label="whether losses add up")
         self.done = True
 
 

@@ -14,7 +14,7 @@ from soli.core.errors import failure
 from soli.engine.batch import Part, part_of, to_device
 from soli.engine.contract import rounding, total_and_count
 from soli.engine.layout import Runner
-from soli.mesh.collectives import all_reduce
+from soli.mesh.collectives import all_reduce, raise_together
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -93,9 +93,15 @@ def check_loss(engine: Engine, sample: Sample) -> None:
     for buffer, value in before:
         buffer.copy_(value)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")
+    raise_together(
+        lambda: _compare(engine, sample, *sums.tolist()), engine.mesh.all, label="whether losses are the same"
+    )
+
+
+def _compare(engine: Engine, sample: Sample, total: float, count: float) -> None:
     if sample.loss is None:
         return
-    (total, count), (whole, counted) = sums.tolist(), sample.loss
+    whole, counted = sample.loss
     finite = whole - whole == 0
     if count != counted or (finite and not abs(total - whole) <= rounding(engine, count) * abs(whole)):
         raise failure(

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from soli.core.errors import failure
+from soli.core.errors import SoliError, failure
 from soli.mesh.record import Record, issuing, recorder
 from soli.mesh.simulate import Absent
 from soli.mesh.versions import all_gather_flat, reduce_scatter_flat
@@ -331,6 +331,26 @@ def gather_json(value: Any, axis: Axis, *, label: str = "") -> list[Any]:
     all_gather(whole, padded, axis, label=label)
     rows = whole.view(axis.size, -1)
     return [json.loads(bytes(rows[i, : int(sizes[i])].tolist())) for i in range(axis.size)]
+
+
+def raise_together(check: Callable[[], None], axis: Axis, *, label: str = "") -> None:
+    """Call `check`, which sends nothing itself, on every rank: a SoliError of one is raised on all. Collective.
+
+    Where one rank alone stopped, the others would go on and wait for it.
+    """
+    error: SoliError | None = None
+    try:
+        check()
+    except SoliError as caught:
+        error = caught
+    told = gather_json(None if error is None else error.to_json(), axis, label=label)
+    if error is not None:
+        raise error
+    for said in told:
+        if said is not None:
+            other = SoliError.from_json(said)
+            other.consequence = True
+            raise other
 
 
 def barrier(axis: Axis, *, label: str = "barrier") -> None:
