@@ -18,8 +18,20 @@ MAY_IMPORT = {
     "losses": {"core"},
     "checkpoint": {"core", "mesh", "checkpoint"},
     "models": set(),
+    "bugs": {"core", "bugs"},
     "engine": {"core", "planner", "mesh", "parallel", "losses", "checkpoint", "engine"},
-    "verify": {"core", "planner", "mesh", "parallel", "losses", "checkpoint", "engine", "models", "verify"},
+    "verify": {
+        "core",
+        "bugs",
+        "planner",
+        "mesh",
+        "parallel",
+        "losses",
+        "checkpoint",
+        "engine",
+        "models",
+        "verify",
+    },
     "train": {"core", "planner", "mesh", "parallel", "losses", "checkpoint", "engine", "models", "train", ""},
 }
 """What each room may import of soli ('' is the public package itself). cli may import everything."""

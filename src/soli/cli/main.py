@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from soli.cli import calibrate, checkpoint, env, hardware, plan, roles, run, train
+from soli.cli import bugs, calibrate, checkpoint, env, hardware, plan, roles, run, train
 from soli.core.errors import SoliError
 from soli.core.report import render
 
@@ -25,6 +25,7 @@ app.command("hardware")(hardware.hardware)
 app.command("calibrate")(calibrate.calibrate)
 app.command("roles")(roles.roles)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(bugs.app, name="bugs")
 app.command("env")(env.env)
 
 

@@ -1,0 +1,227 @@
+"""Merged pull requests and the issues that they close, from GitHub's API: what a git history does not say.
+
+The file is JSON, a line each: what it is of; pull requests as they come; after each page where the next one begins, so that
+an export that was interrupted goes on there. A token is sent to the API alone, and over nothing but https or this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from soli.core.errors import SoliError, failure
+from soli.core.progress import busy
+
+API = "https://api.github.com/graphql"
+PAGE = 50
+TRIES = 5
+QUERY = """
+query($owner: String!, $name: String!, $after: String, $count: Int!) {
+  repository(owner: $owner, name: $name) {
+    pullRequests(states: MERGED, first: $count, after: $after, orderBy: {field: CREATED_AT, direction: ASC}) {
+      totalCount
+      pageInfo { hasNextPage endCursor }
+      nodes {
+        number title createdAt mergedAt
+        mergeCommit { oid }
+        labels(first: 20) { nodes { name } }
+        reviews(first: 50) { nodes { author { login } } }
+        closingIssuesReferences(first: 10) {
+          nodes { number title bodyText createdAt closedAt labels(first: 20) { nodes { name } } }
+        }
+      }
+    }
+  }
+}
+"""
+
+
+def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0) -> int:
+    """All merged pull requests of owner/name into `out`; how many there are. It goes on where an earlier export stopped."""
+    owner, _, name = repo.partition("/")
+    if not owner or not name or "/" in name:
+        raise SoliError("a repository is owner/name", got=repo, allowed="such as deepspeedai/DeepSpeed")
+    if not token:
+        raise SoliError(
+            "GitHub asks for a token",
+            fix="GITHUB_TOKEN=... (a personal access token that may read public repositories)",
+        )
+    where = urlsplit(api)
+    if where.scheme != "https" and where.hostname not in ("127.0.0.1", "localhost", "::1"):
+        raise SoliError(
+            "a token is not sent over a connection that others can read", got=api, allowed="https://"
+        )
+    after, count = _begun(out, repo)
+    with out.open("a", encoding="utf-8") as file, busy(f"exporting {repo}", unit="requests") as add:
+        if not out.stat().st_size:
+            file.write(json.dumps({"repo": repo, "format": 1}) + "\n")
+        while True:
+            page = _asked(api, token, {"owner": owner, "name": name, "after": after, "count": PAGE}, pause)
+            nodes = [_request(node) for node in page["nodes"]]
+            after = page["pageInfo"]["endCursor"]
+            # a page is whole or not there: its end is written with it
+            file.write("".join(json.dumps(one) + "\n" for one in [*nodes, {"cursor": after}]))
+            file.flush()
+            count += len(nodes)
+            add(len(nodes))
+            if not page["pageInfo"]["hasNextPage"]:
+                return count
+
+
+def load(base: sqlite3.Connection, path: Path) -> tuple[str, int, int]:
+    """Into what `soli bugs mine` made: the repository, requests of which it has the commit, and all."""
+    lines = _lines(path)
+    repo = lines[0]["repo"]
+    found = 0
+    requests = [one for one in lines[1:] if "number" in one]
+    numbers = dict(base.execute("SELECT pull, hash FROM change WHERE repo = ? AND pull IS NOT NULL", (repo,)))
+    hashes = {hash_ for (hash_,) in base.execute("SELECT hash FROM change WHERE repo = ?", (repo,))}
+    for one in requests:
+        hash_ = one["hash"] if one["hash"] in hashes else numbers.get(one["number"])
+        found += hash_ is not None
+        base.execute(
+            "INSERT OR REPLACE INTO request VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                repo,
+                one["number"],
+                hash_,
+                one["title"],
+                json.dumps(one["labels"]),
+                one["opened"],
+                one["merged"],
+                one["reviewers"],
+            ),
+        )
+        for issue in one["closes"]:
+            base.execute(
+                "INSERT OR REPLACE INTO issue VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    repo,
+                    issue["number"],
+                    issue["title"],
+                    issue["body"],
+                    json.dumps(issue["labels"]),
+                    issue["opened"],
+                    issue["ended"],
+                ),
+            )
+            if hash_ is not None:
+                base.execute(
+                    "INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'github')", (repo, hash_, issue["number"])
+                )
+    return repo, found, len(requests)
+
+
+def _request(node: dict[str, Any]) -> dict[str, Any]:
+    authors = {review["author"]["login"] for review in node["reviews"]["nodes"] if review["author"]}
+    closes = [
+        {
+            "number": one["number"], "title": one["title"], "body": one["bodyText"], "labels": _labels(one),
+            "opened": _seconds(one["createdAt"]), "ended": _seconds(one["closedAt"]) if one["closedAt"] else None,
+        }
+        for one in node["closingIssuesReferences"]["nodes"]
+    ]  # fmt: skip
+    return {
+        "number": node["number"], "hash": (node["mergeCommit"] or {}).get("oid"), "title": node["title"], "labels": _labels(node),
+        "opened": _seconds(node["createdAt"]), "merged": _seconds(node["mergedAt"]), "reviewers": len(authors), "closes": closes,
+    }  # fmt: skip
+
+
+def _labels(node: dict[str, Any]) -> list[str]:
+    return [label["name"] for label in node["labels"]["nodes"]]
+
+
+def _seconds(text: str) -> int:
+    return int(datetime.fromisoformat(text).timestamp())
+
+
+def _begun(out: Path, repo: str) -> tuple[str | None, int]:
+    """Where an earlier export of the same repository stopped, and how many requests it has. A page that was cut off is taken away."""
+    if not out.exists():
+        return None, 0
+    text = out.read_text(encoding="utf-8")
+    keep, count, cursor, at = 0, 0, None, 0
+    pending = 0
+    for line in text.splitlines(keepends=True):
+        at += len(line)
+        try:
+            said = json.loads(line) if line.endswith("\n") else {}
+        except json.JSONDecodeError:
+            break
+        if "repo" in said:
+            if said["repo"] != repo:
+                raise SoliError(
+                    "this file holds another repository", got=f"{out}: {said['repo']}", fix="another --out"
+                )
+            keep = at
+        elif "cursor" in said:
+            cursor, count, pending, keep = said["cursor"], count + pending, 0, at
+        else:
+            pending += "number" in said
+    out.write_text(text[:keep], encoding="utf-8")
+    return cursor, count
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not lines or lines[0].get("format") != 1 or "cursor" not in lines[-1]:
+            raise ValueError("it does not begin and end as an export does: was it interrupted?")
+    except (OSError, ValueError) as error:
+        raise SoliError(
+            "this is no export of GitHub's",
+            got=f"{path}: {error}",
+            fix="soli bugs export OWNER/NAME --out FILE goes on with it",
+        ) from error
+    return lines
+
+
+def _asked(api: str, token: str, variables: dict[str, Any], pause: float) -> dict[str, Any]:
+    """A page of pull requests. What GitHub refuses for now is asked again; what it refuses is a SoliError."""
+    body = json.dumps({"query": QUERY, "variables": variables}).encode()
+    headers = {"Authorization": f"bearer {token}", "Content-Type": "application/json", "User-Agent": "soli"}
+    said = ""
+    for attempt in _attempts(pause):
+        try:
+            with urllib.request.urlopen(urllib.request.Request(api, body, headers), timeout=60) as answer:
+                told = json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            said = f"{error.code} {error.reason}"
+            if error.code == 401:
+                raise SoliError(
+                    "GitHub does not take this token", got=said, fix="GITHUB_TOKEN=... that is valid"
+                ) from error
+            wait = error.headers.get("Retry-After") or ""
+            if error.code in (403, 429) and wait.isdigit():
+                time.sleep(min(int(wait), 3600))
+            elif error.code < 500 and error.code not in (403, 429):
+                raise failure("GitHub refused the request", got=said) from error
+            continue
+        except (urllib.error.URLError, TimeoutError, json.JSONDecodeError) as error:
+            said = str(error)
+            continue
+        if told.get("errors"):
+            said = "; ".join(str(one.get("message")) for one in told["errors"])
+            if any(one.get("type") == "RATE_LIMITED" for one in told["errors"]) and attempt < TRIES - 1:
+                continue
+            raise failure("GitHub refused the request", got=said)
+        page: dict[str, Any] = told["data"]["repository"]["pullRequests"]
+        return page
+    raise failure(
+        "GitHub does not answer", got=f"{said}, {TRIES} times", fix="the same command later goes on from here"
+    )
+
+
+def _attempts(pause: float) -> Iterator[int]:
+    for attempt in range(TRIES):
+        if attempt:
+            time.sleep(pause * 2**attempt)
+        yield attempt

@@ -1,0 +1,101 @@
+"""Mining: the commits of local git histories into one file, those that fix a bug among them, and why the others do not."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scipy.stats import binomtest
+
+from soli.bugs import github, history, store
+from soli.bugs.selection import rules
+from soli.core.errors import SoliError
+
+SMALL = 10  # lines of a fix that the study calls small
+
+
+@dataclass(frozen=True)
+class Mined:
+    """A repository. `rejected`, `selected`: commits by rule. `small`: of each size's definition the share of fixes of SMALL lines or fewer, and its 95% interval."""
+
+    repo: str
+    head: str
+    commits: int
+    new: int
+    fixes: int
+    selected: dict[str, int]
+    rejected: dict[str, int]
+    median: float
+    small: dict[str, tuple[float, float, float]]
+
+    def asdict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[Mined]:
+    """Read these histories into `out`. All of one is kept, or nothing. SoliError where one is not whole, or none has a fix."""
+    made = rules(chosen)
+    names = [name(path) for path in paths]
+    twice = {one for one in names if names.count(one) > 1}
+    if twice:
+        raise SoliError(
+            "two of these histories have one name",
+            got=", ".join(sorted(twice)),
+            fix="name their folders owner+name, or mine them into two files",
+        )
+    for path in paths:
+        history.check(path)  # all of them, before the first is read
+    found = []
+    for path, repo in zip(paths, names, strict=True):
+        with store.opened(out) as base:
+            count, new = store.add(base, repo, history.read(path), made)
+            found.append(summary(base, repo, count, new))
+    if not any(one.fixes for one in found):
+        raise SoliError(
+            "no fix of a bug was found",
+            got=", ".join(f"{one.repo}: {one.commits} commits" for one in found),
+            fix="other rules: --rules FILE",
+        )
+    return found
+
+
+def take_in(out: Path, exported: Path) -> tuple[str, int, int]:
+    """What GitHub says of a repository that was mined: its name, pull requests whose commit is known, and all."""
+    with store.opened(out) as base:
+        return github.load(base, exported)
+
+
+def name(path: Path) -> str:
+    """What a history is called: owner/name of the folder owner+name (or of the last two folders of a bare mirror), else the folder."""
+    parts = [part for part in path.resolve().parts if part not in (".git", "repo", "repo.git")]
+    return parts[-1].removesuffix(".git").replace("+", "/")
+
+
+def summary(base: sqlite3.Connection, repo: str, count: int, new: int) -> Mined:
+    """What is known of a repository."""
+    rejected, selected = (_by_rule(base, repo, fix) for fix in (0, 1))
+    rows = base.execute('SELECT source, larger, added, "all" FROM fix WHERE repo = ?', (repo,)).fetchall()
+    sizes = {definition: [row[i] for row in rows] for i, definition in enumerate(store.SIZES)}
+    head = base.execute("SELECT head FROM history WHERE repo = ?", (repo,)).fetchone()[0]
+    return Mined(
+        repo, head, count, new, len(rows), selected, rejected, median(sizes["source"]) if rows else 0.0,
+        {definition: share(sum(size <= SMALL for size in values), len(values)) for definition, values in sizes.items()},
+    )  # fmt: skip
+
+
+def _by_rule(base: sqlite3.Connection, repo: str, fix: int) -> dict[str, int]:
+    query = "SELECT rule, count(*) FROM change WHERE repo = ? AND fix = ? GROUP BY rule ORDER BY 2 DESC"
+    return dict(base.execute(query, (repo, fix)).fetchall())
+
+
+def share(part: int, whole: int) -> tuple[float, float, float]:
+    """A share and its 95% interval (Wilson 1927)."""
+    if not whole:
+        return 0.0, 0.0, 1.0
+    interval = binomtest(part, whole).proportion_ci(method="wilson")
+    return part / whole, float(interval.low), float(interval.high)

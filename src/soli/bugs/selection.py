@@ -1,0 +1,127 @@
+"""Which commits are fixes: rules that are data (selection.toml), each verdict with the rule that gave it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from soli.bugs.history import Commit
+from soli.core.errors import Problem, SoliError, raise_all
+
+PLACES = ("subject", "tag", "kinds", "parents")
+OTHER = "other"
+TAG = re.compile(r"^(?:ADLR/megatron-lm!\d+ - )?(?:\[([^\]]{1,40})\]|([\w/ -]{1,24})(?:\([^)]*\))?!?:(?=\s))")
+PULL = re.compile(
+    r"\(#(\d+)\)\s*$|\((?:!|GH-)(\d+)\)\s*$|^ADLR/megatron-lm!(\d+)\b|^Merge (?:pull request|branch).*?#(\d+)"
+)
+CLOSES = re.compile(r"\b(?:close[sd]?|fix(?:e[sd])?|resolve[sd]?)\s*:?\s+(?:[\w.-]+/[\w.-]+)?#(\d+)", re.I)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """If `match` is found in that place of a commit, it is a fix, or none."""
+
+    name: str
+    where: str
+    match: re.Pattern[str]
+    fix: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides, and `digest`: of the text that it was read from."""
+
+    kinds: tuple[tuple[str, re.Pattern[str]], ...]
+    rules: tuple[Rule, ...]
+    digest: str
+
+    def kind(self, path: str) -> str:
+        """What a file is: test, docs, source, ..."""
+        return next((name for name, pattern in self.kinds if pattern.search(path)), OTHER)
+
+    def of(self, commit: Commit) -> Rule:
+        """The rule that decides on a commit."""
+        places = {
+            "subject": commit.subject,
+            "tag": tag(commit.subject),
+            "kinds": " ".join(sorted({self.kind(file.path) for file in commit.files})),
+            "parents": " ".join(commit.parents) if len(commit.parents) > 1 else "",
+        }
+        return next(rule for rule in self.rules if rule.match.search(places[rule.where]))
+
+
+def tag(subject: str) -> str:
+    """What stands before a colon or in brackets at a subject's beginning, in small letters: `fix` of "fix(moe): ..."."""
+    found = TAG.match(subject)
+    return (found.group(1) or found.group(2)).strip().lower() if found else ""
+
+
+def pull(subject: str) -> int | None:
+    """The number of the pull (or merge) request that a subject names."""
+    found = PULL.search(subject)
+    return int(next(filter(None, found.groups()))) if found else None
+
+
+def closes(commit: Commit) -> list[int]:
+    """The issues that a message says it closes."""
+    return sorted({int(number) for number in CLOSES.findall(f"{commit.subject}\n{commit.body}")})
+
+
+def rules(path: Path | None = None) -> Rules:
+    """soli's own, or a file's. SoliError with all that is wrong in it."""
+    try:
+        text = (
+            path.read_text(encoding="utf-8")
+            if path
+            else files("soli.bugs").joinpath("selection.toml").read_text(encoding="utf-8")
+        )
+        said = tomllib.loads(text)
+    except OSError as error:
+        raise SoliError("the rules cannot be read", got=f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SoliError("the rules are no TOML", got=f"{path}: {error}") from error
+    wrong: list[Problem] = []
+    kinds = tuple((one.get("name", ""), _pattern(one, "path", wrong)) for one in said.get("kind", []))
+    made = tuple(_rule(one, wrong) for one in said.get("rule", []))
+    if not made or made[-1].match.pattern:
+        wrong.append(Problem("the last rule must decide on whatever is left", fix="match = ''"))
+    raise_all(wrong)
+    return Rules(kinds, made, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def _rule(one: dict[str, Any], wrong: list[Problem]) -> Rule:
+    name = str(one.get("name", "a rule without a name"))
+    if one.get("where") not in PLACES:
+        wrong.append(
+            Problem(f"{name}: there is no such place", got=repr(one.get("where")), allowed=", ".join(PLACES))
+        )
+    if not isinstance(one.get("fix"), bool) or not one.get("why"):
+        wrong.append(
+            Problem(
+                f"{name}: a rule says whether it is a fix, and why",
+                allowed="fix = true or false, why = '...'",
+            )
+        )
+    return Rule(
+        name,
+        str(one.get("where")),
+        _pattern(one, "match", wrong),
+        bool(one.get("fix")),
+        str(one.get("why", "")),
+    )
+
+
+def _pattern(one: dict[str, Any], key: str, wrong: list[Problem]) -> re.Pattern[str]:
+    try:
+        return re.compile(one[key], re.I)
+    except (KeyError, TypeError, re.error) as error:
+        wrong.append(
+            Problem(f"{one.get('name', 'a rule without a name')}: '{key}' is no pattern", got=str(error))
+        )
+        return re.compile("")

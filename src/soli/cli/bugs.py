@@ -1,0 +1,90 @@
+"""`soli bugs`: what goes wrong in distributed training, from the fixes of real frameworks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from soli.bugs.mine import Mined
+
+app = typer.Typer(
+    help="Bugs of distributed training, from the fixes of real frameworks.", no_args_is_help=True
+)
+
+
+@app.callback()
+def bugs() -> None:
+    """Bugs of distributed training, from the fixes of real frameworks."""
+
+
+@app.command("mine")
+def mine(
+    repos: Annotated[
+        list[Path],
+        typer.Argument(help="Whole clones, bare or not; nothing in them is run.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(help="The SQLite file; what is in it stays.")] = Path("bugs.db"),
+    rules: Annotated[
+        Path | None, typer.Option(help="Rules of selection, as soli/bugs/selection.toml has them.")
+    ] = None,
+    issues: Annotated[list[Path] | None, typer.Option(help="What soli bugs export wrote.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Read git histories: every commit, whether it fixes a bug, why or why not, and how large it is."""
+    from soli.bugs.mine import mine as read
+    from soli.bugs.mine import take_in
+
+    found = read(repos, out, rules)
+    joined = [take_in(out, path) for path in issues or []]
+    if as_json:
+        print(json.dumps([one.asdict() for one in found], indent=1))
+        return
+    _show(found)
+    for repo, known, whole in joined:
+        print(f"{repo}: {whole} merged pull requests, of {known} the commit is in the history")
+    print(f"Kept in {out}.")
+
+
+@app.command("export")
+def export(
+    repo: Annotated[str, typer.Argument(help="Such as deepspeedai/DeepSpeed.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(help="The JSON lines; an export that was interrupted goes on in them.")
+    ],
+    api: Annotated[str, typer.Option(help="Of another GitHub.", show_default=False)] = "",
+) -> None:
+    """Merged pull requests and the issues that they close, from GitHub; needs GITHUB_TOKEN."""
+    from soli.bugs import github
+
+    count = github.export(repo, out, os.environ.get("GITHUB_TOKEN", ""), api or github.API)
+    print(
+        f"{count} merged pull requests of {repo} in {out}; soli bugs mine ... --issues {out} takes them in."
+    )
+
+
+def _show(found: list[Mined]) -> None:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for title in ("commits", "new", "fixes", "lines, median"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in found:
+        table.add_row(one.repo, str(one.commits), str(one.new), str(one.fixes), f"{one.median:.0f}")
+    Console().print(table)
+    for one in found:
+        shares = ", ".join(
+            f"{definition} {100 * p:.0f}% ({100 * low:.0f} to {100 * high:.0f})"
+            for definition, (p, low, high) in one.small.items()
+        )
+        print(f"{one.repo}, of 10 lines or fewer by what is counted: {shares}")
+        for word, by in (("fixes", one.selected), ("no fixes", one.rejected)):
+            print(
+                f"{one.repo}, {word} by rule: " + ", ".join(f"{rule} {count}" for rule, count in by.items())
+            )

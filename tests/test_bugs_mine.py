@@ -1,0 +1,462 @@
+"""`soli bugs mine` and `export`: small histories made here, a GitHub that was recorded, and histories that are not whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from soli.bugs import github, history, store
+from soli.bugs.mine import mine, name, share, take_in
+from soli.bugs.selection import pull, rules, tag
+from soli.core.errors import SoliError
+
+# --- histories --------------------------------------------------------------------------------------------
+
+
+def git(repo: Path, *words: str, date: str = "2024-01-01T00:00:00+00:00") -> str:
+    who = {f"GIT_{one}_{what}": "someone" for one in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    env = {
+        **os.environ,
+        **who,
+        "GIT_AUTHOR_DATE": date,
+        "GIT_COMMITTER_DATE": date,
+        "GIT_CONFIG_GLOBAL": os.devnull,
+    }
+    done = subprocess.run(
+        ["git", "-C", str(repo), *words], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def commit(
+    repo: Path, message: str, files: dict[str, str | None], date: str = "2024-01-01T00:00:00+00:00"
+) -> str:
+    """Write these files (None: take it away) and commit them."""
+    for path, text in files.items():
+        (repo / path).parent.mkdir(parents=True, exist_ok=True)
+        if text is None:
+            (repo / path).unlink()
+        else:
+            (repo / path).write_text(text, encoding="utf-8")
+    git(repo, "add", "-A")
+    git(repo, "commit", "-q", "--allow-empty", "-m", message, date=date)
+    return git(repo, "rev-parse", "HEAD")
+
+
+def lines(*numbers: int) -> str:
+    return "".join(f"line {n}\n" for n in numbers)
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """A history with one commit for each thing that is to be told apart."""
+    path = tmp_path / "owner+name"
+    path.mkdir()
+    git(path, "init", "-q", "-b", "main")
+    commit(path, "Begin", {"a.py": lines(1, 2, 3, 4), "README.md": "words\n"})
+    commit(
+        path,
+        "fix(zero): reduce the last bucket (#7)\n\nCloses #3.",
+        {"a.py": lines(1, 2, 30, 40, 5), "tests/test_a.py": lines(1)},
+        "2024-01-05T00:00:00+00:00",
+    )
+    commit(path, "Fix typo in comment", {"a.py": lines(1, 2, 30, 40, 5, 6)})
+    commit(path, "Fix the docs build", {"docs/page.md": "x\n"})
+    commit(path, "[feat] faster fixups", {"b.py": lines(1)})
+    commit(path, "Correct the group of the norm", {"c.cu": lines(1, 2)})
+    commit(path, "Bump to 1.2.3, bugs fixed", {"version.py": lines(1)})
+    commit(
+        path,
+        "Fix a hang with a name of its own\n\nÜber «names»\ttabs",
+        {"d é\tf.py": lines(*range(12)), "picture.png": "no lines"},
+    )
+    git(path, "mv", "b.py", "deep file.py")
+    commit(path, "Fix where it lies", {})
+    git(path, "checkout", "-q", "-b", "side", "HEAD~1")
+    commit(path, "Fix on a side", {"side.py": lines(1)})
+    git(path, "checkout", "-q", "main")
+    git(path, "merge", "-q", "--no-ff", "-m", "Merge pull request #9 from side: fix", "side")
+    commit(path, "Nothing, to fix a build", {})
+    return path
+
+
+def read(base: Path, query: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(base) as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_each_commit_has_its_reason(repo: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bugs.db"
+    (found,) = mine([repo], out)
+    assert (found.repo, found.commits, found.new, found.fixes) == ("owner/name", 12, 12, 5)
+    by = dict(read(out, "SELECT subject, rule FROM change"))
+    assert by == {
+        "Begin": "silent",
+        "fix(zero): reduce the last bucket (#7)": "tagged fix",
+        "Fix typo in comment": "wording",
+        "Fix the docs build": "beside",
+        "[feat] faster fixups": "tagged",
+        "Correct the group of the norm": "correction",
+        "Bump to 1.2.3, bugs fixed": "release",
+        "Fix a hang with a name of its own": "fix",
+        "Fix where it lies": "fix",
+        "Fix on a side": "fix",
+        "Merge pull request #9 from side: fix": "merge",
+        "Nothing, to fix a build": "nothing",
+    }
+    assert sum(found.selected.values()) == 5
+    assert found.rejected["merge"] == found.rejected["beside"] == 1
+
+
+def test_sizes_are_those_that_git_counts(repo: Path, tmp_path: Path) -> None:
+    """By each definition: `fix(zero)` changes two lines, adds one, and one of a test; a picture has none; a renamed file neither."""
+    out = tmp_path / "bugs.db"
+    mine([repo], out)
+    sizes = {
+        subject: rest
+        for subject, *rest in read(out, 'SELECT subject, source, larger, added, "all", files FROM fix')
+    }
+    assert sizes["fix(zero): reduce the last bucket (#7)"] == [5, 3, 3, 6, 1]
+    assert sizes["Fix a hang with a name of its own"] == [12, 12, 12, 12, 1]
+    assert sizes["Fix where it lies"] == [0, 0, 0, 0, 1]
+    assert read(out, "SELECT path, was, kind FROM file WHERE was != ''") == [
+        ("deep file.py", "b.py", "source")
+    ]
+    assert ("d é\tf.py",) in read(out, "SELECT path FROM file")
+    assert read(out, "SELECT issue, by FROM closed") == [(3, "message")]
+    assert read(out, "SELECT pull FROM change WHERE pull IS NOT NULL ORDER BY 1") == [(7,), (9,)]
+    assert read(out, "SELECT body FROM change WHERE subject LIKE '%hang%'") == [("Über «names»\ttabs",)]
+
+
+def test_a_rerun_adds_what_is_new_and_other_rules_decide_again(repo: Path, tmp_path: Path) -> None:
+    out, own = tmp_path / "bugs.db", tmp_path / "own.toml"
+    mine([repo], out)
+    before = read(out, "SELECT * FROM change ORDER BY hash")
+    commit(repo, "Fix one more", {"e.py": lines(1)})
+    (found,) = mine([repo], out)
+    assert (found.commits, found.new, found.fixes) == (13, 1, 6)
+    assert set(before) < set(read(out, "SELECT * FROM change"))
+    own.write_text(
+        "[[kind]]\nname='source'\npath='py$'\n[[rule]]\nname='any'\nwhere='subject'\nmatch=''\nfix=true\nwhy='all'\n"
+    )
+    (found,) = mine([repo], out, own)
+    assert (found.new, found.fixes) == (0, 11)  # the merge and the empty one have no size
+    assert {kind for (kind,) in read(out, "SELECT kind FROM file")} == {"source", "other"}
+
+
+def test_names_tags_numbers_and_shares() -> None:
+    assert name(Path("/x/NVIDIA+Megatron-LM/repo")) == "NVIDIA/Megatron-LM"
+    assert name(Path("/x/DeepSpeed.git")) == "DeepSpeed"
+    assert [tag(s) for s in ("fix(moe): x", "[Hotfix] x", "Fix x: y", "ADLR/megatron-lm!2 - fix: x", "plain")] == ["fix", "hotfix", "fix x", "fix", ""]  # fmt: skip
+    assert [pull(s) for s in ("x (#12)", "ADLR/megatron-lm!34 - x", "x #5", "x")] == [12, 34, None, None]
+    low, high = share(48, 100)[1:]
+    assert (round(low, 3), round(high, 3)) == (0.385, 0.577)  # Wilson's interval
+    assert share(0, 0) == (0.0, 0.0, 1.0)
+
+
+# --- histories that are not whole, or hostile -------------------------------------------------------------
+
+
+def cut(repo: Path, tmp_path: Path) -> Path:
+    subprocess.run(
+        ["git", "clone", "-q", "--depth", "2", f"file://{repo}", str(tmp_path / "cut")], check=True
+    )
+    return tmp_path / "cut"
+
+
+def filtered(repo: Path, tmp_path: Path) -> Path:
+    git(repo, "config", "uploadpack.allowFilter", "true")
+    words = ["git", "clone", "-q", "--bare", "--filter=blob:none", f"file://{repo}", str(tmp_path / "part")]
+    subprocess.run(words, check=True)
+    return tmp_path / "part"
+
+
+def lacking(repo: Path, tmp_path: Path) -> Path:
+    """A clone that lost a blob of a commit long ago: git prints all that comes before it."""
+    blob = git(repo, "rev-parse", "HEAD~8:a.py")
+    whole = tmp_path / "lacking"
+    shutil.copytree(repo, whole)
+    (whole / ".git/objects" / blob[:2] / blob[2:]).unlink()
+    return whole
+
+
+def headless(repo: Path, tmp_path: Path) -> Path:
+    gone = git(repo, "rev-parse", "HEAD~3")
+    broken = tmp_path / "headless"
+    shutil.copytree(repo, broken)
+    (broken / ".git/objects" / gone[:2] / gone[2:]).unlink()
+    return broken
+
+
+def empty(repo: Path, tmp_path: Path) -> Path:
+    (tmp_path / "empty").mkdir()
+    git(tmp_path / "empty", "init", "-q")
+    return tmp_path / "empty"
+
+
+def faultless(repo: Path, tmp_path: Path) -> Path:
+    path = empty(repo, tmp_path)
+    commit(path, "Begin", {"a.py": "x\n"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (cut, "a shallow clone has its last commits only"),
+        (filtered, "the history is partial"),
+        (lacking, "git stopped before the end of the history"),
+        (headless, "the history cannot be read"),
+        (empty, "the history cannot be read"),
+        (faultless, "no fix of a bug was found"),
+        (lambda repo, folder: folder, "this is no git repository"),
+        (lambda repo, folder: folder / "nowhere", "this is no git repository"),
+    ],
+)
+def test_a_history_that_is_not_whole_is_an_error(
+    broken: Callable[[Path, Path], Path], said: str, repo: Path, tmp_path: Path
+) -> None:
+    """And not a smaller number: nothing of it is kept."""
+    out = tmp_path / "bugs.db"
+    with pytest.raises(SoliError, match=said):
+        mine([broken(repo, tmp_path)], out)
+    assert not out.exists() or not read(out, "SELECT * FROM change WHERE fix")
+
+
+def test_nothing_of_a_repository_is_run(repo: Path, tmp_path: Path) -> None:
+    """External diffs, text conversions, filters, pagers and monitors that its configuration names."""
+    marker = tmp_path / "run"
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {marker}\ncat\n")
+    program.chmod(0o755)
+    commit(repo, "Fix attributes", {".gitattributes": "* diff=odd filter=odd\n", "z.py": lines(1, 2)})
+    for key in (
+        "diff.external",
+        "diff.odd.textconv",
+        "diff.odd.command",
+        "filter.odd.smudge",
+        "filter.odd.clean",
+        "core.pager",
+        "core.fsmonitor",
+        "core.editor",
+    ):
+        git(repo, "config", key, str(program))
+    assert git(repo, "log", "-1", "-p", "--ext-diff") is not None
+    assert marker.exists()  # git itself runs them
+    marker.unlink()
+    (found,) = mine([repo], tmp_path / "bugs.db")
+    assert found.fixes == 6
+    assert not marker.exists()
+
+
+def test_what_git_lacks_is_counted(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "check", lambda path: 13)
+    with pytest.raises(SoliError, match="was not read whole"):
+        mine([repo], tmp_path / "bugs.db")
+
+
+def test_without_git(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SoliError, match="git is not installed"):
+        mine([repo], tmp_path / "bugs.db")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nonsense = [", "no TOML"),
+        ("[[rule]]\nname='a'\nwhere='sky'\nmatch=''\nfix=true\nwhy='w'\n", "there is no such place"),
+        (
+            "[[rule]]\nname='a'\nwhere='subject'\nmatch='('\nfix=true\nwhy='w'\n[[rule]]\nwhere='subject'\nmatch=''\nfix=true\nwhy='w'",
+            "is no pattern",
+        ),
+        (
+            "[[rule]]\nname='a'\nwhere='subject'\nmatch='x'\nfix=true\nwhy='w'\n",
+            "must decide on whatever is left",
+        ),
+        ("[[rule]]\nname='a'\nwhere='subject'\nmatch=''\n", "says whether it is a fix"),
+    ],
+)
+def test_rules_that_cannot_be(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(SoliError, match=said):
+        rules(path)
+    with pytest.raises(SoliError, match="cannot be read"):
+        rules(tmp_path / "none.toml")
+
+
+def test_files_that_are_something_else(repo: Path, tmp_path: Path) -> None:
+    text, other = tmp_path / "text.db", tmp_path / "other.db"
+    text.write_text("not a database, but words " * 50)
+    with pytest.raises(SoliError, match="no SQLite database"):
+        mine([repo], text)
+    with sqlite3.connect(other) as base:
+        base.execute("CREATE TABLE t (x)")
+    with pytest.raises(SoliError, match="this version of soli knows"):
+        mine([repo], other)
+    twin = tmp_path / "twin" / "owner+name"
+    shutil.copytree(repo, twin)
+    with pytest.raises(SoliError, match="have one name"):
+        mine([repo, twin], tmp_path / "bugs.db")
+
+
+# --- GitHub -----------------------------------------------------------------------------------------------
+
+ISSUE = {"number": 3, "title": "Gradients are lost", "bodyText": "It trains, and wrongly.", "createdAt": "2024-01-02T00:00:00Z", "closedAt": "2024-01-05T00:00:00Z", "labels": {"nodes": [{"name": "bug"}]}}  # fmt: skip
+
+
+def request(number: int, closes: list[dict[str, Any]], oid: str | None = None) -> dict[str, Any]:
+    review = lambda login: {"author": {"login": login} if login else None}
+    return {
+        "number": number, "title": f"Request {number}", "createdAt": "2024-01-04T00:00:00Z", "mergedAt": "2024-01-05T00:00:00Z",
+        "mergeCommit": {"oid": oid} if oid else None, "labels": {"nodes": []},
+        "reviews": {"nodes": [review("a"), review("b"), review("a"), review(None)]}, "closingIssuesReferences": {"nodes": closes},
+    }  # fmt: skip
+
+
+def page(nodes: list[dict[str, Any]], cursor: str | None, more: bool) -> dict[str, Any]:
+    return {
+        "data": {
+            "repository": {
+                "pullRequests": {
+                    "totalCount": 3,
+                    "pageInfo": {"hasNextPage": more, "endCursor": cursor},
+                    "nodes": nodes,
+                }
+            }
+        }
+    }
+
+
+PAGES = {None: page([request(7, [ISSUE]), request(8, [])], "two", True), "two": page([request(99, [ISSUE], "f" * 40)], "end", False), "end": page([], "end", False)}  # fmt: skip
+
+
+@contextmanager
+def served(answers: list[tuple[int, dict[str, str], Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A GitHub that gives these answers first, and then the recorded pages; what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            said = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append({**said["variables"], "token": self.headers["Authorization"]})
+            status, headers, body = (
+                answers.pop(0) if answers else (200, {}, PAGES[said["variables"]["after"]])
+            )
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/graphql", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_issues_are_exported_and_joined(repo: Path, tmp_path: Path) -> None:
+    """Through a gateway that fails, a limit that is over at once, and another way of saying it."""
+    out, base = tmp_path / "requests.jsonl", tmp_path / "bugs.db"
+    limited = {"errors": [{"type": "RATE_LIMITED", "message": "slow down"}]}
+    with served([(502, {}, {}), (403, {"Retry-After": "0"}, {}), (200, {}, limited)]) as (api, asked):
+        assert github.export("owner/name", out, "secret", api, pause=0.01) == 3
+    assert [one["after"] for one in asked] == [None, None, None, None, "two"]
+    assert {one["token"] for one in asked} == {"bearer secret"}
+    mine([repo], base)
+    assert take_in(base, out) == take_in(base, out) == ("owner/name", 1, 3)
+    assert read(base, "SELECT number, hash IS NULL, reviewers FROM request") == [
+        (7, 0, 2),
+        (8, 1, 2),
+        (99, 1, 2),
+    ]
+    # The issue was opened on the second of January, and its fix taken in on the fifth; the link is in the message and GitHub's own.
+    assert read(base, "SELECT days, labels, reviewers FROM time_to_fix") == [(3.0, '["bug"]', 2)] * 2
+    assert read(base, "SELECT body FROM issue") == [("It trains, and wrongly.",)]
+
+
+def test_an_export_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    out = tmp_path / "requests.jsonl"
+    with served([(200, {}, PAGES[None])] + [(500, {}, {})] * github.TRIES) as (api, asked):
+        with pytest.raises(SoliError, match="GitHub does not answer"):
+            github.export("owner/name", out, "secret", api, pause=0.001)
+        out.write_text(out.read_text() + '{"number": 99, "tit')  # killed while it wrote
+        with store.opened(tmp_path / "bugs.db") as base, pytest.raises(SoliError, match="this is no export"):
+            github.load(base, out)
+        assert github.export("owner/name", out, "secret", api) == 3
+        assert asked[-1]["after"] == "two"
+        numbers = [json.loads(line).get("number") for line in out.read_text().splitlines()]
+        assert [n for n in numbers if n] == [7, 8, 99]
+        assert github.export("owner/name", out, "secret", api) == 3  # nothing is new
+        with pytest.raises(SoliError, match="holds another repository"):
+            github.export("other/name", out, "secret", api)
+
+
+@pytest.mark.parametrize(
+    ("repo_name", "token", "api", "answer", "said"),
+    [
+        ("name", "t", "", None, "a repository is owner/name"),
+        ("owner/name", "", "", None, "GitHub asks for a token"),
+        (
+            "owner/name",
+            "t",
+            "http://example.com/graphql",
+            None,
+            "not sent over a connection that others can read",
+        ),
+        ("owner/name", "t", "", (401, {}, {}), "does not take this token"),
+        ("owner/name", "t", "", (404, {}, {}), "refused the request"),
+        (
+            "owner/name",
+            "t",
+            "",
+            (200, {}, {"errors": [{"message": "Could not resolve to a Repository"}]}),
+            "refused the request",
+        ),
+    ],
+)
+def test_exports_that_cannot_be(
+    repo_name: str, token: str, api: str, answer: Any, said: str, tmp_path: Path
+) -> None:
+    with served([answer] if answer else []) as (own, asked), pytest.raises(SoliError, match=said):
+        github.export(repo_name, tmp_path / "out.jsonl", token, api or own, pause=0.001)
+    assert len(asked) == (answer is not None)
+
+
+# --- as typed ---------------------------------------------------------------------------------------------
+
+
+def test_the_commands(repo: Path, tmp_path: Path) -> None:
+    run = lambda *words, **env: subprocess.run([sys.executable, "-m", "soli.cli.main", "bugs", *words], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **env}, check=False)  # fmt: skip
+    done = run("mine", str(repo), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["fixes"] == 5
+    with served([]) as (api, _):
+        done = run("export", "owner/name", "--out", "r.jsonl", "--api", api, GITHUB_TOKEN="t")
+        assert (done.returncode, done.stderr) == (0, "")
+    done = run("mine", str(repo), "--issues", "r.jsonl")
+    assert "owner/name, fixes by rule: fix 3, " in done.stdout
+    assert "3 merged pull requests, of 1 the commit is in the history" in done.stdout
+    done = run("mine", str(tmp_path / "nowhere"))
+    assert done.returncode == 2
+    assert "this is no git repository" in done.stderr
