@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,6 +69,32 @@ def export(
     print(
         f"{count} merged pull requests of {repo} in {out}; soli bugs mine ... --issues {out} takes them in."
     )
+
+
+@app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(help="Such as wrong-group; left out: all of them.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """A mechanism of bugs: what it is, how it shows, how it was fixed, and in which real commits."""
+    from soli.bugs.catalogue import mechanism, mechanisms
+
+    chosen = [mechanism(name)] if name else list(mechanisms().values())
+    if as_json:
+        print(json.dumps([asdict(one) for one in chosen], indent=1, default=str))
+    elif not name:
+        table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
+        for one in chosen:
+            table.add_row(one.name, one.what, f"{len(one.fixes)} fix{'es' * (len(one.fixes) > 1)}")
+        Console().print(table)
+    else:
+        one = chosen[0]
+        print(f"{one.name}: {one.what}\n")
+        for word, text in (("shows", one.shows), ("fixed", one.fixed), ("found by", one.found)):
+            print(f"  {word:<9} {text}")
+        print(f"  {'is':<9} {one.symptom}, by {one.cause}, mended by {one.strategy}\n")
+        for fix in one.fixes:
+            print(f"  {fix.date} {fix.repo} {fix.commit[:10]} ({fix.lines} lines) {fix.subject}")
 
 
 def _show(found: list[Mined]) -> None:

@@ -16,18 +16,24 @@ FAILURE = 1
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, in words a user can act on."""
+    """One thing that is wrong, in words a user can act on. `seen`: a mechanism of real bugs (soli/bugs/catalogue.toml)."""
 
     what: str
     got: str = ""
     allowed: str = ""
     fix: str = ""
+    seen: str = ""
 
     def __str__(self) -> str:
         rows = [self.what]
         rows += [
             f"  {label:<8}{text}"
-            for label, text in (("got", self.got), ("allowed", self.allowed), ("fix", self.fix))
+            for label, text in (
+                ("got", self.got),
+                ("allowed", self.allowed),
+                ("fix", self.fix),
+                ("seen", f"before in other frameworks: soli bugs show {self.seen}" if self.seen else ""),
+            )
             if text
         ]
         return "\n".join(rows)
@@ -46,11 +52,12 @@ class SoliError(Exception):
         got: object = "",
         allowed: object = "",
         fix: str = "",
+        seen: str = "",
         exit_code: int = MISTAKE,
         everywhere: bool = False,
     ) -> None:
         if isinstance(what, str):
-            self.problems: tuple[Problem, ...] = (Problem(what, str(got), str(allowed), fix),)
+            self.problems: tuple[Problem, ...] = (Problem(what, str(got), str(allowed), fix, seen),)
         elif isinstance(what, Problem):
             self.problems = (what,)
         else:
@@ -82,9 +89,11 @@ class SoliError(Exception):
         return error
 
 
-def failure(what: str, *, got: object = "", fix: str = "", everywhere: bool = False) -> SoliError:
+def failure(
+    what: str, *, got: object = "", fix: str = "", seen: str = "", everywhere: bool = False
+) -> SoliError:
     """An error at run time that is nobody's typing mistake (exit code 1)."""
-    return SoliError(what, got=got, fix=fix, exit_code=FAILURE, everywhere=everywhere)
+    return SoliError(what, got=got, fix=fix, seen=seen, exit_code=FAILURE, everywhere=everywhere)
 
 
 def raise_all(problems: Iterable[Problem], *, everywhere: bool = False) -> None:

@@ -87,4 +87,5 @@ def _explain(sums: list[tuple[float, float]], rows: list[int], engine: Engine) -
         fix="return the sum (reduction='sum') and the count; soli divides by the count of the global batch"
         if looks_mean
         else "batch statistics and in-batch negatives cannot be split; use losses and norms of single rows",
+        seen="wrong-scale" if looks_mean else "",
     )

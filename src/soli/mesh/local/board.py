@@ -40,6 +40,7 @@ from soli.core.errors import SoliError, failure
 from soli.mesh.local.segment import Segment, rounded, shared_map
 from soli.mesh.local.waiting import sleep_on, wake
 
+DIFFERENT = "called different collectives"
 WORDS = 16  # of a rank: 128 bytes, two cache lines
 READY, DONE, SLEEPING, BELL, SUMS, PLACES, ABROAD = 0, 1, 2, 3, 4, 8, 12
 AHEAD = 4  # chunks whose checksums, places and texts are kept
@@ -304,7 +305,7 @@ class Board:
             lines.append(
                 f"  rank {self.global_ranks[other]}: {self._text(other, number) if here else 'not there yet'}"
             )
-        return f"the ranks of group {self.name} called different collectives\n" + "\n".join(lines)
+        return f"the ranks of group {self.name} {DIFFERENT}\n" + "\n".join(lines)
 
     def fail(self, text: str) -> SoliError:
         """Tell every rank of the group, and return the error to raise here."""
@@ -371,6 +372,6 @@ class Board:
 
 def _error(text: str) -> SoliError:
     what, _, got = text.partition("\n")
-    found = failure(what, got=got or None)
+    found = failure(what, got=got, seen="uneven-decision" if DIFFERENT in what else "")
     found.consequence = "is gone" in what
     return found

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError
-from soli.mesh.local.board import ABROAD, LOOK_SECONDS, WORDS, Board, Operation, Step
+from soli.mesh.local.board import ABROAD, DIFFERENT, LOOK_SECONDS, WORDS, Board, Operation, Step
 from soli.mesh.local.sums import combine
 
 SAID = 1024  # bytes of what leaders tell each other of an operation
@@ -59,9 +59,7 @@ class Hosts:
         texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace").split("\n", 1) for row in rows]
         if any(text[0] != texts[0][0] for text in texts):
             lines = [f"  ranks {ranks}: {text[1]}" for ranks, text in zip(self.members, texts, strict=True)]
-            raise self.board.fail(
-                f"the hosts of group {self.board.name} called different collectives\n" + "\n".join(lines)
-            )
+            raise self.board.fail(f"the hosts of group {self.board.name} {DIFFERENT}\n" + "\n".join(lines))
 
     def gathered(self, rows: Tensor, mine: Tensor) -> Step:
         """Leaders only: `mine` [b] bytes of host h into `rows[h]` [H, b] of every host."""

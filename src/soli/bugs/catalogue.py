@@ -1,0 +1,62 @@
+"""Mechanisms of bugs: what each is, how it shows, how it was fixed, and in which real commits (catalogue.toml)."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from importlib.resources import files
+
+from soli.core.errors import SoliError
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A commit that fixed one, and how many lines of source it changed."""
+
+    repo: str
+    commit: str
+    date: date
+    lines: int
+    subject: str
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """`cause`, `symptom`, `strategy`: words of taxonomy.py. `found`: what reveals it."""
+
+    name: str
+    what: str
+    shows: str
+    cause: str
+    symptom: str
+    strategy: str
+    fixed: str
+    found: str
+    fixes: tuple[Fix, ...]
+
+
+@cache
+def mechanisms() -> dict[str, Mechanism]:
+    """All, by name."""
+    said = tomllib.loads(files("soli.bugs").joinpath("catalogue.toml").read_text(encoding="utf-8"))
+    made = [
+        Mechanism(**{**one, "fixes": tuple(Fix(**fix) for fix in one["fixes"])}) for one in said["mechanism"]
+    ]
+    return {one.name: one for one in made}
+
+
+def mechanism(name: str) -> Mechanism:
+    """One of them. SoliError with the nearest where there is none of this name."""
+    known = mechanisms()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        raise SoliError(
+            "there is no such mechanism",
+            got=name,
+            allowed=", ".join(known),
+            fix=f"soli bugs show {near[0]}" if near else "",
+        )
+    return known[name]
