@@ -90,6 +90,9 @@ def repo(tmp_path: Path) -> Path:
     git(path, "checkout", "-q", "main")
     git(path, "merge", "-q", "--no-ff", "-m", "Merge pull request #9 from side: fix", "side")
     commit(path, "Nothing, to fix a build", {})
+    commit(path, "Clamp the capacity\n\nThis PR fixes routing where tokens are few.", {"f.py": lines(1)})
+    commit(path, "Wait for all streams\n\nResolves #12", {"f.py": lines(1, 2)})
+    commit(path, "Add a missing import", {"f.py": lines(1, 2, 3)})
     return path
 
 
@@ -101,7 +104,7 @@ def read(base: Path, query: str) -> list[tuple[Any, ...]]:
 def test_each_commit_has_its_reason(repo: Path, tmp_path: Path) -> None:
     out = tmp_path / "bugs.db"
     (found,) = mine([repo], out)
-    assert (found.repo, found.commits, found.new, found.fixes) == ("owner/name", 12, 12, 5)
+    assert (found.repo, found.commits, found.new, found.fixes) == ("owner/name", 15, 15, 8)
     by = dict(read(out, "SELECT subject, rule FROM change"))
     assert by == {
         "Begin": "silent",
@@ -116,8 +119,11 @@ def test_each_commit_has_its_reason(repo: Path, tmp_path: Path) -> None:
         "Fix on a side": "fix",
         "Merge pull request #9 from side: fix": "merge",
         "Nothing, to fix a build": "nothing",
+        "Clamp the capacity": "told",
+        "Wait for all streams": "closes",
+        "Add a missing import": "missing",
     }
-    assert sum(found.selected.values()) == 5
+    assert sum(found.selected.values()) == 8
     assert found.rejected["merge"] == found.rejected["beside"] == 1
 
 
@@ -136,7 +142,7 @@ def test_sizes_are_those_that_git_counts(repo: Path, tmp_path: Path) -> None:
         ("deep file.py", "b.py", "source")
     ]
     assert ("d é\tf.py",) in read(out, "SELECT path FROM file")
-    assert read(out, "SELECT issue, by FROM closed") == [(3, "message")]
+    assert read(out, "SELECT issue, by FROM closed ORDER BY issue") == [(3, "message"), (12, "message")]
     assert read(out, "SELECT pull FROM change WHERE pull IS NOT NULL ORDER BY 1") == [(7,), (9,)]
     assert read(out, "SELECT body FROM change WHERE subject LIKE '%hang%'") == [("Über «names»\ttabs",)]
 
@@ -147,13 +153,13 @@ def test_a_rerun_adds_what_is_new_and_other_rules_decide_again(repo: Path, tmp_p
     before = read(out, "SELECT * FROM change ORDER BY hash")
     commit(repo, "Fix one more", {"e.py": lines(1)})
     (found,) = mine([repo], out)
-    assert (found.commits, found.new, found.fixes) == (13, 1, 6)
+    assert (found.commits, found.new, found.fixes) == (16, 1, 9)
     assert set(before) < set(read(out, "SELECT * FROM change"))
     own.write_text(
         "[[kind]]\nname='source'\npath='py$'\n[[rule]]\nname='any'\nwhere='subject'\nmatch=''\nfix=true\nwhy='all'\n"
     )
     (found,) = mine([repo], out, own)
-    assert (found.new, found.fixes) == (0, 11)  # the merge and the empty one have no size
+    assert (found.new, found.fixes) == (0, 14)  # the merge and the empty one have no size
     assert {kind for (kind,) in read(out, "SELECT kind FROM file")} == {"source", "other"}
 
 
@@ -186,7 +192,7 @@ def filtered(repo: Path, tmp_path: Path) -> Path:
 
 def lacking(repo: Path, tmp_path: Path) -> Path:
     """A clone that lost a blob of a commit long ago: git prints all that comes before it."""
-    blob = git(repo, "rev-parse", "HEAD~8:a.py")
+    blob = git(repo, "rev-parse", "HEAD~11:a.py")
     whole = tmp_path / "lacking"
     shutil.copytree(repo, whole)
     (whole / ".git/objects" / blob[:2] / blob[2:]).unlink()
@@ -258,12 +264,12 @@ def test_nothing_of_a_repository_is_run(repo: Path, tmp_path: Path) -> None:
     assert marker.exists()  # git itself runs them
     marker.unlink()
     (found,) = mine([repo], tmp_path / "bugs.db")
-    assert found.fixes == 6
+    assert found.fixes == 9
     assert not marker.exists()
 
 
 def test_what_git_lacks_is_counted(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "check", lambda path: 13)
+    monkeypatch.setattr(history, "check", lambda path: 99)
     with pytest.raises(SoliError, match="was not read whole"):
         mine([repo], tmp_path / "bugs.db")
 
@@ -450,7 +456,7 @@ def test_the_commands(repo: Path, tmp_path: Path) -> None:
     run = lambda *words, **env: subprocess.run([sys.executable, "-m", "soli.cli.main", "bugs", *words], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **env}, check=False)  # fmt: skip
     done = run("mine", str(repo), "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[0]["fixes"] == 5
+    assert json.loads(done.stdout)[0]["fixes"] == 8
     with served([]) as (api, _):
         done = run("export", "owner/name", "--out", "r.jsonl", "--api", api, GITHUB_TOKEN="t")
         assert (done.returncode, done.stderr) == (0, "")

@@ -15,23 +15,6 @@ from pathlib import Path
 
 from soli.core.errors import SoliError
 
-PICTURES = (
-    "png",
-    "jpg",
-    "jpeg",
-    "gif",
-    "svg",
-    "webp",
-    "ico",
-    "bmp",
-    "mp4",
-    "mov",
-    "pdf",
-    "ttf",
-    "woff",
-    "woff2",
-)
-"""What has no lines. Snapshots often lack such blobs, and git stops at the first that it cannot read."""
 FIELDS = ("%H", "%P", "%at", "%ct", "%an", "%B")
 MARK, PART, END = "\x1e", "\x1f", "\x1d"
 SAFE = (
@@ -133,11 +116,14 @@ def check(path: Path) -> int:
     return int(count)
 
 
-def read(path: Path) -> Iterator[Commit]:
-    """Every commit of HEAD, newest first. SoliError where git stops before the last, or says more or fewer than it counted."""
+def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
+    """Every commit of HEAD, newest first, without the files whose names match `left_out`.
+
+    SoliError where git stops before the last, or says more or fewer than it counted.
+    """
     wanted = check(path)
     pattern = MARK + PART.join(FIELDS) + END
-    exclude = [f":(exclude,icase,glob)**/*.{end}" for end in PICTURES]
+    exclude = [f":(exclude,icase,glob)**/{name}" for name in left_out]
     words = (
         "log",
         "--numstat",

@@ -53,7 +53,7 @@ def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[M
     found = []
     for path, repo in zip(paths, names, strict=True):
         with store.opened(out) as base:
-            count, new = store.add(base, repo, history.read(path), made)
+            count, new = store.add(base, repo, history.read(path, made.left_out), made)
             found.append(summary(base, repo, count, new))
     if not any(one.fixes for one in found):
         raise SoliError(

@@ -13,7 +13,7 @@ from typing import Any
 from soli.bugs.history import Commit
 from soli.core.errors import Problem, SoliError, raise_all
 
-PLACES = ("subject", "tag", "kinds", "parents")
+PLACES = ("subject", "tag", "body", "kinds", "parents")
 OTHER = "other"
 TAG = re.compile(r"^(?:ADLR/megatron-lm!\d+ - )?(?:\[([^\]]{1,40})\]|([\w/ -]{1,24})(?:\([^)]*\))?!?:(?=\s))")
 PULL = re.compile(
@@ -40,6 +40,7 @@ class Rules:
     kinds: tuple[tuple[str, re.Pattern[str]], ...]
     rules: tuple[Rule, ...]
     digest: str
+    left_out: tuple[str, ...] = ()  # names of files that have no lines
 
     def kind(self, path: str) -> str:
         """What a file is: test, docs, source, ..."""
@@ -50,6 +51,7 @@ class Rules:
         places = {
             "subject": commit.subject,
             "tag": tag(commit.subject),
+            "body": commit.body,
             "kinds": " ".join(sorted({self.kind(file.path) for file in commit.files})),
             "parents": " ".join(commit.parents) if len(commit.parents) > 1 else "",
         }
@@ -92,7 +94,9 @@ def rules(path: Path | None = None) -> Rules:
     if not made or made[-1].match.pattern:
         wrong.append(Problem("the last rule must decide on whatever is left", fix="match = ''"))
     raise_all(wrong)
-    return Rules(kinds, made, hashlib.sha256(text.encode()).hexdigest()[:16])
+    return Rules(
+        kinds, made, hashlib.sha256(text.encode()).hexdigest()[:16], tuple(map(str, said.get("left_out", [])))
+    )
 
 
 def _rule(one: dict[str, Any], wrong: list[Problem]) -> Rule:
