@@ -6,12 +6,14 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from soli.core.errors import SoliError
 
 if TYPE_CHECKING:
     from soli.bugs.mine import Mined
@@ -95,6 +97,55 @@ def show(
         print(f"  {'is':<9} {one.symptom}, by {one.cause}, mended by {one.strategy}\n")
         for fix in one.fixes:
             print(f"  {fix.date} {fix.repo} {fix.commit[:10]} ({fix.lines} lines) {fix.subject}")
+
+
+@app.command("agree")
+def agree(
+    labels: Annotated[Path, typer.Argument(help="The CSV file.", show_default=False)],
+    sample: Annotated[
+        Path | None, typer.Option(help="What the commits were drawn from, as JSON: population.")
+    ] = None,
+    db: Annotated[
+        Path | None, typer.Option(help="What soli bugs mine wrote: its rules are judged by the labels.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """How labellers agree, where they do not, and how good the rules are that chose the fixes."""
+    from soli.bugs import labels as of
+
+    if (sample is None) != (db is None):
+        raise SoliError(
+            "rules are judged by what was drawn and what they chose",
+            fix="--sample FILE --db FILE, or neither",
+        )
+    rows = of.read(labels)
+    said: dict[str, Any] = {"pairs": [asdict(pair) for pair in of.pairs(rows)]}
+    if sample is not None and db is not None:
+        said["selection"] = {name: asdict(one) for name, one in of.judged(rows, sample, db).items()}
+    if as_json:
+        print(json.dumps(said, indent=1))
+        return
+    for pair in of.pairs(rows):
+        print(
+            f"{pair.first} and {pair.second}: {pair.fix.count} commits, {len(pair.differ)} labelled differently"
+        )
+        for name, one in {"is a fix": pair.fix, **pair.dimensions}.items():
+            print(
+                f"  {name:<9} kappa {one.value:.2f} ({one.low:.2f} to {one.high:.2f}), {one.alike:.0%} of {one.count} alike"
+            )
+        for a, b in pair.differ:
+            words = "; ".join(
+                f"{name} {getattr(a, name) or '-'} / {getattr(b, name) or '-'}"
+                for name in ("fix", *of.DIMENSIONS)
+                if getattr(a, name) != getattr(b, name)
+            )
+            print(f"    {a.repo} {a.commit[:10]} {words}")
+    for name, one in said.get("selection", {}).items():
+        shares = ", ".join(
+            f"{what} {p:.2f} ({low:.2f} to {high:.2f})"
+            for what, (p, low, high) in (("precision", one["precision"]), ("recall", one["recall"]))
+        )
+        print(f"the rules, a fix if {name}: {shares}; {one['fixes']} fixes among the labelled commits")
 
 
 def _show(found: list[Mined]) -> None:

@@ -1,0 +1,240 @@
+"""Labels of commits: a CSV file, a row for each commit and labeller, that says who or what made each; and how they agree."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sqlite3
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import combinations
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soli.bugs import store
+from soli.bugs.agreement import Kappa, kappa
+from soli.bugs.taxonomy import DIMENSIONS
+from soli.core.errors import Problem, SoliError, raise_all
+
+FIX = ("yes", "no", "unsure")
+SAMPLES = ("fix", "rest")
+"""Of the commits that the rules took for fixes, and of those that they rejected though code was changed."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """What one labeller says of one commit. `made_by`: a person's name, or what program. Words of no fix are empty."""
+
+    repo: str
+    commit: str
+    sample: str
+    labeller: str
+    made_by: str
+    date: str
+    fix: str
+    symptom: str
+    cause: str
+    strategy: str
+    stage: str
+    mechanism: str
+    why: str
+
+
+NAMES = tuple(field.name for field in fields(Label))
+
+
+def read(path: Path) -> list[Label]:
+    """The rows of a file. SoliError with every row that is no label."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file, strict=True))
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        raise SoliError("the labels cannot be read", got=f"{path}: {error}") from error
+    if not rows or tuple(rows[0]) != NAMES:
+        raise SoliError(
+            "this is no table of labels",
+            got=f"{path}: {', '.join(rows[0]) if rows else 'no rows'}",
+            allowed=", ".join(NAMES),
+        )
+    found = [Label(**row) for row in rows]
+    wrong = [
+        Problem(f"line {number}: {text}", got=got)
+        for number, one in enumerate(found, 2)
+        for text, got in _wrong(one)
+    ]
+    seen: set[tuple[str, ...]] = set()
+    for number, one in enumerate(found, 2):
+        key = (one.repo, one.commit, one.labeller)
+        wrong += (
+            [Problem(f"line {number}: {one.labeller} labels this commit twice", got=one.commit)]
+            if key in seen
+            else []
+        )
+        seen.add(key)
+    raise_all(wrong)
+    return found
+
+
+def write(path: Path, labels: Iterable[Label]) -> None:
+    """As `read` reads them, in one order."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, NAMES, lineterminator="\n")
+        table.writeheader()
+        for one in sorted(labels, key=lambda one: (one.sample, one.repo, one.commit, one.labeller)):
+            table.writerow(vars(one))
+
+
+def draw(
+    base: sqlite3.Connection, seed: int, counts: Mapping[str, int], without: Collection[str] = ()
+) -> tuple[dict[str, list[tuple[str, str]]], dict[str, int]]:
+    """Repository and hash of so many commits of each sample, uniformly, and how many each stands for.
+
+    The same seed, file and counts give the same ones (Python's Mersenne twister). `without`: hashes that were read while the rules
+    were made.
+    """
+    places = {"fix": "fix", "rest": "change WHERE fix = 0 AND rule NOT IN ('merge', 'nothing', 'beside')"}
+    random, drawn, population = Random(seed), {}, {}
+    for name in SAMPLES:
+        rows = sorted(base.execute(f"SELECT repo, hash FROM {places[name]}"))
+        population[name] = len(rows)
+        rows = [row for row in rows if row[1] not in without]
+        if len(rows) < counts[name]:
+            raise SoliError(
+                f"there are not so many commits to draw from ({name})",
+                got=str(counts[name]),
+                allowed=str(len(rows)),
+            )
+        drawn[name] = random.sample(rows, counts[name])
+    return drawn, population
+
+
+def _wrong(one: Label) -> list[tuple[str, str]]:
+    found = [("'fix' says none of " + ", ".join(FIX), one.fix)] if one.fix not in FIX else []
+    found += (
+        [("'sample' says none of " + ", ".join(SAMPLES), one.sample)] if one.sample not in SAMPLES else []
+    )
+    for name, known in DIMENSIONS.items():
+        word = getattr(one, name)
+        if (one.fix == "yes" and word not in known) or (word and word not in known):
+            found.append((f"'{name}' says none of {', '.join(known)}", word))
+    return found
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two labellers: kappa of whether it is a fix, and of each dimension where both say that it is one; where they differ."""
+
+    first: str
+    second: str
+    fix: Kappa
+    dimensions: dict[str, Kappa]
+    differ: list[tuple[Label, Label]]
+
+
+def pairs(labels: Iterable[Label]) -> list[Pair]:
+    """Every two labellers, on the commits that both have."""
+    by: dict[str, dict[tuple[str, str], Label]] = {}
+    for one in labels:
+        by.setdefault(one.labeller, {})[one.repo, one.commit] = one
+    found = []
+    for first, second in combinations(sorted(by), 2):
+        both = [(by[first][key], by[second][key]) for key in by[first] if key in by[second]]
+        agreed = [(a, b) for a, b in both if a.fix == b.fix == "yes"]
+        found.append(
+            Pair(
+                first, second, kappa([a.fix for a, _ in both], [b.fix for _, b in both]),
+                {name: kappa([getattr(a, name) for a, _ in agreed], [getattr(b, name) for _, b in agreed]) for name in DIMENSIONS},
+                [(a, b) for a, b in both if any(getattr(a, name) != getattr(b, name) for name in ("fix", *DIMENSIONS))],
+            )
+        )  # fmt: skip
+    return found
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How good rules are, with 95% intervals: of what they choose the share that are fixes, and of all fixes what they choose."""
+
+    precision: tuple[float, float, float]
+    recall: tuple[float, float, float]
+    fixes: int  # among the labelled commits
+
+
+def selection(
+    labels: Iterable[Label],
+    population: Mapping[str, int],
+    chosen: Collection[tuple[str, str]],
+    *,
+    strict: bool = True,
+) -> Selection:
+    """Of the rules that chose these commits, which need not be those of the day when the samples were drawn.
+
+    `population`: how many commits each sample was drawn from, and so stands for: a labelled commit counts for population / drawn
+    (Horvitz and Thompson 1952). `strict`: a commit is a fix if all labellers say so; else if one does. The intervals are
+    those of 2,000 samples drawn again from each sample (percentile bootstrap).
+    """
+    said: dict[tuple[str, str, str], list[bool]] = {}
+    for one in labels:
+        said.setdefault((one.sample, one.repo, one.commit), []).append(one.fix == "yes")
+    strata = []
+    for name in SAMPLES:
+        rows = [
+            ((repo, commit) in chosen, (all if strict else any)(votes))
+            for (sample, repo, commit), votes in said.items()
+            if sample == name
+        ]
+        strata.append((np.array(rows, dtype=float).reshape(-1, 2), population[name] / max(len(rows), 1)))
+    random = np.random.default_rng(0)
+    again = [
+        _shares(
+            [
+                (rows[random.integers(len(rows), size=len(rows))] if len(rows) else rows, weight)
+                for rows, weight in strata
+            ]
+        )
+        for _ in range(2000)
+    ]
+    found = _shares(strata)
+    low, high = np.nanpercentile(np.array(again), (2.5, 97.5), axis=0)
+    precision, recall = ((found[i], float(low[i]), float(high[i])) for i in (0, 1))
+    return Selection(precision, recall, int(sum(rows[:, 1].sum() for rows, _ in strata)))
+
+
+def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Selection]:
+    """The rules that made a mined file, by labels of commits that were drawn as `sample` says: strictly and not."""
+    labels = list(labels)
+    try:
+        population = json.loads(sample.read_text(encoding="utf-8"))["population"]
+        size = {name: int(population[name]) for name in SAMPLES}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SoliError(
+            "this does not say what was drawn from",
+            got=f"{sample}: {error!r}",
+            allowed='{"population": {"fix": 2651, "rest": 8504}}',
+        ) from error
+    if not mined.exists():
+        raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
+    with store.opened(mined) as base:
+        chosen = set(base.execute("SELECT repo, hash FROM fix"))
+        lacking = {one.repo for one in labels} - {
+            repo for (repo,) in base.execute("SELECT repo FROM history")
+        }
+    if lacking:
+        raise SoliError(
+            "labelled histories are not in this file",
+            got=f"{mined}: {', '.join(sorted(lacking))}",
+            fix="mine them too",
+        )
+    return {
+        name: selection(labels, size, chosen, strict=strict)
+        for name, strict in (("all say so", True), ("one says so", False))
+    }
+
+
+def _shares(strata: list[tuple[NDArray[np.float64], float]]) -> tuple[float, float]:
+    """Precision and recall of [n, 2] rows of chosen and fix, each with its weight."""
+    both = sum(weight * (rows[:, 0] * rows[:, 1]).sum() for rows, weight in strata)
+    taken, fixes = (sum(weight * rows[:, i].sum() for rows, weight in strata) for i in (0, 1))
+    return float(both / taken) if taken else float("nan"), float(both / fixes) if fixes else float("nan")
