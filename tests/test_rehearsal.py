@@ -35,6 +35,7 @@ ROWS = [
     ("gpt-masked", "dp=2,cp=2,replicate=2,zero=1,context=scores", 4),
     ("llama", "dp=2,tp=2,sp=on,zero=2,recompute=selective", 4),
     ("gpt", "dp=2,pp=2,zero=3,microbatches=2,accumulate=2,schedule=zbv", 4),
+    ("llama", "cp=2,pp=2,microbatches=2,schedule=gpipe,context=scores", 4),
     ("gpt-start", "pp=2,microbatches=4,schedule=interleaved,chunks=2,recompute=full", 2),
     ("gpt-masked", "pp=2,tp=2,sp=on,microbatches=4,schedule=dualpipev,recompute=full", 4),
     ("vit", "cp=2,pp=2,microbatches=4,schedule=zbv,zero=3,recompute=full", 4),

@@ -69,8 +69,10 @@ def holding(group: Any) -> Iterator[None]:
     if not isinstance(group, Absent):
         yield
         return
-    where = "torch.distributed.pipelining.schedules._batch_p2p"  # by name: its import takes two seconds
-    with patch(where, lambda tensors, desc=None: [Held(tensors)] if tensors else []):
+    held = lambda tensors, desc=None: [Held(tensors)] if tensors else []
+    by_peer = lambda tensors, desc=None: {0: held(tensors)} if tensors else {}  # gpipe's
+    where = "torch.distributed.pipelining.schedules"  # by name: its import takes two seconds
+    with patch.multiple(where, _batch_p2p=held, _sorted_batch_p2p=by_peer):
         yield
 
 
