@@ -8,6 +8,8 @@ initialisation asks for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import _engine_run_backward as run_backward
@@ -21,9 +23,15 @@ if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_standard_gamma", "
     _kernels.impl("_standard_gamma", lambda alpha, generator=None: torch.empty_like(alpha), "Meta")
 
 
+def process_groups() -> list[Any]:
+    """Those that this process knows now, in the order in which they were made. torch has no public list of them."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 __all__ = [
     "all_gather_flat",
     "mode_popped",
+    "process_groups",
     "reduce_scatter_flat",
     "run_backward",
 ]
