@@ -227,19 +227,19 @@ def test_probes_are_run_and_the_quickest_taken(pool: Pool, tmp_path: Path) -> No
 
 
 def tried() -> tuple[int, int]:
-    """Process groups, and files that are open, after one trial and after six."""
+    """Files that are open after three trials, and after the same three again."""
     counts = []
     for plan in ("dp=1,tp=2", "dp=1,pp=2,microbatches=2", "dp=1,cp=2") * 2:
         auto.trial(program("gpt"), Plan.parse(plan), join(), 1)
         counts.append((len(process_groups()), len(os.listdir("/proc/self/fd"))))
     assert counts[0][0] == counts[-1][0]
-    return counts[0][1], counts[-1][1]
+    return counts[2][1], counts[5][1]
 
 
 def test_trials_leave_no_group_behind(pool: Pool) -> None:
     """Each has threads, sockets and shared memory: steps took twice as long after some eighty, between hosts."""
     for first, last in pool.run(tried, ranks=2, deadline=120):
-        assert last <= first + 4  # torch's own
+        assert last == first
 
 
 def test_where_memory_is_short_plans_are_lighter(pool: Pool, tmp_path: Path) -> None:

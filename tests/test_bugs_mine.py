@@ -418,6 +418,15 @@ def test_an_export_goes_on_where_it_stopped(tmp_path: Path) -> None:
             github.export("other/name", out, "secret", api)
 
 
+def test_another_file_is_not_written_over(tmp_path: Path) -> None:
+    out = tmp_path / "thesis.txt"
+    out.write_text("years of work")
+    with served([]) as (api, asked), pytest.raises(SoliError, match="no export of GitHub's"):
+        github.export("owner/name", out, "secret", api)
+    assert out.read_text() == "years of work"
+    assert not asked
+
+
 @pytest.mark.parametrize(
     ("repo_name", "token", "api", "answer", "said"),
     [

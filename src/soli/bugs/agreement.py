@@ -1,8 +1,7 @@
-"""How far two labellers, or rules and labellers, agree: kappa, the confusion of words, precision and recall of each."""
+"""How far two labellers agree."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,40 +41,3 @@ def kappa(first: Sequence[str], second: Sequence[str]) -> Kappa:
     spread -= (observed * expected - 2 * expected + observed) ** 2
     error = 1.96 * np.sqrt(max(spread, 0.0) / count) / (1 - expected) ** 2
     return Kappa(value, max(value - error, -1.0), min(value + error, 1.0), observed, count)
-
-
-@dataclass(frozen=True)
-class Word:
-    """Of one word: how often it was said, how often it was right to say, and both. Shares are nan of nothing."""
-
-    said: int
-    right: int
-    both: int
-
-    @property
-    def precision(self) -> float:
-        return self.both / self.said if self.said else float("nan")
-
-    @property
-    def recall(self) -> float:
-        return self.both / self.right if self.right else float("nan")
-
-
-def words(said: Sequence[str], right: Sequence[str]) -> dict[str, Word]:
-    """Precision and recall of each word, where `right` is taken for the truth."""
-    pairs = Counter(zip(said, right, strict=True))
-    return {
-        word: Word(
-            sum(n for (a, _), n in pairs.items() if a == word),
-            sum(n for (_, b), n in pairs.items() if b == word),
-            pairs[word, word],
-        )
-        for word in sorted({*said, *right})
-    }
-
-
-def confusion(said: Sequence[str], right: Sequence[str]) -> dict[str, dict[str, int]]:
-    """confusion[right][said]: how often."""
-    pairs = Counter(zip(said, right, strict=True))
-    found = sorted({*said, *right})
-    return {b: {a: pairs[a, b] for a in found} for b in found}

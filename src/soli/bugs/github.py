@@ -148,6 +148,8 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
     if not out.exists():
         return None, 0
     text = out.read_text(encoding="utf-8")
+    if text and not text.startswith('{"repo": '):
+        raise SoliError("this file is no export of GitHub's", got=str(out), fix="another --out")
     keep, count, cursor, at = 0, 0, None, 0
     pending = 0
     for line in text.splitlines(keepends=True):

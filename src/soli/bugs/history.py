@@ -15,7 +15,7 @@ from pathlib import Path
 
 from soli.core.errors import SoliError
 
-FIELDS = ("%H", "%P", "%at", "%ct", "%an", "%B")
+FIELDS = ("%H", "%P", "%at", "%ct", "%B")
 MARK, PART, END = "\x1e", "\x1f", "\x1d"
 SAFE = (
     "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "diff.external=", "-c", "core.quotePath=off",
@@ -41,7 +41,6 @@ class Commit:
     parents: tuple[str, ...]
     written: int
     committed: int
-    author: str
     subject: str
     body: str
     files: tuple[File, ...]
@@ -143,7 +142,7 @@ def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
         found[fields[0]] = files
     count = 0
     for fields, _ in _chunks(path, ("log", "-z", f"--format=tformat:{pattern}", "HEAD")):
-        hash_, parents, written, committed, author, message = fields
+        hash_, parents, written, committed, message = fields
         subject, _, body = message.strip().partition("\n")
         count += 1
         yield Commit(
@@ -151,7 +150,6 @@ def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
             tuple(parents.split()),
             int(written),
             int(committed),
-            author,
             subject.strip(),
             body.strip(),
             found.get(hash_, ()),
