@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check parity golden bench bench-backend bench-split bench-context network-bench regret memory pictures gpu-check fit-planner validate-planner compare-planners clean
+.PHONY: train test check study parity golden bench bench-backend bench-split bench-context network-bench regret memory pictures gpu-check fit-planner validate-planner compare-planners clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -75,6 +75,15 @@ validate-planner: .venv/developed ## how far the planner is off, where experts' 
 compare-planners: .venv/developed ## other planners on the same rows; CLONES="--clone calculon=FOLDER ..." for what the index has not
 	$(BIN)/python benchmarks/envs.py calculon llm-analysis simumax galvatron
 	$(BIN)/python benchmarks/planners.py $(CLONES)
+
+STUDY = benchmarks/results/study
+STUDIED = $(foreach clone,$(wildcard $(HISTORIES)/*),$(firstword $(wildcard $(clone)/repo) $(clone)))
+
+study: .venv/developed          ## the bug study of whole clones: make study HISTORIES=folder-of-clones -> benchmarks/results/study/
+	mkdir -p build
+	$(BIN)/soli bugs mine $(STUDIED) --out build/bugs.db
+	$(BIN)/soli bugs classify $(STUDIED) --db build/bugs.db
+	$(BIN)/soli bugs report --db build/bugs.db --labels benchmarks/bugs/labels.csv --sample benchmarks/bugs/sample.json --out $(STUDY)
 
 regret: .venv/developed        ## plan=auto beside every plan measured, on three networks: needs root, an hour -> benchmarks/results/
 	$(BIN)/python benchmarks/regret.py

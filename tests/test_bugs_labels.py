@@ -131,6 +131,8 @@ def test_the_labels_that_are_kept() -> None:
     known = set((LABELS / "read.txt").read_text().split())
     assert not known & {one.commit for one in labels}
     assert json.loads((LABELS / "sample.json").read_text())["drawn"] == {"fix": 180, "rest": 160}
+    development = read(LABELS / "development.csv")
+    assert not {one.commit for one in development} & {one.commit for one in labels}
 
 
 def test_agree_as_typed(tmp_path: Path) -> None:
@@ -145,4 +147,4 @@ def test_agree_as_typed(tmp_path: Path) -> None:
     assert lacking.returncode == 2
     assert "there is no such file" in lacking.stderr
     assert not (tmp_path / "none.db").exists()
-    assert "--sample FILE --db FILE, or neither" in run(str(LABELS / "labels.csv"), "--db", "x").stderr
+    assert "--db FILE" in run(str(LABELS / "labels.csv"), "--sample", "x").stderr

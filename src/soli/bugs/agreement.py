@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,3 +42,11 @@ def kappa(first: Sequence[str], second: Sequence[str]) -> Kappa:
     spread -= (observed * expected - 2 * expected + observed) ** 2
     error = 1.96 * np.sqrt(max(spread, 0.0) / count) / (1 - expected) ** 2
     return Kappa(value, max(value - error, -1.0), min(value + error, 1.0), observed, count)
+
+
+def confusion(
+    words: Sequence[str], first: Sequence[str], second: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
+    """How often the first says one word (down) where the second says another (across)."""
+    both = Counter(zip(first, second, strict=True))
+    return tuple(tuple(both[a, b] for b in words) for a in words)

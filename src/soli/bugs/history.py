@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from soli.core.errors import SoliError
 
@@ -46,7 +47,7 @@ class Commit:
     files: tuple[File, ...]
 
 
-def git(path: Path, *words: str) -> subprocess.Popen[bytes]:
+def git(path: Path, *words: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     """git in a repository, with none of its own programs. The caller reads it and asks for its exit status."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {
@@ -63,7 +64,7 @@ def git(path: Path, *words: str) -> subprocess.Popen[bytes]:
             ["git", "--no-pager", *SAFE, *safe, *words],
             stdout=pipe,
             stderr=pipe,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             env=environment,
         )
     except FileNotFoundError as error:
@@ -173,12 +174,17 @@ def _chunks(path: Path, words: tuple[str, ...]) -> Iterator[tuple[list[str], tup
             yield _parsed(rest)
         error = process.stderr.read().decode(errors="replace")
     if process.returncode:
-        raise SoliError(
-            "git stopped before the end of the history: it is damaged, or lacks some of its files",
-            got=f"{path}: {_last(error)} (exit status {process.returncode})",
-            allowed="a whole clone",
-            fix="git fsck --full; clone it again",
-        )
+        raise stopped(path, error, process.returncode)
+
+
+def stopped(path: Path, error: str, status: int) -> SoliError:
+    """What to raise when git ended before all was read."""
+    return SoliError(
+        "git stopped before the end of the history: it is damaged, or lacks some of its files",
+        got=f"{path}: {_last(error)} (exit status {status})",
+        allowed="a whole clone",
+        fix="git fsck --full; clone it again",
+    )
 
 
 def _parsed(text: str) -> tuple[list[str], tuple[File, ...]]:

@@ -60,21 +60,21 @@ def read(path: Path) -> list[Label]:
             allowed=", ".join(NAMES),
         )
     found = [Label(**row) for row in rows]
-    wrong = [
+    problems = [
         Problem(f"line {number}: {text}", got=got)
         for number, one in enumerate(found, 2)
-        for text, got in _wrong(one)
+        for text, got in wrong(one)
     ]
     seen: set[tuple[str, ...]] = set()
     for number, one in enumerate(found, 2):
         key = (one.repo, one.commit, one.labeller)
-        wrong += (
+        problems += (
             [Problem(f"line {number}: {one.labeller} labels this commit twice", got=one.commit)]
             if key in seen
             else []
         )
         seen.add(key)
-    raise_all(wrong)
+    raise_all(problems)
     return found
 
 
@@ -95,7 +95,7 @@ def draw(
     The same seed, file and counts give the same ones (Python's Mersenne twister). `without`: hashes that were read while the rules
     were made.
     """
-    places = {"fix": "fix", "rest": "change WHERE fix = 0 AND rule NOT IN ('merge', 'nothing', 'beside')"}
+    places = {"fix": "fix", "rest": "other"}
     random, drawn, population = Random(seed), {}, {}
     for name in SAMPLES:
         rows = sorted(base.execute(f"SELECT repo, hash FROM {places[name]}"))
@@ -111,7 +111,8 @@ def draw(
     return drawn, population
 
 
-def _wrong(one: Label) -> list[tuple[str, str]]:
+def wrong(one: Label) -> list[tuple[str, str]]:
+    """What is wrong with a label, and what it says there."""
     found = [("'fix' says none of " + ", ".join(FIX), one.fix)] if one.fix not in FIX else []
     found += (
         [("'sample' says none of " + ", ".join(SAMPLES), one.sample)] if one.sample not in SAMPLES else []
@@ -202,18 +203,23 @@ def selection(
     return Selection(precision, recall, int(sum(rows[:, 1].sum() for rows, _ in strata)))
 
 
-def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Selection]:
-    """The rules that made a mined file, by labels of commits that were drawn as `sample` says: strictly and not."""
-    labels = list(labels)
+def population(sample: Path) -> dict[str, int]:
+    """How many commits each sample was drawn from, as a file says that `soli bugs label` wrote."""
     try:
-        population = json.loads(sample.read_text(encoding="utf-8"))["population"]
-        size = {name: int(population[name]) for name in SAMPLES}
+        said = json.loads(sample.read_text(encoding="utf-8"))["population"]
+        return {name: int(said[name]) for name in SAMPLES}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SoliError(
             "this does not say what was drawn from",
             got=f"{sample}: {error!r}",
             allowed='{"population": {"fix": 2651, "rest": 8504}}',
         ) from error
+
+
+def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Selection]:
+    """The rules that made a mined file, by labels of commits that were drawn as `sample` says: strictly and not."""
+    labels = list(labels)
+    size = population(sample)
     if not mined.exists():
         raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
     with store.opened(mined) as base:

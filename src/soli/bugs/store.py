@@ -10,8 +10,9 @@ Sizes are views over the lines of files, so that every definition of a fix's siz
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,10 +20,39 @@ from soli.bugs.history import Commit
 from soli.bugs.selection import Rules, closes, pull
 from soli.core.errors import SoliError
 
-VERSION = 1
+VERSION = 2
 SIZES = ("source", "larger", "added", "all")
+CODE = "(fix OR rule NOT IN ('merge', 'nothing', 'beside'))"  # changes that code is a part of
+SURE = 0.6  # of a word by rules, below which a model's counts
+VERDICTS = f"""
+CREATE TABLE verdict (          -- what a fix is of, by rules or a model (soli bugs classify)
+    repo TEXT NOT NULL, hash TEXT NOT NULL,
+    dimension TEXT NOT NULL, word TEXT NOT NULL,  -- of taxonomy.py; or fix: yes or no, which stands above the rules of selection
+    confidence REAL,            -- the rules' probability of the word; a model gives none
+    by TEXT NOT NULL CHECK (by IN ('rules', 'model')),
+    version TEXT NOT NULL,      -- the rules' digest (Classifier.digest), or the model's name
+    evidence TEXT NOT NULL,     -- a JSON list: the rules that spoke for the word with what they matched, or the model's reason
+    PRIMARY KEY (repo, hash, dimension, by), FOREIGN KEY (repo, hash) REFERENCES change
+);
+CREATE TABLE edited (           -- what a change does to the syntax of its source and build files
+    repo TEXT NOT NULL, hash TEXT NOT NULL, what TEXT NOT NULL,  -- such as "condition added" (syntax.py); '' where nothing was done
+    count INTEGER NOT NULL, PRIMARY KEY (repo, hash, what), FOREIGN KEY (repo, hash) REFERENCES change
+);
+DROP VIEW IF EXISTS fix;
+CREATE VIEW judged AS           -- commits that change code. told: whether each is a fix by its message; fix: by its syntax too, where that was read
+SELECT change.repo, change.hash, written, committed, subject, body, coalesce(word = 'yes', fix) AS fix, fix AS told, rule, pull, source, larger, added, "all", files
+FROM change JOIN size USING (repo, hash) LEFT JOIN verdict ON verdict.repo = change.repo AND verdict.hash = change.hash AND dimension = 'fix'
+WHERE {CODE};
+CREATE VIEW fix AS SELECT * FROM judged WHERE fix;
+CREATE VIEW other AS SELECT * FROM judged WHERE NOT fix;  -- the control group
+CREATE VIEW class AS            -- the word that counts: a model's where it was asked and the rules have less than {SURE}, else the rules'
+SELECT repo, hash, dimension, word, confidence, by FROM verdict AS one WHERE by = 'rules' AND dimension != 'fix' AND
+    (confidence >= {SURE} OR NOT EXISTS (SELECT 1 FROM verdict AS other WHERE (other.repo, other.hash, other.dimension, other.by) =
+        (one.repo, one.hash, one.dimension, 'model')))
+UNION ALL SELECT model.repo, model.hash, model.dimension, model.word, model.confidence, model.by FROM verdict AS model
+    JOIN verdict AS rules USING (repo, hash, dimension) WHERE model.by = 'model' AND rules.by = 'rules' AND rules.confidence < {SURE};
+"""
 SCHEMA = f"""
-PRAGMA user_version = {VERSION};
 CREATE TABLE history (
     repo TEXT PRIMARY KEY,      -- such as deepspeedai/DeepSpeed
     head TEXT NOT NULL,         -- the commit that was HEAD
@@ -33,8 +63,8 @@ CREATE TABLE change (
     repo TEXT NOT NULL REFERENCES history, hash TEXT NOT NULL,
     written INTEGER NOT NULL, committed INTEGER NOT NULL,  -- seconds since 1970, by its author and by who took it in
     subject TEXT NOT NULL, body TEXT NOT NULL,
-    fix INTEGER NOT NULL,       -- 1: taken for a bug's fix
-    rule TEXT NOT NULL,         -- that decided (selection.toml)
+    fix INTEGER NOT NULL,       -- 1: taken for a bug's fix by its message
+    rule TEXT NOT NULL,         -- that decided so (selection.toml)
     pull INTEGER,               -- the pull request that its subject names
     PRIMARY KEY (repo, hash)
 );
@@ -65,11 +95,12 @@ CREATE VIEW size AS SELECT repo, hash,
     total(added + deleted) AS "all",
     total(kind IN ('source', 'build')) AS files
 FROM file GROUP BY repo, hash;
-CREATE VIEW fix AS SELECT change.*, source, larger, added, "all", files FROM change JOIN size USING (repo, hash) WHERE fix;
 CREATE VIEW time_to_fix AS SELECT closed.repo, closed.hash, issue.number, (change.committed - issue.opened) / 86400.0 AS days,
     issue.labels, request.reviewers
 FROM closed JOIN issue ON issue.repo = closed.repo AND issue.number = closed.issue
     JOIN change USING (repo, hash) LEFT JOIN request ON request.repo = closed.repo AND request.number = change.pull;
+{VERDICTS}
+PRAGMA user_version = {VERSION};
 """
 
 
@@ -83,6 +114,8 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
         found = 0 if fresh else base.execute("PRAGMA user_version").fetchone()[0]
         if fresh:
             base.executescript(SCHEMA)
+        elif found == 1:  # of before fixes were classified
+            base.executescript(f"{VERDICTS} PRAGMA user_version = {VERSION};")
         elif found != VERSION:
             raise SoliError(
                 "this file holds no bugs that this version of soli knows",
@@ -159,3 +192,28 @@ def _insert(base: sqlite3.Connection, repo: str, commit: Commit, rules: Rules) -
 def _text(words: str) -> str:
     """What is no UTF-8 as the sign for it."""
     return words.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def say(
+    base: sqlite3.Connection,
+    repo: str,
+    hash_: str,
+    dimension: str,
+    word: str,
+    confidence: float | None,
+    by: str,
+    version: str,
+    evidence: Sequence[str],
+) -> None:
+    """Keep a verdict; an earlier one by the same goes."""
+    base.execute(
+        "INSERT OR REPLACE INTO verdict VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (repo, hash_, dimension, word, confidence, by, version, json.dumps(list(map(_text, evidence)))),
+    )
+
+
+def edited(base: sqlite3.Connection, repo: str, hash_: str, done: Mapping[str, int]) -> None:
+    """Keep what a change does to syntax."""
+    base.execute("DELETE FROM edited WHERE repo = ? AND hash = ?", (repo, hash_))
+    rows = [(repo, hash_, what, count) for what, count in (done or {"": 0}).items()]
+    base.executemany("INSERT INTO edited VALUES (?, ?, ?, ?)", rows)

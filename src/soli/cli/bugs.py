@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,6 +57,57 @@ def mine(
     print(f"Kept in {out}.")
 
 
+@app.command("classify")
+def classify(
+    repos: Annotated[
+        list[Path],
+        typer.Argument(help="The clones that were mined; nothing in them is run.", show_default=False),
+    ],
+    db: Annotated[Path, typer.Option(help="What soli bugs mine wrote.")] = Path("bugs.db"),
+    rules: Annotated[
+        Path | None, typer.Option(help="Rules, as soli/bugs/classification.toml has them.")
+    ] = None,
+    endpoint: Annotated[
+        str,
+        typer.Option(
+            help="An OpenAI-compatible one, such as http://127.0.0.1:8000/v1; its key is in OPENAI_API_KEY."
+        ),
+    ] = "",
+    model: Annotated[str, typer.Option(help="To ask there where the rules are not sure.")] = "",
+    at_most: Annotated[int, typer.Option(help="Commits to ask the model of.", min=1)] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What each fix is of: symptom, cause, strategy, stage; by rules on message and changed syntax, then by a model if there is one."""
+    try:
+        from soli.bugs import classify as of
+    except ModuleNotFoundError as error:
+        raise SoliError(
+            "reading what commits change needs packages that are not installed",
+            got=str(error),
+            fix="pip install 'soli[bugs]'",
+        ) from error
+    from soli.bugs.endpoint import Endpoint
+
+    asked = Endpoint(endpoint, model, os.environ.get("OPENAI_API_KEY", "")) if endpoint else None
+    found = of.classify(repos, db, rules, asked, at_most)
+    if found.said:
+        print(
+            f"soli: the model at {endpoint} was not asked any more, and the rules' words stand: {found.said}",
+            file=sys.stderr,
+        )
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+        return
+    print(
+        f"{found.fixes} fixes in {db}; {found.looked} commits were looked at now. By their syntax {found.taken} are fixes that their messages do not call so, and {found.dropped} are none."
+    )
+    for dimension, counts in found.words.items():
+        shares = ", ".join(f"{word} {count}" for word, count in counts.items())
+        print(f"{dimension}: {shares}; not sure of {found.unsure.get(dimension, 0)}")
+    if asked:
+        print(f"{model} said words for {found.asked} fixes; {found.unread} of its answers said nothing.")
+
+
 @app.command("export")
 def export(
     repo: Annotated[str, typer.Argument(help="Such as deepspeedai/DeepSpeed.", show_default=False)],
@@ -99,6 +151,73 @@ def show(
             print(f"  {fix.date} {fix.repo} {fix.commit[:10]} ({fix.lines} lines) {fix.subject}")
 
 
+@app.command("report")
+def report(
+    out: Annotated[
+        Path, typer.Option(help="A folder: study.html, study.md, study.json.", show_default=False)
+    ],
+    db: Annotated[Path, typer.Option(help="What soli bugs classify wrote.")] = Path("bugs.db"),
+    labels: Annotated[
+        Path | None, typer.Option(help="Labels, to stand beside the rules and to judge them.")
+    ] = None,
+    sample: Annotated[
+        Path | None, typer.Option(help="What the labelled commits were drawn from, as JSON.")
+    ] = None,
+) -> None:
+    """The four questions of arXiv 2506.10426 asked of the mined fixes, beside what it states; with commits that are no fixes."""
+    from soli.bugs import judging
+    from soli.bugs import labels as of
+    from soli.bugs import report as written
+    from soli.bugs.study import study
+
+    rows = of.read(labels) if labels else []
+    said = study(db, rows, of.population(sample) if sample else None)
+    judged = judging.judge(rows, db) if rows else []
+    selected = of.judged(rows, sample, db) if rows and sample else {}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "study.md").write_text(written.markdown(said, judged, selected), encoding="utf-8")
+    (out / "study.html").write_text(written.page(said, judged, selected), encoding="utf-8")
+    told = {
+        **said,
+        "judged": [asdict(one) for one in judged],
+        "selection": {name: asdict(one) for name, one in selected.items()},
+    }
+    (out / "study.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    for question in said["questions"]:
+        print(question["name"])
+        for one in question["statements"]:
+            print(f"  {one['text']} {one['verdict'].capitalize()}.")
+    print(f"In {out}: study.html, study.md, study.json.")
+
+
+@app.command("label")
+def label(
+    repos: Annotated[list[Path], typer.Argument(help="The clones that were mined.", show_default=False)],
+    labeller: Annotated[str, typer.Option(help="Who labels.", show_default=False)],
+    db: Annotated[Path, typer.Option(help="What soli bugs mine wrote.")] = Path("bugs.db"),
+    labels: Annotated[Path, typer.Option(help="The CSV file, everybody's.")] = Path("labels.csv"),
+    sample: Annotated[Path, typer.Option(help="The commits that were drawn; made if there is none.")] = Path(
+        "sample.json"
+    ),
+    fixes: Annotated[int, typer.Option(help="How many to draw of the fixes.", min=0)] = 150,
+    rest: Annotated[
+        int, typer.Option(help="And of what the rules rejected though code was changed.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 0,
+) -> None:
+    """A page on this machine to label commits on, for two people or more; soli bugs agree says how they agree."""
+    try:
+        from soli.bugs import label_page
+        from soli.bugs import sample as of
+    except ModuleNotFoundError as error:
+        raise SoliError(
+            "the page needs packages that are not installed", got=str(error), fix="pip install 'soli[bugs]'"
+        ) from error
+    said = of.drawn(sample, db, seed, {"fix": fixes, "rest": rest})
+    label_page.serve(of.items(said, db, repos), labels, labeller, "a person", port)
+
+
 @app.command("agree")
 def agree(
     labels: Annotated[Path, typer.Argument(help="The CSV file.", show_default=False)],
@@ -106,20 +225,23 @@ def agree(
         Path | None, typer.Option(help="What the commits were drawn from, as JSON: population.")
     ] = None,
     db: Annotated[
-        Path | None, typer.Option(help="What soli bugs mine wrote: its rules are judged by the labels.")
+        Path | None, typer.Option(help="What was mined and classified: its rules are judged by the labels.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """How labellers agree, where they do not, and how good the rules are that chose the fixes."""
+    """How labellers agree, where they do not, and how good the rules are that chose the fixes and gave them words."""
+    from soli.bugs import judging
     from soli.bugs import labels as of
 
-    if (sample is None) != (db is None):
+    if sample is not None and db is None:
         raise SoliError(
             "rules are judged by what was drawn and what they chose",
-            fix="--sample FILE --db FILE, or neither",
+            fix="--db FILE, which soli bugs mine wrote",
         )
     rows = of.read(labels)
     said: dict[str, Any] = {"pairs": [asdict(pair) for pair in of.pairs(rows)]}
+    judged = judging.judge(rows, db) if db is not None else []
+    said["judged"] = [asdict(one) for one in judged]
     if sample is not None and db is not None:
         said["selection"] = {name: asdict(one) for name, one in of.judged(rows, sample, db).items()}
     if as_json:
@@ -140,6 +262,11 @@ def agree(
                 if getattr(a, name) != getattr(b, name)
             )
             print(f"    {a.repo} {a.commit[:10]} {words}")
+    for verdict in judged:
+        one = verdict.kappa
+        print(
+            f"the words for {verdict.dimension} by {verdict.labeller}: kappa {one.value:.2f} ({one.low:.2f} to {one.high:.2f}), {one.alike:.0%} of {one.count} alike"
+        )
     for name, one in said.get("selection", {}).items():
         shares = ", ".join(
             f"{what} {p:.2f} ({low:.2f} to {high:.2f})"

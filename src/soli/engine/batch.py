@@ -82,6 +82,7 @@ def part_of(batch: Any, ranks: int, index: int) -> Part:
             got=f"{total} rows, dp={ranks}",
             allowed=f"at least {ranks} rows",
             fix="use a larger batch or a smaller dp (a ragged last batch of engine.batches may be this small)",
+            seen="uneven-parts",
             everywhere=True,
         )
     start, stop = even_parts(total, ranks)[index]

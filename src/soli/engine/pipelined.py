@@ -124,6 +124,7 @@ def _agree(engine: Engine, traces: dict[bool, watch.Trace], last: int) -> None:
             "the model's forward takes different paths on the rows of different ranks",
             got=f"ranks {', '.join(map(str, odd))} took another than rank 0",
             fix="put what depends on the rows inside a block, or use pp=1",
+            seen="uneven-decision",
             everywhere=True,
         )
 

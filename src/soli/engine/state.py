@@ -353,6 +353,7 @@ def _check_groups(engine: Engine, state: dict[str, Any]) -> None:
             Problem(
                 "the optimizer has another number of parameter groups than the checkpoint's",
                 got=f"{groups}, saved {len(state['groups'])}",
+                seen="forgotten-on-resume",
             )
         )
     if (engine.scheduler is None) != (state["scheduler"] is None):
@@ -360,6 +361,7 @@ def _check_groups(engine: Engine, state: dict[str, Any]) -> None:
             Problem(
                 "a scheduler is in the checkpoint or in the program, but not in both",
                 fix="give soli.parallelize the scheduler that the checkpoint was trained with",
+                seen="forgotten-on-resume",
             )
         )
     raise_all(found, everywhere=True)

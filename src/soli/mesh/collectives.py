@@ -421,6 +421,7 @@ def _failed(record: Record | None, error: RuntimeError) -> Exception:
         f"{record}: {why}",
         got=text,
         fix="look for the first rank that stopped; `soli run` prints it, and where each rank stood",
+        seen="uneven-decision" if "deadline" in why else "",
     )
     found.consequence = True
     return found

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from dataclasses import replace
 from html import escape
 from typing import Any
 
 import numpy as np
 
+from soli.core.picture import svg
 from soli.planner import explain
 from soli.planner.cost.points import INTERLEAVED
 from soli.planner.search import Found, holds, plan_of, search, thriftiest
 from soli.planner.task import Task
 from soli.planner.timeline import Work, timeline
 
-WIDE = (9.0, 3.6)
 LIMITS = 12
 DRAWN = 24  # microbatches and stages of a timeline that can be read
 COLORS = {
@@ -51,9 +49,9 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
         *([f"<p>Read from the program: {escape('; '.join(inferred))}.</p>"] if inferred else []),
     ]
     for title, caption, draw in figures:
-        svg = _svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]
+        drawn = svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]
         parts.append(
-            f"<figure><h2>{escape(title)}</h2>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+            f"<figure><h2>{escape(title)}</h2>{drawn}<figcaption>{escape(caption)}</figcaption></figure>"
         )
     return "\n".join(parts) + "\n</html>\n"
 
@@ -72,23 +70,6 @@ def _table(answer: explain.Answer) -> str:
             f"<tr><td>{number}</td><td class=plan>{escape(one.plan)}<br>{escape(one.note)}</td>{said}</tr>"
         )
     return "<table>" + "".join(rows) + "</table>"
-
-
-def _svg(draw: Callable[[Any], None]) -> str:
-    """A picture as text of SVG, without a date or random names in it."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"svg.hashsalt": "soli", "svg.fonttype": "none", "font.size": 9}):
-        figure, axes = pyplot.subplots(figsize=WIDE, layout="constrained")
-        draw(axes)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    whole = text.getvalue()
-    return whole[whole.index("<svg") :]
 
 
 def _memory(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:

@@ -157,6 +157,7 @@ def _refused(sample: Sample, got: str) -> SoliError:
         f"cut over the ranks of tp, {name} ({type(sample.module).__name__}) does not compute what it computes whole",
         got=got,
         fix=f'leave its weights whole: soli.parallelize(..., roles={{"{name}.*": "replicated"}}), and tell us of it',
+        seen="wrong-layout",
         everywhere=True,
     )
 

@@ -1,0 +1,186 @@
+"""Whether a commit is a fix and of what, by rules that are data (classification.toml): a word, how sure they are, and why.
+
+The rules are a linear model that can be read: every rule that matches adds its weight to one word, a word's probability is the
+softmax of the sums. Weights and priors were fitted to labels of development (benchmarks/bugs/fit.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import softmax
+
+from soli.bugs.syntax import Edit
+from soli.bugs.taxonomy import DIMENSIONS
+from soli.core.errors import Problem, SoliError, raise_all
+
+PLACES = ("subject", "body", "paths", "kinds", "edits", "most", "size", "rule")
+FIX = ("yes", "no")
+FLAGS = re.IGNORECASE | re.MULTILINE
+
+
+@dataclass(frozen=True)
+class Hint:
+    """If `match` is found in that place of a fix, `weight` speaks for `word`."""
+
+    word: str
+    name: str
+    where: str
+    match: re.Pattern[str]
+    weight: float
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Of one dimension: priors of its words, and what speaks for each."""
+
+    prior: dict[str, float]
+    hints: tuple[Hint, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A word, its probability, and the rules that spoke for it, the heaviest first, each with what it matched."""
+
+    word: str
+    confidence: float
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Every dimension's hints; of whether it is a fix at all, which takes a probability of `least`; `digest`: of the text that they were read from."""
+
+    dimensions: dict[str, Hints]
+    fix: Hints
+    least: float
+    digest: str
+
+
+def places(
+    subject: str, body: str, sources: Iterable[tuple[str, str, int]], edits: Sequence[Edit], rule: str = ""
+) -> dict[str, str]:
+    """Where rules look. `sources`: kind, path and lines of each file. `edits`: of its source and build files. `rule`: of selection."""
+    of = list(sources)
+    lines = [lines for kind, _, lines in of if kind in ("source", "build")]
+    most = Counter(edit.what for edit in edits).most_common(1)
+    return {
+        "subject": subject,
+        "body": body,
+        "paths": "\n".join(f"{kind} {path}" for kind, path, _ in of),
+        "kinds": " ".join(sorted({kind for kind, _, _ in of})),
+        "edits": "\n".join(map(str, edits)),
+        "most": most[0][0] if most else "",
+        "size": f"{sum(lines)} lines, {len(lines)} files",
+        "rule": rule,
+    }
+
+
+def matches(hints: Hints, of: Mapping[str, str]) -> list[re.Match[str] | None]:
+    """What each hint finds in a fix."""
+    return [hint.match.search(of[hint.where]) for hint in hints.hints]
+
+
+def verdict(hints: Hints, of: Mapping[str, str], least: tuple[str, float] | None = None) -> Verdict:
+    """The likeliest word of one dimension; with `least` the first of two words where it has that probability, else the other."""
+    found = matches(hints, of)
+    chances = dict(
+        zip(
+            hints.prior,
+            likely(hints, np.array([[one is not None for one in found]], dtype=float))[0],
+            strict=True,
+        )
+    )
+    word = max(chances, key=lambda one: chances[one])
+    if least:
+        word = least[0] if chances[least[0]] >= least[1] else next(one for one in chances if one != least[0])
+    spoke = [(h, m) for h, m in zip(hints.hints, found, strict=True) if m and h.word == word and h.weight > 0]
+    said = [f"{h.name}: {_short(m)}" for h, m in sorted(spoke, key=lambda one: -one[0].weight)]
+    return Verdict(word, float(chances[word]), tuple(said))
+
+
+def decided(made: Classifier, of: Mapping[str, str]) -> Verdict:
+    """Whether it is a fix: yes or no."""
+    return verdict(made.fix, of, (FIX[0], made.least))
+
+
+def likely(hints: Hints, matched: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[fixes, words] probabilities of [fixes, hints] matches."""
+    words = list(hints.prior)
+    speaks = np.zeros((len(hints.hints), len(words)))
+    for row, hint in enumerate(hints.hints):
+        speaks[row, words.index(hint.word)] = hint.weight
+    chances: NDArray[np.float64] = softmax(matched @ speaks + np.array(list(hints.prior.values())), axis=1)
+    return chances
+
+
+def classifier(path: Path | None = None) -> Classifier:
+    """soli's own, or a file's. SoliError with all that is wrong in it."""
+    try:
+        text = (path or files("soli.bugs").joinpath("classification.toml")).read_text(encoding="utf-8")
+        said = tomllib.loads(text)
+    except OSError as error:
+        raise SoliError("the rules cannot be read", got=f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SoliError("the rules are no TOML", got=f"{path}: {error}") from error
+    wrong: list[Problem] = []
+    made = {name: _hints(name, words, said.get(name, {}), wrong) for name, words in DIMENSIONS.items()}
+    fix = dict(said.get("fix", {}))
+    least = fix.pop("least", 0.5)
+    if not isinstance(least, float) or not 0 < least < 1:
+        wrong.append(Problem("fix: 'least' is a probability", got=repr(least)))
+    decides = _hints("fix", FIX, fix, wrong)
+    raise_all(wrong)
+    return Classifier(made, decides, least, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def _hints(name: str, words: Iterable[str], given: Mapping[str, Any], wrong: list[Problem]) -> Hints:
+    known = tuple(words)
+    wrong += [
+        Problem(f"{name} has no such word", got=word, allowed=", ".join(known))
+        for word in given
+        if word not in known
+    ]
+    if not given:
+        wrong.append(Problem("nothing is said of a dimension", got=name, fix=f'[{name}."{known[-1]}"]'))
+    prior = {word: float(given.get(word, {}).get("prior", -np.inf)) for word in known}
+    return Hints(
+        prior,
+        tuple(
+            _hint(name, word, one, wrong) for word in known for one in given.get(word, {}).get("rules", ())
+        ),
+    )
+
+
+def _hint(dimension: str, word: str, one: Mapping[str, Any], wrong: list[Problem]) -> Hint:
+    said = f"{dimension} {word}: {one.get('name', 'a rule without a name')}"
+    where = [name for name in PLACES if name in one]
+    if len(where) != 1 or not one.get("name"):
+        wrong.append(Problem(f"{said}: a rule has a name and looks in one place", allowed=", ".join(PLACES)))
+        return Hint(word, said, "subject", re.compile("$^"), 0.0)
+    try:
+        pattern = re.compile(one[where[0]], FLAGS)
+    except (TypeError, re.error) as error:
+        wrong.append(Problem(f"{said}: this is no pattern", got=str(error)))
+        pattern = re.compile("$^")
+    weight = one.get("weight", 1.0)
+    if not isinstance(weight, (int, float)):
+        wrong.append(Problem(f"{said}: a weight is a number", got=repr(weight)))
+        weight = 0.0
+    return Hint(word, str(one["name"]), where[0], pattern, float(weight))
+
+
+def _short(found: re.Match[str]) -> str:
+    """What was matched, to the end of its line where more follows."""
+    end = found.string.find("\n", found.end())
+    return " ".join(found.string[found.start() : end if end >= 0 else None].split())[:80]

@@ -1,0 +1,70 @@
+"""How good rules that classify are, by labels: kappa, the confusion matrix, and of each word precision and recall."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from soli.bugs import store
+from soli.bugs.agreement import Kappa, confusion, kappa
+from soli.bugs.labels import Label
+from soli.bugs.mine import share
+from soli.bugs.taxonomy import DIMENSIONS
+from soli.core.errors import SoliError
+
+ALL = "all of them"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One dimension by one labeller, or by ALL where they agree. `matrix`: labels down, verdicts across, in the order of `words`.
+    `precision`, `recall`: of each word, with 95% intervals (Wilson 1927); a word that nobody says has none."""
+
+    dimension: str
+    labeller: str
+    kappa: Kappa
+    words: tuple[str, ...]
+    matrix: tuple[tuple[int, ...], ...]
+    precision: dict[str, tuple[float, float, float]]
+    recall: dict[str, tuple[float, float, float]]
+
+
+def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
+    """The verdicts of a classified file on the labelled fixes that it has, by every labeller and by all of them together."""
+    if not mined.exists():
+        raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
+    with store.opened(mined) as base:
+        said = {
+            (repo, hash_, dimension): word
+            for repo, hash_, dimension, word in base.execute("SELECT repo, hash, dimension, word FROM class")
+        }
+    by: dict[str, dict[tuple[str, str], Label]] = {}
+    for one in labels:
+        by.setdefault(one.labeller, {})[one.repo, one.commit] = one
+    found = []
+    for dimension in DIMENSIONS:
+        words = {
+            who: {key: getattr(one, dimension) for key, one in theirs.items() if one.fix == "yes"}
+            for who, theirs in by.items()
+        }
+        first = next(iter(words.values()), {})
+        words[ALL] = {
+            key: word for key, word in first.items() if all(one.get(key) == word for one in words.values())
+        }
+        found += [_judged(dimension, who, theirs, said) for who, theirs in words.items()]
+    return found
+
+
+def _judged(
+    dimension: str, who: str, theirs: dict[tuple[str, str], str], said: dict[tuple[str, str, str], str]
+) -> Judged:
+    both = [(word, said[*key, dimension]) for key, word in theirs.items() if (*key, dimension) in said]
+    true, guessed = [a for a, _ in both], [b for _, b in both]
+    words = tuple(word for word in DIMENSIONS[dimension] if word in {*true, *guessed})
+    right = {word: sum(a == b == word for a, b in both) for word in words}
+    return Judged(
+        dimension, who, kappa(true, guessed), words, confusion(words, true, guessed),
+        {word: share(right[word], guessed.count(word)) for word in words if word in guessed},
+        {word: share(right[word], true.count(word)) for word in words if word in true},
+    )  # fmt: skip

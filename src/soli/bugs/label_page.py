@@ -1,0 +1,165 @@
+"""A page to label commits on: one commit at a time, its message and diff, and a choice of words; then how labellers agree.
+
+It listens on this machine alone, and every address has a token in it. It has no scripts, fetches nothing, and what a commit says is
+shown as text. A label is in the CSV file as soon as it is given; whoever goes on later begins with the first that is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from jinja2 import Environment, StrictUndefined
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from soli.bugs import labels
+from soli.bugs.catalogue import mechanisms
+from soli.bugs.labels import FIX, Label
+from soli.bugs.taxonomy import DIMENSIONS
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+}
+LONGEST = 100_000  # bytes of a form
+
+
+@dataclass(frozen=True)
+class Item:
+    """A commit to label, and how it is shown."""
+
+    repo: str
+    commit: str
+    sample: str
+    subject: str
+    body: str
+    diff: str
+
+
+def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, token: str) -> Starlette:
+    """The page of one labeller: `path` holds everybody's labels, and is written after each."""
+    pages = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = pages.from_string(files("soli.bugs").joinpath("label_page.html").read_text(encoding="utf-8"))
+    root = f"/{token}"
+
+    def known() -> list[Label]:
+        return labels.read(path) if path.exists() else []
+
+    def mine(rows: Sequence[Label]) -> dict[tuple[str, str], Label]:
+        return {(one.repo, one.commit): one for one in rows if one.labeller == labeller}
+
+    def page(name: str, status: int = 200, **said: Any) -> Response:
+        said |= {
+            "page": name,
+            "root": root,
+            "labeller": labeller,
+            "dimensions": DIMENSIONS,
+            "fix_words": FIX,
+            "mechanisms": list(mechanisms()),
+        }
+        return HTMLResponse(template.render(said), status, HEADERS)
+
+    def start(request: Request) -> Response:
+        done = mine(known())
+        left = [i for i, one in enumerate(items) if (one.repo, one.commit) not in done]
+        return RedirectResponse(f"{root}/{left[0]}" if left else f"{root}/agreement", 303, HEADERS)
+
+    async def commit(request: Request) -> Response:
+        number = request.path_params["number"]
+        if not 0 <= number < len(items):
+            return page("none", 404)
+        item, rows = items[number], known()
+        told = mine(rows).get((item.repo, item.commit))
+        wrong: list[tuple[str, str]] = []
+        if request.method == "POST":
+            told = given(await _form(request), item, labeller, made_by)
+            wrong = labels.wrong(told)
+            if not wrong:
+                kept = [
+                    one
+                    for one in rows
+                    if (one.repo, one.commit, one.labeller) != (told.repo, told.commit, told.labeller)
+                ]
+                keep(path, [*kept, told])
+                return RedirectResponse(f"{root}/", 303, HEADERS)
+        done = len({(one.repo, one.commit) for one in items} & set(mine(rows)))
+        return page(
+            "commit",
+            422 if wrong else 200,
+            number=number,
+            count=len(items),
+            done=done,
+            item=item,
+            told=told,
+            wrong=wrong,
+        )
+
+    def agreement(request: Request) -> Response:
+        rows = known()
+        places = {(one.repo, one.commit): i for i, one in enumerate(items)}
+        left = len(items) - len(set(places) & set(mine(rows)))
+        return page("agreement", pairs=labels.pairs(rows) if rows else [], left=left, places=places)
+
+    return Starlette(
+        routes=[
+            Route(f"{root}/", start),
+            Route(f"{root}/agreement", agreement),
+            Route(f"{root}/{{number:int}}", commit, methods=["GET", "POST"]),
+        ]
+    )
+
+
+def serve(items: Sequence[Item], path: Path, labeller: str, made_by: str, port: int) -> None:
+    """Until it is interrupted."""
+    import socket
+
+    import uvicorn
+
+    token = secrets.token_urlsafe(24)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen()
+        print(f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/", flush=True)
+        print(f"{len(items)} commits; labels go to {path}. Ctrl-C ends it.", flush=True)
+        app = application(items, path, labeller, made_by, token)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listening])
+
+
+def given(form: Mapping[str, str], item: Item, labeller: str, made_by: str) -> Label:
+    """What a form says. Words of no fix are left out."""
+    one = Label(
+        item.repo, item.commit, item.sample, labeller, made_by, date.today().isoformat(), form.get("fix", ""),
+        "", "", "", "", "", " ".join(form.get("why", "").split()),
+    )  # fmt: skip
+    if one.fix != "yes":
+        return one
+    return replace(one, **{name: form.get(name, "") for name in (*DIMENSIONS, "mechanism")})
+
+
+def keep(path: Path, rows: Sequence[Label]) -> None:
+    """The whole file, or the one before."""
+    beside = path.with_name(f"{path.name}.new")
+    labels.write(beside, rows)
+    os.replace(beside, path)
+
+
+async def _form(request: Request) -> dict[str, str]:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > LONGEST:
+            return {}
+    return {name: values[-1] for name, values in parse_qs(body.decode(errors="replace")).items()}

@@ -1,0 +1,377 @@
+"""The study as a page with plots and as Markdown: the same blocks, written twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from soli.bugs.judging import ALL, Judged
+from soli.bugs.labels import Selection
+from soli.bugs.mine import SMALL
+from soli.bugs.study import LINES, Share
+from soli.bugs.taxonomy import DIMENSIONS
+from soli.core.picture import svg
+
+LONG = 25  # characters of a cell that is words and no number
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse;font-size:14px;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
+td:first-child,th:first-child,td.words{text-align:left}div{overflow-x:auto}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
+COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A title, of level 1 to 3."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first row has the titles."""
+
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot; Markdown has its caption only where a table says the same."""
+
+    caption: str
+    draw: Callable[[Any], None]
+
+
+Block = Heading | Table | Figure | str
+
+
+def markdown(
+    said: Mapping[str, Any], judged: Sequence[Judged] = (), selected: Mapping[str, Selection] | None = None
+) -> str:
+    """The report without plots."""
+    return (
+        "\n\n".join(
+            _markdown(block) for block in blocks(said, judged, selected) if not isinstance(block, Figure)
+        )
+        + "\n"
+    )
+
+
+def page(
+    said: Mapping[str, Any], judged: Sequence[Judged] = (), selected: Mapping[str, Selection] | None = None
+) -> str:
+    """The report as one HTML page. Nothing is fetched, nothing runs in it."""
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        f"<title>Bugs of distributed training</title><style>{STYLE}</style>",
+    ]
+    return "\n".join([*parts, *map(_html, blocks(said, judged, selected))]) + "\n</html>\n"
+
+
+def _markdown(block: Heading | Table | str) -> str:
+    if isinstance(block, Heading):
+        return f"{'#' * block.level} {block.text}"
+    if isinstance(block, Table):
+        head, *rows = ["| " + " | ".join(row) + " |" for row in block.rows]
+        return "\n".join([head, "|" + "---|" * len(block.rows[0]), *rows])
+    return block
+
+
+def _html(block: Block) -> str:
+    if isinstance(block, Heading):
+        return f"<h{block.level}>{escape(block.text)}</h{block.level}>"
+    if isinstance(block, Table):
+        head, *rows = block.rows
+        titles = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+        cells = ("".join(map(_cell, row)) for row in rows)
+        return (
+            f"<div><table><tr>{titles}</tr>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table></div>"
+        )
+    if isinstance(block, Figure):
+        return f"<figure>{svg(block.draw)}<figcaption>{escape(block.caption)}</figcaption></figure>"
+    return f"<p>{escape(block)}</p>"
+
+
+def _cell(text: str) -> str:
+    return f"<td{' class=words' * (len(text) > LONG)}>{escape(text)}</td>"
+
+
+def blocks(
+    said: Mapping[str, Any], judged: Sequence[Judged] = (), selected: Mapping[str, Selection] | None = None
+) -> Iterator[Block]:
+    """The whole report in order."""
+    yield Heading(1, "Bugs of distributed training, from the fixes in git histories")
+    yield (
+        f"Beside each question stands what {said['source']} states of 308 bugs that people read. Brackets are 95% intervals: of the counting alone, "
+        "not of the rules' mistakes, which the last section has. Fixes are commits that message and syntax make one by the rules; sizes are of those whose message does."
+    )
+    yield Table(
+        [["history", "commits", "fixes", "no fixes, of code", "from", "to", "HEAD"]]
+        + [
+            [
+                h["repo"],
+                *(f"{h[key]:,}" for key in ("commits", "fixes", "others")),
+                h["first"],
+                h["last"],
+                h["head"][:10],
+            ]
+            for h in said["histories"]
+        ]
+    )
+    for question in said["questions"]:
+        yield Heading(2, question["name"])
+        yield Table(
+            [["stated", "here", "by"]] + [[s["text"], s["verdict"], s["why"]] for s in question["statements"]]
+        )
+        if question["dimension"] in ("symptom", "cause"):
+            yield from _dimension(said, question["dimension"])
+        elif question["dimension"] == "strategy":
+            yield from _effort(said)
+            yield from _dimension(said, "strategy")
+        else:
+            yield from _hard(said)
+    yield Heading(2, "Training or inference")
+    yield from _dimension(said, "stage")
+    yield from _quality(judged, selected or {})
+
+
+def _dimension(said: Mapping[str, Any], dimension: str) -> Iterator[Block]:
+    table = said["words"][dimension]
+    repos, labelled = list(table["repos"]), table["labels"]
+    head = [
+        dimension,
+        "fixes",
+        "share",
+        *repos,
+        *([f"by labels, {labelled['count']} fixes"] if labelled else []),
+    ]
+    rows = [head]
+    for word, (count, part) in table["all"].items():
+        row = [
+            word,
+            f"{count:,}",
+            interval(part),
+            *(interval(table["repos"][repo][word][1]) for repo in repos),
+        ]
+        rows.append([*row, *([interval(labelled["words"][word][1])] if labelled else [])])
+    yield Table(rows)
+    yield Figure(
+        f"Shares of each {dimension} by repository, with intervals.", lambda axes: _bars(axes, table["repos"])
+    )
+    years = table["years"]
+    words = list(table["all"])
+    yield Table(
+        [["year", "fixes", *words]]
+        + [
+            [year, f"{sum(n.values()):,}", *(f"{n.get(w, 0) / sum(n.values()):.0%}" for w in words)]
+            for year, n in years.items()
+        ]
+    )
+    yield Figure(f"Fixes of each year by {dimension}.", lambda axes: _years(axes, years, words))
+
+
+def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
+    sizes = said["sizes"]
+    repos = [h["repo"] for h in said["histories"]]
+    yield (
+        f"Fixes of {SMALL} lines or fewer, by what is counted; the study states 48%. `source`: added and deleted lines of source and build files; "
+        "`larger`: of each such file the larger of the two; `added`: added ones; `all`: of every file. Fixes are those whose message says so: the rules "
+        "on syntax know how large a commit is, so that what they choose is small for that reason (`by syntax too`). `by labels`: of the commits that "
+        "people call fixes, among the chosen and the rejected, each counted for as many as it stands for."
+    )
+    head = [
+        "lines",
+        "all fixes",
+        *repos,
+        "repositories alike",
+        "in the study's mix",
+        "before the study",
+        "by labels",
+        "by syntax too",
+        "no fixes",
+        "median",
+    ]
+    rows = [
+        [name, interval(row["all"]), *(interval(row["repos"].get(repo)) for repo in repos)]
+        + [interval(row[key]) for key in ("alike", "mix", "before", "labels", "syntax", "others")]
+        + [f"{row['median']:.0f}"]
+        for name, row in sizes.items()
+    ]
+    yield Table([head, *rows])
+    yield Figure(
+        "Fixes of 10 lines or fewer by what is counted; the line is at 48%.", lambda axes: _small(axes, sizes)
+    )
+    lines = said["lines"]
+    yield Table(
+        [["source lines at most", *map(str, LINES)]]
+        + [[name, *map(interval, lines[key])] for name, key in (("fixes", "fixes"), ("no fixes", "others"))]
+    )
+    yield Figure("Share of commits of so many source lines or fewer.", lambda axes: _curves(axes, lines))
+    yield Heading(3, f"Strategies of the fixes of {SMALL} source lines or fewer")
+    yield Table(
+        [["strategy", "fixes", "share"]]
+        + [[word, f"{n:,}", interval(part)] for word, (n, part) in said["small"].items()]
+    )
+    yield from _syntax(said["syntax"])
+    if said["days"]:
+        days = said["days"]
+        quartiles = ", ".join(f"{one:.1f}" for one in days["quartiles"])
+        yield f"Of {days['count']} closed issues: days from opening to the fix {quartiles} (quartiles), reviewers {days['reviewers']} (median)."
+    else:
+        yield "How long a fix took is not in git: `soli bugs export` and `soli bugs mine --issues` take it from GitHub."
+
+
+def _syntax(syntax: Mapping[str, Any]) -> Iterator[Block]:
+    fixes, others = syntax["fixes"], syntax["others"]
+    if not others["count"]:
+        return
+    yield Heading(3, "What is done to the syntax")
+    rows = sorted(fixes["shares"], key=lambda what: -fixes["shares"][what][0])
+    yield Table(
+        [["", f"of {fixes['count']:,} fixes", f"of {others['count']:,} that are none", "ratio"]]
+        + [
+            [what, interval(fixes["shares"][what]), interval(others["shares"].get(what)),
+             f"{fixes['shares'][what][0] / others['shares'][what][0]:.2f}" if others["shares"].get(what, (0,))[0] else ""]
+            for what in rows
+        ]
+    )  # fmt: skip
+
+
+def _hard(said: Mapping[str, Any]) -> Iterator[Block]:
+    spread = said["spread"]
+    yield Table(
+        [["", "commits", "one source file", "one folder", "files, median"]]
+        + [
+            [
+                name,
+                f"{spread[key]['count']:,}",
+                interval(spread[key]["one file"]),
+                interval(spread[key]["one folder"]),
+                f"{spread[key]['median']:.0f}",
+            ]
+            for name, key in (("fixes", "fixes"), ("no fixes", "others"))
+        ]
+    )
+    causes = [word for word in DIMENSIONS["cause"] if any(word in row for row in said["together"].values())]
+    yield Table(
+        [["symptom by cause", *causes]]
+        + [
+            [symptom, *(str(row.get(cause, 0)) for cause in causes)]
+            for symptom, row in sorted(said["together"].items(), key=lambda one: -sum(one[1].values()))
+        ]
+    )
+
+
+def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Iterator[Block]:
+    yield Heading(2, "How far the words are right")
+    if not judged:
+        yield "No labels were given (--labels), so nothing is known of it here."
+        return
+    if selected:
+        yield "The rules of selection, by labels of what they took and of what they left: of what they take the share that are fixes, and of all fixes the share that they take."
+        yield Table(
+            [["a fix if", "precision", "recall", "fixes among the labelled"]]
+            + [[who, _two(one.precision), _two(one.recall), str(one.fixes)] for who, one in selected.items()]
+        )
+    yield Table(
+        [["dimension", "labeller", "fixes", "alike", "kappa"]]
+        + [
+            [
+                one.dimension,
+                one.labeller,
+                str(one.kappa.count),
+                f"{one.kappa.alike:.0%}",
+                f"{one.kappa.value:.2f} ({one.kappa.low:.2f} to {one.kappa.high:.2f})",
+            ]
+            for one in judged
+        ]
+    )
+    for one in judged:
+        if one.labeller != ALL:
+            continue
+        yield Heading(3, f"{one.dimension}: labels on which all agree (down) and the rules (across)")
+        yield Table(
+            [["", *one.words, "precision", "recall"]]
+            + [
+                [word, *map(str, row), interval(one.precision.get(word)), interval(one.recall.get(word))]
+                for word, row in zip(one.words, one.matrix, strict=True)
+            ]
+        )
+
+
+def interval(part: Share | None) -> str:
+    """A share as people read it."""
+    return f"{part[0]:.0%} ({100 * part[1]:.0f} to {100 * part[2]:.0f})" if part else "-"
+
+
+def _two(part: Share) -> str:
+    return f"{part[0]:.2f} ({part[1]:.2f} to {part[2]:.2f})"
+
+
+def _bars(axes: Any, repos: Mapping[str, Mapping[str, tuple[int, Share]]]) -> None:
+    words = list(next(iter(repos.values())))
+    height = 0.8 / len(repos)
+    for i, (repo, table) in enumerate(repos.items()):
+        parts = np.array([table[word][1] for word in words])
+        places = np.arange(len(words)) + (i - (len(repos) - 1) / 2) * height
+        errors = np.abs(parts[:, 1:].T - parts[:, 0])
+        axes.barh(
+            places,
+            parts[:, 0],
+            height=height,
+            xerr=errors,
+            color=COLORS[i % len(COLORS)],
+            label=repo,
+            error_kw={"linewidth": 0.8},
+        )
+    axes.set(yticks=np.arange(len(words)), yticklabels=words, xlabel="share of fixes")
+    axes.invert_yaxis()
+    axes.legend(frameon=False)
+
+
+def _years(axes: Any, years: Mapping[str, Mapping[str, int]], words: Sequence[str]) -> None:
+    bottom = np.zeros(len(years))
+    for i, word in enumerate(words):
+        counts = np.array([row.get(word, 0) for row in years.values()], dtype=float)
+        axes.bar(list(years), counts, bottom=bottom, color=COLORS[i % len(COLORS)], label=word, width=0.7)
+        bottom += counts
+    axes.set(ylabel="fixes")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _small(axes: Any, sizes: Mapping[str, Any]) -> None:
+    for i, (key, label) in enumerate((("all", "fixes"), ("others", "no fixes"))):
+        rows = [(name, row[key]) for name, row in sizes.items() if row[key]]
+        parts = np.array([part for _, part in rows])
+        places = np.arange(len(rows)) + (i - 0.5) * 0.3
+        axes.bar(
+            places,
+            parts[:, 0],
+            width=0.28,
+            yerr=np.abs(parts[:, 1:].T - parts[:, 0]),
+            color=COLORS[i],
+            label=label,
+        )
+    axes.axhline(0.48, color="black", linestyle="--", linewidth=1)
+    axes.set(xticks=np.arange(len(sizes)), xticklabels=list(sizes), ylabel=f"share of {SMALL} lines or fewer")
+    axes.legend(frameon=False)
+
+
+def _curves(axes: Any, lines: Mapping[str, Sequence[Share]]) -> None:
+    for i, (key, label) in enumerate((("fixes", "fixes"), ("others", "no fixes"))):
+        parts = np.array(lines[key])
+        axes.plot(LINES, parts[:, 0], marker="o", color=COLORS[i], label=label)
+        axes.fill_between(LINES, parts[:, 1], parts[:, 2], color=COLORS[i], alpha=0.2)
+    axes.set(
+        xscale="log",
+        xticks=LINES,
+        xticklabels=[str(n) for n in LINES],
+        ylim=(0, 1),
+        xlabel="source lines",
+        ylabel="share",
+    )
+    axes.legend(frameon=False)

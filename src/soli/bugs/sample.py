@@ -1,0 +1,71 @@
+"""Commits to label: drawn at random once, and kept in a file with what each stands for, so that every labeller has the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from soli.bugs import history, labels, store
+from soli.bugs.changes import patches
+from soli.bugs.label_page import Item
+from soli.bugs.mine import name
+from soli.core.errors import SoliError
+
+LINES = 400  # of a diff that a person is shown
+
+
+def drawn(
+    path: Path, mined: Path, seed: int, counts: Mapping[str, int], without: Collection[str] = ()
+) -> dict[str, Any]:
+    """What the file says; if there is none, what is drawn now, which is kept in it."""
+    if path.exists():
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            if not all(isinstance(said["commits"][name], list) for name in labels.SAMPLES):
+                raise ValueError("no lists of commits")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SoliError(
+                "this holds no commits that were drawn", got=f"{path}: {error!r}", fix="another --sample"
+            ) from error
+        return dict(said)
+    if not mined.exists():
+        raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
+    with store.opened(mined) as base:
+        commits, population = labels.draw(base, seed, counts, without)
+        heads = base.execute("SELECT repo, head, rules FROM history ORDER BY repo").fetchall()
+    said = {
+        "seed": seed, "population": population, "drawn": dict(counts), "rules": sorted({rules for *_, rules in heads}),
+        "heads": {repo: head for repo, head, _ in heads}, "commits": commits,
+    }  # fmt: skip
+    path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    return said
+
+
+def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list[Item]:
+    """Each drawn commit as it is shown. SoliError where its history is not given."""
+    where = {name(path): path for path in repos}
+    lacking = {repo for commits in said["commits"].values() for repo, _ in commits} - set(where)
+    if lacking:
+        raise SoliError(
+            "commits of other histories were drawn",
+            got=", ".join(sorted(lacking)),
+            fix="give these clones too",
+        )
+    for path in repos:
+        history.check(path)
+    all_ = [(sample, repo, hash_) for sample, commits in said["commits"].items() for repo, hash_ in commits]
+    diffs = {
+        (repo, hash_): diff
+        for repo, path in where.items()
+        for hash_, diff in patches(path, [h for _, r, h in all_ if r == repo], LINES).items()
+    }
+    with store.opened(mined) as base:
+        texts = {
+            (repo, hash_): (subject, body)
+            for repo, hash_, subject, body in base.execute("SELECT repo, hash, subject, body FROM change")
+        }
+    return [
+        Item(repo, hash_, sample, *texts[repo, hash_], diffs[repo, hash_]) for sample, repo, hash_ in all_
+    ]

@@ -1,0 +1,316 @@
+"""The four questions of arXiv 2506.10426 asked of what was mined and classified: tables of shares with 95% intervals.
+
+Words are counted twice where labels are given: over all fixes by the rules' words, and over the labelled sample by people's. Sizes
+are of the fixes by their message: the rules on syntax know how large a commit is, and what they choose is small for that reason.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from soli.bugs import store
+from soli.bugs.labels import Label, selection
+from soli.bugs.mine import SMALL, share
+from soli.bugs.taxonomy import DIMENSIONS, UNKNOWN
+from soli.core.errors import SoliError
+
+Share = tuple[float, float, float]
+LINES = (1, 5, 10, 20, 50, 100)
+
+
+def study(
+    mined: Path, labels: Sequence[Label] = (), population: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """All tables as plain data. `population`: how many commits each sample of labels was drawn from. SoliError where nothing was mined or
+    classified."""
+    if not mined.exists():
+        raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
+    paper = tomllib.loads(files("soli.bugs").joinpath("study.toml").read_text(encoding="utf-8"))
+    with store.opened(mined) as base:
+        fixes, done = (base.execute(f"SELECT count(*) FROM {what}").fetchone()[0] for what in ("fix", "(SELECT DISTINCT repo, hash FROM class)"))  # fmt: skip
+        if not fixes:
+            raise SoliError(
+                "no fix of a bug is in this file",
+                got=str(mined),
+                fix="soli bugs mine other histories, or by other --rules",
+            )
+        if done < fixes:
+            raise SoliError(
+                "not all fixes in this file are classified",
+                got=f"{mined}: {done} of {fixes}",
+                fix=f"soli bugs classify ... --db {mined}",
+            )
+        said = {
+            "source": paper["source"],
+            "histories": _histories(base),
+            "sizes": _sizes(base, paper, labels, population),
+            "lines": _lines(base),
+            "words": {name: _words(base, name, labels) for name in DIMENSIONS},
+            "small": _small(base),
+            "together": _together(base),
+            "spread": _spread(base),
+            "syntax": _syntax(base),
+            "days": _days(base),
+        }
+    said["questions"] = [_answered(question, said) for question in paper["question"]]
+    return said
+
+
+def _histories(base: sqlite3.Connection) -> list[dict[str, Any]]:
+    query = (
+        "SELECT repo, head, commits, (SELECT count(*) FROM fix WHERE fix.repo = history.repo), "
+        "(SELECT count(*) FROM other WHERE other.repo = history.repo), "
+        "(SELECT min(committed) FROM change WHERE change.repo = history.repo), (SELECT max(committed) FROM change WHERE change.repo = history.repo) "
+        "FROM history ORDER BY repo"
+    )
+    return [
+        {"repo": repo, "head": head, "commits": commits, "fixes": fixes, "others": others, "first": _day(first), "last": _day(last)}
+        for repo, head, commits, fixes, others, first, last in base.execute(query)
+    ]  # fmt: skip
+
+
+def _day(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).date().isoformat()
+
+
+def _sizes(
+    base: sqlite3.Connection,
+    paper: Mapping[str, Any],
+    labels: Sequence[Label],
+    population: Mapping[str, int] | None,
+) -> dict[str, dict[str, Any]]:
+    """Of each definition of a size the share of SMALL lines or fewer: of all fixes by their message, each repository's, weighted, before the
+    study; by their syntax too; by labels, of chosen and of rejected commits; and of those whose message calls them no fix."""
+    end = int(datetime.combine(paper["date"], datetime.min.time(), UTC).timestamp())
+    found = {}
+    for name in store.SIZES:
+        rows = base.execute(f'SELECT repo, "{name}", committed FROM judged WHERE told').fetchall()
+        others = [size for (size,) in base.execute(f'SELECT "{name}" FROM judged WHERE NOT told')]
+        syntax = [size for (size,) in base.execute(f'SELECT "{name}" FROM fix')]
+        small = set(base.execute(f'SELECT repo, hash FROM size WHERE "{name}" <= ?', (SMALL,)))
+        by: dict[str, list[float]] = {}
+        for repo, size, _ in rows:
+            by.setdefault(repo, []).append(size)
+        parts = {
+            repo: share(sum(s <= SMALL for s in sizes), len(sizes)) for repo, sizes in sorted(by.items())
+        }
+        before = [size for _, size, when in rows if when < end]
+        weights = {repo: paper["mix"].get(repo, 0) for repo in by}
+        found[name] = {
+            "count": len(rows), "median": float(np.median([size for _, size, _ in rows])),
+            "all": share(sum(s <= SMALL for _, s, _ in rows), len(rows)), "repos": parts,
+            "alike": _mixed(by, dict.fromkeys(by, 1)),
+            "mix": _mixed(by, weights) if all(weights.values()) and len(weights) == len(paper["mix"]) else None,
+            "before": share(sum(s <= SMALL for s in before), len(before)) if before else None,
+            "others": share(sum(s <= SMALL for s in others), len(others)) if others else None,
+            "syntax": share(sum(s <= SMALL for s in syntax), len(syntax)),
+            # of all fixes the share that is in `small`: what `selection` calls recall, with commits weighted by what they stand for
+            "labels": selection(labels, population, small).recall if labels and population else None,
+        }  # fmt: skip
+    return found
+
+
+def _mixed(by: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> Share:
+    """The share when each repository counts by its weight; the interval is the normal approximation of a stratified sample."""
+    total = sum(weights.values())
+    value = spread = 0.0
+    for repo, sizes in by.items():
+        part = sum(size <= SMALL for size in sizes) / len(sizes)
+        value += weights[repo] / total * part
+        spread += (weights[repo] / total) ** 2 * part * (1 - part) / len(sizes)
+    half = 1.96 * spread**0.5
+    return value, max(value - half, 0.0), min(value + half, 1.0)
+
+
+def _lines(base: sqlite3.Connection) -> dict[str, list[Share]]:
+    """Shares of at most so many source lines (LINES), of fixes and of the others."""
+    found = {}
+    for name, of in (("fixes", "told"), ("others", "NOT told")):
+        sizes = np.array([size for (size,) in base.execute(f"SELECT source FROM judged WHERE {of}")])
+        found[name] = [share(int((sizes <= most).sum()), len(sizes)) for most in LINES]
+    return found
+
+
+def _words(base: sqlite3.Connection, dimension: str, labels: Sequence[Label]) -> dict[str, Any]:
+    """Of one dimension each word's count and share: by rules in all, each repository and year, and by labels (of the first labeller, of chosen fixes)."""
+    rows = base.execute(
+        "SELECT repo, word, committed FROM class JOIN fix USING (repo, hash) WHERE dimension = ?",
+        (dimension,),
+    ).fetchall()
+    known = list(DIMENSIONS[dimension])
+    years: dict[str, list[str]] = {}
+    repos: dict[str, list[str]] = {}
+    for repo, word, when in rows:
+        repos.setdefault(repo, []).append(word)
+        years.setdefault(_day(when)[:4], []).append(word)
+    first = min((one.labeller for one in labels), default="")
+    told = [
+        getattr(one, dimension)
+        for one in labels
+        if (one.labeller, one.sample, one.fix) == (first, "fix", "yes")
+    ]
+    return {
+        "all": _shares(known, [word for _, word, _ in rows]),
+        "repos": {repo: _shares(known, words) for repo, words in sorted(repos.items())},
+        "years": {year: dict(Counter(words)) for year, words in sorted(years.items())},
+        "labels": {"count": len(told), "words": _shares(known, told)} if told else None,
+    }
+
+
+def _shares(known: Sequence[str], words: Sequence[str]) -> dict[str, tuple[int, Share]]:
+    counts = Counter(words)
+    return {
+        word: (counts[word], share(counts[word], len(words)))
+        for word in sorted(known, key=lambda w: -counts[w])
+    }
+
+
+def _small(base: sqlite3.Connection) -> dict[str, tuple[int, Share]]:
+    """Strategies of the fixes of SMALL source lines or fewer."""
+    rows = base.execute(
+        "SELECT word FROM class JOIN fix USING (repo, hash) WHERE dimension = 'strategy' AND source <= ?",
+        (SMALL,),
+    )
+    return _shares(list(DIMENSIONS["strategy"]), [word for (word,) in rows])
+
+
+def _together(base: sqlite3.Connection) -> dict[str, dict[str, int]]:
+    """How many fixes have each symptom and cause."""
+    found: dict[str, dict[str, int]] = {}
+    query = (
+        "SELECT a.word, b.word, count(*) FROM class AS a JOIN class AS b USING (repo, hash) "
+        "WHERE a.dimension = 'symptom' AND b.dimension = 'cause' GROUP BY 1, 2"
+    )
+    for symptom, cause, count in base.execute(query):
+        found.setdefault(symptom, {})[cause] = count
+    return found
+
+
+def _spread(base: sqlite3.Connection) -> dict[str, dict[str, Any]]:
+    """Source files, and folders of them, that a change touches: of fixes and of the others."""
+    found = {}
+    for name, of in (("fixes", "told"), ("others", "NOT told")):
+        rows = base.execute(
+            f"SELECT repo, hash, path FROM file JOIN judged USING (repo, hash) WHERE {of} AND kind IN ('source', 'build')"
+        ).fetchall()
+        count: Counter[tuple[str, str]] = Counter()
+        folders: dict[tuple[str, str], set[str]] = {}
+        for repo, hash_, path in rows:
+            count[repo, hash_] += 1
+            folders.setdefault((repo, hash_), set()).add(path.rpartition("/")[0])
+        found[name] = {
+            "count": len(count), "one file": share(sum(n == 1 for n in count.values()), len(count)),
+            "one folder": share(sum(len(f) == 1 for f in folders.values()), len(count)), "median": float(np.median([*count.values()] or [0])),
+        }  # fmt: skip
+    return found
+
+
+def _syntax(base: sqlite3.Connection) -> dict[str, Any]:
+    """What is done to syntax: the share of fixes that do it, and of the others that were read."""
+    found: dict[str, Any] = {}
+    for name, of in (("fixes", "fix"), ("others", "other")):
+        total = base.execute(
+            f"SELECT count(DISTINCT repo || hash) FROM edited JOIN {of} USING (repo, hash)"
+        ).fetchone()[0]
+        rows = base.execute(
+            f"SELECT what, count(*) FROM edited JOIN {of} USING (repo, hash) WHERE what != '' GROUP BY what"
+        )
+        found[name] = {"count": total, "shares": {what: share(n, total) for what, n in rows}}
+    return found
+
+
+def _days(base: sqlite3.Connection) -> dict[str, Any] | None:
+    """Days from an issue's opening to the commit that closes it, and reviewers, where GitHub's export was taken in."""
+    rows = base.execute(
+        "SELECT days, reviewers FROM time_to_fix JOIN fix USING (repo, hash) WHERE days >= 0"
+    ).fetchall()
+    if not rows:
+        return None
+    reviewers = [n for _, n in rows if n is not None]
+    return {
+        "count": len(rows), "quartiles": [float(q) for q in np.percentile([days for days, _ in rows], (25, 50, 75))],
+        "reviewers": float(np.median(reviewers)) if reviewers else None,
+    }  # fmt: skip
+
+
+def _answered(question: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    statements = [
+        {"text": one["text"], **dict(zip(("verdict", "why"), _checked(one, question, said), strict=True))}
+        for one in question["statements"]
+    ]
+    return {"name": question["name"], "dimension": question.get("dimension", ""), "statements": statements}
+
+
+def _checked(one: Mapping[str, Any], question: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[str, str]:
+    """agrees, does not agree, cannot be told; and why."""
+    if one["kind"] == "unseen":
+        return "git alone cannot tell", one["why"]
+    if one["kind"] == "share":
+        return _share_checked(one, said["sizes"])
+    dimension = said["words"][question["dimension"]]
+    tables = {"rules": said["small"] if "lines" in one else dimension["all"]}
+    if dimension["labels"] and "lines" not in one:
+        tables["labels"] = dimension["labels"]["words"]
+    found = {by: compared(one["kind"], one["words"], table) for by, table in tables.items()}
+    best = list(found)[
+        -1
+    ]  # labels where there are any: what the rules say is biased to the words that are frequent
+    why = "; ".join(f"by {by}: {reason}" for by, (_, reason) in found.items())
+    return f"{found[best][0]} (by {best})", why
+
+
+def _share_checked(one: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[str, str]:
+    """By each definition of a size; a share between those of two definitions is borne out by neither, and by no third way to count ruled out."""
+    parts = {name: row["all"] for name, row in sorted(sizes.items(), key=lambda row: row[1]["all"][0])}
+    inside = [name for name, part in parts.items() if part[1] <= one["share"] <= part[2]]
+    below = [name for name, part in parts.items() if part[2] < one["share"]]
+    above = [name for name, part in parts.items() if part[1] > one["share"]]
+    if inside:
+        verdict = f"agrees by {', '.join(inside)}" + " and not by the others" * bool(below or above)
+    else:
+        verdict = (
+            f"it depends on what is counted: more than {below[-1]}, less than {above[0]}"
+            if below and above
+            else "does not agree"
+        )
+    return (
+        verdict,
+        f"by what is counted: {', '.join(f'{name} {_percent(part)}' for name, part in parts.items())}",
+    )
+
+
+def compared(kind: str, words: Sequence[str], table: Mapping[str, tuple[int, Share]]) -> tuple[str, str]:
+    """Whether shares bear a statement out, by their intervals: it does not agree where one contradicts it beyond them."""
+    shares = {word: part for word, (_, part) in table.items() if word != UNKNOWN}
+    said = ", ".join(
+        f"{word} {_percent(part)}" for word, part in sorted(shares.items(), key=lambda one: -one[1][0])
+    )
+    named = [shares.get(word, (0.0, 0.0, 0.0)) for word in words]
+    others = [part for word, part in shares.items() if word not in words]
+    if kind == "present":
+        return ("agrees" if all(part[1] > 0 for part in named) else "does not agree"), said
+    if kind == "order":
+        pairs = list(zip(named, named[1:], strict=False))
+    elif kind == "first":
+        pairs = [(part, other) for part in named for other in others]
+    else:
+        pairs = [(other, part) for part in named for other in others]
+    if any(larger[2] < smaller[1] for larger, smaller in pairs):
+        return "does not agree", said
+    if all(larger[0] >= smaller[0] for larger, smaller in pairs):
+        sure = all(larger[1] > smaller[2] for larger, smaller in pairs)
+        return ("agrees" if sure else "agrees, within the intervals"), said
+    return "cannot be told: the intervals overlap", said
+
+
+def _percent(part: Share) -> str:
+    return f"{part[0]:.0%} ({100 * part[1]:.0f} to {100 * part[2]:.0f})"

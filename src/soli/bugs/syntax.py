@@ -1,0 +1,170 @@
+"""What a change does to the syntax of a file: conditions, arguments, imports, calls, values that are added, changed or gone.
+
+Python, C++ and CUDA by one library, ast-grep (tree-sitter): libcst with the positions of its nodes takes 1.5 s for a Python
+file of 5,900 lines where this takes 0.03 s, and it gives up on a file that another version of Python wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ast_grep_py import SgNode, SgRoot
+
+from soli.bugs.changes import Change
+
+LONG = 200  # characters of a text that are kept
+# Kind of node -> what it is, the field that names it, the field that may change.
+KINDS: dict[str, dict[str, tuple[str, str, str]]] = {
+    "python": {
+        "if_statement": ("condition", "", "condition"),
+        "elif_clause": ("condition", "", "condition"),
+        "while_statement": ("condition", "", "condition"),
+        "conditional_expression": ("condition", "", ""),
+        "assert_statement": ("check", "", ""),
+        "raise_statement": ("check", "", ""),
+        "except_clause": ("handler", "", ""),
+        "call": ("call", "function", "arguments"),
+        "import_statement": ("import", "", ""),
+        "import_from_statement": ("import", "", ""),
+        "assignment": ("value", "left", "right"),
+        "augmented_assignment": ("value", "left", "right"),
+        "delete_statement": ("release", "", ""),
+        "function_definition": ("function", "name", "parameters"),
+        "class_definition": ("class", "name", "superclasses"),
+        "return_statement": ("return", "", ""),
+        "for_statement": ("loop", "left", "right"),
+    },
+    "cpp": {
+        "if_statement": ("condition", "", "condition"),
+        "while_statement": ("condition", "", "condition"),
+        "conditional_expression": ("condition", "", ""),
+        "throw_statement": ("check", "", ""),
+        "catch_clause": ("handler", "", ""),
+        "call_expression": ("call", "function", "arguments"),
+        "preproc_include": ("import", "", ""),
+        "preproc_if": ("version", "", "condition"),
+        "preproc_ifdef": ("version", "", "name"),
+        "assignment_expression": ("value", "left", "right"),
+        "init_declarator": ("value", "declarator", "value"),
+        "delete_expression": ("release", "", ""),
+        "function_declarator": ("function", "declarator", "parameters"),
+        "return_statement": ("return", "", ""),
+        "for_statement": ("loop", "", "condition"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """`what`: a kind of KINDS and added, changed, removed; or "statement moved", "statement indented". `line`: from 1, of the file
+    after the change, or before it where the thing is gone."""
+
+    what: str
+    text: str
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.text}"
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """Something that a file says, in a place that the change touches."""
+
+    kind: str
+    name: str
+    text: str
+    line: int
+
+
+def edits(change: Change) -> list[Edit]:
+    """What was done to one file, in the order of its lines."""
+    old = _facts(change.before, change.language, change.removed)
+    new = _facts(change.after, change.language, change.added)
+    same = Counter((one.kind, one.name, one.text) for one in old)
+    same &= Counter((one.kind, one.name, one.text) for one in new)
+    found = list(_compared(change, _without(old, same), _without(new, same)))
+    return sorted([*found, *_moved(change)], key=lambda one: one.line)
+
+
+def _facts(text: str, language: str, lines: frozenset[int]) -> list[_Fact]:
+    if not lines:
+        return []
+    kinds = KINDS[language]
+    root = SgRoot(text, language).root()
+    found = []
+    for node in root.find_all({"rule": {"any": [{"kind": kind} for kind in kinds]}}):
+        kind, name, field = kinds[node.kind()]
+        part = node.field(field) if field else node
+        named = node.field(name) if name else None
+        if any(one is not None and _touches(one, lines) for one in (part, named)):
+            words = (
+                _short(part.text().split("\n    ")[0] if kind == "handler" else part.text()) if part else ""
+            )
+            found.append(
+                _Fact(kind, _short(named.text()) if named else "", words, node.range().start.line + 1)
+            )
+    return found
+
+
+def _touches(node: SgNode, lines: frozenset[int]) -> bool:
+    where = node.range()
+    last = where.end.line - (
+        where.end.column == 0
+    )  # a node of the preprocessor ends where the next line begins
+    return any(line in lines for line in range(where.start.line, last + 1))
+
+
+def _without(facts: list[_Fact], same: Counter[tuple[str, str, str]]) -> list[_Fact]:
+    """Those that the other side does not have."""
+    left, found = Counter(same), []
+    for one in facts:
+        key = (one.kind, one.name, one.text)
+        if left[key]:
+            left[key] -= 1
+        else:
+            found.append(one)
+    return found
+
+
+def _compared(change: Change, old: list[_Fact], new: list[_Fact]) -> Iterator[Edit]:
+    """What is on both sides under one name was changed, the rest added or removed."""
+    gone: dict[tuple[str, str], list[_Fact]] = {}
+    for one in old:
+        gone.setdefault((one.kind, one.name), []).append(one)
+    for one in new:
+        before = gone.get((one.kind, one.name))
+        text = f"{one.name} {one.text}".strip()
+        if before:
+            was = before.pop(0)
+            yield Edit(f"{one.kind} changed", f"{text} <- {was.text}", change.path, one.line)
+        else:
+            yield Edit(f"{one.kind} added", text, change.path, one.line)
+    for left in gone.values():
+        for one in left:
+            yield Edit(f"{one.kind} removed", f"{one.name} {one.text}".strip(), change.was, one.line)
+
+
+def _moved(change: Change) -> Iterator[Edit]:
+    """Lines that are taken away in one place and are there in another: as they were, or further in or out."""
+    before, after = change.before.split("\n"), change.after.split("\n")
+    gone: dict[str, list[str]] = {}
+    for number in sorted(change.removed):
+        if number < len(before) and sum(map(str.isalnum, before[number])) > 5:
+            gone.setdefault(before[number].strip(), []).append(before[number])
+    for number in sorted(change.added):
+        line = after[number] if number < len(after) else ""
+        if gone.get(line.strip()):
+            was = gone[line.strip()].pop(0)
+            word = "moved" if was == line else "indented"
+            yield Edit(f"statement {word}", _short(line), change.path, number + 1)
+
+
+def _short(text: str) -> str:
+    """On one line, without the space and the last commas that only formatting puts inside brackets."""
+    line = re.sub(r"\s*,?\s+([)\]}])", r"\1", " ".join(text.split()))
+    return re.sub(r"([(\[{])\s+", r"\1", line)[:LONG]

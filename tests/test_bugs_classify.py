@@ -1,0 +1,285 @@
+"""`soli bugs classify`: rules that are data, verdicts that are kept, and a model that may be down or talk nonsense."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from soli.bugs.classification import FIX, PLACES, classifier, decided, likely, places, verdict
+from soli.bugs.classify import classify
+from soli.bugs.endpoint import Endpoint, Nonsense, instructions, words
+from soli.bugs.mine import mine
+from soli.bugs.syntax import Edit
+from soli.bugs.taxonomy import DIMENSIONS
+from soli.core.errors import SoliError
+from test_bugs_mine import commit, git
+
+UNKNOWN = "\n".join(f'[{name}."unknown"]\nprior = 0.0' for name in DIMENSIONS)
+RIGHT = {"symptom": "hang", "cause": "communication", "strategy": "ordering", "stage": "training"}
+
+
+@pytest.fixture
+def mined(tmp_path: Path) -> tuple[Path, Path]:
+    """A history of four fixes and a change that is none, and what was mined of it."""
+    repo = tmp_path / "owner+name"
+    repo.mkdir()
+    git(repo, "init", "-q", "-b", "main")
+    commit(repo, "Begin", {"train.py": "def step(x):\n    return x.sum()\n"})
+    commit(
+        repo,
+        "Fix a deadlock: wait for the send",
+        {"train.py": "def step(x):\n    work.wait()\n    return x.sum()\n"},
+    )
+    commit(
+        repo,
+        "Fix AttributeError when x is None",
+        {
+            "train.py": "def step(x):\n    work.wait()\n    if x is None:\n        return 0\n    return x.sum()\n"
+        },
+    )
+    commit(repo, "Fix the build with CUDA 12", {"setup.py": "flags = ['-std=c++17']\n"})
+    commit(repo, "Fix", {"other.py": "x = 1\n"})
+    commit(repo, "Faster", {"other.py": "x = 2\n"})
+    mine([repo], tmp_path / "bugs.db")
+    return repo, tmp_path / "bugs.db"  # fmt: skip
+
+
+def said(db: Path, query: str) -> list[tuple]:
+    with sqlite3.connect(db) as base:
+        return base.execute(query).fetchall()
+
+
+def word(db: Path, subject: str, dimension: str) -> str:
+    ((found,),) = said(db, f"SELECT word FROM class JOIN change USING (repo, hash) WHERE subject LIKE '{subject}%' AND dimension = '{dimension}'")  # fmt: skip
+    return str(found)
+
+
+def test_the_rules_are_of_the_taxonomy_and_every_word_has_one() -> None:
+    made = classifier()
+    for dimension, hints in {**made.dimensions, "fix": made.fix}.items():
+        assert list(hints.prior) == list({**DIMENSIONS, "fix": FIX}[dimension])
+        assert np.isfinite(list(hints.prior.values())).all()
+        assert all(hint.weight >= 0 and hint.where in PLACES for hint in hints.hints)
+
+
+def test_fixes_get_words_with_a_confidence_and_evidence(mined: tuple[Path, Path]) -> None:
+    repo, db = mined
+    found = classify([repo], db)
+    assert found.looked == 6  # whatever speaks of no fault is looked at too
+    assert (found.taken, found.dropped) == (0, 0)
+    assert found.fixes == 4
+    assert word(db, "Fix a deadlock", "symptom") == "hang"
+    assert word(db, "Fix AttributeError", "symptom") == "crash"
+    assert word(db, "Fix AttributeError", "strategy") == "conditional logic"
+    assert word(db, "Fix the build", "symptom") == "build failure"
+    assert sum(found.words["symptom"].values()) == 4
+    ((evidence, confidence),) = said(db, "SELECT evidence, confidence FROM verdict JOIN change USING (repo, hash) WHERE subject LIKE 'Fix Attr%' AND dimension = 'strategy'")  # fmt: skip
+    assert any("x is None" in one for one in json.loads(evidence))
+    assert 0.3 < confidence <= 1
+    edited = said(
+        db, "SELECT what, count FROM edited JOIN change USING (repo, hash) WHERE subject LIKE 'Fix Attr%'"
+    )
+    assert ("condition added", 1) in edited
+    others = said(db, "SELECT count(DISTINCT hash) FROM edited JOIN change USING (repo, hash) WHERE NOT fix")
+    assert others == [(2,)]  # Begin and Faster: the control group
+
+
+def test_a_rerun_classifies_what_is_new(mined: tuple[Path, Path], tmp_path: Path) -> None:
+    repo, db = mined
+    classify([repo], db)
+    assert classify([repo], db).looked == 0
+    commit(repo, "Fix a hang", {"other.py": "x = 3\n"})
+    mine([repo], db)
+    assert classify([repo], db).looked == 1
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        f'{UNKNOWN}\n[fix]\nleast = 0.5\n[fix."yes"]\nprior = 0.0\nrules = [{{ name = "faster", subject = "^Faster", weight = 1.0 }}]\n[fix."no"]\nprior = 0.5'
+    )
+    found = classify([repo], db, rules)
+    assert found.looked == 7  # other rules: all again
+    assert (found.fixes, found.taken, found.dropped) == (1, 1, 5)
+    assert found.words["symptom"] == {"unknown": 1}
+    assert said(db, "SELECT subject FROM fix") == [("Faster",)]
+    assert len(said(db, "SELECT * FROM other")) == 6
+
+
+def test_a_verdict_is_the_softmax_of_the_weights(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rest = "\n".join(f'[{name}."unknown"]\nprior = 0.0' for name in list(DIMENSIONS)[1:])
+    rules.write_text(
+        '[symptom."hang"]\nprior = 0.5\nrules = [{ name = "waits", subject = "waits?", weight = 1.5 }, { name = "two", edits = "^call added", weight = 0.25 }]\n'
+        f'[symptom."crash"]\nprior = 1.0\n{rest}\n[fix]\nleast = 0.6\n[fix."yes"]\nprior = 0.3\n[fix."no"]\nprior = 0.0'
+    )
+    made = classifier(rules)
+    hints = made.dimensions["symptom"]
+    of = places("It waits", "", [("source", "a.py", 3)], [Edit("call added", "wait ()", "a.py", 2)])
+    found = verdict(hints, of)
+    assert (found.word, found.evidence) == ("hang", ("waits: waits", "two: call added: wait ()"))
+    assert found.confidence == pytest.approx(np.exp(2.25) / (np.exp(2.25) + np.exp(1.0)))
+    assert likely(hints, np.array([[0.0, 0.0]]))[0].argmax() == 0  # crash, by its prior: the first word
+    assert decided(made, of).word == "no"  # 0.57 is not 0.6
+    assert decided(replace(made, least=0.55), of).word == "yes"
+    assert of["size"] == "3 lines, 1 files"
+    assert of["paths"] == "source a.py"
+
+
+def test_all_that_is_wrong_with_rules_is_said(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        '[symptom."sad"]\nprior = 0\n[symptom."crash"]\nprior = 0\nrules = [{ name = "a", subject = "(" }, { name = "b" }, { name = "c", subject = "x", weight = "y" }]\n'
+    )
+    with pytest.raises(SoliError) as caught:
+        classifier(rules)
+    for text in ("symptom has no such word", "a: this is no pattern", "b: a rule has a name and looks in one place", "c: a weight is a number", "nothing is said of a dimension"):  # fmt: skip
+        assert text in str(caught.value)
+    rules.write_text("[")
+    with pytest.raises(SoliError, match="no TOML"):
+        classifier(rules)
+
+
+def test_what_was_not_mined_is_refused(mined: tuple[Path, Path], tmp_path: Path) -> None:
+    repo, db = mined
+    with pytest.raises(SoliError, match="no such file"):
+        classify([repo], tmp_path / "none.db")
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    with pytest.raises(SoliError, match="were not mined"):
+        classify([repo, other], db)
+
+
+# --- a model ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def model(answer: Callable[[dict], tuple[int, str]]) -> Iterator[tuple[str, list[dict]]]:
+    """An endpoint on this machine: what it answers to each request, and the requests that came."""
+    asked: list[dict] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append({**request, "path": self.path, "key": self.headers.get("Authorization")})
+            status, text = answer(request)
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def message(text: str) -> tuple[int, str]:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    return 200, json.dumps(
+        {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+    )
+
+
+def test_a_model_is_asked_where_rules_are_not_sure(mined: tuple[Path, Path]) -> None:
+    repo, db = mined
+    with model(lambda _: message(f"Sure! {json.dumps({**RIGHT, 'why': 'it waits'})}")) as (url, asked):
+        found = classify([repo], db, endpoint=Endpoint(url, "small", "secret"))
+        ((unsure,),) = said(
+            db,
+            "SELECT count(DISTINCT hash) FROM verdict WHERE by = 'rules' AND dimension != 'fix' AND confidence < 0.6",
+        )
+        assert 0 < unsure == found.asked == len(asked)
+        assert (asked[0]["model"], asked[0]["key"], asked[0]["path"]) == (
+            "small",
+            "Bearer secret",
+            "/v1/chat/completions",
+        )
+        shown = "\n".join(one["content"] for one in asked[0]["messages"])
+        assert "+++ b/" in shown
+        assert "missing precondition" in shown
+        for dimension, right in RIGHT.items():
+            rows = said(db, f"SELECT word, by, confidence FROM class WHERE dimension = '{dimension}'")
+            assert len(rows) == 4
+            assert all((got == right) if by == "model" else confidence >= 0.6 for got, by, confidence in rows)
+        assert classify([repo], db, endpoint=Endpoint(url, "small")).asked == 0  # asked once
+
+
+def test_an_endpoint_that_is_down_leaves_the_rules_words(mined: tuple[Path, Path]) -> None:
+    repo, db = mined
+    found = classify([repo], db, endpoint=Endpoint("http://127.0.0.1:9/v1", "m"))
+    assert (found.asked, found.fixes) == (0, 4)
+    assert found.said.startswith("it does not answer: ")
+    assert {by for (by,) in said(db, "SELECT by FROM verdict")} == {"rules"}
+
+
+@pytest.mark.parametrize(
+    "text", ["I do not know", '{"symptom": "sad"}', "[1]", json.dumps({**RIGHT, "cause": "hang"}), "{" * 5000]
+)
+def test_nonsense_is_counted_and_not_kept(mined: tuple[Path, Path], text: str) -> None:
+    repo, db = mined
+    with model(lambda _: message(text)) as (url, asked):
+        found = classify([repo], db, endpoint=Endpoint(url, "m"))
+    assert found.unread == len(asked) > 0
+    assert found.asked == 0
+    assert {by for (by,) in said(db, "SELECT by FROM verdict")} == {"rules"}
+    with pytest.raises(Nonsense):
+        words(text)
+
+
+@pytest.mark.parametrize(
+    "answer", [(200, "<html>"), (200, "{}"), (404, '{"error": "no such model"}'), (500, "")]
+)
+def test_what_answers_and_is_no_model(mined: tuple[Path, Path], answer: tuple[int, str]) -> None:
+    repo, db = mined
+    with model(lambda _: answer) as (url, _):
+        found = classify([repo], db, endpoint=Endpoint(url, "m"))
+    assert found.asked == 0
+    assert found.said or found.unread
+    assert {by for (by,) in said(db, "SELECT by FROM verdict")} == {"rules"}
+
+
+def test_a_key_is_not_sent_in_the_open() -> None:
+    with pytest.raises(SoliError, match="not sent over a connection that others can read"):
+        Endpoint("http://example.org/v1", "m", "secret")
+    with pytest.raises(SoliError, match="no endpoint"):
+        Endpoint("example.org", "m")
+    with pytest.raises(SoliError, match="several models"):
+        Endpoint("http://127.0.0.1:1/v1", "")
+
+
+def test_instructions_have_every_word() -> None:
+    told = instructions()
+    assert all(word in told for known in DIMENSIONS.values() for word in known)
+
+
+def test_the_command_goes_on_without_the_model_and_says_so(mined: tuple[Path, Path]) -> None:
+    repo, db = mined
+    run = lambda *more: subprocess.run(
+        [sys.executable, "-m", "soli.cli.main", "bugs", "classify", str(repo), "--db", str(db), *more],
+        capture_output=True,
+        text=True,
+    )
+    done = run("--endpoint", "http://127.0.0.1:9/v1", "--model", "m")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("was not asked any more, and the rules' words stand: it does not answer") == 1
+    assert "4 fixes in" in done.stdout
+    assert "6 commits were looked at now" in done.stdout
+    told = json.loads(run("--json").stdout)
+    assert (told["fixes"], told["looked"]) == (4, 0)
+    assert "--model NAME" in run("--endpoint", "http://127.0.0.1:9/v1").stderr
