@@ -114,6 +114,25 @@ def test_a_rerun_classifies_what_is_new(mined: tuple[Path, Path], tmp_path: Path
     assert len(said(db, "SELECT * FROM other")) == 6
 
 
+def test_other_rules_of_selection_and_other_histories(mined: tuple[Path, Path], tmp_path: Path) -> None:
+    """What was decided by a message is decided again where its rule is another one; a history that is not given keeps its words."""
+    repo, db = mined
+    second = tmp_path / "other+name"
+    second.mkdir()
+    git(second, "init", "-q", "-b", "main")
+    commit(second, "Fix a crash", {"a.py": "x = 1\n"})
+    mine([second], db)
+    classify([repo, second], db)
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        '[[kind]]\nname = "source"\npath = "py$"\n[[rule]]\nname = "all"\nwhere = "subject"\nmatch = ""\nfix = true\nwhy = "x"\n'
+    )
+    mine([repo], db, rules)
+    assert said(db, "SELECT DISTINCT repo FROM verdict") == [("other/name",)]
+    assert classify([repo], db).looked == 6
+    assert len(said(db, "SELECT DISTINCT repo FROM class")) == 2
+
+
 def test_a_verdict_is_the_softmax_of_the_weights(tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rest = "\n".join(f'[{name}."unknown"]\nprior = 0.0' for name in list(DIMENSIONS)[1:])
@@ -146,6 +165,18 @@ def test_all_that_is_wrong_with_rules_is_said(tmp_path: Path) -> None:
     rules.write_text("[")
     with pytest.raises(SoliError, match="no TOML"):
         classifier(rules)
+
+
+def test_a_history_without_python_is_classified_by_its_messages(tmp_path: Path) -> None:
+    repo = tmp_path / "a+go"
+    repo.mkdir()
+    git(repo, "init", "-q", "-b", "main")
+    commit(repo, "Begin", {"main.go": "package main\n"})
+    commit(repo, "Fix a deadlock: it hangs for ever", {"main.go": "package other\n"})
+    mine([repo], tmp_path / "bugs.db")
+    found = classify([repo], tmp_path / "bugs.db")
+    assert found.fixes == found.unread > 0
+    assert said(tmp_path / "bugs.db", "SELECT DISTINCT what FROM edited") == [("",)]
 
 
 def test_what_was_not_mined_is_refused(mined: tuple[Path, Path], tmp_path: Path) -> None:
@@ -235,7 +266,7 @@ def test_nonsense_is_counted_and_not_kept(mined: tuple[Path, Path], text: str) -
     repo, db = mined
     with model(lambda _: message(text)) as (url, asked):
         found = classify([repo], db, endpoint=Endpoint(url, "m"))
-    assert found.unread == len(asked) > 0
+    assert found.nonsense == len(asked) > 0
     assert found.asked == 0
     assert {by for (by,) in said(db, "SELECT by FROM verdict")} == {"rules"}
     with pytest.raises(Nonsense):
@@ -250,7 +281,7 @@ def test_what_answers_and_is_no_model(mined: tuple[Path, Path], answer: tuple[in
     with model(lambda _: answer) as (url, _):
         found = classify([repo], db, endpoint=Endpoint(url, "m"))
     assert found.asked == 0
-    assert found.said or found.unread
+    assert found.said or found.nonsense
     assert {by for (by,) in said(db, "SELECT by FROM verdict")} == {"rules"}
 
 

@@ -87,8 +87,8 @@ def test_sizes_are_of_what_messages_call_fixes(classified: Path) -> None:
         for r, h, told, _ in keys
     ]
     after = study(db, labels, {"fix": 30, "rest": 4})["sizes"]["source"]
-    assert after["all"] == before["all"] == share(2, 3)
-    assert after["syntax"] == share(2, 2)
+    assert after["all"] == before["all"] == share(1, 3)
+    assert after["syntax"] == share(1, 1)
     small = [10 if told else 2 for _, _, told, size in keys if size <= 10]
     assert after["labels"][0] == pytest.approx(sum(small) / 34)
 

@@ -113,6 +113,16 @@ def test_files_that_come_go_and_are_renamed(repo: Path) -> None:
     assert [str(edit) for one in files for edit in edits(one)] == ["import removed: import x"]
 
 
+def test_names_and_texts_that_git_would_mark_off_with(repo: Path) -> None:
+    name = 'd "é"\t\\f.py'
+    commit(repo, "Begin", {name: "x = 1\n"})
+    hash_ = commit(repo, "Fix", {name: "x = '\x1e\x1d\x0c'\r\n"})
+    other = commit(repo, "Fix", {name: "x = 3\n"})
+    found = dict(changes(repo, [hash_, other]))
+    assert [[(one.path, one.was) for one in files] for files in found.values()] == [[(name, name)]] * 2
+    assert str(edits(found[other][0])[0]).startswith("value changed: x 3 <- ")
+
+
 def test_commits_come_in_order_and_those_without_code_too(repo: Path) -> None:
     hashes = [
         commit(repo, f"{i}", {"a.py": f"x = {i}\n"} if i % 2 else {"a.txt": f"{i}\n"}) for i in range(6)

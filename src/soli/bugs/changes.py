@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from soli.bugs.selection import rules
 from soli.core.errors import SoliError
 
 AT_ONCE = 200  # commits: what is held in memory
-MARK, END = "\x1e", "\x1d"
+MARK, END = "\x1esoli\x1e", "\x1d"  # before a commit, and before its diff, which may have any text in it
 NONE = "0" * 40
+ABSENT = "/dev/null"
 LANGUAGES = {
     ".py": "python", ".c": "cpp", ".cc": "cpp", ".cpp": "cpp", ".cu": "cpp", ".cuh": "cpp", ".h": "cpp", ".hpp": "cpp",
 }  # fmt: skip
@@ -103,8 +105,15 @@ def _change(file: PatchedFile, before: str, after: str) -> Change:
     for hunk in file:
         removed |= set(range(hunk.source_start - 1, hunk.source_start - 1 + hunk.source_length))
         added |= set(range(hunk.target_start - 1, hunk.target_start - 1 + hunk.target_length))
-    was = file.source_file.removeprefix("a/")
-    return Change(file.path, was, before, after, frozenset(removed), frozenset(added))
+    was, now = _named(file.source_file), _named(file.target_file)
+    return Change(was if now == ABSENT else now, was, before, after, frozenset(removed), frozenset(added))
+
+
+def _named(name: str) -> str:
+    """A path as it is, of one as git writes it: in quotes where it has a quote, a backslash, a tab or a new line in it."""
+    if name.startswith('"'):
+        name = re.sub(r"\\(.)", lambda found: {"t": "\t", "n": "\n"}.get(found[1], found[1]), name[1:-1])
+    return name if name == ABSENT else name[2:]
 
 
 def _blobs(repo: Path, names: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from soli.bugs import history, store
-from soli.bugs.changes import changes, patches
+from soli.bugs.changes import LANGUAGES, changes, patches
 from soli.bugs.classification import FIX, Classifier, classifier, decided, places, verdict
 from soli.bugs.endpoint import Endpoint, Nonsense, Unreachable
 from soli.bugs.mine import name
@@ -31,18 +31,20 @@ NONSENSE = 5  # answers in a row that say nothing
 
 @dataclass(frozen=True)
 class Classified:
-    """`fixes`: in the file. `looked`: commits that were looked at now. `taken`, `dropped`: fixes by their syntax that are none by their message,
-    and the other way round. `words`: how many fixes have each. `unsure`: how many have a word of less than store.SURE. `asked`: of a
-    model; `unread`: its answers that were none. `said`: what kept it from going on."""
+    """`fixes`: in the file, `unread` of them without a file whose syntax can be read. `looked`: commits that were looked at now. `taken`,
+    `dropped`: fixes by their syntax that are none by their message, and the other way round. `words`: how many fixes have each; `unsure`:
+    how many have one of less than store.SURE. `asked`: of a model, `nonsense`: its answers that were none, `said`: what kept it from
+    going on."""
 
     fixes: int
+    unread: int
     looked: int
     taken: int
     dropped: int
     words: dict[str, dict[str, int]]
     unsure: dict[str, int]
     asked: int = 0
-    unread: int = 0
+    nonsense: int = 0
     said: str = ""
 
 
@@ -60,7 +62,6 @@ def classify(
     where = {name(path): path for path in repos}
     with store.opened(mined) as base:
         known = {repo for (repo,) in base.execute("SELECT repo FROM history")}
-        base.execute("DELETE FROM verdict WHERE by = ? AND version != ?", (RULES, made.digest))
     lacking = set(where) - known
     if lacking:
         raise SoliError(
@@ -71,9 +72,9 @@ def classify(
     for path in repos:
         history.check(path)
     looked = sum(_by_rules(repo, path, mined, made) for repo, path in where.items())
-    asked, unread, said = _by_model(where, mined, endpoint, at_most) if endpoint else (0, 0, "")
+    asked, nonsense, said = _by_model(where, mined, endpoint, at_most) if endpoint else (0, 0, "")
     with store.opened(mined) as base:
-        return _summary(base, looked, asked, unread, said)
+        return _summary(base, looked, asked, nonsense, said)
 
 
 def looked_at(
@@ -96,6 +97,9 @@ def looked_at(
 def _by_rules(repo: str, path: Path, mined: Path, made: Classifier) -> int:
     """Decide which commits are fixes, and of what; how many were looked at. What these rules have seen stays."""
     with store.opened(mined) as base:
+        base.execute(
+            "DELETE FROM verdict WHERE repo = ? AND by = ? AND version != ?", (repo, RULES, made.digest)
+        )
         todo = _hashes(
             base,
             f"SELECT hash FROM change WHERE repo = ? AND {store.CODE} EXCEPT SELECT hash FROM verdict WHERE repo = ? AND by = '{RULES}'",
@@ -170,7 +174,7 @@ def shown(base: sqlite3.Connection, repo: str, path: Path, hash_: str) -> str:
     return f"{repo} {hash_}\n{subject}\n\n{body[:2000]}\n\n{patches(path, [hash_], LINES)[hash_]}"
 
 
-def _summary(base: sqlite3.Connection, looked: int, asked: int, unread: int, said: str) -> Classified:
+def _summary(base: sqlite3.Connection, looked: int, asked: int, nonsense: int, said: str) -> Classified:
     words: dict[str, dict[str, int]] = {}
     for dimension in DIMENSIONS:
         rows = base.execute("SELECT word FROM class WHERE dimension = ?", (dimension,))
@@ -184,4 +188,10 @@ def _summary(base: sqlite3.Connection, looked: int, asked: int, unread: int, sai
     taken, dropped = base.execute(
         "SELECT total(word = 'yes' AND NOT fix), total(word = 'no' AND fix) FROM change JOIN verdict USING (repo, hash) WHERE dimension = 'fix'"
     ).fetchone()
-    return Classified(fixes, looked, int(taken), int(dropped), words, unsure, asked, unread, said)
+    readable = " OR ".join(f"path LIKE '%{suffix}'" for suffix in LANGUAGES)
+    read = base.execute(
+        f"SELECT count(DISTINCT repo || hash) FROM fix JOIN file USING (repo, hash) WHERE {readable}"
+    ).fetchone()[0]
+    return Classified(
+        fixes, fixes - read, looked, int(taken), int(dropped), words, unsure, asked, nonsense, said
+    )

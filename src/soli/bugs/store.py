@@ -24,34 +24,6 @@ VERSION = 2
 SIZES = ("source", "larger", "added", "all")
 CODE = "(fix OR rule NOT IN ('merge', 'nothing', 'beside'))"  # changes that code is a part of
 SURE = 0.6  # of a word by rules, below which a model's counts
-VERDICTS = f"""
-CREATE TABLE verdict (          -- what a fix is of, by rules or a model (soli bugs classify)
-    repo TEXT NOT NULL, hash TEXT NOT NULL,
-    dimension TEXT NOT NULL, word TEXT NOT NULL,  -- of taxonomy.py; or fix: yes or no, which stands above the rules of selection
-    confidence REAL,            -- the rules' probability of the word; a model gives none
-    by TEXT NOT NULL CHECK (by IN ('rules', 'model')),
-    version TEXT NOT NULL,      -- the rules' digest (Classifier.digest), or the model's name
-    evidence TEXT NOT NULL,     -- a JSON list: the rules that spoke for the word with what they matched, or the model's reason
-    PRIMARY KEY (repo, hash, dimension, by), FOREIGN KEY (repo, hash) REFERENCES change
-);
-CREATE TABLE edited (           -- what a change does to the syntax of its source and build files
-    repo TEXT NOT NULL, hash TEXT NOT NULL, what TEXT NOT NULL,  -- such as "condition added" (syntax.py); '' where nothing was done
-    count INTEGER NOT NULL, PRIMARY KEY (repo, hash, what), FOREIGN KEY (repo, hash) REFERENCES change
-);
-DROP VIEW IF EXISTS fix;
-CREATE VIEW judged AS           -- commits that change code. told: whether each is a fix by its message; fix: by its syntax too, where that was read
-SELECT change.repo, change.hash, written, committed, subject, body, coalesce(word = 'yes', fix) AS fix, fix AS told, rule, pull, source, larger, added, "all", files
-FROM change JOIN size USING (repo, hash) LEFT JOIN verdict ON verdict.repo = change.repo AND verdict.hash = change.hash AND dimension = 'fix'
-WHERE {CODE};
-CREATE VIEW fix AS SELECT * FROM judged WHERE fix;
-CREATE VIEW other AS SELECT * FROM judged WHERE NOT fix;  -- the control group
-CREATE VIEW class AS            -- the word that counts: a model's where it was asked and the rules have less than {SURE}, else the rules'
-SELECT repo, hash, dimension, word, confidence, by FROM verdict AS one WHERE by = 'rules' AND dimension != 'fix' AND
-    (confidence >= {SURE} OR NOT EXISTS (SELECT 1 FROM verdict AS other WHERE (other.repo, other.hash, other.dimension, other.by) =
-        (one.repo, one.hash, one.dimension, 'model')))
-UNION ALL SELECT model.repo, model.hash, model.dimension, model.word, model.confidence, model.by FROM verdict AS model
-    JOIN verdict AS rules USING (repo, hash, dimension) WHERE model.by = 'model' AND rules.by = 'rules' AND rules.confidence < {SURE};
-"""
 SCHEMA = f"""
 CREATE TABLE history (
     repo TEXT PRIMARY KEY,      -- such as deepspeedai/DeepSpeed
@@ -99,7 +71,31 @@ CREATE VIEW time_to_fix AS SELECT closed.repo, closed.hash, issue.number, (chang
     issue.labels, request.reviewers
 FROM closed JOIN issue ON issue.repo = closed.repo AND issue.number = closed.issue
     JOIN change USING (repo, hash) LEFT JOIN request ON request.repo = closed.repo AND request.number = change.pull;
-{VERDICTS}
+CREATE TABLE verdict (          -- what a fix is of, by rules or a model (soli bugs classify)
+    repo TEXT NOT NULL, hash TEXT NOT NULL,
+    dimension TEXT NOT NULL, word TEXT NOT NULL,  -- of taxonomy.py; or fix: yes or no, which stands above the rules of selection
+    confidence REAL,            -- the rules' probability of the word; a model gives none
+    by TEXT NOT NULL CHECK (by IN ('rules', 'model')),
+    version TEXT NOT NULL,      -- the rules' digest (Classifier.digest), or the model's name
+    evidence TEXT NOT NULL,     -- a JSON list: the rules that spoke for the word with what they matched, or the model's reason
+    PRIMARY KEY (repo, hash, dimension, by), FOREIGN KEY (repo, hash) REFERENCES change
+);
+CREATE TABLE edited (           -- what a change does to the syntax of its source and build files
+    repo TEXT NOT NULL, hash TEXT NOT NULL, what TEXT NOT NULL,  -- such as "condition added" (syntax.py); '' where nothing was done
+    count INTEGER NOT NULL, PRIMARY KEY (repo, hash, what), FOREIGN KEY (repo, hash) REFERENCES change
+);
+CREATE VIEW judged AS           -- commits that change code. told: whether each is a fix by its message; fix: by its syntax too, where that was read
+SELECT change.repo, change.hash, written, committed, subject, body, coalesce(word = 'yes', fix) AS fix, fix AS told, rule, pull, source, larger, added, "all", files
+FROM change JOIN size USING (repo, hash) LEFT JOIN verdict ON verdict.repo = change.repo AND verdict.hash = change.hash AND dimension = 'fix'
+WHERE {CODE};
+CREATE VIEW fix AS SELECT * FROM judged WHERE fix;
+CREATE VIEW other AS SELECT * FROM judged WHERE NOT fix;  -- the control group
+CREATE VIEW class AS            -- the word that counts: a model's where it was asked and the rules have less than {SURE}, else the rules'
+SELECT repo, hash, dimension, word, confidence, by FROM verdict AS one WHERE by = 'rules' AND dimension != 'fix' AND
+    (confidence >= {SURE} OR NOT EXISTS (SELECT 1 FROM verdict AS other WHERE (other.repo, other.hash, other.dimension, other.by) =
+        (one.repo, one.hash, one.dimension, 'model')))
+UNION ALL SELECT model.repo, model.hash, model.dimension, model.word, model.confidence, model.by FROM verdict AS model
+    JOIN verdict AS rules USING (repo, hash, dimension) WHERE model.by = 'model' AND rules.by = 'rules' AND rules.confidence < {SURE};
 PRAGMA user_version = {VERSION};
 """
 
@@ -114,8 +110,6 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
         found = 0 if fresh else base.execute("PRAGMA user_version").fetchone()[0]
         if fresh:
             base.executescript(SCHEMA)
-        elif found == 1:  # of before fixes were classified
-            base.executescript(f"{VERDICTS} PRAGMA user_version = {VERSION};")
         elif found != VERSION:
             raise SoliError(
                 "this file holds no bugs that this version of soli knows",
@@ -141,6 +135,8 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
     known = {hash_ for (hash_,) in base.execute("SELECT hash FROM change WHERE repo = ?", (repo,))}
     base.execute("INSERT OR IGNORE INTO history VALUES (?, '', 0, ?)", (repo, rules.digest))
     again = before is not None and before[0] != rules.digest
+    if again:  # what fixes are of hangs on which they are
+        base.execute("DELETE FROM verdict WHERE repo = ? AND by = 'rules'", (repo,))
     head, count, new = "", 0, 0
     for commit in commits:
         head, count = head or commit.hash, count + 1

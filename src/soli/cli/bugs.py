@@ -99,13 +99,18 @@ def classify(
         print(json.dumps(asdict(found), indent=1))
         return
     print(
-        f"{found.fixes} fixes in {db}; {found.looked} commits were looked at now. By their syntax {found.taken} are fixes that their messages do not call so, and {found.dropped} are none."
+        f"{found.fixes} fixes in {db}; {found.looked} commits were looked at now. By their syntax {found.taken} are fixes that their "
+        f"messages do not call so, and {found.dropped} are none."
     )
+    if found.unread:
+        print(
+            f"{found.unread} fixes change no Python, C++ or CUDA: their words are by message and files alone."
+        )
     for dimension, counts in found.words.items():
         shares = ", ".join(f"{word} {count}" for word, count in counts.items())
         print(f"{dimension}: {shares}; not sure of {found.unsure.get(dimension, 0)}")
     if asked:
-        print(f"{model} said words for {found.asked} fixes; {found.unread} of its answers said nothing.")
+        print(f"{model} said words for {found.asked} fixes; {found.nonsense} of its answers said nothing.")
 
 
 @app.command("export")
