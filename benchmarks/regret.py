@@ -79,7 +79,10 @@ def main() -> None:
         }
         row |= {"error": outcome.error} if outcome.error else judged(outcome.records[0], int(ranks))
         rows[one] = row
-        print({k: v for k, v in row.items() if k not in ("measured", "predicted")}, flush=True)
+        print(
+            {k: v for k, v in row.items() if k not in ("measured", "predicted", "auto_ran", "probe_ran")},
+            flush=True,
+        )
         result = {**head, "rows": [rows[name] for name in EVERY if name in rows]}
         record.write(result, page(result), OUT)
     print(page(result))
@@ -117,7 +120,7 @@ def judged(found: dict, ranks: int) -> dict:
         "median_regret": statistics.median(seconds.values()) / sure[best] - 1,
         "auto_seconds": found["auto"]["seconds"], "probe_seconds": found["probe"]["seconds"],
         "error_median": statistics.median(abs(p / s - 1) for p, s in both),
-        "measured": found["plans"], "predicted": predicted,
+        "measured": found["plans"], "predicted": predicted, "auto_ran": found["auto"]["ran"], "probe_ran": found["probe"]["ran"],
     }  # fmt: skip
 
 

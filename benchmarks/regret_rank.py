@@ -104,6 +104,7 @@ def main() -> None:
         found[word] = {
             "plan": str(choice.plan), "seconds": round(time.perf_counter() - start, 2), "lines": choice.lines,
             "predicted": {o.plan: o.seconds for o in choice.options if not o.refused},
+            "ran": {o.plan: o.measured for o in choice.options if o.measured},
         }  # fmt: skip
     order = gather_json(sorted(found["plans"], key=lambda plan: found["plans"][plan][0]), mesh.all)[0]
     again = list(dict.fromkeys([*order[:BEST], found["auto"]["plan"], found["probe"]["plan"]]))

@@ -142,7 +142,7 @@ def test_a_verdict_is_the_softmax_of_the_weights(tmp_path: Path) -> None:
     )
     made = classifier(rules)
     hints = made.dimensions["symptom"]
-    of = places("It waits", "", [("source", "a.py", 3)], [Edit("call added", "wait ()", "a.py", 2)])
+    of = places("It waits", "", [("source", "a.py", 3)], [Edit("call added", "wait ()", 2)])
     found = verdict(hints, of)
     assert (found.word, found.evidence) == ("hang", ("waits: waits", "two: call added: wait ()"))
     assert found.confidence == pytest.approx(np.exp(2.25) / (np.exp(2.25) + np.exp(1.0)))
@@ -260,7 +260,17 @@ def test_an_endpoint_that_is_down_leaves_the_rules_words(mined: tuple[Path, Path
 
 
 @pytest.mark.parametrize(
-    "text", ["I do not know", '{"symptom": "sad"}', "[1]", json.dumps({**RIGHT, "cause": "hang"}), "{" * 5000]
+    "text",
+    [
+        "I do not know",
+        '{"symptom": "sad"}',
+        "[1]",
+        json.dumps({**RIGHT, "cause": "hang"}),
+        "{" * 5000,
+        '{"a":' + "[" * 5000,
+        '{"symptom": ["crash"]}',
+        '{"a": ' + "9" * 5000 + "}",
+    ],
 )
 def test_nonsense_is_counted_and_not_kept(mined: tuple[Path, Path], text: str) -> None:
     repo, db = mined
@@ -283,6 +293,19 @@ def test_what_answers_and_is_no_model(mined: tuple[Path, Path], answer: tuple[in
     assert found.asked == 0
     assert found.said or found.nonsense
     assert {by for (by,) in said(db, "SELECT by FROM verdict")} == {"rules"}
+
+
+def test_the_last_answer_counts_and_a_commit_that_is_refused_is_one(
+    mined: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = json.dumps({**RIGHT, "symptom": "crash"})
+    assert words(f"First {draft}, no: {json.dumps(RIGHT)} {{}}")[0] == RIGHT
+    repo, db = mined
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody listens there
+    answers = iter([(400, '{"error": {"message": "too long"}}')] + [message(json.dumps(RIGHT))] * 9)
+    with model(lambda _: next(answers)) as (url, asked):
+        found = classify([repo], db, endpoint=Endpoint(url, "m"))
+    assert (found.nonsense, found.asked, found.said) == (1, len(asked) - 1, "")
 
 
 def test_a_key_is_not_sent_in_the_open() -> None:

@@ -60,6 +60,40 @@ def test_what_is_done_to_python(repo: Path, name: str) -> None:
     assert changed(repo, "a.py", PYTHON, PYTHON.replace(old, new)) == wanted
 
 
+CALL = """work = foo(
+    a,
+)
+try:
+    run(
+        a,
+    )
+except ValueError:
+    log(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        (
+            "work = foo(\n    a,\n",
+            "work = foo(\n    a,\n    group=group,\n",
+            [
+                "call changed: foo (a, group=group) <- (a)",
+                "value changed: work foo(a, group=group) <- foo(a)",
+            ],
+        ),
+        ("    run(\n        a,\n", "    run(\n", ["call changed: run () <- (a)"]),
+        ("    log(1)\n", "    log(1)\n    log(2)\n", ["call added: log (2)"]),
+    ],
+    ids=["an argument more", "one less", "more in a handler"],
+)
+def test_lines_that_are_put_in_or_taken_out_of_something_larger(
+    repo: Path, old: str, new: str, wanted: list[str]
+) -> None:
+    assert sorted(changed(repo, "a.py", CALL, CALL.replace(old, new))) == wanted
+
+
 def test_a_statement_that_moves(repo: Path) -> None:
     after = PYTHON.replace("    release(grads)\n", "").replace(
         "    total = 0.0\n", "    release(grads)\n    total = 0.0\n"
@@ -114,12 +148,14 @@ def test_files_that_come_go_and_are_renamed(repo: Path) -> None:
 
 
 def test_names_and_texts_that_git_would_mark_off_with(repo: Path) -> None:
-    name = 'd "é"\t\\f.py'
+    name = 'a b/d "é"\t\\f.py'
     commit(repo, "Begin", {name: "x = 1\n"})
     hash_ = commit(repo, "Fix", {name: "x = '\x1e\x1d\x0c'\r\n"})
+    mark = f"\x1e{'0' * 40}\x1d"
+    marked = commit(repo, "Fix", {name: f"x = 2\n-- a\n++ b\n{mark}\n@@ -1 +1 @@\n"})
     other = commit(repo, "Fix", {name: "x = 3\n"})
-    found = dict(changes(repo, [hash_, other]))
-    assert [[(one.path, one.was) for one in files] for files in found.values()] == [[(name, name)]] * 2
+    found = dict(changes(repo, [hash_, marked, other]))
+    assert [[(one.path, one.was) for one in files] for files in found.values()] == [[(name, name)]] * 3
     assert str(edits(found[other][0])[0]).startswith("value changed: x 3 <- ")
 
 

@@ -53,15 +53,17 @@ def fitted(hints: Hints, matched: np.ndarray, true: np.ndarray, heavy: np.ndarra
         chance /= chance.sum(axis=1, keepdims=True)
         wrong = chance.copy()
         wrong[np.arange(len(true)), true] -= 1
+        wrong *= heavy[:, None]
         slope = (matched * wrong[:, of]).sum(axis=0)
         value = -(heavy * np.log(chance[np.arange(len(true)), true] + 1e-300)).sum()
         value += RIDGE * (weight**2).sum() / 2 + (prior**2).sum() / 20
         return value, np.concatenate([wrong.sum(axis=0) + prior / 10, slope + RIDGE * weight])
 
     bounds = [(None, None)] * len(words) + [(0.0, None)] * len(of)
-    best = minimize(cost, np.zeros(len(words) + len(of)), jac=True, bounds=bounds, method="L-BFGS-B").x.round(
-        2
-    )
+    found = minimize(cost, np.zeros(len(words) + len(of)), jac=True, bounds=bounds, method="L-BFGS-B")
+    if not found.success:
+        sys.exit(f"the fit did not end: {found.message}")
+    best = found.x.round(2)
     weights = best[len(words) :]
     return Hints(
         dict(zip(words, best[: len(words)], strict=True)),

@@ -1,22 +1,26 @@
-"""What commits change, read from a local history: each file before and after, and the lines that differ. Nothing of it is run."""
+"""What commits change, read from a local history: each file before and after, and the lines that differ. Nothing of it is run.
+
+A diff is read here and not by unidiff, which takes a folder whose name ends in " b" for two names.
+"""
 
 from __future__ import annotations
 
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-
-from unidiff import PatchedFile, PatchSet, UnidiffParseError
 
 from soli.bugs.history import git, stopped
 from soli.bugs.selection import rules
 from soli.core.errors import SoliError
 
 AT_ONCE = 200  # commits: what is held in memory
-MARK, END = "\x1esoli\x1e", "\x1d"  # before a commit, and before its diff, which may have any text in it
-NONE = "0" * 40
+MARK, END = "\x1e", "\x1d"
+COMMIT = re.compile(
+    f"(?m)^{MARK}([0-9a-f]{{40,64}}){END}$"
+)  # no line of a diff begins so: each has a sign before its text
+HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 ABSENT = "/dev/null"
 LANGUAGES = {
     ".py": "python", ".c": "cpp", ".cc": "cpp", ".cpp": "cpp", ".cu": "cpp", ".cuh": "cpp", ".h": "cpp", ".hpp": "cpp",
@@ -25,7 +29,8 @@ LANGUAGES = {
 
 @dataclass(frozen=True)
 class Change:
-    """One file of one commit. `removed`, `added`: line numbers from 0, of `before` and of `after`."""
+    """One file of one commit. `removed`, `added`: line numbers from 0, of `before` and of `after`. `opened`, `closed`: lines of `before` above
+    which something was put in, and of `after` above which something was taken away, and nothing put in its place."""
 
     path: str
     was: str
@@ -33,6 +38,8 @@ class Change:
     after: str
     removed: frozenset[int]
     added: frozenset[int]
+    opened: frozenset[int]
+    closed: frozenset[int]
 
     @property
     def language(self) -> str:
@@ -43,14 +50,17 @@ class Change:
 def changes(repo: Path, hashes: Sequence[str]) -> Iterator[tuple[str, list[Change]]]:
     """The Python, C++ and CUDA files of each of these commits, in their order. A commit without one has an empty list."""
     for some in _batched(hashes):
-        patches = dict(_patches(repo, some, ("-U0", *(f"*{suffix}" for suffix in LANGUAGES))))
-        files = {hash_: _files(hash_, patch) for hash_, patch in patches.items()}
+        patches = dict(_patches(repo, some, ("-U0", *(f":(glob)**/?*{suffix}" for suffix in LANGUAGES))))
+        files = {hash_: _files(patch) for hash_, patch in patches.items()}
         wanted = sorted(
-            {name for one in files.values() for _, names in one for name in names if name != NONE}
+            {name for all_ in files.values() for one in all_ for name in one.blobs if name.strip("0")}
         )
-        texts = _blobs(repo, wanted) | {NONE: ""}
+        texts = _blobs(repo, wanted)
         for hash_ in some:
-            yield hash_, [_change(file, texts[old], texts[new]) for file, (old, new) in files.get(hash_, [])]
+            yield (
+                hash_,
+                [_change(one, *(texts.get(name, "") for name in one.blobs)) for one in files.get(hash_, [])],
+            )
 
 
 def patches(repo: Path, hashes: Sequence[str], lines: int) -> dict[str, str]:
@@ -80,33 +90,67 @@ def _patches(repo: Path, hashes: Sequence[str], words: tuple[str, ...]) -> Itera
         "log", "--no-walk=unsorted", "--stdin", "-p", context, "--full-index", "-M", "--no-ext-diff", "--no-textconv", "--no-color",
         f"--format=tformat:{MARK}%H{END}", "--", *paths,
     )  # fmt: skip
-    for one in _said(repo, arguments, hashes).decode(errors="replace").split(MARK)[1:]:
-        hash_, _, text = one.partition(END)
-        yield hash_, text
+    _, *found = COMMIT.split(_said(repo, arguments, hashes).decode(errors="replace"))
+    yield from zip(found[::2], found[1::2], strict=True)
 
 
-def _files(hash_: str, text: str) -> list[tuple[PatchedFile, tuple[str, str]]]:
-    """Each file of a patch that has lines, and the names of its blobs before and after."""
-    try:
-        files = list(PatchSet(text.lstrip("\n")))
-    except UnidiffParseError as error:
-        raise SoliError("a commit's diff cannot be read", got=f"{hash_}: {error}") from error
-    found = []
-    for file in files:
-        index = next((line for line in file.patch_info or () if line.startswith("index ")), "")
-        if index and not file.is_binary_file:
-            old, _, new = index.split()[1].partition("..")
-            found.append((file, (old, new)))
-    return found
+@dataclass
+class _File:
+    """A file of a diff: names of its blobs and its paths before and after, and of each hunk where it begins and how long it is, twice."""
+
+    blobs: tuple[str, str] = ("", "")
+    was: str = ""
+    now: str = ""
+    hunks: list[tuple[int, int, int, int]] = field(default_factory=list)
 
 
-def _change(file: PatchedFile, before: str, after: str) -> Change:
-    removed, added = set[int](), set[int]()
-    for hunk in file:
-        removed |= set(range(hunk.source_start - 1, hunk.source_start - 1 + hunk.source_length))
-        added |= set(range(hunk.target_start - 1, hunk.target_start - 1 + hunk.target_length))
-    was, now = _named(file.source_file), _named(file.target_file)
-    return Change(was if now == ABSENT else now, was, before, after, frozenset(removed), frozenset(added))
+def _files(text: str) -> list[_File]:
+    """Each file of a commit's diff (git's, without context) that has lines."""
+    found: list[_File] = []
+    lines = iter(text.split("\n"))
+    for line in lines:
+        hunk = HUNK.match(line)
+        if line.startswith("diff --git "):
+            found.append(_File())
+        elif line.startswith("index "):
+            old, _, new = line.split()[1].partition("..")
+            found[-1].blobs = (old, new)
+        elif line.startswith("--- "):
+            found[-1].was = _named(line[4:].rstrip("\t"))
+        elif line.startswith("+++ "):
+            found[-1].now = _named(line[4:].rstrip("\t"))
+        elif hunk:
+            old_at, old_count, new_at, new_count = (int(number or 1) for number in hunk.groups())
+            found[-1].hunks.append((old_at, old_count, new_at, new_count))
+            left = old_count + new_count
+            while left:  # lines of files, which may look like anything
+                left -= not next(lines).startswith("\\")
+    return [file for file in found if file.hunks]
+
+
+def _change(file: _File, before: str, after: str) -> Change:
+    removed, added, opened, closed = set[int](), set[int](), set[int](), set[int]()
+    for (
+        old_at,
+        old_count,
+        new_at,
+        new_count,
+    ) in file.hunks:  # one without lines begins after the line that it names
+        removed |= set(range(old_at - 1, old_at - 1 + old_count))
+        added |= set(range(new_at - 1, new_at - 1 + new_count))
+        opened |= set() if old_count else {old_at}
+        closed |= set() if new_count else {new_at}
+    path = file.was if file.now == ABSENT else file.now
+    return Change(
+        path,
+        file.was,
+        before,
+        after,
+        frozenset(removed),
+        frozenset(added),
+        frozenset(opened),
+        frozenset(closed),
+    )
 
 
 def _named(name: str) -> str:

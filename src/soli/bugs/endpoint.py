@@ -44,20 +44,26 @@ class Endpoint:
                 "a key is not sent over a connection that others can read", got=self.url, allowed="https://"
             )
         try:
-            from openai import OpenAI
+            from openai import DefaultHttpxClient, OpenAI
         except ModuleNotFoundError as error:
             raise SoliError(
                 "asking a model needs a package that is not installed",
                 got=str(error),
                 fix="pip install 'soli[bugs]'",
             ) from error
+        # no proxy stands between this machine and itself
+        client = DefaultHttpxClient(trust_env=False) if where.hostname in HERE else None
         self._client = OpenAI(
-            base_url=self.url, api_key=self.key or "none", timeout=SECONDS, max_retries=TRIES
+            base_url=self.url,
+            api_key=self.key or "none",
+            timeout=SECONDS,
+            max_retries=TRIES,
+            http_client=client,
         )
 
     def ask(self, shown: str) -> tuple[dict[str, str], str]:
         """A word for each dimension, and why. Unreachable or Nonsense where there is no answer."""
-        from openai import OpenAIError
+        from openai import BadRequestError, OpenAIError, UnprocessableEntityError
 
         try:
             answer = self._client.chat.completions.create(
@@ -70,6 +76,11 @@ class Endpoint:
             )
         except json.JSONDecodeError as error:
             raise Nonsense(f"no JSON: {error}") from error
+        except (
+            BadRequestError,
+            UnprocessableEntityError,
+        ) as error:  # this commit, such as one that is too long
+            raise Nonsense(" ".join(str(error).split())[:LONG]) from error
         except OpenAIError as error:
             raise Unreachable(" ".join(str(error).split())[:LONG]) from error
         try:
@@ -94,14 +105,15 @@ def instructions() -> str:
 
 
 def words(text: str) -> tuple[dict[str, str], str]:
-    """The words of an answer, and why; the last JSON object in it counts. Nonsense where it is not what was asked for."""
-    start, end = text.find("{"), text.rfind("}")
-    try:
-        said = json.loads(text[start : end + 1])
-    except json.JSONDecodeError as error:
-        raise Nonsense(repr(text[:LONG])) from error
-    found = {name: said.get(name) for name in DIMENSIONS} if isinstance(said, dict) else {}
-    wrong = {name: word for name, word in found.items() if word not in DIMENSIONS[name]}
-    if wrong or not found:
-        raise Nonsense(repr(text[:LONG]))
-    return {name: str(word) for name, word in found.items()}, str(said.get("why", ""))[:LONG]
+    """The words of an answer, and why: of the last JSON object in it that has them. Nonsense where there is none."""
+    decoder, start = json.JSONDecoder(), text.rfind("{")
+    while start >= 0:
+        try:
+            said, _ = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            said = None
+        found = {name: said.get(name) for name in DIMENSIONS} if isinstance(said, dict) else {}
+        if found and all(isinstance(word, str) and word in DIMENSIONS[name] for name, word in found.items()):
+            return {name: str(word) for name, word in found.items()}, str(said.get("why", ""))[:LONG]
+        start = text.rfind("{", 0, start)
+    raise Nonsense(repr(text[:LONG]))

@@ -6,6 +6,7 @@ shown as text. A label is in the CSV file as soon as it is given; whoever goes o
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -80,21 +81,16 @@ def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, 
         number = request.path_params["number"]
         if not 0 <= number < len(items):
             return page("none", 404)
-        item, rows = items[number], known()
-        told = mine(rows).get((item.repo, item.commit))
+        item = items[number]
+        told = mine(known()).get((item.repo, item.commit))
         wrong: list[tuple[str, str]] = []
         if request.method == "POST":
             told = given(await _form(request), item, labeller, made_by)
             wrong = labels.wrong(told)
             if not wrong:
-                kept = [
-                    one
-                    for one in rows
-                    if (one.repo, one.commit, one.labeller) != (told.repo, told.commit, told.labeller)
-                ]
-                keep(path, [*kept, told])
+                keep(path, told)
                 return RedirectResponse(f"{root}/", 303, HEADERS)
-        done = len({(one.repo, one.commit) for one in items} & set(mine(rows)))
+        done = len({(one.repo, one.commit) for one in items} & set(mine(known())))
         return page(
             "commit",
             422 if wrong else 200,
@@ -149,11 +145,19 @@ def given(form: Mapping[str, str], item: Item, labeller: str, made_by: str) -> L
     return replace(one, **{name: form.get(name, "") for name in (*DIMENSIONS, "mechanism")})
 
 
-def keep(path: Path, rows: Sequence[Label]) -> None:
-    """The whole file, or the one before."""
-    beside = path.with_name(f"{path.name}.new")
-    labels.write(beside, rows)
-    os.replace(beside, path)
+def keep(path: Path, told: Label) -> None:
+    """Put a label into the file, in place of an earlier one of the same. Other labellers' pages may do so at the same time."""
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = labels.read(path) if path.exists() else []
+        kept = [
+            one
+            for one in known
+            if (one.repo, one.commit, one.labeller) != (told.repo, told.commit, told.labeller)
+        ]
+        beside = path.with_name(f"{path.name}.new")
+        labels.write(beside, [*kept, told])
+        os.replace(beside, path)
 
 
 async def _form(request: Request) -> dict[str, str]:

@@ -59,6 +59,8 @@ def read(path: Path) -> list[Label]:
             got=f"{path}: {', '.join(rows[0]) if rows else 'no rows'}",
             allowed=", ".join(NAMES),
         )
+    odd = [number for number, row in enumerate(rows, 2) if None in row or None in row.values()]
+    raise_all(Problem(f"line {number}: it has not {len(NAMES)} cells") for number in odd)
     found = [Label(**row) for row in rows]
     problems = [
         Problem(f"line {number}: {text}", got=got)
@@ -186,6 +188,12 @@ def selection(
             for (sample, repo, commit), votes in said.items()
             if sample == name
         ]
+        if not rows and population[name]:
+            raise SoliError(
+                "of a sample no commit is labelled, so nothing is known of what it stands for",
+                got=f"{name}: {population[name]} commits",
+                fix="soli bugs label --fixes N --rest N ..., and labels of both",
+            )
         strata.append((np.array(rows, dtype=float).reshape(-1, 2), population[name] / max(len(rows), 1)))
     random = np.random.default_rng(0)
     again = [
@@ -224,14 +232,13 @@ def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Sele
         raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
     with store.opened(mined) as base:
         chosen = set(base.execute("SELECT repo, hash FROM fix"))
-        lacking = {one.repo for one in labels} - {
-            repo for (repo,) in base.execute("SELECT repo FROM history")
-        }
+        known = set(base.execute("SELECT repo, hash FROM change"))
+    lacking = {f"{one.repo} {one.commit[:10]}" for one in labels if (one.repo, one.commit) not in known}
     if lacking:
         raise SoliError(
-            "labelled histories are not in this file",
-            got=f"{mined}: {', '.join(sorted(lacking))}",
-            fix="mine them too",
+            "labelled commits are not in this file",
+            got=f"{mined} lacks {len(lacking)}: {', '.join(sorted(lacking)[:3])} ...",
+            fix="mine their histories too, as they are now",
         )
     return {
         name: selection(labels, size, chosen, strict=strict)

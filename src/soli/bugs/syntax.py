@@ -64,7 +64,6 @@ class Edit:
 
     what: str
     text: str
-    path: str
     line: int
 
     def __str__(self) -> str:
@@ -83,40 +82,44 @@ class _Fact:
 
 def edits(change: Change) -> list[Edit]:
     """What was done to one file, in the order of its lines."""
-    old = _facts(change.before, change.language, change.removed)
-    new = _facts(change.after, change.language, change.added)
+    old = _facts(change.before, change.language, change.removed, change.opened)
+    new = _facts(change.after, change.language, change.added, change.closed)
     same = Counter((one.kind, one.name, one.text) for one in old)
     same &= Counter((one.kind, one.name, one.text) for one in new)
-    found = list(_compared(change, _without(old, same), _without(new, same)))
+    found = list(_compared(_without(old, same), _without(new, same)))
     return sorted([*found, *_moved(change)], key=lambda one: one.line)
 
 
-def _facts(text: str, language: str, lines: frozenset[int]) -> list[_Fact]:
-    if not lines:
+def _facts(text: str, language: str, lines: frozenset[int], gaps: frozenset[int]) -> list[_Fact]:
+    """What stands on these lines, or around a place between two lines (above the one that is named)."""
+    if not text or not lines | gaps:
         return []
     kinds = KINDS[language]
     root = SgRoot(text, language).root()
     found = []
     for node in root.find_all({"rule": {"any": [{"kind": kind} for kind in kinds]}}):
-        kind, name, field = kinds[node.kind()]
-        part = node.field(field) if field else node
+        kind, name, part_name = kinds[node.kind()]
+        part = node.field(part_name) if part_name else node
         named = node.field(name) if name else None
-        if any(one is not None and _touches(one, lines) for one in (part, named)):
-            words = (
-                _short(part.text().split("\n    ")[0] if kind == "handler" else part.text()) if part else ""
-            )
+        where = [_lines(one) for one in (part, named) if one is not None]
+        if kind == "handler":  # what it catches, and not what it does then
+            where = [_lines(node)[:1]]
+        if any(line in lines for of in where for line in of) or any(
+            line in gaps for of in where for line in of[1:]
+        ):
+            text = part.text() if part else ""
+            text = text.split("\n")[0] if kind == "handler" else text
             found.append(
-                _Fact(kind, _short(named.text()) if named else "", words, node.range().start.line + 1)
+                _Fact(kind, _short(named.text()) if named else "", _short(text), node.range().start.line + 1)
             )
     return found
 
 
-def _touches(node: SgNode, lines: frozenset[int]) -> bool:
+def _lines(node: SgNode) -> range:
     where = node.range()
-    last = where.end.line - (
-        where.end.column == 0
+    return range(
+        where.start.line, where.end.line + (where.end.column > 0)
     )  # a node of the preprocessor ends where the next line begins
-    return any(line in lines for line in range(where.start.line, last + 1))
 
 
 def _without(facts: list[_Fact], same: Counter[tuple[str, str, str]]) -> list[_Fact]:
@@ -131,7 +134,7 @@ def _without(facts: list[_Fact], same: Counter[tuple[str, str, str]]) -> list[_F
     return found
 
 
-def _compared(change: Change, old: list[_Fact], new: list[_Fact]) -> Iterator[Edit]:
+def _compared(old: list[_Fact], new: list[_Fact]) -> Iterator[Edit]:
     """What is on both sides under one name was changed, the rest added or removed."""
     gone: dict[tuple[str, str], list[_Fact]] = {}
     for one in old:
@@ -141,12 +144,12 @@ def _compared(change: Change, old: list[_Fact], new: list[_Fact]) -> Iterator[Ed
         text = f"{one.name} {one.text}".strip()
         if before:
             was = before.pop(0)
-            yield Edit(f"{one.kind} changed", f"{text} <- {was.text}", change.path, one.line)
+            yield Edit(f"{one.kind} changed", f"{text} <- {was.text}", one.line)
         else:
-            yield Edit(f"{one.kind} added", text, change.path, one.line)
+            yield Edit(f"{one.kind} added", text, one.line)
     for left in gone.values():
         for one in left:
-            yield Edit(f"{one.kind} removed", f"{one.name} {one.text}".strip(), change.was, one.line)
+            yield Edit(f"{one.kind} removed", f"{one.name} {one.text}".strip(), one.line)
 
 
 def _moved(change: Change) -> Iterator[Edit]:
@@ -161,7 +164,7 @@ def _moved(change: Change) -> Iterator[Edit]:
         if gone.get(line.strip()):
             was = gone[line.strip()].pop(0)
             word = "moved" if was == line else "indented"
-            yield Edit(f"statement {word}", _short(line), change.path, number + 1)
+            yield Edit(f"statement {word}", _short(line), number + 1)
 
 
 def _short(text: str) -> str:

@@ -54,7 +54,7 @@ DOUBT = 1.25
 """What is predicted to be up to so many times slower than the best that was run may be the quicker one: it is run too."""
 PROBE_STEPS = 4
 PACE_STEPS = 5
-MOST_PROBES = 6
+MOST_PROBES = {"auto": 6, "probe": 10}
 FINALISTS = 4
 FINAL_ROUNDS = 2
 """Of `auto=probe`: so many of the plans that were run, within DOUBT of the best, are run so often again, in turns."""
@@ -190,7 +190,7 @@ class Auto:
 
     def _probe(self) -> None:
         """Run plans and learn from each, until the best is one that needs no trial or had one."""
-        for number in range(MOST_PROBES):
+        for number in range(MOST_PROBES["probe" if self.probes > 1 else "auto"]):
             self._vary()
             option = self._next(number)
             if option is None:
