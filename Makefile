@@ -81,6 +81,7 @@ STUDIED = $(foreach clone,$(wildcard $(HISTORIES)/*),$(firstword $(wildcard $(cl
 
 study: .venv/developed          ## the bug study of whole clones: make study HISTORIES=folder-of-clones -> benchmarks/results/study/
 	mkdir -p build
+	rm -f build/bugs.db
 	$(BIN)/soli bugs mine $(STUDIED) --out build/bugs.db
 	$(BIN)/soli bugs classify $(STUDIED) --db build/bugs.db
 	$(BIN)/soli bugs report --db build/bugs.db --labels benchmarks/bugs/labels.csv --sample benchmarks/bugs/sample.json --out $(STUDY)

@@ -156,11 +156,11 @@ def test_a_verdict_is_the_softmax_of_the_weights(tmp_path: Path) -> None:
 def test_all_that_is_wrong_with_rules_is_said(tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text(
-        '[symptom."sad"]\nprior = 0\n[symptom."crash"]\nprior = 0\nrules = [{ name = "a", subject = "(" }, { name = "b" }, { name = "c", subject = "x", weight = "y" }]\n'
+        '[symptom."sad"]\nprior = 0\n[symptom."crash"]\nprior = 0\nrules = [{ name = "a", subject = "(" }, { name = "b" }, { name = "c", subject = "x", weight = "y" }, { name = "d", subject = "x", wieght = 2 }]\n[symptom."hang"]\nrules = []\n'
     )
     with pytest.raises(SoliError) as caught:
         classifier(rules)
-    for text in ("symptom has no such word", "a: this is no pattern", "b: a rule has a name and looks in one place", "c: a weight is a number", "nothing is said of a dimension"):  # fmt: skip
+    for text in ("symptom has no such word", "a: this is no pattern", "b: a rule has a name, a weight, and looks in one place", "symptom hang: it has a prior", "fix: 'least' is a probability", "c: a weight is a number", "nothing is said of a dimension"):  # fmt: skip
         assert text in str(caught.value)
     rules.write_text("[")
     with pytest.raises(SoliError, match="no TOML"):
@@ -337,3 +337,4 @@ def test_the_command_goes_on_without_the_model_and_says_so(mined: tuple[Path, Pa
     told = json.loads(run("--json").stdout)
     assert (told["fixes"], told["looked"]) == (4, 0)
     assert "--model NAME" in run("--endpoint", "http://127.0.0.1:9/v1").stderr
+    assert "a model is asked at an endpoint" in run("--model", "m").stderr

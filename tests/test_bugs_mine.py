@@ -397,7 +397,7 @@ def test_issues_are_exported_and_joined(repo: Path, tmp_path: Path) -> None:
         (99, 1, 2),
     ]
     # The issue was opened on the second of January, and its fix taken in on the fifth; the link is in the message and GitHub's own.
-    assert read(base, "SELECT days, labels, reviewers FROM time_to_fix") == [(3.0, '["bug"]', 2)] * 2
+    assert read(base, "SELECT days, labels, reviewers FROM time_to_fix") == [(3.0, '["bug"]', 2)]
     assert read(base, "SELECT body FROM issue") == [("It trains, and wrongly.",)]
 
 

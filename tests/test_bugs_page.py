@@ -50,7 +50,11 @@ def served(repo: Path, folder: Path, who: str) -> Iterator[str]:
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        drawn_before = (folder / "sample.json").exists()
         line = process.stdout.readline().strip()
+        if drawn_before:
+            assert "draw into another --sample" in line
+            line = process.stdout.readline().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{30,}/", line), (line, process.stderr)
         try:
             yield line

@@ -174,7 +174,7 @@ def test_the_report_is_written_twice(classified: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_not_classified_is_refused(mined: Path) -> None:
-    with pytest.raises(SoliError, match="not all fixes in this file are classified"):
+    with pytest.raises(SoliError, match="not all commits in this file are classified"):
         study(mined / "bugs.db")
     with pytest.raises(SoliError, match="no such file"):
         study(mined / "none.db")
@@ -182,6 +182,24 @@ def test_what_was_not_classified_is_refused(mined: Path) -> None:
         pass
     with pytest.raises(SoliError, match="no fix of a bug"):
         study(mined / "empty.db")
+
+
+def test_what_other_rules_classified_is_refused(classified: Path) -> None:
+    with sqlite3.connect(classified / "bugs.db") as base:
+        base.execute("UPDATE verdict SET version = 'others' WHERE repo = 'b/two'")
+    with pytest.raises(SoliError, match="2 sets of rules"):
+        study(classified / "bugs.db")
+
+
+def test_where_every_commit_is_a_fix_there_is_no_control_group(classified: Path) -> None:
+    """And labels of none of them: what is not known is not written as a number."""
+    with sqlite3.connect(classified / "bugs.db") as base:
+        base.execute(f"UPDATE change SET fix = 1 WHERE {store.CODE}")
+    said = study(classified / "bugs.db")
+    assert said["sizes"]["source"]["others"] is None
+    judged = judge([replace(ONE, commit="9" * 40)], classified / "bugs.db")
+    assert "nan" not in report.markdown(said, judged)
+    assert report.page(said, judged).count("<svg") == 10
 
 
 def test_markdown_and_page_say_the_same(classified: Path) -> None:

@@ -134,9 +134,9 @@ def classifier(path: Path | None = None) -> Classifier:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SoliError("the rules are no TOML", got=f"{path}: {error}") from error
     wrong: list[Problem] = []
-    made = {name: _hints(name, words, said.get(name, {}), wrong) for name, words in DIMENSIONS.items()}
-    fix = dict(said.get("fix", {}))
-    least = fix.pop("least", 0.5)
+    made = {name: _hints(name, words, said.get(name), wrong) for name, words in DIMENSIONS.items()}
+    fix = dict(said["fix"]) if isinstance(said.get("fix"), dict) else {}
+    least = fix.pop("least", None)
     if not isinstance(least, float) or not 0 < least < 1:
         wrong.append(Problem("fix: 'least' is a probability", got=repr(least)))
     decides = _hints("fix", FIX, fix, wrong)
@@ -144,8 +144,9 @@ def classifier(path: Path | None = None) -> Classifier:
     return Classifier(made, decides, least, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
-def _hints(name: str, words: Iterable[str], given: Mapping[str, Any], wrong: list[Problem]) -> Hints:
+def _hints(name: str, words: Iterable[str], said: Any, wrong: list[Problem]) -> Hints:
     known = tuple(words)
+    given: Mapping[str, Any] = said if isinstance(said, dict) else {}
     wrong += [
         Problem(f"{name} has no such word", got=word, allowed=", ".join(known))
         for word in given
@@ -153,7 +154,22 @@ def _hints(name: str, words: Iterable[str], given: Mapping[str, Any], wrong: lis
     ]
     if not given:
         wrong.append(Problem("nothing is said of a dimension", got=name, fix=f'[{name}."{known[-1]}"]'))
-    prior = {word: float(given.get(word, {}).get("prior", -np.inf)) for word in known}
+    prior = {word: -np.inf for word in known}  # of a word that is not there: it is never said
+    for word in known:
+        told = given.get(word)
+        if told is None:
+            continue
+        if (
+            not isinstance(told, dict)
+            or not isinstance(told.get("prior"), (int, float))
+            or set(told) - {"prior", "rules"}
+        ):
+            wrong.append(
+                Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(told)[:200])
+            )
+        else:
+            prior[word] = float(told["prior"])
+    given = {word: told for word, told in given.items() if isinstance(told, dict)}
     return Hints(
         prior,
         tuple(
@@ -165,8 +181,14 @@ def _hints(name: str, words: Iterable[str], given: Mapping[str, Any], wrong: lis
 def _hint(dimension: str, word: str, one: Mapping[str, Any], wrong: list[Problem]) -> Hint:
     said = f"{dimension} {word}: {one.get('name', 'a rule without a name')}"
     where = [name for name in PLACES if name in one]
-    if len(where) != 1 or not one.get("name"):
-        wrong.append(Problem(f"{said}: a rule has a name and looks in one place", allowed=", ".join(PLACES)))
+    if len(where) != 1 or not one.get("name") or set(one) - {*PLACES, "name", "weight"}:
+        wrong.append(
+            Problem(
+                f"{said}: a rule has a name, a weight, and looks in one place",
+                got=", ".join(one),
+                allowed=", ".join(PLACES),
+            )
+        )
         return Hint(word, said, "subject", re.compile("$^"), 0.0)
     try:
         pattern = re.compile(one[where[0]], FLAGS)

@@ -27,6 +27,7 @@ from soli.bugs import labels
 from soli.bugs.catalogue import mechanisms
 from soli.bugs.labels import FIX, Label
 from soli.bugs.taxonomy import DIMENSIONS
+from soli.core.errors import SoliError
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'",
@@ -85,8 +86,9 @@ def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, 
         told = mine(known()).get((item.repo, item.commit))
         wrong: list[tuple[str, str]] = []
         if request.method == "POST":
-            told = given(await _form(request), item, labeller, made_by)
-            wrong = labels.wrong(told)
+            form = await _form(request)
+            told = given(form or {}, item, labeller, made_by)
+            wrong = labels.wrong(told) if form is not None else [("this is more than a form holds", "")]
             if not wrong:
                 keep(path, told)
                 return RedirectResponse(f"{root}/", 303, HEADERS)
@@ -126,7 +128,12 @@ def serve(items: Sequence[Item], path: Path, labeller: str, made_by: str, port: 
     token = secrets.token_urlsafe(24)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
+        try:
+            listening.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise SoliError(
+                "this port cannot be had", got=f"{port}: {error.strerror}", fix="--port 0: any that is free"
+            ) from error
         listening.listen()
         print(f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/", flush=True)
         print(f"{len(items)} commits; labels go to {path}. Ctrl-C ends it.", flush=True)
@@ -160,10 +167,11 @@ def keep(path: Path, told: Label) -> None:
         os.replace(beside, path)
 
 
-async def _form(request: Request) -> dict[str, str]:
+async def _form(request: Request) -> dict[str, str] | None:
+    """What was filled in; None where it is longer than any form."""
     body = b""
     async for part in request.stream():
         body += part
         if len(body) > LONGEST:
-            return {}
+            return None
     return {name: values[-1] for name, values in parse_qs(body.decode(errors="replace")).items()}

@@ -104,11 +104,18 @@ def blocks(
     said: Mapping[str, Any], judged: Sequence[Judged] = (), selected: Mapping[str, Selection] | None = None
 ) -> Iterator[Block]:
     """The whole report in order."""
+    paper, labels = said["paper"], said["labels"]
     yield Heading(1, "Bugs of distributed training, from the fixes in git histories")
     yield (
-        f"Beside each question stands what {said['source']} states of 308 bugs that people read. Brackets are 95% intervals: of the counting alone, "
-        "not of the rules' mistakes, which the last section has. Fixes are commits that message and syntax make one by the rules; sizes are of those whose message does."
+        f"Beside each question stands what {paper['source']} states of {paper['bugs']} bugs that people read. Brackets are 95% intervals: of the counting "
+        "alone, not of the rules' mistakes, which the last section has. Words are of the commits that message and syntax make a fix by the rules. "
+        "Sizes and syntax are of those whose message does: the rules on syntax know both, and what they choose is small for that reason."
     )
+    if labels:
+        yield (
+            f"`by labels`: of the words of labeller {labels['labeller']} ({'; '.join(labels['made_by'])}) for commits drawn from those "
+            "whose message makes them a fix."
+        )
     yield Table(
         [["history", "commits", "fixes", "no fixes, of code", "from", "to", "HEAD"]]
         + [
@@ -178,10 +185,9 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
     sizes = said["sizes"]
     repos = [h["repo"] for h in said["histories"]]
     yield (
-        f"Fixes of {SMALL} lines or fewer, by what is counted; the study states 48%. `source`: added and deleted lines of source and build files; "
-        "`larger`: of each such file the larger of the two; `added`: added ones; `all`: of every file. Fixes are those whose message says so: the rules "
-        "on syntax know how large a commit is, so that what they choose is small for that reason (`by syntax too`). `by labels`: of the commits that "
-        "people call fixes, among the chosen and the rejected, each counted for as many as it stands for."
+        f"Fixes of {SMALL} lines or fewer, by what is counted; the study states {said['paper']['share']:.0%}. `source`: added and deleted lines of source and build files; "
+        "`larger`: of each such file the larger of the two; `added`: added ones; `all`: of every file. `by labels`: of the commits that the labels call "
+        "fixes, among the chosen and the rejected, each counted for as many as it stands for."
     )
     head = [
         "lines",
@@ -203,7 +209,8 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
     ]
     yield Table([head, *rows])
     yield Figure(
-        "Fixes of 10 lines or fewer by what is counted; the line is at 48%.", lambda axes: _small(axes, sizes)
+        f"Fixes of {SMALL} lines or fewer by what is counted; the line is what the study states.",
+        lambda axes: _small(axes, sizes, said["paper"]["share"]),
     )
     lines = said["lines"]
     yield Table(
@@ -284,8 +291,8 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
                 one.dimension,
                 one.labeller,
                 str(one.kappa.count),
-                f"{one.kappa.alike:.0%}",
-                f"{one.kappa.value:.2f} ({one.kappa.low:.2f} to {one.kappa.high:.2f})",
+                f"{one.kappa.alike:.0%}" if one.kappa.count else "-",
+                _two((one.kappa.value, one.kappa.low, one.kappa.high)) if one.kappa.count else "-",
             ]
             for one in judged
         ]
@@ -343,9 +350,11 @@ def _years(axes: Any, years: Mapping[str, Mapping[str, int]], words: Sequence[st
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _small(axes: Any, sizes: Mapping[str, Any]) -> None:
+def _small(axes: Any, sizes: Mapping[str, Any], stated: float) -> None:
     for i, (key, label) in enumerate((("all", "fixes"), ("others", "no fixes"))):
         rows = [(name, row[key]) for name, row in sizes.items() if row[key]]
+        if not rows:
+            continue
         parts = np.array([part for _, part in rows])
         places = np.arange(len(rows)) + (i - 0.5) * 0.3
         axes.bar(
@@ -356,7 +365,7 @@ def _small(axes: Any, sizes: Mapping[str, Any]) -> None:
             color=COLORS[i],
             label=label,
         )
-    axes.axhline(0.48, color="black", linestyle="--", linewidth=1)
+    axes.axhline(stated, color="black", linestyle="--", linewidth=1)
     axes.set(xticks=np.arange(len(sizes)), xticklabels=list(sizes), ylabel=f"share of {SMALL} lines or fewer")
     axes.legend(frameon=False)
 

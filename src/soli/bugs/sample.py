@@ -16,9 +16,7 @@ from soli.core.errors import SoliError
 LINES = 400  # of a diff that a person is shown
 
 
-def drawn(
-    path: Path, mined: Path, seed: int, counts: Mapping[str, int], without: Collection[str] = ()
-) -> dict[str, Any]:
+def drawn(path: Path, mined: Path, seed: int, counts: Mapping[str, int]) -> dict[str, Any]:
     """What the file says; if there is none, what is drawn now, which is kept in it."""
     if path.exists():
         try:
@@ -33,7 +31,7 @@ def drawn(
     if not mined.exists():
         raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
     with store.opened(mined) as base:
-        commits, population = labels.draw(base, seed, counts, without)
+        commits, population = labels.draw(base, seed, counts)
         heads = base.execute("SELECT repo, head, rules FROM history ORDER BY repo").fetchall()
     said = {
         "seed": seed, "population": population, "drawn": dict(counts), "rules": sorted({rules for *_, rules in heads}),
@@ -56,16 +54,23 @@ def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list
     for path in repos:
         history.check(path)
     all_ = [(sample, repo, hash_) for sample, commits in said["commits"].items() for repo, hash_ in commits]
-    diffs = {
-        (repo, hash_): diff
-        for repo, path in where.items()
-        for hash_, diff in patches(path, [h for _, r, h in all_ if r == repo], LINES).items()
-    }
     with store.opened(mined) as base:
         texts = {
             (repo, hash_): (subject, body)
             for repo, hash_, subject, body in base.execute("SELECT repo, hash, subject, body FROM change")
         }
+    unknown = [f"{repo} {hash_[:10]}" for _, repo, hash_ in all_ if (repo, hash_) not in texts]
+    if unknown:
+        raise SoliError(
+            "commits were drawn that this file does not have",
+            got=f"{mined} lacks {len(unknown)}: {', '.join(unknown[:3])} ...",
+            fix="the file that they were drawn from, or another --sample",
+        )
+    diffs = {
+        (repo, hash_): diff
+        for repo, path in where.items()
+        for hash_, diff in patches(path, [h for _, r, h in all_ if r == repo], LINES).items()
+    }
     return [
         Item(repo, hash_, sample, *texts[repo, hash_], diffs[repo, hash_]) for sample, repo, hash_ in all_
     ]

@@ -69,7 +69,7 @@ CREATE VIEW size AS SELECT repo, hash,
 FROM file GROUP BY repo, hash;
 CREATE VIEW time_to_fix AS SELECT closed.repo, closed.hash, issue.number, (change.committed - issue.opened) / 86400.0 AS days,
     issue.labels, request.reviewers
-FROM closed JOIN issue ON issue.repo = closed.repo AND issue.number = closed.issue
+FROM (SELECT DISTINCT repo, hash, issue FROM closed) AS closed JOIN issue ON issue.repo = closed.repo AND issue.number = closed.issue
     JOIN change USING (repo, hash) LEFT JOIN request ON request.repo = closed.repo AND request.number = change.pull;
 CREATE TABLE verdict (          -- what a fix is of, by rules or a model (soli bugs classify)
     repo TEXT NOT NULL, hash TEXT NOT NULL,
@@ -120,6 +120,10 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
         with base:
             yield base
     except sqlite3.DatabaseError as error:
+        if "locked" in str(error):
+            raise SoliError(
+                "another command is writing this file", got=str(path), fix="wait for it"
+            ) from error
         raise SoliError(
             "this file is no SQLite database, or is damaged",
             got=f"{path}: {error}",

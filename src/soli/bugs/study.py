@@ -36,21 +36,10 @@ def study(
         raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
     paper = tomllib.loads(files("soli.bugs").joinpath("study.toml").read_text(encoding="utf-8"))
     with store.opened(mined) as base:
-        fixes, done = (base.execute(f"SELECT count(*) FROM {what}").fetchone()[0] for what in ("fix", "(SELECT DISTINCT repo, hash FROM class)"))  # fmt: skip
-        if not fixes:
-            raise SoliError(
-                "no fix of a bug is in this file",
-                got=str(mined),
-                fix="soli bugs mine other histories, or by other --rules",
-            )
-        if done < fixes:
-            raise SoliError(
-                "not all fixes in this file are classified",
-                got=f"{mined}: {done} of {fixes}",
-                fix=f"soli bugs classify ... --db {mined}",
-            )
+        _whole(base, mined)
         said = {
-            "source": paper["source"],
+            "paper": {"source": paper["source"], "bugs": paper["bugs"], "share": _stated(paper)},
+            "labels": _made(labels),
             "histories": _histories(base),
             "sizes": _sizes(base, paper, labels, population),
             "lines": _lines(base),
@@ -63,6 +52,49 @@ def study(
         }
     said["questions"] = [_answered(question, said) for question in paper["question"]]
     return said
+
+
+def _whole(base: sqlite3.Connection, mined: Path) -> None:
+    """SoliError where there is nothing to count, or some of it was not looked at, or by other rules."""
+    one = lambda query: base.execute(query).fetchone()[0]
+    if not one("SELECT count(*) FROM judged WHERE told OR fix"):
+        raise SoliError(
+            "no fix of a bug is in this file",
+            got=str(mined),
+            fix="soli bugs mine other histories, or by other --rules",
+        )
+    left = one(
+        "SELECT count(*) FROM judged WHERE (repo, hash) NOT IN (SELECT repo, hash FROM verdict WHERE dimension = 'fix')"
+    )
+    rules = one("SELECT count(DISTINCT version) FROM verdict WHERE by = 'rules'")
+    if left or rules > 1:
+        raise SoliError(
+            "not all commits in this file are classified, by the same rules",
+            got=f"{mined}: {left} were not looked at, {rules} sets of rules",
+            fix=f"soli bugs classify CLONE... --db {mined}, with all of its histories",
+        )
+
+
+def _stated(paper: Mapping[str, Any]) -> float:
+    """The share of small fixes that the study states."""
+    return float(
+        next(
+            one["share"]
+            for question in paper["question"]
+            for one in question["statements"]
+            if one["kind"] == "share"
+        )
+    )
+
+
+def _made(labels: Sequence[Label]) -> dict[str, Any] | None:
+    """Whose labels stand beside the rules, and who or what made them."""
+    first = min((one.labeller for one in labels), default="")
+    return (
+        {"labeller": first, "made_by": sorted({one.made_by for one in labels if one.labeller == first})}
+        if labels
+        else None
+    )
 
 
 def _histories(base: sqlite3.Connection) -> list[dict[str, Any]]:
@@ -177,7 +209,7 @@ def _shares(known: Sequence[str], words: Sequence[str]) -> dict[str, tuple[int, 
 def _small(base: sqlite3.Connection) -> dict[str, tuple[int, Share]]:
     """Strategies of the fixes of SMALL source lines or fewer."""
     rows = base.execute(
-        "SELECT word FROM class JOIN fix USING (repo, hash) WHERE dimension = 'strategy' AND source <= ?",
+        "SELECT word FROM class JOIN judged USING (repo, hash) WHERE told AND dimension = 'strategy' AND source <= ?",
         (SMALL,),
     )
     return _shares(list(DIMENSIONS["strategy"]), [word for (word,) in rows])
@@ -215,14 +247,14 @@ def _spread(base: sqlite3.Connection) -> dict[str, dict[str, Any]]:
 
 
 def _syntax(base: sqlite3.Connection) -> dict[str, Any]:
-    """What is done to syntax: the share of fixes that do it, and of the others that were read."""
+    """What is done to syntax: the share of the fixes by their message that do it, and of the others."""
     found: dict[str, Any] = {}
-    for name, of in (("fixes", "fix"), ("others", "other")):
+    for name, of in (("fixes", "told"), ("others", "NOT told")):
         total = base.execute(
-            f"SELECT count(DISTINCT repo || hash) FROM edited JOIN {of} USING (repo, hash)"
+            f"SELECT count(DISTINCT repo || hash) FROM edited JOIN judged USING (repo, hash) WHERE {of}"
         ).fetchone()[0]
         rows = base.execute(
-            f"SELECT what, count(*) FROM edited JOIN {of} USING (repo, hash) WHERE what != '' GROUP BY what"
+            f"SELECT what, count(*) FROM edited JOIN judged USING (repo, hash) WHERE {of} AND what != '' GROUP BY what"
         )
         found[name] = {"count": total, "shares": {what: share(n, total) for what, n in rows}}
     return found
@@ -257,8 +289,8 @@ def _checked(one: Mapping[str, Any], question: Mapping[str, Any], said: Mapping[
     if one["kind"] == "share":
         return _share_checked(one, said["sizes"])
     dimension = said["words"][question["dimension"]]
-    tables = {"rules": said["small"] if "lines" in one else dimension["all"]}
-    if dimension["labels"] and "lines" not in one:
+    tables = {"rules": said["small"] if "small" in one else dimension["all"]}
+    if dimension["labels"] and "small" not in one:
         tables["labels"] = dimension["labels"]["words"]
     found = {by: compared(one["kind"], one["words"], table) for by, table in tables.items()}
     best = list(found)[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import asdict
@@ -88,6 +89,8 @@ def classify(
         ) from error
     from soli.bugs.endpoint import Endpoint
 
+    if model and not endpoint:
+        raise SoliError("a model is asked at an endpoint", fix="--endpoint http://127.0.0.1:8000/v1")
     asked = Endpoint(endpoint, model, os.environ.get("OPENAI_API_KEY", "")) if endpoint else None
     found = of.classify(repos, db, rules, asked, at_most)
     if found.said:
@@ -175,19 +178,25 @@ def report(
     from soli.bugs import report as written
     from soli.bugs.study import study
 
+    if sample and not labels:
+        raise SoliError("a sample says what labels stand for, and there are none", fix="--labels FILE")
     rows = of.read(labels) if labels else []
     said = study(db, rows, of.population(sample) if sample else None)
     judged = judging.judge(rows, db) if rows else []
     selected = of.judged(rows, sample, db) if rows and sample else {}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "study.md").write_text(written.markdown(said, judged, selected), encoding="utf-8")
-    (out / "study.html").write_text(written.page(said, judged, selected), encoding="utf-8")
     told = {
         **said,
         "judged": [asdict(one) for one in judged],
         "selection": {name: asdict(one) for name, one in selected.items()},
     }
-    (out / "study.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    texts = {
+        "study.md": written.markdown(said, judged, selected),
+        "study.html": written.page(said, judged, selected),
+        "study.json": _json(told) + "\n",
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (out / name).write_text(text, encoding="utf-8")
     for question in said["questions"]:
         print(question["name"])
         for one in question["statements"]:
@@ -214,12 +223,18 @@ def label(
     """A page on this machine to label commits on, for two people or more; soli bugs agree says how they agree."""
     try:
         from soli.bugs import label_page
+        from soli.bugs import labels as rows
         from soli.bugs import sample as of
     except ModuleNotFoundError as error:
         raise SoliError(
             "the page needs packages that are not installed", got=str(error), fix="pip install 'soli[bugs]'"
         ) from error
+    if labels.exists():
+        rows.read(labels)  # what is wrong with it is said here, and not on the page
+    before = sample.exists()
     said = of.drawn(sample, db, seed, {"fix": fixes, "rest": rest})
+    if before:
+        print(f"The commits that {sample} has: --fixes, --rest and --seed draw into another --sample.")
     label_page.serve(of.items(said, db, repos), labels, labeller, "a person", port)
 
 
@@ -250,7 +265,7 @@ def agree(
     if sample is not None and db is not None:
         said["selection"] = {name: asdict(one) for name, one in of.judged(rows, sample, db).items()}
     if as_json:
-        print(json.dumps(said, indent=1))
+        print(_json(said))
         return
     for pair in of.pairs(rows):
         print(
@@ -278,6 +293,19 @@ def agree(
             for what, (p, low, high) in (("precision", one["precision"]), ("recall", one["recall"]))
         )
         print(f"the rules, a fix if {name}: {shares}; {one['fixes']} fixes among the labelled commits")
+
+
+def _json(said: Any) -> str:
+    """JSON, which has no word for what is no number: null."""
+
+    def plain(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {key: plain(value) for key, value in one.items()}
+        if isinstance(one, (list, tuple)):
+            return [plain(value) for value in one]
+        return None if isinstance(one, float) and math.isnan(one) else one
+
+    return json.dumps(plain(said), indent=1, allow_nan=False)
 
 
 def _show(found: list[Mined]) -> None:
