@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from soli.bugs.classification import FIX, PLACES, classifier, decided, likely, places, verdict
+from answering import answering
+from soli.bugs.classification import FIX, PLACES, Hint, Hints, classifier, decided, likely, places, verdict
 from soli.bugs.classify import classify
 from soli.bugs.endpoint import Endpoint, Nonsense, instructions, words
 from soli.bugs.mine import mine
@@ -26,6 +26,10 @@ from soli.core.errors import SoliError
 from test_bugs_mine import commit, git
 
 UNKNOWN = "\n".join(f'[{name}."unknown"]\nprior = 0.0' for name in DIMENSIONS)
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks" / "bugs"))
+
+import fit  # noqa: E402
+
 RIGHT = {"symptom": "hang", "cause": "communication", "strategy": "ordering", "stage": "training"}
 
 
@@ -153,6 +157,35 @@ def test_a_verdict_is_the_softmax_of_the_weights(tmp_path: Path) -> None:
     assert of["paths"] == "source a.py"
 
 
+def test_a_commit_that_counts_twice_is_fitted_as_two() -> None:
+    """The weights that benchmarks/bugs/fit.py gives rules are those of the same labels, repeated."""
+    hints = Hints(
+        {"yes": 0.0, "no": 0.0},
+        tuple(Hint(word, word, "subject", re.compile("x"), 1.0) for word in ("yes", "no", "yes")),
+    )
+    random = np.random.default_rng(0)
+    matched, true, heavy = (
+        random.integers(2, size=(60, 3)).astype(float),
+        random.integers(2, size=60),
+        random.integers(1, 5, size=60),
+    )
+    one = fit.fitted(hints, matched, true, heavy.astype(float))
+    two = fit.fitted(hints, matched.repeat(heavy, axis=0), true.repeat(heavy), np.ones(heavy.sum()))
+    assert [hint.weight for hint in one.hints] == pytest.approx(
+        [hint.weight for hint in two.hints], abs=0.011
+    )  # two decimals are kept
+    assert list(one.prior.values()) == pytest.approx(list(two.prior.values()), abs=0.011)
+    assert any(hint.weight > 0 for hint in one.hints)
+
+
+def test_two_clones_of_one_name_are_refused(mined: tuple[Path, Path], tmp_path: Path) -> None:
+    repo, db = mined
+    twin = tmp_path / "elsewhere" / "owner+name"
+    twin.mkdir(parents=True)
+    with pytest.raises(SoliError, match="two of these histories have one name"):
+        classify([repo, twin], db)
+
+
 def test_all_that_is_wrong_with_rules_is_said(tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text(
@@ -196,28 +229,13 @@ def test_what_was_not_mined_is_refused(mined: tuple[Path, Path], tmp_path: Path)
 @contextmanager
 def model(answer: Callable[[dict], tuple[int, str]]) -> Iterator[tuple[str, list[dict]]]:
     """An endpoint on this machine: what it answers to each request, and the requests that came."""
-    asked: list[dict] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append({**request, "path": self.path, "key": self.headers.get("Authorization")})
-            status, text = answer(request)
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(text.encode())
+    def said(request: dict) -> tuple[int, dict[str, str], str]:
+        status, text = answer(request)
+        return status, {"Content-Type": "application/json"}, text
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with answering(said) as (url, asked):
+        yield f"{url}/v1", asked
 
 
 def message(text: str) -> tuple[int, str]:

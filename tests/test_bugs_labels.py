@@ -94,7 +94,7 @@ def test_the_interval_of_a_selection_holds() -> None:
 def test_what_is_drawn_is_drawn_again(tmp_path: Path) -> None:
     from soli.bugs import store
 
-    with store.opened(tmp_path / "bugs.db") as base:
+    with store.opened(tmp_path / "bugs.db", made=True) as base:
         base.execute("INSERT INTO history VALUES ('a/b', '', 0, '')")
         for i in range(40):
             rule = ("fix", "silent", "merge")[i % 3]

@@ -8,15 +8,14 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from answering import answering
 from soli.bugs import github, history, store
 from soli.bugs.mine import mine, name, share, take_in
 from soli.bugs.selection import pull, rules, tag
@@ -354,31 +353,13 @@ PAGES = {None: page([request(7, [ISSUE]), request(8, [])], "two", True), "two": 
 @contextmanager
 def served(answers: list[tuple[int, dict[str, str], Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A GitHub that gives these answers first, and then the recorded pages; what it was asked."""
-    asked: list[dict[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            said = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append({**said["variables"], "token": self.headers["Authorization"]})
-            status, headers, body = (
-                answers.pop(0) if answers else (200, {}, PAGES[said["variables"]["after"]])
-            )
-            self.send_response(status)
-            for key, value in headers.items():
-                self.send_header(key, value)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
+    def said(request: dict[str, Any]) -> tuple[int, dict[str, str], str]:
+        status, headers, body = answers.pop(0) if answers else (200, {}, PAGES[request["variables"]["after"]])
+        return status, headers, json.dumps(body)
 
-        def log_message(self, *words: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/graphql", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with answering(said) as (url, asked):
+        yield f"{url}/graphql", asked
 
 
 def test_issues_are_exported_and_joined(repo: Path, tmp_path: Path) -> None:
@@ -387,8 +368,8 @@ def test_issues_are_exported_and_joined(repo: Path, tmp_path: Path) -> None:
     limited = {"errors": [{"type": "RATE_LIMITED", "message": "slow down"}]}
     with served([(502, {}, {}), (403, {"Retry-After": "0"}, {}), (200, {}, limited)]) as (api, asked):
         assert github.export("owner/name", out, "secret", api, pause=0.01) == 3
-    assert [one["after"] for one in asked] == [None, None, None, None, "two"]
-    assert {one["token"] for one in asked} == {"bearer secret"}
+    assert [one["variables"]["after"] for one in asked] == [None, None, None, None, "two"]
+    assert {one["key"] for one in asked} == {"bearer secret"}
     mine([repo], base)
     assert take_in(base, out) == take_in(base, out) == ("owner/name", 1, 3)
     assert read(base, "SELECT number, hash IS NULL, reviewers FROM request") == [
@@ -407,10 +388,13 @@ def test_an_export_goes_on_where_it_stopped(tmp_path: Path) -> None:
         with pytest.raises(SoliError, match="GitHub does not answer"):
             github.export("owner/name", out, "secret", api, pause=0.001)
         out.write_text(out.read_text() + '{"number": 99, "tit')  # killed while it wrote
-        with store.opened(tmp_path / "bugs.db") as base, pytest.raises(SoliError, match="this is no export"):
+        with (
+            store.opened(tmp_path / "bugs.db", made=True) as base,
+            pytest.raises(SoliError, match="this is no export"),
+        ):
             github.load(base, out)
         assert github.export("owner/name", out, "secret", api) == 3
-        assert asked[-1]["after"] == "two"
+        assert asked[-1]["variables"]["after"] == "two"
         numbers = [json.loads(line).get("number") for line in out.read_text().splitlines()]
         assert [n for n in numbers if n] == [7, 8, 99]
         assert github.export("owner/name", out, "secret", api) == 3  # nothing is new

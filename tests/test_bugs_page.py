@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -12,13 +13,17 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from soli.bugs.labels import read
+from soli.bugs.label_page import keep
+from soli.bugs.labels import Label, read
 from soli.bugs.mine import mine
+from test_bugs_labels import ONE
 from test_bugs_mine import commit, git
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -141,6 +146,20 @@ def test_two_people_label_and_see_where_they_differ(mined: tuple[Path, Path]) ->
     rows = read(folder / "labels.csv")
     assert len(rows) == 4
     assert {one.symptom for one in rows if one.fix == "yes"} == {"crash"}
+
+
+def test_labels_of_several_people_at_once_are_all_kept(tmp_path: Path) -> None:
+    """Each page writes the whole file: four processes, ten labels each."""
+    path = tmp_path / "labels.csv"
+    ones = [[replace(ONE, labeller=who, commit=f"{i:040d}") for i in range(10)] for who in "ABCD"]
+    with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(kept, [path] * 4, ones))
+    assert len(read(path)) == 40
+
+
+def kept(path: Path, labels: list[Label]) -> None:
+    for one in labels:
+        keep(path, one)
 
 
 def status(url: str, body: bytes | None = None) -> tuple[int, str]:

@@ -178,7 +178,7 @@ def test_what_was_not_classified_is_refused(mined: Path) -> None:
         study(mined / "bugs.db")
     with pytest.raises(SoliError, match="no such file"):
         study(mined / "none.db")
-    with store.opened(mined / "empty.db"):
+    with store.opened(mined / "empty.db", made=True):
         pass
     with pytest.raises(SoliError, match="no fix of a bug"):
         study(mined / "empty.db")

@@ -6,13 +6,10 @@ softmax of the sums. Weights and priors were fitted to labels of development (be
 
 from __future__ import annotations
 
-import hashlib
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import softmax
 
+from soli.bugs.selection import written
 from soli.bugs.syntax import Edit
 from soli.bugs.taxonomy import DIMENSIONS
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, raise_all
 
 PLACES = ("subject", "body", "paths", "kinds", "edits", "most", "size", "rule")
 FIX = ("yes", "no")
@@ -126,13 +124,7 @@ def likely(hints: Hints, matched: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def classifier(path: Path | None = None) -> Classifier:
     """soli's own, or a file's. SoliError with all that is wrong in it."""
-    try:
-        text = (path or files("soli.bugs").joinpath("classification.toml")).read_text(encoding="utf-8")
-        said = tomllib.loads(text)
-    except OSError as error:
-        raise SoliError("the rules cannot be read", got=f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SoliError("the rules are no TOML", got=f"{path}: {error}") from error
+    said, digest = written("classification.toml", path)
     wrong: list[Problem] = []
     made = {name: _hints(name, words, said.get(name), wrong) for name, words in DIMENSIONS.items()}
     fix = dict(said["fix"]) if isinstance(said.get("fix"), dict) else {}
@@ -141,7 +133,7 @@ def classifier(path: Path | None = None) -> Classifier:
         wrong.append(Problem("fix: 'least' is a probability", got=repr(least)))
     decides = _hints("fix", FIX, fix, wrong)
     raise_all(wrong)
-    return Classifier(made, decides, least, hashlib.sha256(text.encode()).hexdigest()[:16])
+    return Classifier(made, decides, least, digest)
 
 
 def _hints(name: str, words: Iterable[str], said: Any, wrong: list[Problem]) -> Hints:

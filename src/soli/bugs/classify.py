@@ -16,7 +16,7 @@ from soli.bugs import history, store
 from soli.bugs.changes import LANGUAGES, changes, patches
 from soli.bugs.classification import FIX, Classifier, classifier, decided, places, verdict
 from soli.bugs.endpoint import Endpoint, Nonsense, Unreachable
-from soli.bugs.mine import name
+from soli.bugs.mine import by_name
 from soli.bugs.syntax import edits
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import SoliError
@@ -57,9 +57,7 @@ def classify(
 ) -> Classified:
     """Every fix of these histories. SoliError where a history was not mined, or is not whole."""
     made = classifier(rules)
-    if not mined.exists():
-        raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
-    where = {name(path): path for path in repos}
+    where = by_name(repos)
     with store.opened(mined) as base:
         known = {repo for (repo,) in base.execute("SELECT repo FROM history")}
     lacking = set(where) - known

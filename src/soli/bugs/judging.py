@@ -11,7 +11,6 @@ from soli.bugs.agreement import Kappa, confusion, kappa
 from soli.bugs.labels import Label
 from soli.bugs.mine import share
 from soli.bugs.taxonomy import DIMENSIONS
-from soli.core.errors import SoliError
 
 ALL = "all of them"
 
@@ -32,8 +31,6 @@ class Judged:
 
 def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
     """The verdicts of a classified file on the labelled fixes that it has, by every labeller and by all of them together."""
-    if not mined.exists():
-        raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
     with store.opened(mined) as base:
         said = {
             (repo, hash_, dimension): word

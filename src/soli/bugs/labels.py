@@ -228,8 +228,6 @@ def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Sele
     """The rules that made a mined file, by labels of commits that were drawn as `sample` says: strictly and not."""
     labels = list(labels)
     size = population(sample)
-    if not mined.exists():
-        raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
     with store.opened(mined) as base:
         chosen = set(base.execute("SELECT repo, hash FROM fix"))
         known = set(base.execute("SELECT repo, hash FROM change"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -40,19 +40,12 @@ class Mined:
 def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[Mined]:
     """Read these histories into `out`. All of one is kept, or nothing. SoliError where one is not whole, or none has a fix."""
     made = rules(chosen)
-    names = [name(path) for path in paths]
-    twice = {one for one in names if names.count(one) > 1}
-    if twice:
-        raise SoliError(
-            "two of these histories have one name",
-            got=", ".join(sorted(twice)),
-            fix="name their folders owner+name, or mine them into two files",
-        )
+    named = by_name(paths)
     for path in paths:
         history.check(path)  # all of them, before the first is read
     found = []
-    for path, repo in zip(paths, names, strict=True):
-        with store.opened(out) as base:
+    for repo, path in named.items():
+        with store.opened(out, made=True) as base:
             count, new = store.add(base, repo, history.read(path, made.left_out), made)
             found.append(summary(base, repo, count, new))
     if not any(one.fixes for one in found):
@@ -62,6 +55,19 @@ def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[M
             fix="other rules: --rules FILE",
         )
     return found
+
+
+def by_name(paths: Collection[Path]) -> dict[str, Path]:
+    """Histories by what they are called. SoliError where two have one name."""
+    names = [name(path) for path in paths]
+    twice = {one for one in names if names.count(one) > 1}
+    if twice:
+        raise SoliError(
+            "two of these histories have one name",
+            got=", ".join(sorted(twice)),
+            fix="name their folders owner+name, or mine them into two files",
+        )
+    return dict(zip(names, paths, strict=True))
 
 
 def take_in(out: Path, exported: Path) -> tuple[str, int, int]:

@@ -12,7 +12,7 @@ import numpy as np
 from soli.bugs.judging import ALL, Judged
 from soli.bugs.labels import Selection
 from soli.bugs.mine import SMALL
-from soli.bugs.study import LINES, Share
+from soli.bugs.study import LINES, Share, percent
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.picture import svg
 
@@ -161,10 +161,10 @@ def _dimension(said: Mapping[str, Any], dimension: str) -> Iterator[Block]:
         row = [
             word,
             f"{count:,}",
-            interval(part),
-            *(interval(table["repos"][repo][word][1]) for repo in repos),
+            percent(part),
+            *(percent(table["repos"][repo][word][1]) for repo in repos),
         ]
-        rows.append([*row, *([interval(labelled["words"][word][1])] if labelled else [])])
+        rows.append([*row, *([percent(labelled["words"][word][1])] if labelled else [])])
     yield Table(rows)
     yield Figure(
         f"Shares of each {dimension} by repository, with intervals.", lambda axes: _bars(axes, table["repos"])
@@ -202,8 +202,8 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
         "median",
     ]
     rows = [
-        [name, interval(row["all"]), *(interval(row["repos"].get(repo)) for repo in repos)]
-        + [interval(row[key]) for key in ("alike", "mix", "before", "labels", "syntax", "others")]
+        [name, percent(row["all"]), *(percent(row["repos"].get(repo)) for repo in repos)]
+        + [percent(row[key]) for key in ("alike", "mix", "before", "labels", "syntax", "others")]
         + [f"{row['median']:.0f}"]
         for name, row in sizes.items()
     ]
@@ -215,13 +215,13 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
     lines = said["lines"]
     yield Table(
         [["source lines at most", *map(str, LINES)]]
-        + [[name, *map(interval, lines[key])] for name, key in (("fixes", "fixes"), ("no fixes", "others"))]
+        + [[name, *map(percent, lines[key])] for name, key in (("fixes", "fixes"), ("no fixes", "others"))]
     )
     yield Figure("Share of commits of so many source lines or fewer.", lambda axes: _curves(axes, lines))
     yield Heading(3, f"Strategies of the fixes of {SMALL} source lines or fewer")
     yield Table(
         [["strategy", "fixes", "share"]]
-        + [[word, f"{n:,}", interval(part)] for word, (n, part) in said["small"].items()]
+        + [[word, f"{n:,}", percent(part)] for word, (n, part) in said["small"].items()]
     )
     yield from _syntax(said["syntax"])
     if said["days"]:
@@ -241,7 +241,7 @@ def _syntax(syntax: Mapping[str, Any]) -> Iterator[Block]:
     yield Table(
         [["", f"of {fixes['count']:,} fixes", f"of {others['count']:,} that are none", "ratio"]]
         + [
-            [what, interval(fixes["shares"][what]), interval(others["shares"].get(what)),
+            [what, percent(fixes["shares"][what]), percent(others["shares"].get(what)),
              f"{fixes['shares'][what][0] / others['shares'][what][0]:.2f}" if others["shares"].get(what, (0,))[0] else ""]
             for what in rows
         ]
@@ -256,8 +256,8 @@ def _hard(said: Mapping[str, Any]) -> Iterator[Block]:
             [
                 name,
                 f"{spread[key]['count']:,}",
-                interval(spread[key]["one file"]),
-                interval(spread[key]["one folder"]),
+                percent(spread[key]["one file"]),
+                percent(spread[key]["one folder"]),
                 f"{spread[key]['median']:.0f}",
             ]
             for name, key in (("fixes", "fixes"), ("no fixes", "others"))
@@ -304,15 +304,10 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
         yield Table(
             [["", *one.words, "precision", "recall"]]
             + [
-                [word, *map(str, row), interval(one.precision.get(word)), interval(one.recall.get(word))]
+                [word, *map(str, row), percent(one.precision.get(word)), percent(one.recall.get(word))]
                 for word, row in zip(one.words, one.matrix, strict=True)
             ]
         )
-
-
-def interval(part: Share | None) -> str:
-    """A share as people read it."""
-    return f"{part[0]:.0%} ({100 * part[1]:.0f} to {100 * part[2]:.0f})" if part else "-"
 
 
 def _two(part: Share) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from soli.bugs import history, labels, store
 from soli.bugs.changes import patches
 from soli.bugs.label_page import Item
-from soli.bugs.mine import name
+from soli.bugs.mine import by_name
 from soli.core.errors import SoliError
 
 LINES = 400  # of a diff that a person is shown
@@ -28,8 +28,6 @@ def drawn(path: Path, mined: Path, seed: int, counts: Mapping[str, int]) -> dict
                 "this holds no commits that were drawn", got=f"{path}: {error!r}", fix="another --sample"
             ) from error
         return dict(said)
-    if not mined.exists():
-        raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
     with store.opened(mined) as base:
         commits, population = labels.draw(base, seed, counts)
         heads = base.execute("SELECT repo, head, rules FROM history ORDER BY repo").fetchall()
@@ -43,7 +41,7 @@ def drawn(path: Path, mined: Path, seed: int, counts: Mapping[str, int]) -> dict
 
 def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list[Item]:
     """Each drawn commit as it is shown. SoliError where its history is not given."""
-    where = {name(path): path for path in repos}
+    where = by_name(repos)
     lacking = {repo for commits in said["commits"].values() for repo, _ in commits} - set(where)
     if lacking:
         raise SoliError(

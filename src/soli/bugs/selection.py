@@ -75,28 +75,27 @@ def closes(commit: Commit) -> list[int]:
     return sorted({int(number) for number in CLOSES.findall(f"{commit.subject}\n{commit.body}")})
 
 
-def rules(path: Path | None = None) -> Rules:
-    """soli's own, or a file's. SoliError with all that is wrong in it."""
+def written(own: str, path: Path | None) -> tuple[dict[str, Any], str]:
+    """Rules as they were written, in soli's own file or in another one, and the digest of their text."""
     try:
-        text = (
-            path.read_text(encoding="utf-8")
-            if path
-            else files("soli.bugs").joinpath("selection.toml").read_text(encoding="utf-8")
-        )
-        said = tomllib.loads(text)
+        text = (path or files("soli.bugs").joinpath(own)).read_text(encoding="utf-8")
+        return tomllib.loads(text), hashlib.sha256(text.encode()).hexdigest()[:16]
     except OSError as error:
         raise SoliError("the rules cannot be read", got=f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SoliError("the rules are no TOML", got=f"{path}: {error}") from error
+
+
+def rules(path: Path | None = None) -> Rules:
+    """soli's own, or a file's. SoliError with all that is wrong in it."""
+    said, digest = written("selection.toml", path)
     wrong: list[Problem] = []
     kinds = tuple((one.get("name", ""), _pattern(one, "path", wrong)) for one in said.get("kind", []))
     made = tuple(_rule(one, wrong) for one in said.get("rule", []))
     if not made or made[-1].match.pattern:
         wrong.append(Problem("the last rule must decide on whatever is left", fix="match = ''"))
     raise_all(wrong)
-    return Rules(
-        kinds, made, hashlib.sha256(text.encode()).hexdigest()[:16], tuple(map(str, said.get("left_out", [])))
-    )
+    return Rules(kinds, made, digest, tuple(map(str, said.get("left_out", []))))
 
 
 def _rule(one: dict[str, Any], wrong: list[Problem]) -> Rule:

@@ -101,9 +101,11 @@ PRAGMA user_version = {VERSION};
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """The file, made if there is none; what is done is kept whole or not at all. SoliError where it is something else."""
+def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
+    """The file, `made` if there is none; what is done is kept whole or not at all. SoliError where there is none, or it is something else."""
     fresh = not path.exists()
+    if fresh and not made:
+        raise SoliError("there is no such file", got=str(path), fix=f"soli bugs mine ... --out {path}")
     base = sqlite3.connect(path)
     try:
         base.execute("PRAGMA foreign_keys = ON")

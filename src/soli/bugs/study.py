@@ -32,8 +32,6 @@ def study(
 ) -> dict[str, Any]:
     """All tables as plain data. `population`: how many commits each sample of labels was drawn from. SoliError where nothing was mined or
     classified."""
-    if not mined.exists():
-        raise SoliError("there is no such file", got=str(mined), fix=f"soli bugs mine ... --out {mined}")
     paper = tomllib.loads(files("soli.bugs").joinpath("study.toml").read_text(encoding="utf-8"))
     with store.opened(mined) as base:
         _whole(base, mined)
@@ -316,7 +314,7 @@ def _share_checked(one: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[st
         )
     return (
         verdict,
-        f"by what is counted: {', '.join(f'{name} {_percent(part)}' for name, part in parts.items())}",
+        f"by what is counted: {', '.join(f'{name} {percent(part)}' for name, part in parts.items())}",
     )
 
 
@@ -324,7 +322,7 @@ def compared(kind: str, words: Sequence[str], table: Mapping[str, tuple[int, Sha
     """Whether shares bear a statement out, by their intervals: it does not agree where one contradicts it beyond them."""
     shares = {word: part for word, (_, part) in table.items() if word != UNKNOWN}
     said = ", ".join(
-        f"{word} {_percent(part)}" for word, part in sorted(shares.items(), key=lambda one: -one[1][0])
+        f"{word} {percent(part)}" for word, part in sorted(shares.items(), key=lambda one: -one[1][0])
     )
     named = [shares.get(word, (0.0, 0.0, 0.0)) for word in words]
     others = [part for word, part in shares.items() if word not in words]
@@ -344,5 +342,6 @@ def compared(kind: str, words: Sequence[str], table: Mapping[str, tuple[int, Sha
     return "cannot be told: the intervals overlap", said
 
 
-def _percent(part: Share) -> str:
-    return f"{part[0]:.0%} ({100 * part[1]:.0f} to {100 * part[2]:.0f})"
+def percent(part: Share | None) -> str:
+    """A share as people read it, with its interval."""
+    return f"{part[0]:.0%} ({100 * part[1]:.0f} to {100 * part[2]:.0f})" if part else "-"
