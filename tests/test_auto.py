@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
-from soli.engine import auto
-from soli.engine.calibrate import _again
+from soli.engine import auto, calibrate
 from soli.engine.engine import parallelize
 from soli.engine.rehearse import rehearse
+from soli.mesh.mesh import build_mesh
 from soli.mesh.versions import process_groups
 from soli.mesh.world import join
 from soli.planner.candidates import bases, lighter, variants
@@ -185,7 +185,7 @@ def test_products_can_be_measured_again(name: str) -> None:
     keys = {call.key for call in calls if call.flops}
     assert keys
     for key in keys:
-        again = _again(key, torch.device("cpu"))
+        again = calibrate._again(key, torch.device("cpu"))
         assert (again is None) == key.startswith("convolution")
         if again is not None:
             again()
@@ -242,6 +242,36 @@ def test_what_a_probe_measured_by_luck_does_not_stand(pool: Pool, tmp_path: Path
     found = pool.run(finished, str(tmp_path), ranks=2, deadline=120)[0]
     assert found["dp=1,pp=2,microbatches=2"] == 1.3e-6
     assert min(found["dp=2"], found["dp=2,zero=1"]) > 1e-4
+
+
+def calibrations(folder: str, budget: float) -> tuple[dict[str, Any], int]:
+    os.environ["SOLI_CACHE"] = folder
+    calibrate.BUDGET = budget
+    world = join()
+    mesh = build_mesh(Plan(dp=world.size), world)
+    before = len(process_groups())
+    machine, _ = calibrate.calibrated(world, mesh, fresh=True)
+    return machine.collectives, len(process_groups()) - before
+
+
+@pytest.mark.parametrize(("budget", "every"), [(60.0, True), (0.0, False)])
+def test_every_group_is_measured_before_any_with_many_bytes(
+    pool: Pool, tmp_path: Path, budget: float, every: bool
+) -> None:
+    """A group that is not measured is taken for a quicker one. Without time there are two sizes of all ranks."""
+    found = pool.run(calibrations, str(tmp_path), budget, ranks=4, deadline=120)
+    assert found[0] == found[1]
+    tables, left = found[0]
+    assert left == 0
+    assert {key.split()[1] for key in tables} == ({"4x1", "2x1", "2x2"} if every else {"4x1"})
+    assert {len(table) for table in tables.values()} == {4 if every else 2}
+
+
+def test_the_next_size_is_expected_as_the_last_two_say() -> None:
+    assert calibrate._expected([], 4096) == 0.0
+    assert calibrate._expected([[100, 2.0]], 4096) == 2.0
+    assert calibrate._expected([[100, 2.0], [200, 3.0]], 400) == 5.0
+    assert calibrate._expected([[100, 3.0], [200, 2.0]], 400) == 2.0  # noise
 
 
 def tried() -> tuple[int, int]:

@@ -21,7 +21,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from soli.core.errors import SoliError
@@ -34,8 +33,7 @@ from soli.engine.engine import Engine
 from soli.engine.rehearse import Program, rehearse, unseen, widened
 from soli.mesh.collectives import all_reduce, barrier, gather_json
 from soli.mesh.mesh import Mesh, build_mesh
-from soli.mesh.versions import process_groups
-from soli.mesh.world import World
+from soli.mesh.world import World, passing_groups
 from soli.parallel.init import is_deferred
 from soli.planner.candidates import bases, lighter, variants
 from soli.planner.learn import Learnt
@@ -339,8 +337,7 @@ def choose(
 def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float, float]:
     """Seconds of a step and bytes that it took, of a copy that is laid over the ranks, and forgotten. Collective."""
     model, optimizer = _copied(program)
-    before = set(process_groups())
-    with _Watched(world.device) as taken, unseen():
+    with passing_groups(), _Watched(world.device) as taken, unseen():
         engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
         spent = []
         for _ in range(steps):
@@ -350,13 +347,9 @@ def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float
                 torch.cuda.synchronize(world.device)
             spent.append(time.perf_counter() - start)
             barrier(engine.mesh.all)
-    seconds = median(spent[1:] or spent)
-    del engine, model, optimizer
-    gc.collect()
-    for group in process_groups():
-        if group not in before:  # threads, sockets and memory of which nobody would ever free any
-            dist.destroy_process_group(group)
-    return seconds, taken()
+        del engine, model, optimizer
+        gc.collect()
+    return median(spent[1:] or spent), taken()
 
 
 def _copied(program: Program) -> Any:

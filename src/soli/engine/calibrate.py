@@ -38,7 +38,7 @@ from soli.mesh.collectives import (
 )
 from soli.mesh.local.identity import mine
 from soli.mesh.mesh import Mesh
-from soli.mesh.world import World
+from soli.mesh.world import World, passing_groups
 from soli.planner.legality import divisors
 from soli.planner.machine import Machine
 from soli.planner.rehearsal import Sent
@@ -47,7 +47,7 @@ SIZES = (1 << 12, 1 << 17, 1 << 20, 1 << 23)
 """Bytes of the collectives that are measured."""
 MOST_RANKS = 64
 """Ranks that a measured group has at most on each axis; larger ones are scaled from these."""
-FORMAT = 1
+FORMAT = 2
 """Of what is kept: goes up with every change of what is measured."""
 RUNS = 3
 CHANGED = 2.5
@@ -55,7 +55,7 @@ CHANGED = 2.5
 SECONDS = 0.08
 """Spent on one collective of one size, or less."""
 BUDGET = 12.0
-"""Seconds for all collectives; groups and operations for which none is left are scaled from the others."""
+"""Seconds for all collectives; sizes for which none is left are extrapolated, groups scaled from the likest."""
 PRODUCTS_SECONDS = 4.0
 SIDE = {"cpu": 384, "cuda": 4096}
 """Of the square products that tell a device's rate."""
@@ -140,7 +140,8 @@ def _measure(world: World, mesh: Mesh, mark: str) -> Machine:
     tiny = torch.randn(8, device=device, requires_grad=True)
     stream = _timed(lambda: big + 1.0, device, mesh.all)
     launch = _timed(lambda: tiny * 2.0 + 1.0, device, mesh.all) / 2
-    collectives = _collectives(world, mesh, device)
+    with passing_groups():
+        collectives = _collectives(world, mesh, device)
     hidden = _hidden(product, together, mesh.all, device) if world.size > 1 else 0.0
     return Machine(
         fingerprint=mark, ranks=world.size, launch=launch, stream=2 * 4 * big.numel() / max(stream - launch, 1e-9),
@@ -149,19 +150,35 @@ def _measure(world: World, mesh: Mesh, mark: str) -> Machine:
 
 
 def _collectives(world: World, mesh: Mesh, device: torch.device) -> dict[str, list[list[float]]]:
-    """Seconds by operation and group, and by bytes. Collective."""
+    """Seconds by operation and group, and by bytes: all groups with few bytes before any with many. Collective.
+
+    A group over a slow link takes seconds for its largest size, which alpha and beta of the smaller ones give as well;
+    a group that is not measured at all is taken for one inside a host, and nothing tells it apart.
+    """
     found: dict[str, list[list[float]]] = {}
+    axes = _axes(world, mesh)[::-1]  # all ranks first
     start = time.perf_counter()
-    for axis in _axes(world, mesh):
-        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        all_reduce(spent, mesh.all, "max", label="seconds")
-        if float(spent) > BUDGET:
-            break
-        for size in SIZES:
-            for operation, call in _calls(axis, device, size).items():
-                table = found.setdefault(f"{operation} {axis.size}x{_stride(axis)}", [])
-                table.append([size, _timed(call, device, mesh.all)])
-    return found
+    for number, size in enumerate(SIZES):
+        for axis in axes:
+            calls = _calls(axis, device, size)
+            tables = [found.setdefault(f"{name} {axis.size}x{_stride(axis)}", []) for name in calls]
+            spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            all_reduce(spent, mesh.all, "max", label="seconds")
+            needed = (RUNS + 2) * sum(_expected(table, size) for table in tables)
+            if float(spent) + needed > BUDGET and not (number < 2 and axis.size == world.size):
+                continue
+            share = min(SECONDS, BUDGET / 2 / (len(axes) * len(SIZES) * len(calls)))
+            for table, call in zip(tables, calls.values(), strict=True):
+                table.append([size, _timed(call, device, mesh.all, share)])
+    return {key: table for key, table in found.items() if len(table) > 1}
+
+
+def _expected(table: list[list[float]], size: int) -> float:
+    """Seconds of the next size, by the two before it; 0 while nothing is known."""
+    if len(table) < 2:
+        return table[-1][1] if table else 0.0
+    (small, before), (large, after) = table[-2:]
+    return after + max(after - before, 0.0) / (large - small) * (size - large)
 
 
 def _host(device: torch.device) -> float:

@@ -11,6 +11,8 @@ import atexit
 import faulthandler
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +23,7 @@ from soli.core.errors import Problem, SoliError, failure, raise_all
 from soli.core.report import install_hook
 from soli.mesh.backends import cpu_backend
 from soli.mesh.simulate import Absent
+from soli.mesh.versions import process_groups
 
 DEADLINE_SECONDS = 300.0
 """How long a rank waits in a collective before it says so. SOLI_DEADLINE or `deadline=` change it."""
@@ -156,6 +159,18 @@ def _not_started(rank: int, size: int, address: str, error: Exception) -> SoliEr
         got=text,
         fix="are all ranks started, and is that address reachable from each host?",
     )
+
+
+@contextmanager
+def passing_groups() -> Iterator[None]:
+    """Process groups that are made inside end with it: each has threads, sockets and memory that nobody else frees."""
+    before = set(process_groups())
+    try:
+        yield
+    finally:
+        for group in process_groups():
+            if group not in before:
+                dist.destroy_process_group(group)
 
 
 def _leave() -> None:
