@@ -419,3 +419,16 @@ def test_a_later_batch_may_be_too_short_to_cut(pool: Pool) -> None:
     (wanted,) = pool.run(short_after_long, "dp=1", ranks=1)
     for found in pool.run(short_after_long, "cp=3", ranks=3):
         assert found == pytest.approx(wanted, rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("name", "context"), [("gpt", "ring"), ("gpt", "ulysses"), ("llama", "ring"), ("vit", "ring")]
+)
+def test_stages_may_begin_inside_the_block_that_cuts_the_sequence(
+    pool: Pool, name: str, context: str
+) -> None:
+    """Eight stages of three or two blocks: what a stage does not have, or gets cut, is no path of its own."""
+    plan = f"dp=1,cp=2,context={context},pp=2,schedule=interleaved,chunks=4,microbatches=2"
+    for got in pool.run(under_plan, CASES[name], plan, ranks=4, deadline=60):
+        worst, tensor = compare(got, expected_of(CASES[name]))
+        assert worst <= BOUND, tensor

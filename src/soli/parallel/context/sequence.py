@@ -23,6 +23,7 @@ from soli.core.layout import even_parts
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, all_reduce
 from soli.mesh.mesh import Mesh, rings
+from soli.parallel.pipeline.watch import standing_for
 from soli.parallel.tensor.cut import Run, cut, inside, levels, part_of, split_of
 from soli.parallel.tensor.split import Spans, Split
 from soli.parallel.units import blocks
@@ -89,7 +90,7 @@ def _cutting(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else next(iter(kwargs.values()), None)
         if run in levels() and isinstance(first, Tensor) and is_sequence(first):
-            first = _begun(run, first)
+            first = standing_for(first, lambda x: _begun(run, x))
             if args:
                 args = (first, *args[1:])
             else:

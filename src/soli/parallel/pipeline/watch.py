@@ -219,6 +219,23 @@ def inside(watch: Watch) -> Iterator[None]:
         watch.inside = False
 
 
+def standing_for(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """`make(x)`, the form that a plan gives a value of the model: under the same name, and no operation of the model's.
+
+    A value that a stage does not have stays as it is: another stage gives it the form.
+    """
+    watch = _State.watch
+    if watch is None or watch.inside:
+        return make(x)
+    if x.is_meta:
+        return x
+    with inside(watch):
+        made = make(x)
+    if made is not x and hasattr(x, "_live"):
+        made._live, made._run = x._live, watch.run  # type: ignore[attr-defined]
+    return made
+
+
 class _Flops(TorchDispatchMode):
     """Sums the flops of products. torch's FlopCounterMode also follows modules, with operations of its own."""
 
