@@ -27,6 +27,7 @@ from soli.engine.rehearse import rehearse
 from soli.mesh.mesh import build_mesh
 from soli.mesh.versions import process_groups
 from soli.mesh.world import join
+from soli.parallel.pipeline.run import Pipeline
 from soli.planner.candidates import bases, lighter, variants
 from soli.planner.hollow import Call
 from soli.planner.learn import Learnt
@@ -272,6 +273,49 @@ def test_the_next_size_is_expected_as_the_last_two_say() -> None:
     assert calibrate._expected([[100, 2.0]], 4096) == 2.0
     assert calibrate._expected([[100, 2.0], [200, 3.0]], 400) == 5.0
     assert calibrate._expected([[100, 3.0], [200, 2.0]], 400) == 2.0  # noise
+
+
+def failing_alone(error: type[Exception]) -> tuple[bool, str, list[str]]:
+    """A trial that one rank leaves while the other waits for it; and what can be done after it."""
+    forward_only, left = Pipeline.forward_only, 0
+
+    def raises(self: Pipeline, data: Any) -> tuple[float, float]:
+        nonlocal left
+        left += 1
+        raise error("rank 1 cannot")
+
+    if join().rank == 1:
+        Pipeline.forward_only = raises
+    try:
+        made = auto.Auto(program("gpt"), join(), 8, None, 1)
+        bad, good = (Plan.parse(plan) for plan in ("dp=1,pp=2,microbatches=2", "dp=2"))
+        made._look([bad, good])
+        held = made._holds(made.options[str(bad)], 2)
+        assert left == int(join().rank == 1)
+        assert made._holds(made.options[str(good)], 2)
+    finally:
+        Pipeline.forward_only = forward_only
+    return held, made.options[str(bad)].refused, made.notes
+
+
+@pytest.mark.parametrize(("backend", "error"), [("local", SoliError), ("gloo", torch.OutOfMemoryError)])
+def test_a_plan_that_one_rank_cannot_run_is_refused_on_all(
+    monkeypatch: pytest.MonkeyPatch, backend: str, error: type[Exception]
+) -> None:
+    """Long before the deadline: the other rank waits for what does not come."""
+    monkeypatch.setenv("SOLI_BACKEND", backend)
+    ranks = Pool(2)
+    try:
+        (other, why, notes), (own, said, _) = ranks.run(failing_alone, error, ranks=2, deadline=60)
+    finally:
+        ranks.close()
+    assert not own
+    assert not other
+    assert "rank 1 cannot" in said
+    assert why
+    assert any("did not run" in note for note in notes)
+    if backend == "local":
+        assert "rank 1 cannot" in why
 
 
 def tried() -> tuple[int, int]:

@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from soli.core.errors import SoliError
@@ -246,8 +247,13 @@ class Auto:
             spent = torch.tensor(
                 trial(self.program, Plan.parse(option.plan), self.world, steps), dtype=torch.float64
             )
-        except SoliError as error:  # such as a block that computes something else under this plan
+        except (
+            SoliError,
+            torch.OutOfMemoryError,
+        ) as error:  # a block may compute something else under this plan
             why, spent = _told(error), torch.full((2,), torch.inf, dtype=torch.float64)
+        if why:
+            gc.collect()  # with the error go the trial's groups, in which others may wait
         all_reduce(spent, self.mesh.all, "max", label="seconds and bytes of a trial")
         seconds, taken = spent.tolist()
         found = replace(option, measured=seconds if steps > 1 else 0.0)
@@ -338,6 +344,10 @@ def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float
     """Seconds of a step and bytes that it took, of a copy that is laid over the ranks, and forgotten. Collective."""
     model, optimizer = _copied(program)
     with passing_groups(), _Watched(world.device) as taken, unseen():
+        if (
+            world.size > 1
+        ):  # one that ends with an error takes its groups along, and the job's is not among them
+            world = replace(world, group=dist.new_group())
         engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
         spent = []
         for _ in range(steps):
@@ -347,8 +357,8 @@ def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float
                 torch.cuda.synchronize(world.device)
             spent.append(time.perf_counter() - start)
             barrier(engine.mesh.all)
-        del engine, model, optimizer
-        gc.collect()
+    del engine, model, optimizer, world
+    gc.collect()  # after the groups have ended: they refer to themselves, as modules do
     return median(spent[1:] or spent), taken()
 
 

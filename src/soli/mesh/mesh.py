@@ -115,10 +115,12 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
         if sizes[name] == 1:
             return Axis(name, ranks=(world.rank,))
         group: Any = world.absent if torch_mesh is None else torch_mesh.get_group(name)
+        if world.group is not None and sizes[name] == world.size:  # torch takes the job's
+            group = world.group
         return Axis(name, sizes[name], where[name], tuple(peers(world.rank, name, sizes)), group, backend)
 
     axes = {name: axis(name) for name in AXES}
-    group: Any = world.absent or dist.group.WORLD
+    group: Any = world.absent or world.group or dist.group.WORLD
     everyone = (
         Axis("world", world.size, world.rank, tuple(range(world.size)), group, backend)
         if world.size > 1

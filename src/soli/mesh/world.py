@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from soli.core.errors import Problem, SoliError, failure, raise_all
 from soli.core.report import install_hook
 from soli.mesh.backends import cpu_backend
+from soli.mesh.local.group import LocalGroup
 from soli.mesh.simulate import Absent
 from soli.mesh.versions import process_groups
 
@@ -40,6 +42,7 @@ class World:
     backend: str  # gloo, local, nccl, or single
     deadline: float
     absent: Absent | None = None  # the group of the other ranks, where they are simulated
+    group: Any = None  # of all ranks; None: the job's
 
     @property
     def is_first(self) -> bool:
@@ -163,14 +166,22 @@ def _not_started(rank: int, size: int, address: str, error: Exception) -> SoliEr
 
 @contextmanager
 def passing_groups() -> Iterator[None]:
-    """Process groups that are made inside end with it: each has threads, sockets and memory that nobody else frees."""
+    """Process groups that are made inside end with it: each has threads, sockets and memory that nobody else frees.
+
+    An error ends them for the other ranks too, who may wait in them for this one.
+    """
     before = set(process_groups())
+    passing = lambda: [group for group in process_groups() if group not in before]
     try:
         yield
+    except Exception as error:
+        for group in passing():
+            if isinstance(group, LocalGroup):  # of gloo and NCCL the connections close
+                group.abandon(error)
+        raise
     finally:
-        for group in process_groups():
-            if group not in before:
-                dist.destroy_process_group(group)
+        for group in passing():
+            dist.destroy_process_group(group)
 
 
 def _leave() -> None:

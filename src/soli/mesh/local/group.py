@@ -72,6 +72,10 @@ class LocalGroup(_Base):
         """`size` bytes that the ranks of this host share; collectives on tensors in them copy nothing. Collective."""
         return self.board.allocate(size)
 
+    def abandon(self, error: Exception) -> None:
+        """Leave the group after an error: whoever waits in it for this rank raises that error instead."""
+        self.board.breaks(self.board.fail(f"a rank of group {self.board.name} ended with an error\n{error}"))
+
     # --- reductions -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
