@@ -247,11 +247,14 @@ def test_what_a_probe_measured_by_luck_does_not_stand(pool: Pool, tmp_path: Path
 
 def calibrations(folder: str, budget: float) -> tuple[dict[str, Any], int]:
     os.environ["SOLI_CACHE"] = folder
-    calibrate.BUDGET = budget
+    usual, calibrate.BUDGET = calibrate.BUDGET, budget
     world = join()
     mesh = build_mesh(Plan(dp=world.size), world)
     before = len(process_groups())
-    machine, _ = calibrate.calibrated(world, mesh, fresh=True)
+    try:
+        machine, _ = calibrate.calibrated(world, mesh, fresh=True)
+    finally:
+        calibrate.BUDGET = usual
     return machine.collectives, len(process_groups()) - before
 
 

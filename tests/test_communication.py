@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine.engine import parallelize
 from soli.mesh.collectives import (
@@ -238,3 +239,22 @@ def test_pipelining_is_seen(pool: Pool) -> None:
     activations = 2 * 8 * 4
     assert first.count(("send", activations)) == first.count(("recv", activations)) == 2
     assert last.count(("send", activations)) == last.count(("recv", activations)) == 2
+
+
+def missing() -> str:
+    """What rank 0 says that waits on tp for a rank that does not come."""
+    world = replace(join(), deadline=2.0)
+    mesh = build_mesh(Plan(dp=2, tp=2), world)
+    try:
+        if world.rank == 0:
+            all_reduce(torch.ones(3), mesh["tp"])
+    except SoliError as error:
+        return str(error)
+    return ""
+
+
+def test_axes_have_the_deadline_of_the_job(pool: Pool) -> None:
+    """torch's default for groups that are made later is half an hour."""
+    said = pool.run(missing, ranks=4, deadline=30)
+    assert "rank 1 did not arrive in 2 s" in said[0]
+    assert said[1:] == ["", "", ""]

@@ -16,6 +16,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -247,10 +248,7 @@ class Auto:
             spent = torch.tensor(
                 trial(self.program, Plan.parse(option.plan), self.world, steps), dtype=torch.float64
             )
-        except (
-            SoliError,
-            torch.OutOfMemoryError,
-        ) as error:  # a block may compute something else under this plan
+        except (SoliError, torch.OutOfMemoryError) as error:  # such as a block that computes something else
             why, spent = _told(error), torch.full((2,), torch.inf, dtype=torch.float64)
         if why:
             gc.collect()  # with the error go the trial's groups, in which others may wait
@@ -344,10 +342,8 @@ def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float
     """Seconds of a step and bytes that it took, of a copy that is laid over the ranks, and forgotten. Collective."""
     model, optimizer = _copied(program)
     with passing_groups(), _Watched(world.device) as taken, unseen():
-        if (
-            world.size > 1
-        ):  # one that ends with an error takes its groups along, and the job's is not among them
-            world = replace(world, group=dist.new_group())
+        if world.size > 1:  # an error ends the groups that a trial has, and the job's is not to be among them
+            world = replace(world, group=dist.new_group(timeout=timedelta(seconds=world.deadline)))
         engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
         spent = []
         for _ in range(steps):

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -229,7 +230,7 @@ def _axes(world: World, mesh: Mesh) -> list[Axis]:
             if size == world.size:
                 found.append(mesh.all)
                 continue
-            groups = [dist.new_group(list(family)) for family in families]
+            groups = [dist.new_group(list(family), timedelta(seconds=world.deadline)) for family in families]
             found.append(
                 Axis(
                     "measured",

@@ -1,14 +1,18 @@
-"""Ranks -> one torch DeviceMesh with named axes. Axes of size 1 make no process group and cost nothing."""
+"""Ranks -> named axes, each with its process group. Axes of size 1 make no process group and cost nothing.
+
+Groups are made here and not by torch's init_device_mesh, whose groups wait 30 minutes whatever the job's deadline is, and
+which takes the job's own group for an axis of all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from soli.core.axes import AXES, CP, REPLICATE, ROW, SHARD, TP, coordinates, peers
 from soli.core.plan import Plan
@@ -28,7 +32,6 @@ class Mesh:
     sums: dict[frozenset[str], tuple[Axis, Axis]]  # replicate and shard of what is summed over these axes too
     seeds: bool  # of ranks with one loss whose gradients are parts of sums, the one that counts it
     leads: bool  # the first of the ranks with the same rows of the batch
-    torch_mesh: DeviceMesh | None
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -53,7 +56,7 @@ class Mesh:
         if axis.size == 1:
             return axis
         families = self._families(axis)
-        mine = [_group(axis, family) for family in families][families.index(axis.ranks)]
+        mine = [_group(axis, family, self.world) for family in families][families.index(axis.ranks)]
         return Axis(axis.name, axis.size, axis.index, axis.ranks, mine, axis.backend)
 
     def subset(self, axis: Axis, members: tuple[int, ...]) -> Axis:
@@ -64,7 +67,7 @@ class Mesh:
         if len(members) == axis.size or axis.size == 1:
             return axis
         families = [tuple(family[member] for member in members) for family in self._families(axis)]
-        groups = [_group(axis, family) for family in families]
+        groups = [_group(axis, family, self.world) for family in families]
         if axis.index not in members:
             return Axis(axis.name, ranks=(self.world.rank,))
         mine = tuple(axis.ranks[member] for member in members)
@@ -95,37 +98,27 @@ def rings(mesh: Mesh, axis: Axis) -> tuple[Axis, Axis] | None:
     if sizes or not 1 < size < axis.size:
         return None
     number = {rank: (family[0], divmod(i, size)) for family in places for i, rank in enumerate(family)}
-    inner = _family("cp inside a host", {}, mesh.all, lambda rank: (number[rank][0], number[rank][1][0]))
-    outer = _family("cp between hosts", {}, mesh.all, lambda rank: (number[rank][0], number[rank][1][1]))
+    place = lambda i: lambda rank: (number[rank][0], number[rank][1][i])
+    inner = _family("cp inside a host", {}, mesh.all, place(0), mesh.world)
+    outer = _family("cp between hosts", {}, mesh.all, place(1), mesh.world)
     return inner, outer
 
 
 def build_mesh(plan: Plan, world: World) -> Mesh:
     """The mesh of a resolved plan. Collective: every rank calls it."""
     sizes = plan.sizes
-    used = [name for name in AXES if sizes[name] > 1]
-    torch_mesh = None
-    if used and world.absent is None:
-        shape = tuple(sizes[name] for name in used)
-        torch_mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=tuple(used))
-    where = coordinates(world.rank, sizes)
     backend = world.backend if world.backend != "single" else "gloo"
-
-    def axis(name: str) -> Axis:
-        if sizes[name] == 1:
-            return Axis(name, ranks=(world.rank,))
-        group: Any = world.absent if torch_mesh is None else torch_mesh.get_group(name)
-        if world.group is not None and sizes[name] == world.size:  # torch takes the job's
-            group = world.group
-        return Axis(name, sizes[name], where[name], tuple(peers(world.rank, name, sizes)), group, backend)
-
-    axes = {name: axis(name) for name in AXES}
     group: Any = world.absent or world.group or dist.group.WORLD
     everyone = (
         Axis("world", world.size, world.rank, tuple(range(world.size)), group, backend)
         if world.size > 1
         else Axis("world", ranks=(world.rank,))
     )
+    along = lambda name: lambda rank: tuple(peers(rank, name, sizes))
+    axes: dict[str, Axis] = {}
+    for name in AXES:
+        alone = Axis(name, ranks=(world.rank,))
+        axes[name] = _family(name, axes, everyone, along(name), world) if sizes[name] > 1 else alone
 
     def fixed(rank: int, *free: str) -> tuple[int, ...]:
         """What ranks have in common that differ along `free` alone; along cp or dp, which are one number of data."""
@@ -133,30 +126,34 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
         data, part = divmod(place.pop(REPLICATE) * sizes[SHARD] + place.pop(SHARD), plan.cp)
         return tuple(n for name, n in {**place, "dp": data, CP: part}.items() if name not in free)
 
-    axes[CP] = _family(CP, axes, everyone, lambda rank: fixed(rank, CP))
-    data = _family("dp", axes, everyone, lambda rank: fixed(rank, "dp", *plan.apart))
+    axes[CP] = _family(CP, axes, everyone, lambda rank: fixed(rank, CP), world)
+    data = _family("dp", axes, everyone, lambda rank: fixed(rank, "dp", *plan.apart), world)
     others = sorted({frozenset(plan.summed) - cut for cut in plan.cuts}, key=sorted)
-    sums = {over: _sums(over, plan, axes, everyone) for over in others}
+    sums = {over: _sums(over, plan, axes, everyone, world) for over in others}
     one_loss = {CP, *plan.summed} - {*plan.apart}
     seeds = all(axes[name].index == 0 for name in one_loss)
     leads = all(axis.index == 0 for name, axis in axes.items() if name not in (REPLICATE, SHARD, *plan.apart))
-    mesh = Mesh(world, axes, everyone, data, sums, seeds, leads, torch_mesh)
+    mesh = Mesh(world, axes, everyone, data, sums, seeds, leads)
     if plan.tensor in ("2d", "2.5d") and backend == "gloo":  # whose panels cross on their way: collectives.py
         for name in (ROW, TP):
             axes[name] = replace(axes[name], other=mesh.another(axes[name]).group)
     return mesh
 
 
-def _sums(over: frozenset[str], plan: Plan, axes: dict[str, Axis], everyone: Axis) -> tuple[Axis, Axis]:
+def _sums(
+    over: frozenset[str], plan: Plan, axes: dict[str, Axis], everyone: Axis, world: World
+) -> tuple[Axis, Axis]:
     """The replicate and the shard axis of parameters whose gradients are summed over these axes too. Collective."""
     name = SHARD if plan.zero else REPLICATE
     free = {name, *over}
     key = lambda rank: tuple(n for axis, n in coordinates(rank, plan.sizes).items() if axis not in free)
-    wider = _family(name, axes, everyone, key)
+    wider = _family(name, axes, everyone, key, world)
     return (axes[REPLICATE], wider) if plan.zero else (wider, axes[SHARD])
 
 
-def _family(name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int], tuple[int, ...]]) -> Axis:
+def _family(
+    name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int], tuple[int, ...]], world: World
+) -> Axis:
     """The ranks with the same key as one axis, over the group of an axis that has these ranks. Collective."""
     families: dict[tuple[int, ...], tuple[int, ...]] = {}
     for rank in range(everyone.size):
@@ -168,11 +165,11 @@ def _family(name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int
     for known in (*axes.values(), everyone):
         if known.ranks == mine:
             return Axis(name, len(mine), index, mine, known.group, known.backend)
-    groups = [_group(everyone, ranks) for ranks in sorted(families.values())]
+    groups = [_group(everyone, ranks, world) for ranks in sorted(families.values())]
     group = groups[sorted(families.values()).index(mine)]
     return Axis(name, len(mine), index, mine, group, everyone.backend)
 
 
-def _group(of: Axis, ranks: tuple[int, ...]) -> Any:
+def _group(of: Axis, ranks: tuple[int, ...], world: World) -> Any:
     """A process group of these ranks, some of an axis'. Collective."""
-    return of.group if of.simulated else dist.new_group(list(ranks))
+    return of.group if of.simulated else dist.new_group(list(ranks), timedelta(seconds=world.deadline))
