@@ -29,7 +29,7 @@ from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import SIZES, busy
-from soli.engine.calibrate import calibrated, free_memory, with_products
+from soli.engine.calibrate import CHANGED, calibrated, free_memory, with_products
 from soli.engine.deciding import Choice, Option
 from soli.engine.engine import Engine
 from soli.engine.rehearse import Program, rehearse, unseen, widened
@@ -217,28 +217,33 @@ class Auto:
             self.options[plan] = replace(self.options[plan], measured=median(seconds))
 
     def _vary(self) -> None:
-        """Rehearse the variants of the layouts that are near the best."""
+        """Rehearse the variants of the layouts that are near the best, and of data parallelism."""
         order = {str(_layout(o)): o for o in reversed(self._fitting())}  # of each layout the best
         near = sorted(order.items(), key=lambda one: one[1].measured or one[1].seconds)[:LAYOUTS]
         limit = NEAR * min((o.measured or o.seconds for _, o in near), default=0.0)
-        new = [
-            (name, o) for name, o in near if name not in self.varied and (o.measured or o.seconds) <= limit
-        ]
+        usual = [(name, o) for name, o in order.items() if _is_usual(o)]
+        near = [one for one in near if (one[1].measured or one[1].seconds) <= limit]
+        new = [(name, o) for name, o in dict([*near, *usual]).items() if name not in self.varied]
         self.varied.update(name for name, _ in new)
         self._look([v for _, o in new for v in variants(_asked(o), self.world.size, self.rows)])
 
     def _next(self, number: int) -> Option | None:
-        """What to run: different layouts first, `probes` of them; then whatever may be the quickest, if it is to be tried."""
+        """What to run: data parallelism and different layouts first, `probes` of them; then whatever may be the quickest, if it is to be tried."""
         order = self._fitting()
         known = {_layout(o) for o in order if o.measured}
         open_ = sorted((o for o in order if not o.measured), key=lambda o: _layout(o) in known)
         if not open_:
             return None
+        usual = [o for o in order if _is_usual(o)]
+        best = min((o.measured for o in order if o.measured), default=0.0)
+        if usual and not any(o.measured for o in usual) and usual[0].seconds <= CHANGED * best:
+            return usual[
+                0
+            ]  # what anyone would have tried first; a collective may be so far from its calibration
         if self.probes > 1 and number < self.probes and _layout(open_[0]) not in known:
             return open_[0]
         if not known:
             return order[0] if self._is_tried(order[0]) else None
-        best = min(o.measured for o in order if o.measured)
         return next((o for o in open_ if o.seconds <= DOUBT * best), None)
 
     def _holds(self, option: Option, steps: int = 1) -> bool:
@@ -406,6 +411,11 @@ def _asked(option: Option) -> Plan:
 def _layout(option: Option) -> tuple[Any, ...]:
     plan = Plan.parse(option.plan)
     return plan.dp, plan.tp, plan.tensor, plan.cp, plan.pp
+
+
+def _is_usual(option: Option) -> bool:
+    """Whether its ranks share nothing but the batch."""
+    return Plan.parse(option.plan).model_ranks == 1
 
 
 def _told(error: Exception) -> str:
