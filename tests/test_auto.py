@@ -494,7 +494,7 @@ def test_calibrate_measures_and_keeps(tmp_path: Path) -> None:
     first = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=120)
     assert first.returncode == 0, first.stderr
     said = json.loads(first.stdout)
-    operations = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
+    operations = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange", "send"}
     assert {key.split()[0] for key in said["collectives"]} == operations
     assert all(seconds > 0 for table in said["collectives"].values() for _, seconds in table)
     assert said["crowd"] >= 1

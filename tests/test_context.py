@@ -132,8 +132,8 @@ def closed_form(context: str, cp: int, tp: int, rank: int) -> dict[tuple[str, st
         back = f"gradient{'s' if context == 'ring' else ''} of keys {how} values of a ring"
         # Of keys and of values, forward and backward, all but the block that comes to this rank last.
         sent = 4 * LAYERS * each * (LENGTH - own[(part + 1) % cp])
-        found["send", "cp", f"keys {how} values of a ring"] = (2 * turns, sent)
-        found["send", "cp", back] = (turns, 2 * LAYERS * each * (LENGTH - own[part]))
+        found["exchange", "cp", f"keys {how} values of a ring"] = (2 * turns, sent)
+        found["exchange", "cp", back] = (turns, 2 * LAYERS * each * (LENGTH - own[part]))
     if tp > 1:
         rows = 4 * ROWS * own[part]
         hidden = (2 * LAYERS + 1, (2 * LAYERS + 1) * rows * WIDTH)

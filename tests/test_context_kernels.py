@@ -335,7 +335,7 @@ def attend(ranks: int):
     for case in cases(ranks):
         recorder.clear()
         found = run_case(case, where)
-        sent[case] = sorted((r.axis, r.label, r.bytes) for r in recorder.records if r.operation == "send")
+        sent[case] = sorted((r.axis, r.label, r.bytes) for r in recorder.records if r.operation == "exchange")
         mine = [case.of_q[where[0].index]] + [case.of_q[where[0].index]] + [case.of_k[where[0].index]] * 2
         for name, got, want, limit, spans in zip(
             ("out", "dq", "dk", "dv"), found, wanted(case), bounds(case), mine, strict=True

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from soli.core.progress import busy
 from soli.mesh.collectives import (
@@ -35,7 +36,9 @@ from soli.mesh.collectives import (
     broadcast,
     exchange,
     gather_json,
+    receive,
     reduce_scatter,
+    send,
 )
 from soli.mesh.local.identity import mine
 from soli.mesh.mesh import Mesh
@@ -48,7 +51,7 @@ SIZES = (1 << 12, 1 << 17, 1 << 20, 1 << 23)
 """Bytes of the collectives that are measured."""
 MOST_RANKS = 64
 """Ranks that a measured group has at most on each axis; larger ones are scaled from these."""
-FORMAT = 2
+FORMAT = 3
 """Of what is kept: goes up with every change of what is measured."""
 RUNS = 3
 CHANGED = 2.5
@@ -255,8 +258,17 @@ def _calls(axis: Axis, device: torch.device, size: int) -> dict[str, Callable[[]
         "reduce_scatter": lambda: reduce_scatter(part, x, axis),
         "all_to_all": lambda: all_to_all(y, x, axis),
         "broadcast": lambda: broadcast(x, axis),
-        "send": lambda: exchange(y, x, axis, ahead, behind),
+        "exchange": lambda: exchange(y, x, axis, ahead, behind),
+        "send": lambda: _passed_on(x, y, axis),
     }
+
+
+def _passed_on(sent: Tensor, received: Tensor, axis: Axis) -> None:
+    """A message from each odd rank to the next one, as a pipeline's: those that send receive nothing meanwhile."""
+    if axis.index % 2:
+        send(sent, axis, (axis.index + 1) % axis.size)
+    elif (axis.index - 1) % axis.size % 2:
+        receive(received, axis, (axis.index - 1) % axis.size)
 
 
 def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, seconds: float = SECONDS) -> float:

@@ -233,7 +233,7 @@ def exchange(
     received: Tensor, sent: Tensor, axis: Axis, to: int, source: int, *, label: str = "", wait: bool = True
 ) -> Pending:
     """Send `sent` to rank number `to` of the axis while `received` arrives from rank number `source`."""
-    record = _record("send", axis, sent, label)
+    record = _record("exchange", axis, sent, label)
     on = wire(axis, sent.device)
     moved = sent.detach().to(on).contiguous()
     into = received if on == received.device else torch.empty_like(received, device=on)
