@@ -4,7 +4,7 @@ For each model and network of this machine every plan of the space (planner/cand
 variants) runs two steps; then auto and auto=probe choose, with a calibration of their own; then the eight best and what
 was chosen run three rounds of four steps more, in turns. Regret: the median of the chosen over that of the best, less 1.
 The variants of a layout that takes twice as long as the best one are not run, unless with --all: `gain` is how many
-times as fast as its layout a variant was at most.
+times as fast as its layout a variant was at most. A case that is cut off goes on where it was (results/regret-*.part.json).
 """
 
 import argparse
@@ -49,10 +49,10 @@ def main() -> None:
     )
     parser.add_argument("--deadline", type=float, default=3600.0)
     args = parser.parse_args()
-    kept = OUT.with_suffix(".json")
+    written = OUT.with_suffix(".json")
     rows = (
-        {_name(row): row for row in json.loads(kept.read_text(encoding="utf-8"))["rows"]}
-        if kept.exists()
+        {_name(row): row for row in json.loads(written.read_text(encoding="utf-8"))["rows"]}
+        if written.exists()
         else {}
     )
     for one in args.only:
@@ -68,7 +68,11 @@ def main() -> None:
                 before = {"plans": rows[one]["measured"], "slow": rows[one]["slow"]}
                 known.write_text(json.dumps(before), encoding="utf-8")
                 command += ["--known", str(known)]
+            kept = OUT.with_name(f"regret-{one.replace(':', '-')}.part.json")
+            command += ["--kept", str(kept)]
             outcome = launch(made, command, args.deadline, {"SOLI_BACKEND": "local", "SOLI_CACHE": cache})
+            if not outcome.error:
+                kept.unlink(missing_ok=True)
         head = record.head()
         row = {
             "model": model,

@@ -16,7 +16,7 @@ from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine import auto
 from soli.engine.rehearse import Program
-from soli.mesh.collectives import gather_json
+from soli.mesh.collectives import barrier, gather_json
 from soli.mesh.mesh import Mesh, build_mesh
 from soli.mesh.world import World, join
 from soli.models.bert import Bert, BertConfig
@@ -47,25 +47,31 @@ def models() -> dict:
     }
 
 
-def measure_all(program: Program, world: World, mesh: Mesh, found: dict, within: float) -> None:
-    """Every layout, and the variants of those that are not `within` times slower than the best."""
+def measure_all(program: Program, world: World, mesh: Mesh, found: dict, within: float, kept: Path) -> None:
+    """Every layout, and the variants of those that are not `within` times slower than the best; those in `kept` are known."""
     first = bases(world.size, ROWS)
-    try_all(first, program, world, found)
+    try_all(first, program, world, found, kept)
     seconds = gather_json({plan: times[0] for plan, times in found["plans"].items()}, mesh.all)[0]
     for base in first:
         if seconds.get(str(base), 0.0) <= within * min(seconds.values()):
-            try_all(variants(base, world.size, ROWS), program, world, found)
+            try_all(variants(base, world.size, ROWS), program, world, found, kept)
         else:
             found["slow"].append(str(base))
 
 
-def try_all(plans: list[Plan], program: Program, world: World, found: dict) -> None:
-    """Two steps of each plan; or why it cannot be."""
+def try_all(plans: list[Plan], program: Program, world: World, found: dict, kept: Path) -> None:
+    """Two steps of each plan; or why it cannot be. What is found is kept after each."""
     for plan in plans:
+        if str(plan) in found["plans"] or str(plan) in found["refused"]:
+            continue
         try:
             found["plans"][str(plan)] = [auto.trial(program, plan, world, 2)[0]]
         except SoliError as error:
             found["refused"][str(plan)] = str(error.problems[0].what)
+        if world.is_first:  # one that is killed meanwhile leaves a whole file
+            new = kept.with_suffix(".new")
+            new.write_text(json.dumps({name: found[name] for name in ("plans", "refused")}), encoding="utf-8")
+            new.replace(kept)
 
 
 def main() -> None:
@@ -76,6 +82,7 @@ def main() -> None:
         "--within", type=float, default=float("inf"), help="no variants of layouts slower than this"
     )
     parser.add_argument("--known", type=Path, help="what was measured before, as regret.py writes it")
+    parser.add_argument("--kept", type=Path, help="where what is measured is kept, and read by the next run")
     args = parser.parse_args()
     name = args.model
     torch.set_num_threads(1)
@@ -97,7 +104,10 @@ def main() -> None:
         known = json.loads(args.known.read_text(encoding="utf-8"))
         found |= {"plans": {plan: times[:1] for plan, times in known["plans"].items()}, "slow": known["slow"]}
     else:
-        measure_all(program, world, mesh, found, args.within)
+        if args.kept.exists():
+            found |= json.loads(args.kept.read_text(encoding="utf-8"))
+        barrier(mesh.all)  # before the first one writes
+        measure_all(program, world, mesh, found, args.within, args.kept)
     for word, probes in (("auto", 1), ("probe", 3)):
         start = time.perf_counter()
         choice = auto.choose(program, world, ROWS, probes=probes)
