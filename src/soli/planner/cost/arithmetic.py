@@ -29,7 +29,7 @@ a fortieth of the flops, and a width of 14400 38% more than one of 13824, with 8
 def aligned(size: Array) -> Array:
     """Of a product's rate what is left where a matrix' rows are so long: rows are loaded 128 bytes at a time, and tensor
     cores read no less than 16 (NVIDIA, Matrix Multiplication Background User's Guide, 2.1)."""
-    # Exact, as divisions by powers of two are, and ten times as quick as a remainder, which took a fifth of a search.
+    # Exact, as divisions by powers of two are, and seven times as quick as a remainder, which took a fifth of a search.
     whole = lambda unit: size / unit == np.floor(size / unit)
     return np.where(whole(64), 1.0, np.where(whole(8), ODD, UNALIGNED))
 
