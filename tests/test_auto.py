@@ -245,25 +245,34 @@ def test_what_a_probe_measured_by_luck_does_not_stand(pool: Pool, tmp_path: Path
     assert min(found["dp=2"], found["dp=2,zero=1"]) > 1e-4
 
 
-def following(folder: str, predicted: float) -> tuple[list[str], str]:
-    """Variants that are looked at, and what is run next, where a pipeline took a second and data parallelism should take more."""
+def following(folder: str, predicted: float, probes: int) -> list[str]:
+    """What runs after a pipeline that took a second, where data parallelism is predicted so; each takes 1.5 s then."""
     os.environ["SOLI_CACHE"] = folder
-    made = auto.Auto(program("gpt"), join(), 8, None, 1)
+    made = auto.Auto(program("gpt"), join(), 8, None, probes)
     made._look([Plan.parse(plan) for plan in ("dp=2", "dp=1,pp=2,microbatches=2")])
-    made.options["dp=2"] = replace(made.options["dp=2"], seconds=predicted)
     pipeline = made.options["dp=1,pp=2,microbatches=2"]
     made.options[pipeline.plan] = replace(pipeline, measured=1.0)
-    found = made._next(1)
     made._vary()
-    return list(made.options), found.plan if found else ""
+    found = []
+    while True:
+        for plan in ("dp=2", "dp=2,zero=1"):
+            made.options[plan] = replace(made.options[plan], seconds=predicted)
+        for plan, option in made.options.items():
+            if "pp" in plan:
+                made.options[plan] = replace(option, seconds=9.0)
+        option = made._next(len(found) + 3)
+        if option is None:
+            return found
+        made.options[option.plan] = replace(option, measured=1.5)
+        found.append(option.plan)
 
 
 def test_data_parallelism_is_run_beside_what_cuts_blocks(pool: Pool, tmp_path: Path) -> None:
-    """However far its prediction is off, within what a calibration can be."""
-    for predicted, then in ((2.4, "dp=2"), (2.6, "")):
-        looked, run = pool.run(following, str(tmp_path), predicted, ranks=2, deadline=120)[0]
-        assert "dp=2,zero=1" in looked
-        assert run == then
+    """However far its prediction is off, within what a calibration can be; all its forms where plans are probed."""
+    both = ["dp=2", "dp=2,zero=1"]
+    for predicted, probes, then in ((2.4, 1, both[:1]), (2.4, 3, both), (2.6, 1, []), (2.6, 3, [])):
+        run = pool.run(following, str(tmp_path), predicted, probes, ranks=2, deadline=120)[0]
+        assert sorted(run) == then
 
 
 def calibrations(folder: str, budget: float) -> tuple[dict[str, Any], int]:

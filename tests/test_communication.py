@@ -241,20 +241,22 @@ def test_pipelining_is_seen(pool: Pool) -> None:
     assert last.count(("send", activations)) == last.count(("recv", activations)) == 2
 
 
-def missing() -> str:
-    """What rank 0 says that waits on tp for a rank that does not come."""
+def missing() -> tuple[str, str]:
+    """What rank 0 says that waits on tp for a rank that does not come, and what torch calls the group."""
     world = replace(join(), deadline=2.0)
     mesh = build_mesh(Plan(dp=2, tp=2), world)
+    name = mesh["tp"].group.group_desc
     try:
         if world.rank == 0:
             all_reduce(torch.ones(3), mesh["tp"])
     except SoliError as error:
-        return str(error)
-    return ""
+        return str(error), name
+    return "", name
 
 
 def test_axes_have_the_deadline_of_the_job(pool: Pool) -> None:
     """torch's default for groups that are made later is half an hour."""
-    said = pool.run(missing, ranks=4, deadline=30)
+    said, names = zip(*pool.run(missing, ranks=4, deadline=30), strict=True)
     assert "rank 1 did not arrive in 2 s" in said[0]
-    assert said[1:] == ["", "", ""]
+    assert said[1:] == ("", "", "")
+    assert names == ("tp",) * 4

@@ -54,7 +54,7 @@ DOUBT = 1.25
 """What is predicted to be up to so many times slower than the best that was run may be the quicker one: it is run too."""
 PROBE_STEPS = 4
 PACE_STEPS = 5
-MOST_PROBES = {"auto": 6, "probe": 10}
+MOST_PROBES = {"auto": 6, "probe": 12}
 FINALISTS = 4
 FINAL_ROUNDS = 2
 """Of `auto=probe`: so many of the plans that were run, within DOUBT of the best, are run so often again, in turns."""
@@ -228,22 +228,24 @@ class Auto:
         self._look([v for _, o in new for v in variants(_asked(o), self.world.size, self.rows)])
 
     def _next(self, number: int) -> Option | None:
-        """What to run: data parallelism and different layouts first, `probes` of them; then whatever may be the quickest, if it is to be tried."""
+        """What to run: data parallelism, in all its forms where plans are probed, and `probes` different layouts; then
+        whatever may be the quickest, if it is to be tried."""
         order = self._fitting()
         known = {_layout(o) for o in order if o.measured}
         open_ = sorted((o for o in order if not o.measured), key=lambda o: _layout(o) in known)
         if not open_:
             return None
-        usual = [o for o in order if _is_usual(o)]
         best = min((o.measured for o in order if o.measured), default=0.0)
-        if usual and not any(o.measured for o in usual) and usual[0].seconds <= CHANGED * best:
-            return usual[
-                0
-            ]  # what anyone would have tried first; a collective may be so far from its calibration
+        # What anyone would have tried first; a collective may be so far from its calibration.
+        usual = [o for o in order if _is_usual(o) and (o.measured or o.seconds) <= CHANGED * best]
+        if usual and not any(o.measured for o in usual):
+            return usual[0]
         if self.probes > 1 and number < self.probes and _layout(open_[0]) not in known:
             return open_[0]
         if not known:
             return order[0] if self._is_tried(order[0]) else None
+        if self.probes > 1 and not all(o.measured for o in usual):
+            return next(o for o in usual if not o.measured)
         return next((o for o in open_ if o.seconds <= DOUBT * best), None)
 
     def _holds(self, option: Option, steps: int = 1) -> bool:

@@ -165,11 +165,14 @@ def _family(
     for known in (*axes.values(), everyone):
         if known.ranks == mine:
             return Axis(name, len(mine), index, mine, known.group, known.backend)
-    groups = [_group(everyone, ranks, world) for ranks in sorted(families.values())]
+    named = replace(everyone, name=name)
+    groups = [_group(named, ranks, world) for ranks in sorted(families.values())]
     group = groups[sorted(families.values()).index(mine)]
     return Axis(name, len(mine), index, mine, group, everyone.backend)
 
 
 def _group(of: Axis, ranks: tuple[int, ...], world: World) -> Any:
-    """A process group of these ranks, some of an axis'. Collective."""
-    return of.group if of.simulated else dist.new_group(list(ranks), timedelta(seconds=world.deadline))
+    """A process group of these ranks, some of an axis', and named as it is. Collective."""
+    if of.simulated:
+        return of.group
+    return dist.new_group(list(ranks), timedelta(seconds=world.deadline), group_desc=of.name)
