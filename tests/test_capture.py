@@ -123,7 +123,8 @@ def of_transformers(name: str, **more: Any) -> tuple[nn.Module, Any]:
 def test_a_program_is_what_its_configuration_says(name: str, tmp_path: Path) -> None:
     model, config = of_transformers(name)
     config.save_pretrained(tmp_path)
-    said = read_model(tmp_path)
+    said, inferred = read_model(tmp_path)
+    assert not inferred
     found, _ = read_program(
         said.name, model, {"input_ids": TOKENS, "labels": TOKENS}, lambda traced, one: traced(**one)
     )
@@ -353,7 +354,7 @@ def test_the_command_answers_all_its_questions_of_a_program(tmp_path: Path) -> N
     assert "<svg" in page.read_text(encoding="utf-8")
     text = ask("--whatif", "seq")
     assert "The longest sequence" in text
-    assert "Read from the program: " in text
+    assert "Read from the model: " in text
 
 
 def test_vocabularies_that_positions_outnumber() -> None:

@@ -217,7 +217,7 @@ def test_models_have_the_parameters_that_they_have(name: str, tmp_path: Path) ->
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
     there = sum(p.numel() for p in built.parameters())
-    model = read_model(tmp_path)
+    model, _ = read_model(tmp_path)
     counted = memory.parameters(spaces(task(model, "h100:1", batch=1, seq=64)))[0]
     assert counted == pytest.approx(there, rel=0.02)
     assert model.active == (getattr(config, "num_experts_per_tok", 1) if model.experts else 1) + model.shared
@@ -241,7 +241,10 @@ def config_of(**changes: object) -> str:
         (config_of(num_key_value_heads=6), "6 key heads do not divide 8 heads"),
         (config_of(num_attention_heads=8192), "share a width of 64"),
         (config_of(num_hidden_layers=10**400), "layers"),
-        (config_of(is_encoder_decoder=True), "'is_encoder_decoder' are not understood"),
+        (
+            config_of(is_encoder_decoder=True),
+            "'is_encoder_decoder', an encoder beside its decoder, are not understood",
+        ),
         (config_of(num_local_experts=2, num_experts_per_tok=4), "goes to 4 of 2 experts"),
     ],
 )

@@ -79,7 +79,7 @@ def search(
     made = read_cluster(cluster)
     known, inferred = read(model)
     precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
-    tokens = seq or (known.seq if inferred else min(known.seq or 8192, 8192))
+    tokens = seq or (known.seq if programs.named(model) else min(known.seq or 8192, 8192))
     task = Task(
         known, made, batch, tokens, _one_of("precision", precision, PRECISIONS), _bytes(memory), explain.fixed_of(fix) if fix else {},
         _one_of("framework", framework, FRAMEWORKS),
@@ -124,7 +124,7 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
     if program is None:
         from soli.planner.models import read_model
 
-        return read_model(Path(text)), ()
+        return read_model(Path(text))
     from soli.engine.batch import Caller, rows_of, take
     from soli.planner.dimensions import read_program
 
@@ -141,7 +141,7 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
 
 def _say(inferred: tuple[str, ...]) -> None:
     if inferred:
-        print(f"Read from the program: {'; '.join(inferred)}.")
+        print(f"Read from the model: {'; '.join(inferred)}.")
 
 
 def _reasons(found: Answer, reasons: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.planner.cost import memory
 from soli.planner.cost.points import Points, points
+from soli.planner.families import FAMILIES, Family
 
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -19,41 +21,35 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vocab": ("vocab_size",),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_size": ("head_dim", "d_kv"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "dff"),
     "expert_ffn": ("moe_intermediate_size",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "routed": ("num_experts_per_tok", "moe_topk"),
-    "shared": ("n_shared_experts",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "routed": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+    "shared": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "seq": ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
 }
 """A dimension, and the keys under which configurations have it."""
 MOST = 10**9
 NEEDED = ("layers", "hidden", "heads", "vocab")
 GATED = ("silu", "swiglu", "gelu_pytorch_tanh", "swigluoai")
-"""Activations whose MLPs have a gate and so a third matrix (Shazeer, arXiv 2002.05202)."""
+"""Activations whose MLPs mostly have a gate, for families that nobody compared (families.py)."""
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
-GATES = ("gemma", "gemma2", "gemma3_text")
-STRANGE = (
-    "is_encoder_decoder",
-    "ffn_config",
-    "attn_config",
-    "interleave_moe_layer_step",
-    "shared_expert_intermediate_size",
-)
-"""Keys of models whose layers are not all alike, or whose MLPs are not what the other keys say."""
-UNGATED = (
-    "phi",
-    "phi1",
-    "starcoder2",
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "bloom",
-    "falcon",
-    "mpt",
-    "bert",
-    "gpt_bigcode",
-)
+STRANGE = {
+    "an encoder beside its decoder": r"is_encoder_decoder",
+    "MLPs that its other keys do not say": r"ffn_config|interleave_moe_layer_step|shared_experts?_intermediate_size|zero_expert_num"
+    r"|moe_layer_interval|expert_layer_period|num_feedforward_networks",
+    "attention that its other keys do not say": r"attn_config|attention_window|[qkv]_groups|entity_vocab_size",
+    "layers that are no attention": r"mamba_.*|ssm_.*|conv_kernel|conv_L_cache|conv1d_width|lru_width|state_size|mem_len"
+    r"|(?:short|linear)_conv_kernel_(?:dim|size)|(?:linear|kda)_.*heads|attn_layer_period|block_types|layers_block_type|hybrid_layer_ids",
+    "layers that share their weights": r"num_hidden_groups|H_cycles|num_mem_blocks",
+    "tables beside the first": r"hidden_size_per_layer_input|per_layer_config|pronunciation_vocab_size",
+    "a second decoder": r"depth_decoder_config",
+    "adapters": r"adapter_reduction_factor",
+}
+"""What models have whose layers are not all alike, or are not what the dimensions say; and the keys that tell of it."""
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+NARROW = ("embedding_size", "input_embedding_size", "output_embedding_size")
+TOWER = re.compile(r"(?:vision|audio|speech|image)\w*_config")
 
 
 NEUTRAL = tuple(field.name for field in fields(Points))
@@ -94,8 +90,8 @@ class Model:
         }  # fmt: skip
 
 
-def read_model(path: Path) -> Model:
-    """The model of a config.json, or of the directory that has one. SoliError with every problem."""
+def read_model(path: Path) -> tuple[Model, tuple[str, ...]]:
+    """The model of a config.json, or of the directory that has one, and what was inferred. SoliError with every problem."""
     try:
         file = path / "config.json" if path.is_dir() else path
         said = json.loads(file.read_text(encoding="utf-8"))
@@ -118,17 +114,10 @@ def read_model(path: Path) -> Model:
     return _model(file, {key: value for key, value in said.items() if value is not None})
 
 
-def _model(file: Path, said: Mapping[str, Any]) -> Model:
+def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
     numbers = {name: _number(said, keys) for name, keys in NAMES.items()}
     raise_all(
-        [
-            Problem(
-                f"models with '{key}' are not understood yet",
-                got=f"{file}: {key}={json.dumps(said[key])[:80]}",
-            )
-            for key in STRANGE
-            if said.get(key)
-        ]
+        _strange(file, said, numbers["hidden"])
         + [
             Problem(
                 f"{file} does not say the model's {name}",
@@ -142,26 +131,70 @@ def _model(file: Path, said: Mapping[str, Any]) -> Model:
     raise_all(_contradictions(file, numbers))
     layers, hidden, heads, vocab = (numbers[name] or 0 for name in NEEDED)
     experts = numbers["experts"] or 0
-    ffn = (numbers["expert_ffn"] if experts else None) or numbers["ffn"] or 4 * hidden
     kind = str(said.get("model_type", ""))
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
-    return Model(
+    family = FAMILIES.get(kind, Family(gated=activation in GATED, tied=True))
+    model = Model(
         name=str(said.get("_name_or_path") or kind or file.parent.name),
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
         head_size=numbers["head_size"] or hidden // heads,
-        ffn=ffn,
-        gated=(activation in GATED or kind in GATES) and kind not in UNGATED,
+        ffn=(numbers["expert_ffn"] if experts else None) or numbers["ffn"] or 4 * hidden,
+        gated=family.gated,
         vocab=vocab,
         experts=experts,
         active=(numbers["routed"] or 1) + (numbers["shared"] or 0) if experts else 1,
-        tied=bool(said.get("tie_word_embeddings", True)),
+        tied=bool(said.get("tie_word_embeddings", family.tied)),
         seq=numbers["seq"] or 0,
         shared=(numbers["shared"] or 0) if experts else 0,
     )
+    return model, tuple(_inferred(kind, said, numbers, model))
+
+
+def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Problem]:
+    keys = {
+        key: what
+        for what, pattern in STRANGE.items()
+        for key in said
+        if said[key] and re.fullmatch(pattern, key)
+    }
+    keys |= {key: "a table of another width" for key in NARROW if hidden and said.get(key, hidden) != hidden}
+    kinds = said.get("layer_types")
+    if isinstance(kinds, list) and not {str(kind) for kind in kinds} <= {*ATTENTION}:
+        keys["layer_types"] = "layers of other kinds"
+    return [
+        Problem(
+            f"models with '{key}', {what}, are not understood yet",
+            got=f"{file}: {key}={json.dumps(said[key])[:80]}",
+            fix="plan FILE.py:NAME, a function that returns the model and a batch: what is traced is understood, or refused by its layers",
+        )
+        for key, what in keys.items()
+    ]
+
+
+def _inferred(
+    kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | None], model: Model
+) -> list[str]:
+    found = []
+    if kind not in FAMILIES:
+        named = f"models of the type '{kind}'" if kind else "models without a model_type"
+        found.append(
+            f"{named} were compared with no program: each layer is taken as attention and an MLP with{'' if model.gated else 'out'} a gate, "
+            f"and {'one table is the first and the last' if model.tied else 'the first table and the last are two'}"
+        )
+    if model.gated and numbers["kv_heads"] is None and model.kv_heads > 1:
+        found.append(f"num_key_value_heads={model.kv_heads}, as many as heads")
+    if model.experts and (first := said.get("first_k_dense_replace")):
+        found.append(f"its first {first} layers have experts as the others")
+    if said.get("kv_lora_rank"):
+        found.append("its compressed keys are taken as whole ones")
+    found += [
+        f"{key} is left out, only text is planned" for key in said if TOWER.fullmatch(key) and said[key]
+    ]
+    return found
 
 
 def _number(said: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

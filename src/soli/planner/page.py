@@ -30,7 +30,7 @@ td.plan{text-align:left;font-family:monospace;overflow-wrap:anywhere;min-width:1
 
 
 def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple[str, ...] = ()) -> str:
-    """The whole page. `reasons`: answers to why-not. `inferred`: what was read from a program."""
+    """The whole page. `reasons`: answers to why-not. `inferred`: what was read from a model."""
     found = search(task)
     head = f"{task.model.name} on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
     figures = [
@@ -46,7 +46,7 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
         f"<p>{escape(answer.seen)} {escape(answer.why)}.</p>",
         f"<p>90% intervals: {escape(answer.assumed)}.</p>",
         *(f"<p>Why not {escape(reason)}.</p>" for reason in reasons),
-        *([f"<p>Read from the program: {escape('; '.join(inferred))}.</p>"] if inferred else []),
+        *([f"<p>Read from the model: {escape('; '.join(inferred))}.</p>"] if inferred else []),
     ]
     for title, caption, draw in figures:
         drawn = svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]

@@ -1,0 +1,117 @@
+"""What configurations say, beside the programs that transformers builds of them; what they leave out, and who is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from soli.core.errors import SoliError
+from soli.planner.families import FAMILIES
+from soli.planner.models import Model, read_model
+from test_cli import soli
+
+NEAR = 0.03
+NEEDS = {
+    "dots1": {
+        "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 0,
+        "moe_intermediate_size": 1408, "hidden_size": 2048, "num_hidden_layers": 8,
+    },
+}  # fmt: skip
+"""Of families that do not run by their own defaults."""
+DIMENSIONS = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def read(folder: Path, **said: Any) -> tuple[Model, tuple[str, ...]]:
+    (folder / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    return read_model(folder)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_has_the_parameters_that_its_dimensions_give(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config = transformers.CONFIG_MAPPING[kind](**NEEDS.get(kind, {}))
+    causal = kind in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    build = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
+    with torch.device("meta"):
+        there = sum(p.numel() for p in build.from_config(config).parameters())
+    config.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    model, _ = read(tmp_path, **said)
+    assert model.parameters == pytest.approx(there, rel=NEAR)
+    # What programs do by themselves need not be said.
+    assert model.tied == config.tie_word_embeddings == FAMILIES[kind].tied
+    own = ("tie_word_embeddings", "hidden_act", "activation_function", "hidden_activation")
+    assert read(tmp_path, **{key: value for key, value in said.items() if key not in own})[0] == model
+
+
+def test_an_activation_that_nobody_wrote_is_the_family_s(tmp_path: Path) -> None:
+    """Llama 3 of 8 billion parameters, 6.2 of them without its gates."""
+    model, inferred = read(tmp_path, model_type="llama", **DIMENSIONS)
+    assert model.parameters == pytest.approx(8.03e9, rel=0.001)
+    assert not inferred
+
+
+def test_a_family_that_nobody_compared_is_said(tmp_path: Path) -> None:
+    for kind, gate in (("mine", "with a gate"), ("", "without a gate")):
+        model, inferred = read(tmp_path, model_type=kind, hidden_act="silu" if kind else "gelu", **DIMENSIONS)
+        assert model.gated == (gate == "with a gate")
+        assert len(inferred) == 1
+        assert gate in inferred[0]
+        assert (f"'{kind}'" if kind else "without a model_type") in inferred[0]
+    done = soli("plan", str(tmp_path), "--cluster", "h100:8x1", "--global-batch", "8")
+    assert "Read from the model: models without a model_type were compared with no program" in " ".join(
+        done.stdout.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"num_key_value_heads": None}, "num_key_value_heads=32, as many as heads"),
+        ({"vision_config": {"hidden_size": 8}}, "vision_config is left out, only text is planned"),
+        ({"kv_lora_rank": 512}, "its compressed keys are taken as whole ones"),
+        (
+            {"num_local_experts": 8, "first_k_dense_replace": 3},
+            "its first 3 layers have experts as the others",
+        ),
+    ],
+)
+def test_what_a_configuration_leaves_out_is_said(said: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    assert read(tmp_path, model_type="llama", **(DIMENSIONS | said))[1] == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ({"mamba_d_state": 16}, "layers that are no attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of other kinds"),
+        ({"embedding_size": 128}, "a table of another width"),
+        ({"num_hidden_groups": 1}, "layers that share their weights"),
+        ({"hidden_size_per_layer_input": 256}, "tables beside the first"),
+    ],
+)
+def test_layers_that_are_not_what_the_dimensions_say_are_refused(
+    said: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SoliError, match=what) as refused:
+        read(tmp_path, model_type="llama", **DIMENSIONS, **said)
+    assert f"'{next(iter(said))}'" in str(refused.value)
+
+
+def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_understood(
+    tmp_path: Path,
+) -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    assert (
+        read(tmp_path, model_type="llama", layer_types=kinds, embedding_size=4096, **DIMENSIONS)[0].layers
+        == 32
+    )
