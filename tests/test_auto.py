@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
+from soli.core.versions import process_groups
 from soli.engine import auto, calibrate
 from soli.engine.engine import parallelize
 from soli.engine.rehearse import rehearse
 from soli.mesh.mesh import build_mesh
-from soli.mesh.versions import process_groups
 from soli.mesh.world import join
 from soli.parallel.pipeline.run import Pipeline
 from soli.planner.candidates import bases, lighter, variants

@@ -13,6 +13,7 @@ import soli
 from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.plan import Plan
+from soli.core.versions import FLOPS
 from soli.engine.engine import parallelize
 from soli.engine.rehearse import Program, rehearse
 from soli.mesh.record import recorder
@@ -159,6 +160,20 @@ def test_a_rehearsal_leaves_nothing_behind(capsys: Any) -> None:
         torch.equal(p, w) and p.grad is None for p, w in zip(made.model.parameters(), weights, strict=True)
     )
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("keys", [1, 2, 8])
+def test_attention_of_queries_that_share_keys_counts_each_query(keys: int) -> None:
+    """By the shapes of 2 sequences of 16 tokens and 8 heads of 4: two products forward, five backward."""
+    query, key = (torch.empty(2, heads, 16, 4, device="meta") for heads in (8, keys))
+    product = 2 * 2 * 8 * 16 * 16 * 4
+    for kernel in ("efficient", "flash", "cudnn"):
+        forward, backward = (
+            FLOPS[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{end}")]
+            for end in ("", "_backward")
+        )
+        assert forward(query, key, key, out_val=query) == 2 * product
+        assert backward(query, query, key, key, query, out_val=query) == 5 * product
 
 
 def test_hollow_values_are_zero_and_known_ones_stay() -> None:

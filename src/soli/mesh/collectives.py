@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError, failure
+from soli.core.versions import all_gather_flat, reduce_scatter_flat
 from soli.mesh.record import Record, issuing, recorder
 from soli.mesh.simulate import Absent
-from soli.mesh.versions import all_gather_flat, reduce_scatter_flat
 
 OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

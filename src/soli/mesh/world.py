@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from soli.core.errors import Problem, SoliError, failure, raise_all
 from soli.core.report import install_hook
+from soli.core.versions import process_groups
 from soli.mesh.backends import cpu_backend
 from soli.mesh.local.group import LocalGroup
 from soli.mesh.simulate import Absent
-from soli.mesh.versions import process_groups
 
 DEADLINE_SECONDS = 300.0
 """How long a rank waits in a collective before it says so. SOLI_DEADLINE or `deadline=` change it."""

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-import soli.mesh.versions  # noqa: F401 (shapes of draws that an older torch does not know)
+import soli.core.versions  # noqa: F401 (shapes of draws that an older torch does not know)
 from soli.core.errors import SoliError
 
 

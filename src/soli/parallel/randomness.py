@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from soli.core.errors import SoliError
-from soli.mesh.versions import run_backward
+from soli.core.versions import run_backward
 
 Key = tuple[str, int]
 NO_ROWS = -1

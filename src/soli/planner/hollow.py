@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.flop_counter import flop_registry
 
+from soli.core import versions
 from soli.core.errors import SoliError
 from soli.planner.where import here
 
@@ -44,9 +44,11 @@ ALIASES = {
     aten.lift_fresh.default,
 }
 """What is done to hollow tensors too: a value is 0, another view is one."""
-FLOPS = dict(flop_registry) | {
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+FLOPS = versions.FLOPS | {
+    aten._scaled_dot_product_flash_attention_for_cpu: versions.FLOPS[
+        aten._scaled_dot_product_flash_attention
+    ],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: versions.FLOPS[
         aten._scaled_dot_product_flash_attention_backward
     ],
 }

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from soli.mesh.versions import run_backward
+from soli.core.versions import run_backward
 
 
 @dataclass

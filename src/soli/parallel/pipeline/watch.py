@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 
 from soli.core.errors import SoliError
 from soli.core.functions import in_place, name_of
-from soli.mesh.versions import mode_popped
+from soli.core.versions import FLOPS, mode_popped
 from soli.parallel.pipeline.units import Unit
 from soli.parallel.wrapping import unwrap, wrap
 
@@ -245,8 +244,8 @@ class _Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
-            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        if func._overloadpacket in FLOPS:
+            self.total += FLOPS[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
         return out
 
 
