@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import MethodType
 from typing import Any
 
@@ -15,6 +16,7 @@ from soli import losses
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
 from soli.parallel.keep import PRODUCTS, contexts
+from soli.planner.hollow import Tracker
 from soli.verify.cases import CASES, Case
 from soli.verify.parity import BOUND, adamw, check
 from soli.verify.pool import Pool
@@ -247,3 +249,21 @@ def test_a_block_that_repeats_with_other_products() -> None:
             again()
         with giving:
             assert torch.equal(x @ (x + 1), kept)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_microbatch_without_targets_leaves_nothing_behind(recompute: str) -> None:
+    """Blocks of GPT-2 write into a key-value cache, and the first half of the rows counts no target: no backward."""
+    case = CASES["hf-gpt2"]
+    model, loss_fn, batches = case.make()
+    assert model.config.use_cache
+    tracker, kept = Tracker(), []
+    with tracker:
+        engine = parallelize(
+            model, loss_fn, optimizer=case.optimizer, plan=f"accumulate=2,recompute={recompute}"
+        )
+        for _ in range(3):
+            engine.step(batches[0])
+            gc.collect()
+            kept.append(tracker.bytes)
+    assert kept[0] == kept[1] == kept[2]

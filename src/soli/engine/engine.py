@@ -274,7 +274,9 @@ class Engine:
             # A sum over thousands of targets has larger gradients than the mean the scale is meant for.
             self._seed_scale = self.loss_scale.scale / SUM_TO_MEAN
         if self.pipeline is not None:
-            return self._agree(*pipelined.forward_backward(self, self.pipeline, pieces))
+            found = pipelined.forward_backward(self, self.pipeline, pieces)
+            recompute.forget()
+            return self._agree(*found)
         total, count = 0.0, 0.0
         for number, piece in enumerate(pieces):
             reducer.begin_backward(last=number == len(pieces) - 1)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from soli.core.errors import SoliError
 from soli.engine.batch import Part, to_device
 from soli.engine.contract import total_and_count
+from soli.parallel import recompute
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -37,6 +38,7 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
                 (total * engine.seed_of_loss).backward()
         if gatherer is not None:
             gatherer.end_backward()
+    recompute.forget()
     return value, count
 
 

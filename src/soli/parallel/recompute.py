@@ -6,11 +6,16 @@
 
 Blocks are the repeated parts of the model. Dropout draws the same numbers again (parallel/randomness.py), ZeRO-3's
 parameters are there because the block's output has its gradient by then, and tensor parallelism's sums run again.
+
+An object among a block's arguments that the block writes into, such as a key-value cache, then has tensors whose graph
+has the object: a circle through autograd that Python's collector cannot see. A backward opens it; a microbatch without
+counted targets has none, and would stay in memory for good. `forget` opens the circles of what is done with.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +74,33 @@ def explained() -> Iterator[None]:
         ) from error
 
 
+class _Given:
+    """Arguments of a block that are no tensors, as long as its microbatch is under way."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        self.args = [None if i in self.tensors else x for i, x in enumerate(args)]
+        self.kwargs = kwargs
+        _under_way.add(self)
+
+    def call(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        """The block with all of its arguments."""
+        args = list(self.args)
+        for i, x in zip(self.tensors, tensors, strict=True):
+            args[i] = x
+        return forward(*args, **self.kwargs)
+
+
+_under_way: weakref.WeakSet[_Given] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Let go of the arguments of blocks whose backward is over, or will not be."""
+    for given in _under_way:
+        given.args, given.kwargs = [], {}
+    _under_way.clear()
+
+
 def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +108,9 @@ def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[...
             return forward(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         versions = [x._version for x in given]
-        out = checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        held = _Given(args, kwargs)
+        tensors = [args[i] for i in held.tensors]
+        out = checkpoint(functools.partial(held.call, forward), *tensors, use_reentrant=False, **options)
         if versions != [x._version for x in given]:
             raise SoliError(
                 "a block writes into its input, and would write again when it is recomputed",
