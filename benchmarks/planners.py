@@ -272,7 +272,7 @@ def main() -> None:
         "--clone", action="append", default=[], metavar="NAME=FOLDER", help="calculon, simumax, llm-analysis"
     )
     parser.add_argument("--deadline", type=float, default=600, help="seconds of one search")
-    parser.add_argument("--no-search", action="store_true", help="rows only")
+    parser.add_argument("--no-search", action="store_true", help="rows only; searches stay those of OUT")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "planners", help="without a suffix")
     args = parser.parse_args()
     if odd := [word for word in args.clone if not Path(word.partition("=")[2] or "?").is_dir()]:
@@ -305,6 +305,10 @@ def main() -> None:
                 TOOLS[name], clones.get(TOOLS[name].env), every, args.deadline
             )
         result["tasks"] = [{k: task[k] for k in ("model", "cluster", "devices", "batch")} for task in every]
+    elif (before := args.out.with_suffix(".json")).exists():
+        told = json.loads(before.read_text(encoding="utf-8"))
+        kept = {"searches": told["searches"], "tasks": told.get("tasks", [])}
+        result |= kept | {"searched": told.get("searched", told["date"])}
     record.write(result, page(result), args.out)
     print(page(result))
 

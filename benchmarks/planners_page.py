@@ -101,7 +101,8 @@ def search_table(result: dict[str, Any]) -> list[str]:
         "One process, one thread. GPT without gates or groups, 2048 tokens; A100 with 80 GB. Each looks for the quickest plan in",
         "its own space: SimuMax has one sequence a microbatch, Galvatron a strategy of its own for each layer. Seconds of CPU",
         "(plans looked at; SimuMax: those it kept, Galvatron: strategies of a layer). Where calculon was not run: all its plans, at the rate of a search",
-        "that ended; it skips some of them. llm-analysis searches none.", "",
+        "that ended; it skips some of them. llm-analysis searches none.",
+        *([f"Of an earlier run: {result['searched']}."] if "searched" in result else []), "",
         f"| model | devices | sequences | {' | '.join(found)} |", "|---" * (3 + len(found)) + "|",
     ]  # fmt: skip
     for place, task in enumerate(result["tasks"]):
