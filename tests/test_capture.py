@@ -210,7 +210,7 @@ class Wide(Block):
 
 
 class Branching(Block):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(this, x: Tensor) -> Tensor:  # noqa: N805 - not every program says self
         if x.mean() > 1:
             x = x / 2
         return super().forward(x)
