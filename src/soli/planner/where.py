@@ -18,9 +18,7 @@ def here() -> str:
         name = frame.f_code.co_filename
         if not line and not name.startswith((_SOLI, _TORCH, "<")):
             line = f"{name}:{frame.f_lineno}"
-        own = next(
-            (frame.f_locals.get(first) for first in frame.f_code.co_varnames[:1]), None
-        )  # self, whatever its name
+        own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))  # self, whatever it is called
         if not module and isinstance(own, nn.Module) and frame.f_code.co_name == "forward":
             module = type(own).__name__
         frame = frame.f_back  # type: ignore[assignment]
