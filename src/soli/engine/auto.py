@@ -121,7 +121,7 @@ class Auto:
                 if one is plan:
                     return Option(str(plan), refused=_told(error))
                 continue  # a lighter form that this program cannot have
-            option = Option(str(one), peak=found.peak, states=found.states)
+            option = Option(str(one), peak=found.peak, states=found.states, reads=", ".join(found.reads))
             need = self._need(option)
             if need <= self.memory and not self._failed(option.plan):
                 self.rehearsals[option.plan] = found
@@ -278,10 +278,10 @@ class Auto:
         return not found.refused
 
     def _is_tried(self, option: Option) -> bool:
-        """Whether it is run on a copy before it is begun: little memory is left, rehearsals were wrong, or blocks are
-        cut, which are compared with the plain ones where there are values."""
+        """Whether it is run on a copy before it is begun: little memory is left, rehearsals were wrong, the path
+        depends on values, or blocks are cut, which are compared with the plain ones where there are values."""
         cut = Plan.parse(option.plan).model_ranks > 1
-        return cut or self.doubted or self._need(option) > TIGHT * self.memory
+        return cut or self.doubted or bool(option.reads) or self._need(option) > TIGHT * self.memory
 
     def _need(self, option: Option) -> float:
         """Bytes that a plan is taken to need: what it rehearsed, and what allocators take beside."""
@@ -327,10 +327,15 @@ class Auto:
         slower = lambda o: (o.measured or o.seconds) / (best.measured or best.seconds) - 1
         beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
         refused = [o for o in self.options.values() if o.refused]
+        notes = list(self.notes)
+        if best.reads:
+            notes.append(
+                f"layers read values, rehearsed as 0, and may take more than was said: {best.reads[:300]}"
+            )
         return [
             f"plan auto -> {best.plan}: {took} of {self.rows} rows, {_bytes(best.peak)} of {_bytes(self.memory)} a rank",
             f"beside it: {beside}",
-            f"{len(self.options)} plans rehearsed in {time.perf_counter() - start:.1f} s, {len(refused)} cannot be; " + "; ".join(self.notes),
+            f"{len(self.options)} plans rehearsed in {time.perf_counter() - start:.1f} s, {len(refused)} cannot be; " + "; ".join(notes),
         ]  # fmt: skip
 
 

@@ -44,6 +44,7 @@ class Option:
     parts: dict[str, float] = field(default_factory=dict)
     measured: float = 0.0  # seconds, where it was run
     refused: str = ""
+    reads: str = ""  # which layers read values, that a rehearsal takes for 0
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
         if total is not None and (count or engine.plan.together):
             with engine.randomness.forward(), engine.again():
                 (total * engine.seed_of_loss).backward()
+        total = None  # and its graph: without targets nothing went back and freed it
         if gatherer is not None:
             gatherer.end_backward()
     recompute.forget()
@@ -52,11 +53,13 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
         count = count or 1.0  # other rows have targets
     if count or not (engine.plan.together and torch.is_grad_enabled()):
         return total, count
+    kind = type(output).__name__
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad]
+    total, output = total.new_zeros(()), None  # the graph of the loss goes before there is another
     if not outputs:
         raise SoliError(
             "no target of this rank's rows is counted, and the model returns nothing but its loss to go back from",
-            got=type(output).__name__,
+            got=kind,
             fix="return the logits too, give every row a target, or use tensor=1d",
         )
-    return sum(((x * 0).sum() for x in outputs), total.new_zeros(())), count
+    return sum(((x * 0).sum() for x in outputs), total), count

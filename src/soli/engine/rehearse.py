@@ -100,7 +100,7 @@ def _run(program: Program, plan: Plan, world: World, part: int) -> RankRun:
             hollow.calls = []
             engine.step(program.batch)
     sent = [Sent(r.operation, r.ranks, r.bytes, r.late) for r in records]
-    return RankRun(world.rank, part, states, hollow.peak, hollow.calls, sent, actions)
+    return RankRun(world.rank, part, states, hollow.peak, hollow.calls, sent, actions, tuple(hollow.reads))
 
 
 def _noting(hollow: Hollow, records: deque[Record], actions: list[Action]) -> Any:

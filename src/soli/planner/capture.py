@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError
-from soli.planner.hollow import Call, Hollow, ValuesError, hollowed
+from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed
 from soli.planner.where import here
 
 aten = torch.ops.aten
@@ -33,7 +33,6 @@ GROUPED = aten._grouped_mm.default
 PLAIN = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1, GROUPED: 0}
 """Products, and which argument is the first factor."""
 SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
-READS = {aten._local_scalar_dense.default, aten.is_nonzero.default}
 MEASURED = 'plan="auto" lays out any program on the machine at hand'
 
 

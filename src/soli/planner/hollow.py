@@ -2,7 +2,8 @@
 
 Every operation on a hollow tensor gives hollow ones of the right shape. Views, the batch, and what comes from neither
 weights nor activations stay what they are, so that the program takes the path that it would take. What reads a value
-of a hollow tensor reads 0: every loss is 0, and the sum of losses is the loss of the sum. Storages are real ones on
+of a hollow tensor reads 0: every loss is 0, and the sum of losses is the loss of the sum. A layer that does so may take
+another path in a real run; it is noted (`Hollow.reads`). Storages are real ones on
 the CPU whose pages nobody touches, so that kernels are chosen, aliases made and memory is freed as in a real run.
 (FakeTensor is another type of tensor: its storage has no address, an unfilled value stops the program that looks at
 it, and the meta device, on which it stands, means "of another stage" to a pipeline.)
@@ -34,9 +35,8 @@ EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
-ALIASES = {
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
+READS = {aten._local_scalar_dense.default, aten.is_nonzero.default}
+ALIASES = READS | {
     aten.set_.source_Storage,
     aten.set_.source_Tensor,
     aten.set_.source_Storage_storage_offset,
@@ -154,6 +154,7 @@ class Hollow(Tracker):
     def __init__(self) -> None:
         super().__init__()
         self._hollow: dict[int, weakref.ref[Any]] = {}
+        self.reads: dict[str, None] = {}  # modules, and where they read a value
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.is_view:
@@ -165,6 +166,8 @@ class Hollow(Tracker):
             result = func(*args, **kwargs)
             return self._unfilled(result) if func in EMPTY else result
         if func in ALIASES:
+            if func in READS and " at " in (place := here()):
+                self.reads[place] = None
             return func(*args, **kwargs)
         if func is aten.equal.default:
             return True

@@ -45,6 +45,7 @@ class RankRun:
     calls: list[Call]
     sent: list[Sent]
     actions: list[Action]
+    reads: tuple[str, ...] = ()  # modules, and where they read a value that a rehearsal has not: they read 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Rehearsal:
     def peak(self) -> int:
         """Bytes of the fullest rank."""
         return max(run.peak for run in self.ranks)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Of all ranks."""
+        return tuple(dict.fromkeys(place for run in self.ranks for place in run.reads))
 
     @property
     def states(self) -> int:
