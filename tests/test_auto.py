@@ -429,6 +429,27 @@ def test_a_plan_that_takes_more_than_rehearsed_is_not_begun(capsys: Any) -> None
     assert engine.plan.accumulate > 1
 
 
+class Chooses(Hoards):
+    """A layer that only values lead to; a rehearsal has none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return super().forward(x) if y.abs().sum() > 0 else y
+
+
+def test_what_only_values_lead_to_is_tried_first_and_told() -> None:
+    """No rehearsal sees what it takes, whatever it says is free: a copy does, before the first step."""
+    engine = parallelize(
+        Chooses(), losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto", memory=60e6
+    )
+    engine.step((torch.randn(64, 512), torch.randn(64, 512)))
+    assert engine.choice is not None
+    assert [o.plan for o in engine.choice.options if "more than rehearsed" in o.refused][:1] == ["dp=1"]
+    assert engine.plan.accumulate > 1
+    assert "layers read values, rehearsed as 0" in engine.choice.lines[2]
+    assert f"Chooses at {__file__}:" in engine.choice.lines[2]
+
+
 def test_trials_leave_no_gradient_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that reads the model from outside reaches the model itself from a copy: its first step is the plain one."""
     monkeypatch.setattr(auto, "TIGHT", 0.0)

@@ -20,7 +20,7 @@ from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
 from soli.planner.hollow import Hollow, Tracker, hollowed
 from soli.planner.legality import resolve
-from soli.verify import memory
+from soli.verify import foreign, memory
 from soli.verify.cases import CASES
 from soli.verify.memory import BOUND
 from soli.verify.pool import Pool
@@ -40,7 +40,15 @@ ROWS = [
     ("gpt-start", "pp=2,microbatches=4,schedule=interleaved,chunks=2,recompute=full", 2),
     ("gpt-masked", "pp=2,tp=2,sp=on,microbatches=4,schedule=dualpipev,recompute=full", 4),
     ("vit", "cp=2,pp=2,microbatches=4,schedule=zbv,zero=3,recompute=full", 4),
+    # A rank without a target keeps no graph while it waits for others.
+    ("hf-t5", "dp=2,zero=3,accumulate=1", 2),
+    ("hf-bert", "tp=4,tensor=2d", 4),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _foreign_ready(pool: Pool) -> None:
+    pool.run(foreign.ready, ranks=4, deadline=120)
 
 
 @pytest.mark.parametrize(("name", "plan", "ranks"), ROWS, ids=[f"{n} {p}" for n, p, _ in ROWS])
