@@ -75,6 +75,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MixtralForCausalLM",  # the grouped product of torch has no float64
         GROUPED | {"num_local_experts": 4, "experts_implementation": "eager"},
     ),
+    "deepseek": (  # latent attention; experts of any number of tokens, none among them
+        "DeepseekV3ForCausalLM",
+        SMALL
+        | PAD
+        | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 12,
+        }
+        | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+        | {"first_k_dense_replace": 1, "num_key_value_heads": 4, "experts_implementation": "eager"},
+    ),
 }
 UNSHIFTED = ("MaskedLM", "ConditionalGeneration", "XLMWithLMHeadModel", "Classification")
 

@@ -1,8 +1,9 @@
-"""What is checked once, on the first step: that the loss adds up over the rows of the batch.
+"""What is checked once, on the first step: that the loss adds up over the rows of the batch, and what forwards change.
 
 The model runs (without gradients) on the rows whole and in two parts. From the shapes of its random calls
 on both, dropout learns which dim is the batch; from the losses, soli learns whether
-total(whole) = total(part 1) + total(part 2), which is what makes any split of the batch exact.
+total(whole) = total(part 1) + total(part 2), which is what makes any split of the batch exact. Buffers that the model
+changes meanwhile are told from those that it builds once (kept.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from soli.core.errors import SoliError
+from soli.engine import kept
 from soli.engine.batch import Part, take, to_device
 from soli.engine.contract import rounding
 from soli.mesh.collectives import all_reduce, raise_together
@@ -30,8 +32,8 @@ class FirstStep:
         return not self.done and part.total >= ranks
 
     def check(self, engine: Engine, part: Part) -> None:
-        """Raises SoliError where the loss is a mean, or couples the rows. Collective under ZeRO-3."""
-        buffers = [(b, b.clone()) for b in engine.model.buffers()]
+        """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
+        start = kept.values(engine.model)
         # As many as a microbatch has, and so no more memory than the step takes.
         rows = min(part.rows, max(-(-part.rows // (engine.plan.accumulate * engine.plan.microbatches)), 2))
         data = to_device(take(part.data, 0, rows), engine.device)
@@ -39,12 +41,26 @@ class FirstStep:
             data, rows = _doubled(data), 2
         # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
         cut = rows // 2
-        parts = [(0, rows), (0, cut), (cut, rows)]
-        sums = [_run(engine, take(data, a, b), b - a) for a, b in parts]
+        parts = [(0, cut), (cut, rows)]
+        whole = _run(engine, data, rows)
+        before, changes = kept.values(engine.model), kept.Changes()
+        again = torch.tensor(float(bool(kept.changed(engine.model, start))))
+        all_reduce(again, engine.mesh.all, "max", label="whether a forward changes buffers")
+        if again:  # the losses are compared from the same values
+            whole = _run(engine, data, rows)
+            kept.restore(engine.model, before)
+        sums = [whole]
+        for a, b in parts:
+            sums.append(_run(engine, take(data, a, b), b - a))
+            changes.found.append(kept.changed(engine.model, before))
+            kept.restore(engine.model, before)
         engine.randomness.finish_probe()
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        verdict = lambda: _explain(sums, [b - a for a, b in parts], engine)
+        kept.restore(engine.model, start)
+
+        def verdict() -> None:
+            changes.explain(engine.plan)
+            _explain(sums, [rows, cut, rows - cut], engine)
+
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
         self.done = True
 

@@ -13,6 +13,7 @@ from soli.parallel.context import sequence
 from soli.parallel.data import DataParallel
 from soli.parallel.pipeline.own import keep_own
 from soli.parallel.pipeline.run import Cutting
+from soli.parallel.swap import swappable
 from soli.parallel.tensor import oned
 from soli.parallel.tensor.cut import Run
 from soli.parallel.tensor.finder import Role
@@ -45,16 +46,19 @@ def apply(
     tp > 1 needs `roles`, pp > 1 `cutting`.
     """
     data.agree_on_weights(model, mesh.all)  # first: ranks compare whole weights
-    absent, copies = (
-        keep_own(model, cutting, mesh) if cutting is not None else ({}, {})
-    )  # before what works on weights: it need not on those of other stages
-    tensor = (
-        oned.divide(model, roles, plan, mesh, absent) if roles is not None else None
-    )  # what is left of each weight
-    context = sequence.begin(model, plan, mesh)  # before what repeats a block's call: the cut is part of it
-    recompute.wrap(model, plan)  # after what changes how a block computes, before what hooks its call
-    portions = tensor.portions if tensor is not None else {}
-    laid = data.distribute(model, plan, mesh, portions, absent, copies)  # last: shards what is left
+    with swappable(model):
+        absent, copies = (
+            keep_own(model, cutting, mesh) if cutting is not None else ({}, {})
+        )  # before what works on weights: it need not on those of other stages
+        tensor = (
+            oned.divide(model, roles, plan, mesh, absent) if roles is not None else None
+        )  # what is left of each weight
+        context = sequence.begin(
+            model, plan, mesh
+        )  # before what repeats a block's call: the cut is part of it
+        recompute.wrap(model, plan)  # after what changes how a block computes, before what hooks its call
+        portions = tensor.portions if tensor is not None else {}
+        laid = data.distribute(model, plan, mesh, portions, absent, copies)  # last: shards what is left
     if tensor is not None:
         for run in tensor.runs:
             run.reducer = laid.reducer

@@ -65,9 +65,12 @@ def _learn_shapes(randomness: Randomness, call: Caller, loss_fn: LossFn, batch: 
     rows = rows_of(batch)
     model = call.model
     model.train()
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.no_grad():
         for part in (rows, rows // 2):
             with randomness.probe(part):
                 piece = take(batch, 0, part)
                 loss_fn(call(piece), piece)
+        for buffer, value in before:
+            buffer.copy_(value)
     randomness.finish_probe()

@@ -100,7 +100,12 @@ def balanced(costs: list[float], parts: int, limit: int | None = None) -> list[i
 def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
     """Refuse buffers that would differ from stage to stage."""
     names = {id(buffer): name for name, buffer in model.named_buffers()}
-    bad = [names[key] for key, gap in trace.written.items() if stages.of_gap(gap) < stages.count - 1]
+    last = lambda gap: stages.of_gap(gap) == stages.count - 1
+    bad = [
+        names[key]
+        for key, gap in trace.written.items()
+        if not all(map(last, (gap, *trace.buffer_reads.get(key, ()))))
+    ]
     bad += trace.repeated if stages.count > len(set(stages.rank_of)) else []
     for unit in sorted(trace.changing):
         ranks = {stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls) if call.unit == unit}
@@ -109,7 +114,7 @@ def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
         raise SoliError(
             f"{bad[0]} is changed in the forward, and several stages have it",
             got=", ".join(bad),
-            allowed="buffers that one block has for itself, or that are changed after the last stage's begin",
+            allowed="buffers that one block has for itself, or that are read and changed after the last stage's begin",
             fix="change it inside a block that is called once, or use pp=1",
             everywhere=True,
         )

@@ -82,6 +82,7 @@ class Trace:
         default_factory=set
     )  # gaps: made, written through another name, used
     written: dict[int, int] = field(default_factory=dict)  # id of a buffer that glue writes -> gap
+    buffer_reads: dict[int, set[int]] = field(default_factory=dict)  # id of a buffer that glue reads -> gaps
     changing: set[str] = field(default_factory=set)  # units whose buffers their forward changes
     hidden: set[tuple[int, int]] = field(
         default_factory=set
@@ -341,6 +342,8 @@ class Tracer(Watch):
             for x in tensors_in((args, kwargs or {})):
                 if hasattr(x, "_origin") and not hasattr(x, "_live"):
                     self.trace.hidden.add((x._origin, self.gap))
+                if id(x) in self.buffers:
+                    self.trace.buffer_reads.setdefault(id(x), set()).add(self.gap)
         return super().__torch_function__(func, types, args, kwargs)
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -107,12 +108,15 @@ def finished(run: Run, result: Tensor, split: Split | None, partial: bool) -> Te
 
 
 def _rows(run: Run, x: Tensor, lead: tuple[int, ...]) -> Split | None:
-    """The cut along the sequence of an output [.., s, n], or [b * s, n] of which `lead` = (b, s) is known."""
+    """The cut along the sequence of an output [.., s, n], or [b * s, n] of which `lead` = (b, s) is known.
+
+    Rows that were chosen out of b * s are any number, none among them: they are cut as they come.
+    """
     if x.dim() < 2:
         return None
     dim = x.dim() - 2
     size = x.shape[dim]
-    parts = (lead[-1],) * (size // lead[-1]) if dim == 0 and lead else (size,)
+    parts = (lead[-1],) * (size // lead[-1]) if dim == 0 and lead and prod(lead) == size else (size,)
     return Split(dim, parts, parts[0]) if parts[0] >= run.ranks else None
 
 

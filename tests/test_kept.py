@@ -1,0 +1,168 @@
+"""Programs that keep something from forward to forward: they equal the sequential one, or are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soli
+from soli import losses
+from soli.core.errors import SoliError
+from soli.engine.engine import parallelize
+from soli.verify.parity import BOUND, Case, adamw, check
+from soli.verify.pool import Pool
+
+DIM = 12
+
+
+class Plain(nn.Module):
+    """Three layers between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(29, DIM), nn.Linear(DIM, 29)
+        self.layers = nn.ModuleList(self.layer() for _ in range(3))
+
+    def layer(self) -> nn.Module:
+        return nn.Linear(DIM, DIM)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Spectral(Plain):
+    """Vectors of each weight that every forward improves, whatever the rows."""
+
+    def layer(self) -> nn.Module:
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, DIM))
+
+
+class Average(Plain):
+    """A moving average of what the rows are, changed after the last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x - self.mean))
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(0.5 * x.detach().mean((0, 1)))
+        return self.head(x)
+
+
+class Once(Plain):
+    """A table that the first forward builds: it stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.zeros(0), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.places.numel() < tokens.shape[1]:
+            self.places = torch.arange(tokens.shape[1]).double()
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * (1 + self.places[:, None] / 10)
+        return self.head(x)
+
+
+class Recurrent(Plain):
+    """Refers to its weights weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.rnn = nn.LSTM(DIM, DIM, 2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(tokens))[0])
+
+
+def tokens_of(rows: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(29, (rows, 7), generator=generator)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
+
+
+def case_of(kind: type[nn.Module]) -> Case:
+    def make() -> Any:
+        torch.manual_seed(3)
+        return kind(), losses.cross_entropy("targets"), [tokens_of(n, i) for i, n in enumerate((8, 9, 7))]
+
+    return Case(kind.__name__, make, adamw)
+
+
+def error_of(kind: type[nn.Module], plan: str) -> float:
+    return check(case_of(kind), plan, 0).worst
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        (Spectral, "dp=2,zero=3"),
+        (Spectral, "tp=2"),
+        (Spectral, "pp=2,microbatches=1"),
+        (Average, "cp=2"),
+        (Average, "tp=2"),
+        (Once, "dp=2,accumulate=2,recompute=full"),
+        (Once, "pp=2,microbatches=4"),
+        (Recurrent, "pp=2,microbatches=4"),
+        (Recurrent, "dp=2,zero=3,accumulate=2"),
+    ],
+)
+def test_what_is_kept_is_what_one_forward_keeps(pool: Pool, kind: type[nn.Module], plan: str) -> None:
+    assert max(pool.run(error_of, kind, plan, ranks=2)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        (Spectral, "dp=2,accumulate=2", "dp=2,accumulate=2 runs it 2 times a step"),
+        (Spectral, "pp=2,microbatches=4", "runs it 4 times a step"),
+        (Spectral, "dp=2,recompute=full", "runs it 2 times a step"),
+        (Average, "dp=2", "by the rows that it sees"),
+        (Average, "tp=2,accumulate=2", "by the rows that it sees"),
+        (Average, "pp=2,microbatches=1", "mean is changed in the forward, and several stages have it"),
+    ],
+)
+def test_what_a_plan_would_keep_otherwise_is_refused(
+    pool: Pool, kind: type[nn.Module], plan: str, said: str
+) -> None:
+    for text in pool.run(refusal, kind, plan, ranks=2):
+        assert said in text
+        assert ("mean" if kind is Average else "parametrizations.weight.0._u") in text
+
+
+def refusal(kind: type[nn.Module], plan: str) -> str:
+    try:
+        error_of(kind, plan)
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+def trained(plan: str, deferred: bool) -> list[float]:
+    torch.manual_seed(3)
+    if deferred:
+        with soli.deferred():
+            model = Recurrent()
+    else:
+        model = Recurrent()
+    loss_fn = losses.cross_entropy("targets")
+    engine = parallelize(model, loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    return [float(engine.step(tokens_of(8, seed))) for seed in range(3)]
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "pp=2,microbatches=2"])
+def test_recurrent_modules_may_be_deferred(pool: Pool, plan: str) -> None:
+    found = [pool.run(trained, plan, deferred, ranks=2) for deferred in (False, True)]
+    assert found[0] == found[1]
