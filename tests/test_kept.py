@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +142,39 @@ def test_what_a_plan_would_keep_otherwise_is_refused(
     for text in pool.run(refusal, kind, plan, ranks=2):
         assert said in text
         assert ("mean" if kind is Average else "parametrizations.weight.0._u") in text
+
+
+def chosen(folder: str) -> tuple[str, list[str], list[str], list[float]]:
+    os.environ["SOLI_CACHE"] = folder
+    model, loss_fn, batches = case_of(Average).make()
+    engine = parallelize(model.double(), loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto")
+    found = [float(engine.step(batch)) for batch in batches]
+    assert engine.choice is not None
+    refused = [
+        option.plan for option in engine.choice.options if "by the rows that it sees" in option.refused
+    ]
+    return str(engine.plan), engine.choice.lines, refused, found
+
+
+def test_auto_takes_a_plan_that_keeps_what_one_forward_keeps(pool: Pool, tmp_path: Path) -> None:
+    """Plain data parallelism is looked for first, tried on a copy, and not begun."""
+    plan, lines, refused, found = pool.run(chosen, str(tmp_path), ranks=2, deadline=120)[0]
+    assert refused
+    assert plan not in refused
+    assert "by the rows that it sees" in lines[2]
+    assert found == pytest.approx(trained_alone(), rel=BOUND)
+
+
+def trained_alone() -> list[float]:
+    model, loss_fn, batches = case_of(Average).make()
+    optimizer, found = torch.optim.SGD(model.double().parameters(), lr=0.1), []
+    for batch in batches:
+        total, count = loss_fn(model(batch["tokens"]), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        found.append((total / count).item())
+    return found
 
 
 def refusal(kind: type[nn.Module], plan: str) -> str:

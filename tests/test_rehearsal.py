@@ -129,6 +129,23 @@ def test_a_model_larger_than_the_machine() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300e3  # kB
 
 
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=4", "pp=4,microbatches=4,zero=1,schedule=gpipe"])
+def test_what_another_stage_has_takes_nothing(plan: str) -> None:
+    """All stages together have what one device has: by hand, since who tracks could count what is not there."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
+    )
+    count = sum(p.numel() for p in model.parameters())
+    batch = (torch.randn(8, 64), torch.randn(8, 64))
+    made = Program(model, torch.optim.AdamW(model.parameters()), squares, batch)
+    found = rehearse(made, resolve(Plan.parse(plan), int(plan[3])))
+    assert sum(run.states for run in found.stages) == count * 16 + 4 * len(list(model.parameters()))
+
+
+def squares(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (outputs - batch[1]).square().sum(), outputs.numel()
+
+
 class Chooses(nn.Module):
     """A forward whose shapes depend on its values."""
 

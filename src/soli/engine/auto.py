@@ -121,7 +121,8 @@ class Auto:
                 if one is plan:
                     return Option(str(plan), refused=_told(error))
                 continue  # a lighter form that this program cannot have
-            option = Option(str(one), peak=found.peak, states=found.states, reads=", ".join(found.reads))
+            reads, writes = ", ".join(found.reads), ", ".join(found.writes)
+            option = Option(str(one), peak=found.peak, states=found.states, reads=reads, writes=writes)
             need = self._need(option)
             if need <= self.memory and not self._failed(option.plan):
                 self.rehearsals[option.plan] = found
@@ -279,9 +280,10 @@ class Auto:
 
     def _is_tried(self, option: Option) -> bool:
         """Whether it is run on a copy before it is begun: little memory is left, rehearsals were wrong, the path
-        depends on values, or blocks are cut, which are compared with the plain ones where there are values."""
-        cut = Plan.parse(option.plan).model_ranks > 1
-        return cut or self.doubted or bool(option.reads) or self._need(option) > TIGHT * self.memory
+        depends on values, buffers change, or blocks are cut, which are compared with the plain ones where there are
+        values."""
+        by_values = Plan.parse(option.plan).model_ranks > 1 or option.reads or option.writes
+        return bool(by_values) or self.doubted or self._need(option) > TIGHT * self.memory
 
     def _need(self, option: Option) -> float:
         """Bytes that a plan is taken to need: what it rehearsed, and what allocators take beside."""

@@ -45,6 +45,7 @@ class Option:
     measured: float = 0.0  # seconds, where it was run
     refused: str = ""
     reads: str = ""  # which layers read values, that a rehearsal takes for 0
+    writes: str = ""  # buffers that a step changes: whether as one device would, only a run says
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,17 @@ def _run(program: Program, plan: Plan, world: World, part: int) -> RankRun:
             gc.collect()  # what only cycles keep
             states = hollow.peak = hollow.bytes
             hollow.calls = []
+            buffers = _buffers(engine.model)
             engine.step(program.batch)
+            writes = tuple(sorted(name for name, _ in _buffers(engine.model) - buffers))
     sent = [Sent(r.operation, r.ranks, r.bytes, r.late) for r in records]
-    return RankRun(world.rank, part, states, hollow.peak, hollow.calls, sent, actions, tuple(hollow.reads))
+    reads = tuple(hollow.reads)
+    return RankRun(world.rank, part, states, hollow.peak, hollow.calls, sent, actions, reads, writes)
+
+
+def _buffers(model: nn.Module) -> set[tuple[str, tuple[int, int]]]:
+    """With what says whether one was written or replaced: values say nothing here."""
+    return {(name, (id(buffer), buffer._version)) for name, buffer in model.named_buffers()}
 
 
 def _noting(hollow: Hollow, records: deque[Record], actions: list[Action]) -> Any:

@@ -122,7 +122,7 @@ class Tracker(TorchDispatchMode):
         if both and self.calls is not None:
             count = FLOPS.get(func.overloadpacket)
             flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-            moved = sum(x.numel() * x.element_size() for x in both)
+            moved = sum(x.numel() * x.element_size() for x in both if not x.is_meta)
             shapes = tuple(tuple(x.shape) for x in given)
             name = func.name().partition("::")[2]
             self.calls.append(Call(name, shapes, both[0].dtype, flops, moved))
@@ -132,9 +132,9 @@ class Tracker(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def see(self, x: Tensor) -> None:
-        """Count the memory of a tensor from now on, while it lives."""
+        """Count the memory of a tensor from now on, while it lives. One of another stage has none."""
         storage = x.untyped_storage()
-        if storage._cdata not in self._live:
+        if storage._cdata not in self._live and storage.device.type != "meta":
             self._see(storage)
 
     def _see(self, storage: Any) -> None:
@@ -160,6 +160,8 @@ class Hollow(Tracker):
         if func.is_view:
             return func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if kwargs.get("device") == META or any(x.is_meta for x in given):
+            return func(*args, **kwargs)  # of another stage
         if not given:
             return self._made(func, args, kwargs)
         if not any(self.is_hollow(x) for x in given):

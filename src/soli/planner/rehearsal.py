@@ -46,6 +46,7 @@ class RankRun:
     sent: list[Sent]
     actions: list[Action]
     reads: tuple[str, ...] = ()  # modules, and where they read a value that a rehearsal has not: they read 0
+    writes: tuple[str, ...] = ()  # buffers that the step changed
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Rehearsal:
     def reads(self) -> tuple[str, ...]:
         """Of all ranks."""
         return tuple(dict.fromkeys(place for run in self.ranks for place in run.reads))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Of all ranks."""
+        return tuple(dict.fromkeys(name for run in self.ranks for name in run.writes))
 
     @property
     def states(self) -> int:

@@ -1,8 +1,9 @@
 """Rehearsed memory against tracked memory: the same program on real ranks, every storage followed.
 
-`make memory` runs the rows of the parity matrix that cover every pair of its choices; with --all every row. A rehearsal
-takes every microbatch to have a target, and to go back. So a row's steps are run twice: with a target in every place,
-where the peak should be the rehearsed one, and with those of the case, where it should be no higher.
+`make memory` runs the rows of the parity matrix that cover every pair of its choices; with --all every row; with --again
+those of the kept table that are off, or whose plan has one of the texts that follow. A rehearsal takes every microbatch to have a target, and to go back. So a row whose
+step is not what was rehearsed is run more often: with a target in every place, where the peak should be the rehearsed
+one, and with those of the case, where it should be no higher.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from soli.verify.cases import CASES
 from soli.verify.pool import Pool
 
 BOUND = 0.01
+RESULTS = Path("benchmarks/results/memory-rehearsed")
 STEPS = 3
 """Of which the least peak counts: a collective's thread lets go of its buffers a moment after it is waited for."""
 
@@ -47,15 +49,16 @@ class Row:
     ranks: int
     states: int
     states_rehearsed: int
-    peak: int  # with a target in every place
+    peak: int
     peak_rehearsed: int
-    given: int  # with the targets of the case
+    given: int = 0  # with the targets of the case, where `peak` is with all and not what it was with these
     reads: str = ""  # which layers read values, that a rehearsal takes for 0
 
     @property
     def error(self) -> float:
-        """Of the peak, relative: how far it is off, or how much more than rehearsed another batch takes."""
-        return max(abs(self.peak_rehearsed - self.peak) / self.peak, 1 - self.peak_rehearsed / self.given)
+        """Of the peak, relative: how far it is off, or how much more than rehearsed the case's batch takes."""
+        more = 1 - self.peak_rehearsed / self.given if self.given else 0.0
+        return max(abs(self.peak_rehearsed - self.peak) / self.peak, more)
 
 
 def full(batch: Any) -> Any:
@@ -63,8 +66,8 @@ def full(batch: Any) -> Any:
     return tree_map(lambda x: x.masked_fill(x == IGNORE, 0) if isinstance(x, Tensor) else x, batch)
 
 
-def tracked(name: str, plan: str) -> tuple[int, int, int]:
-    """States, peak of full batches and peak of the case's on this rank, really run. Collective."""
+def tracked(name: str, plan: str, often: bool) -> tuple[int, int, int]:
+    """States, peak of a step and 0 on this rank, really run; or peak of full batches and of the case's. Collective."""
     case = CASES[name]
     model, loss_fn, batches = case.make()
     model.double()
@@ -77,13 +80,15 @@ def tracked(name: str, plan: str) -> tuple[int, int, int]:
         engine.step(batches[0])
         gc.collect()  # what only cycles keep
         states = tracker.bytes
-        given, peak = (_least_peak(tracker, engine, batch) for batch in (batches[0], whole))
-    return states, peak, given
+        given = _least_peak(tracker, engine, batches[0], STEPS if often else 1)
+        if not often:
+            return states, given, 0
+        return states, _least_peak(tracker, engine, whole, STEPS), given
 
 
-def _least_peak(tracker: Tracker, engine: Engine, batch: Any) -> int:
+def _least_peak(tracker: Tracker, engine: Engine, batch: Any, steps: int) -> int:
     peaks = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         gc.collect()
         tracker.peak = tracker.bytes
         engine.step(batch)
@@ -101,8 +106,10 @@ def rehearsed(name: str, plan: str, ranks: int) -> Rehearsal:
     return rehearse(program, resolve(Plan.parse(plan), ranks))
 
 
-def _both(name: str, plan: str, ranks: int) -> tuple[tuple[int, int, int], tuple[int, int, str] | None]:
-    mine = tracked(name, plan)
+def _both(
+    name: str, plan: str, ranks: int, often: bool
+) -> tuple[tuple[int, int, int], tuple[int, int, str] | None]:
+    mine = tracked(name, plan, often)
     if ranks > 1 and torch.distributed.get_rank():
         return mine, None
     found = rehearsed(name, plan, ranks)
@@ -111,10 +118,14 @@ def _both(name: str, plan: str, ranks: int) -> tuple[tuple[int, int, int], tuple
 
 def row(pool: Pool, name: str, plan: str, ranks: int) -> Row:
     """One case under one plan."""
-    found = pool.run(_both, name, plan, ranks, ranks=ranks, deadline=120)
-    states, peak, given = (max(one[0][i] for one in found) for i in range(3))
-    wanted = found[0][1]
-    return Row(name, plan, ranks, states, wanted[0], peak, wanted[1], given, wanted[2])
+    for often in (False, True):
+        found = pool.run(_both, name, plan, ranks, often, ranks=ranks, deadline=120)
+        states, peak, given = (max(one[0][i] for one in found) for i in range(3))
+        wanted = found[0][1]
+        one = Row(name, plan, ranks, states, wanted[0], peak, wanted[1], given, wanted[2])
+        if one.error <= BOUND:
+            break
+    return one
 
 
 def run(rows: Iterable[tuple[str, str, int]]) -> tuple[list[Row], list[str]]:
@@ -139,17 +150,33 @@ def run(rows: Iterable[tuple[str, str, int]]) -> tuple[list[Row], list[str]]:
 
 def main() -> int:
     """Run and write the table; 1 if a row is over the bound or did not run."""
-    found, failed = run(cases.rows() if "--all" in sys.argv else cases.selection(4))
+    every, again = "--all" in sys.argv, "--again" in sys.argv
+    kept = _kept() if again else []
+    texts = [text for text in sys.argv[1:] if not text.startswith("--")]
+    off = [
+        (one.model, one.plan, one.ranks)
+        for one in kept
+        if one.error > BOUND or one.given or any(text in one.plan for text in texts)
+    ]
+    found, failed = run(off if again else cases.rows() if every else cases.selection(4))
+    if again:
+        new = {(one.model, one.plan, one.ranks): one for one in found}
+        found = [new.get((one.model, one.plan, one.ranks), one) for one in kept]
     bad = [one for one in found if one.error > BOUND]
     exact = sum(one.peak == one.peak_rehearsed for one in found)
     print(f"{len(found)} rows, {exact} to the byte, {len(bad)} over {BOUND:.0%}, {len(failed)} did not run")
     if not failed:
-        _write(found, exact, every="--all" in sys.argv)
+        _write(found, exact, every=every or len(found) > len(list(cases.selection(4))))
     return 1 if bad or failed else 0
 
 
+def _kept() -> list[Row]:
+    """The table that there is."""
+    said = json.loads(RESULTS.with_suffix(".json").read_text(encoding="utf-8"))
+    return [Row(**one) for one in said["rows"]]
+
+
 def _write(found: list[Row], exact: int, *, every: bool) -> None:
-    results = Path("benchmarks/results/memory-rehearsed")
     command = "python -m soli.verify.memory --all" if every else "make memory"
     rows = (
         "rows, the whole parity matrix"
@@ -163,17 +190,18 @@ def _write(found: list[Row], exact: int, *, every: bool) -> None:
         "bound": BOUND,
         "rows": [asdict(one) for one in found],
     }
-    results.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    RESULTS.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     over = [one for one in found if one.error > BOUND]
     lines = [
         "# Memory: rehearsed, and tracked in a real run",
         "",
         "Bytes of the rank that has the most, between the second step and the first (states) and at a step's fullest",
-        "moment (peak): of a rehearsal in one process, and of real ranks on which every storage is followed, at the",
-        f"least of {STEPS} steps. Made by `{command}`. {len(found)} {rows}; {exact} peaks are",
+        "moment (peak): of a rehearsal in one process, and of real ranks on which every storage is followed.",
+        f"Made by `{command}`. {len(found)} {rows}; {exact} peaks are",
         f"the same to the byte, {len(over)} are more than {BOUND:.0%} off. States differ by the step counts of AdamW, 4 bytes",
         "each, which the rehearsed rank has fewer of than another one. A rehearsal takes every microbatch to have a target",
-        "and to go back: so has the peak's batch, and one in which some have none (masked) may take less, and no more.",
+        "and to go back. Where a step's peak was more than 1% off, the row has the least of three steps of a batch with a",
+        "target in every place, and of one in which some have none (masked), which may take less, and no more.",
         "`reads`: this model chooses its path by values, and the rehearsal says so. In `skipping` the rows of a batch",
         "choose which layers run, and those of another rank choose others.",
         "",
@@ -181,12 +209,12 @@ def _write(found: list[Row], exact: int, *, every: bool) -> None:
         "|---|---|---|---|---|---|---|---|---|---|",
         *(
             f"| {r.model} | `{r.plan}` | {r.ranks} | {r.states} | {r.states_rehearsed} | {r.peak} | {r.peak_rehearsed} | "
-            f"{r.given} | {r.error:.2%} | {r.reads} |"
+            f"{r.given or ''} | {r.error:.2%} | {r.reads} |"
             for r in found
         ),
         "",
     ]
-    results.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+    RESULTS.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
