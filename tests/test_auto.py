@@ -328,7 +328,7 @@ def failing_alone(error: type[Exception]) -> tuple[bool, str, list[str]]:
         assert made._holds(made.options[str(good)], 2)
     finally:
         Pipeline.forward_only = forward_only
-    return held, made.options[str(bad)].refused, made.notes
+    return held, made.options[str(bad)].refused, made._unrun()
 
 
 @pytest.mark.parametrize(("backend", "error"), [("local", SoliError), ("gloo", torch.OutOfMemoryError)])

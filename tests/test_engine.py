@@ -164,16 +164,16 @@ def coupled(output, batch):
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("loss", "plan", "words"),
     [
-        (mean_loss, "is a mean over the batch"),
-        (coupled, "couples the rows"),
-        (lambda o, b: o.sum(), "returned no (total, count)"),
-        (lambda o, b: (o, 1), "no 0-d tensor"),
+        (mean_loss, "dp=1", "is a mean over the batch"),
+        (coupled, "accumulate=2", "couples the rows"),
+        (lambda o, b: o.sum(), "dp=1", "returned no (total, count)"),
+        (lambda o, b: (o, 1), "dp=1", "no 0-d tensor"),
     ],
 )
-def test_wrong_losses_are_explained(loss, words: str) -> None:
-    engine = parallelize(Named(), loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+def test_wrong_losses_are_explained(loss, plan: str, words: str) -> None:
+    engine = parallelize(Named(), loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
     with pytest.raises(SoliError, match=words.replace("(", r"\(").replace(")", r"\)")) as caught:
         engine.step({"x": torch.randn(8, 5), "targets": torch.randn(8, 3)})
     assert caught.value.exit_code == 2

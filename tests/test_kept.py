@@ -89,6 +89,29 @@ class Recurrent(Plain):
         return self.head(self.rnn(self.embed(tokens))[0])
 
 
+class Normal(Plain):
+    """Statistics of the whole batch, which each row is computed with, and of which averages are kept."""
+
+    def layer(self) -> nn.Module:
+        return nn.BatchNorm1d(DIM)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x.transpose(1, 2)).transpose(1, 2))
+        return self.head(x)
+
+
+class Contrast(Plain):
+    """Each row is what it is beside the others."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x - x.mean(0, keepdim=True))
+
+
 def tokens_of(rows: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(29, (rows, 7), generator=generator)
@@ -123,6 +146,24 @@ def error_of(kind: type[nn.Module], plan: str) -> float:
 )
 def test_what_is_kept_is_what_one_forward_keeps(pool: Pool, kind: type[nn.Module], plan: str) -> None:
     assert max(pool.run(error_of, kind, plan, ranks=2)) < BOUND
+
+
+@pytest.mark.parametrize("plan", ["tp=2,sp=on", "cp=2", "pp=2,microbatches=1"])
+@pytest.mark.parametrize("kind", [Normal, Contrast])
+def test_rows_may_depend_on_each_other_where_all_are_together(
+    pool: Pool, kind: type[nn.Module], plan: str
+) -> None:
+    assert max(pool.run(error_of, kind, plan, ranks=2)) < BOUND
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2,accumulate=2", "pp=2,microbatches=2", "tp=4,tensor=2d"])
+@pytest.mark.parametrize(("kind", "said"), [(Normal, "layers.0"), (Contrast, "couples the rows")])
+def test_rows_that_depend_on_each_other_are_not_taken_apart(
+    pool: Pool, kind: type[nn.Module], said: str, plan: str
+) -> None:
+    for text in pool.run(refusal, kind, plan, ranks=4 if "2d" in plan else 2):
+        assert said in text
+        assert "run with dp=1, tensor=1d and no" in text
 
 
 @pytest.mark.parametrize(
@@ -163,6 +204,28 @@ def test_auto_takes_a_plan_that_keeps_what_one_forward_keeps(pool: Pool, tmp_pat
     assert plan not in refused
     assert "by the rows that it sees" in lines[2]
     assert found == pytest.approx(trained_alone(), rel=BOUND)
+
+
+def mean_of(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    targets = batch["targets"]
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten()), float(targets.numel())
+
+
+def unchosen(folder: str) -> str:
+    os.environ["SOLI_CACHE"] = folder
+    engine = parallelize(Average(), mean_of, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto")
+    with pytest.raises(SoliError) as raised:
+        engine.step(tokens_of(8, 0))
+    return str(raised.value)
+
+
+def test_where_no_plan_can_run_it_is_said_why_of_each(tmp_path: Path) -> None:
+    """And not that memory is short."""
+    first, *rest = unchosen(str(tmp_path)).splitlines()
+    assert first == "no plan runs this program as it is"
+    assert rest[0].startswith("the loss is a mean over the batch and not a sum")
+    assert rest[1].split() == ["got", "dp=1"]
+    assert rest[2].split()[:3] == ["fix", "return", "the"]
 
 
 def trained_alone() -> list[float]:

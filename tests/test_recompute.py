@@ -251,19 +251,28 @@ def test_a_block_that_repeats_with_other_products() -> None:
             assert torch.equal(x @ (x + 1), kept)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_a_microbatch_without_targets_leaves_nothing_behind(recompute: str) -> None:
-    """Blocks of GPT-2 write into a key-value cache, and the first half of the rows counts no target: no backward."""
-    case = CASES["hf-gpt2"]
+def bytes_after_steps(name: str, plan: str) -> list[int]:
+    case = CASES[name]
     model, loss_fn, batches = case.make()
-    assert model.config.use_cache
     tracker, kept = Tracker(), []
     with tracker:
-        engine = parallelize(
-            model, loss_fn, optimizer=case.optimizer, plan=f"accumulate=2,recompute={recompute}"
-        )
+        engine = parallelize(model, loss_fn, optimizer=case.optimizer, plan=plan)
         for _ in range(3):
             engine.step(batches[0])
             gc.collect()
             kept.append(tracker.bytes)
-    assert kept[0] == kept[1] == kept[2]
+    return kept
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("name", "plan"), [("hf-gpt2", "dp=1"), ("hf-bert", "tp=2"), ("hf-t5", "tp=2,sp=on")]
+)
+def test_a_microbatch_without_targets_leaves_nothing_behind(
+    pool: Pool, name: str, plan: str, recompute: str
+) -> None:
+    """Some rows count no target, and so have no backward. Blocks of GPT-2 write into a key-value cache; on tensors that
+    several products read is what they read."""
+    plan = f"{plan},accumulate=4,recompute={recompute}"
+    for kept in pool.run(bytes_after_steps, name, plan, ranks=1 if "dp=1" in plan else 2):
+        assert kept[0] == kept[1] == kept[2]

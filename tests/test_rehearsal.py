@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import weakref
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
 from soli.planner.hollow import Hollow, Tracker, hollowed
 from soli.planner.legality import resolve
+from soli.planner.where import here
 from soli.verify import foreign, memory
 from soli.verify.cases import CASES
 from soli.verify.memory import BOUND
@@ -215,3 +217,19 @@ def test_hollow_values_are_zero_and_known_ones_stay() -> None:
         assert not hollow.is_hollow(mask)
         assert out[mask[:, 0]].shape == (1, 64)  # by a mask that is known
     assert hollow.bytes >= 64 * 64 * 4
+
+
+def test_looking_who_runs_keeps_nothing_that_a_frame_has_let_go_of() -> None:
+    """Python before 3.13 keeps a copy of a frame's names that were looked at, until it ends."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> tuple[str, bool]:
+            kept = torch.ones(3)
+            seen = weakref.ref(kept)
+            name = here()
+            del kept
+            return name, seen() is None
+
+    name, gone = Model()(torch.ones(1))
+    assert name.startswith("Model at ")
+    assert gone

@@ -12,7 +12,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from math import isqrt
+from math import isqrt, prod
 from typing import Any
 
 from soli.core.axes import DEPTH, PP, REPLICATE, ROW, SHARD, TP
@@ -94,6 +94,13 @@ class Plan:
     def summed(self) -> tuple[str, ...]:
         """The axes over which a gradient is a part of a sum wherever they do not cut its parameter."""
         return {"1d": (), "2d": (ROW,), "2.5d": (ROW,), "3d": (DEPTH, ROW, TP)}[self.tensor]
+
+    @property
+    def pieces(self) -> int:
+        """The parts of a batch that go through the model apart: rows of several ranks, or of several microbatches."""
+        sizes = self.sizes
+        holders = sizes[REPLICATE] * sizes[SHARD] // self.cp * prod(sizes[axis] for axis in self.apart)
+        return holders * self.accumulate * self.microbatches
 
     @property
     def cuts(self) -> list[frozenset[str]]:

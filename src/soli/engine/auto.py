@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from soli.core.errors import SoliError
+from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import SIZES, busy
@@ -75,6 +75,7 @@ class Auto:
         self.learnt = Learnt()
         self.varied: set[str] = set()  # layouts whose variants were looked at
         self.doubted = False  # a plan took more than rehearsed
+        self.broken: dict[str, Problem] = {}  # why plans that fit did not run
 
     def choose(self) -> Choice:
         """The plan. SoliError where none fits."""
@@ -251,21 +252,21 @@ class Auto:
 
     def _holds(self, option: Option, steps: int = 1) -> bool:
         """Run a plan on a copy; whether it took no more memory than there is. Its time is noted. Collective."""
-        why = ""
+        problem = None
         try:
             spent = torch.tensor(
                 trial(self.program, Plan.parse(option.plan), self.world, steps), dtype=torch.float64
             )
         except (SoliError, torch.OutOfMemoryError) as error:  # such as a block that computes something else
-            why, spent = _told(error), torch.full((2,), torch.inf, dtype=torch.float64)
-        if why:
+            problem, spent = _problem(error), torch.full((2,), torch.inf, dtype=torch.float64)
+        if problem:
             gc.collect()  # with the error go the trial's groups, in which others may wait
         all_reduce(spent, self.mesh.all, "max", label="seconds and bytes of a trial")
         seconds, taken = spent.tolist()
         found = replace(option, measured=seconds if steps > 1 else 0.0)
         if seconds == torch.inf:
-            found = replace(option, refused=why or "it failed on another rank")
-            self.notes.append(f"{option.plan} did not run: {found.refused}")
+            self.broken[option.plan] = problem or Problem("it failed on another rank")
+            found = replace(option, refused=self.broken[option.plan].what)
         elif taken > self.memory:
             more = taken - option.peak
             text = f"{option.plan} took {_bytes(taken)}, {_bytes(more)} more than rehearsed and more than the {_bytes(self.memory)} that are free"
@@ -303,14 +304,18 @@ class Auto:
 
     def _none(self) -> Choice:
         """What is done where no plan is known to fit: an error, or data parallelism where nothing could be rehearsed."""
-        nearest = min(self.options.values(), key=lambda o: self._need(o) if o.peak else float("inf"))
-        if nearest.peak:
+        large = [o for o in self.options.values() if o.peak and o.plan not in self.broken]
+        if large:
+            nearest = min(large, key=self._need)
             raise SoliError(
                 f"no plan fits: the least takes {_bytes(self._need(nearest))} a rank, and {_bytes(self.memory)} are free",
-                got=f"{nearest.plan} on {self.world.size} ranks",
+                got=f"{nearest.plan} on {self.world.size} ranks"
+                + "".join(f"; {note}" for note in self._unrun()),
                 fix="more ranks, a smaller global batch, or less beside it on these devices",
                 everywhere=True,
             )
+        if self.broken:
+            raise_all([Problem("no plan runs this program as it is"), *self._problems()], everywhere=True)
         plan, line = plain(self.world.size, "the program cannot be rehearsed")
         why = "; ".join(dict.fromkeys(o.refused for o in self.options.values()))
         return Choice(plan, self._ordered(), self.memory, [line, why[:600]], plain=True)
@@ -329,7 +334,7 @@ class Auto:
         slower = lambda o: (o.measured or o.seconds) / (best.measured or best.seconds) - 1
         beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
         refused = [o for o in self.options.values() if o.refused]
-        notes = list(self.notes)
+        notes = [*self.notes, *self._unrun()]
         if best.reads:
             notes.append(
                 f"layers read values, rehearsed as 0, and may take more than was said: {best.reads[:300]}"
@@ -337,8 +342,18 @@ class Auto:
         return [
             f"plan auto -> {best.plan}: {took} of {self.rows} rows, {_bytes(best.peak)} of {_bytes(self.memory)} a rank",
             f"beside it: {beside}",
-            f"{len(self.options)} plans rehearsed in {time.perf_counter() - start:.1f} s, {len(refused)} cannot be; " + "; ".join(notes),
+            f"{len(self.options)} plans rehearsed in {time.perf_counter() - start:.1f} s, {len(refused)} cannot be" + "".join(f"; {note}" for note in notes),
         ]  # fmt: skip
+
+    def _unrun(self) -> list[str]:
+        return [f"{problem.got} did not run: {problem.what}" for problem in self._problems()]
+
+    def _problems(self) -> list[Problem]:
+        """Why plans that fit did not run; of each reason, which."""
+        plans: dict[Problem, list[str]] = {}
+        for plan, problem in self.broken.items():
+            plans.setdefault(problem, []).append(plan)
+        return [replace(problem, got=", ".join(some)) for problem, some in plans.items()]
 
 
 def choose(
@@ -434,6 +449,11 @@ def _told(error: Exception) -> str:
         return f"{first.what} ({first.got})" if first.got else first.what
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
+
+
+def _problem(error: Exception) -> Problem:
+    """An error in a line, and how to mend it."""
+    return Problem(_told(error), fix=error.problems[0].fix if isinstance(error, SoliError) else "")
 
 
 def _bytes(count: float) -> str:

@@ -46,17 +46,16 @@ class Changes:
         """Raises SoliError where a plan would change buffers otherwise than one forward over the batch does."""
         first, second = self.found
         by_rows = [n for n in {**first, **second} if not _same(first.get(n), second.get(n))]
-        pieces = plan.accumulate * plan.microbatches
-        if by_rows and ((plan.dp or 1) > 1 or pieces > 1):
+        if by_rows and plan.pieces > 1:
             raise SoliError(
                 "the forward changes what the model keeps by the rows that it sees: no part of a batch changes it as the "
                 "whole does",
                 got=_list(by_rows),
                 allowed="buffers that stay as they are, or change alike whatever the rows",
                 fix="put the module in eval(), change the buffer between steps (of the loss's batch, alike on every rank), "
-                "or run with dp=1 and no microbatches",
+                "or run with dp=1, tensor=1d and no microbatches",
             )
-        runs = pieces * (1 if plan.recompute == "none" else 2)
+        runs = plan.accumulate * plan.microbatches * (1 if plan.recompute == "none" else 2)
         if first and runs > 1:
             raise SoliError(
                 f"the forward changes what the model keeps, and {plan} runs it {runs} times a step",

@@ -56,7 +56,7 @@ def problems(model: nn.Module, plan: Plan) -> list[Problem]:
         found.append(
             Problem("the model has no parameters", got=type(model).__name__, fix="there is nothing to train")
         )
-    if (plan.dp or 1) * plan.accumulate * plan.microbatches > 1:
+    if plan.pieces > 1:
         norms = [
             n
             for n, m in model.named_modules()
@@ -67,7 +67,7 @@ def problems(model: nn.Module, plan: Plan) -> list[Problem]:
                 Problem(
                     "batch normalisation couples the rows of a batch, so no part of it can be computed alone",
                     got=", ".join(norms[:4]) + (f" and {len(norms) - 4} more" if len(norms) > 4 else ""),
-                    fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1 and no microbatches",
+                    fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1, tensor=1d and no microbatches",
                 )
             )
     return found

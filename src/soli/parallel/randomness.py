@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from soli.core.errors import SoliError
+from soli.core.frames import owner
 from soli.core.versions import run_backward
 
 Key = tuple[str, int]
@@ -218,9 +219,9 @@ class Randomness:
         """The innermost module of the model whose code is running."""
         frame: Any = sys._getframe(1)
         while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and owner in self._names:
-                return self._names[owner]
+            module = owner(frame)
+            if isinstance(module, nn.Module) and module in self._names:
+                return self._names[module]
             frame = frame.f_back
         return ""
 

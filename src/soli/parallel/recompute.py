@@ -30,6 +30,7 @@ from soli.core.events import events
 from soli.core.plan import Plan
 from soli.parallel import wrapping
 from soli.parallel.keep import contexts
+from soli.parallel.tensor import reads
 from soli.parallel.units import blocks
 
 
@@ -99,6 +100,7 @@ def forget() -> None:
     for given in _under_way:
         given.args, given.kwargs = [], {}
     _under_way.clear()
+    reads.forget()
 
 
 def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ def bases(ranks: int, rows: int, *, grids: bool = True) -> list[Plan]:
         if ranks % (tp * cp * pp) == 0
         for tensor in _tensor(tp)
     ]
-    fits = [plan for plan in found if not problems(plan, ranks) and _shared(plan) <= rows]
+    fits = [plan for plan in found if not problems(plan, ranks) and plan.pieces <= rows]
     return [plan for plan in fits if grids or not plan.together]
 
 
@@ -51,15 +51,7 @@ def variants(plan: Plan, ranks: int, rows: int) -> list[Plan]:
         for context in (("ring", "ulysses") if plan.cp > 1 else ("ring",))
         for pipe in _pipelines(plan.pp, rows)
     ]
-    return [one for one in found if one != plan and not problems(one, ranks) and _shared(one) <= rows]
-
-
-def _shared(plan: Plan) -> int:
-    """Rows of a batch that a plan needs: one for each rank that has others, and for each microbatch."""
-    depth, across, _ = plan.grid
-    copies = plan.depth if plan.tensor == "2.5d" else 1
-    apart = {"1d": 1, "2d": across, "2.5d": across * copies, "3d": depth}[plan.tensor]
-    return (plan.dp or 1) * plan.microbatches * apart
+    return [one for one in found if one != plan and not problems(one, ranks) and one.pieces <= rows]
 
 
 def _tensor(tp: int) -> list[dict[str, Any]]:
@@ -91,10 +83,10 @@ def lighter(plan: Plan, ranks: int, rows: int) -> Iterator[Plan]:
     shards = plan.dp is not None and plan.dp * plan.cp > 1
     zeros = [zero for zero in (1, 2, 3) if zero > plan.zero] if shards else []
     steps: list[dict[str, Any]] = [{"zero": zero} for zero in zeros if zero < 3]
-    pieces = plan.accumulate
-    while plan.pp == 1 and _shared(plan) * pieces * 2 <= rows:
-        pieces *= 2
-        steps.append({"accumulate": pieces})
+    accumulate, apart = plan.accumulate, plan.pieces // plan.accumulate
+    while plan.pp == 1 and apart * accumulate * 2 <= rows:
+        accumulate *= 2
+        steps.append({"accumulate": accumulate})
     steps += [{"recompute": "selective"}, {"recompute": "full"}]
     steps += [{"zero": 3}] if 3 in zeros else []
     for step in steps:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError
+from soli.core.frames import owner
 from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed
 from soli.planner.where import here
 
@@ -275,8 +276,8 @@ def _place(error: Exception) -> str:
     module, own, other = "", "", ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_filename
-        if isinstance(frame.f_locals.get("self"), nn.Module) and frame.f_code.co_name == "forward":
-            module = type(frame.f_locals["self"]).__name__
+        if frame.f_code.co_name == "forward" and isinstance(runs := owner(frame), nn.Module):
+            module = type(runs).__name__
         if not name.startswith((torch_home, home, "<")):
             own = f"{name}:{line}"
         other = f"{name}:{line}"

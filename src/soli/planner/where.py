@@ -8,6 +8,8 @@ from pathlib import Path
 from torch import __file__ as _torch_file
 from torch import nn
 
+from soli.core.frames import owner
+
 _SOLI, _TORCH = str(Path(__file__).parent.parent), str(Path(_torch_file).parent)
 
 
@@ -18,8 +20,7 @@ def here() -> str:
         name = frame.f_code.co_filename
         if not line and not name.startswith((_SOLI, _TORCH, "<")):
             line = f"{name}:{frame.f_lineno}"
-        own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))  # self, whatever it is called
-        if not module and isinstance(own, nn.Module) and frame.f_code.co_name == "forward":
+        if not module and frame.f_code.co_name == "forward" and isinstance(own := owner(frame), nn.Module):
             module = type(own).__name__
         frame = frame.f_back  # type: ignore[assignment]
     return " at ".join(x for x in (module, line) if x) or "unknown"

@@ -1,9 +1,9 @@
 """Rehearsed memory against tracked memory: the same program on real ranks, every storage followed.
 
 `make memory` runs the rows of the parity matrix that cover every pair of its choices; with --all every row; with --again
-those of the kept table that are off, or whose plan has one of the texts that follow. A rehearsal takes every microbatch to have a target, and to go back. So a row whose
-step is not what was rehearsed is run more often: with a target in every place, where the peak should be the rehearsed
-one, and with those of the case, where it should be no higher.
+those of the kept table that are off, or whose plan has one of the texts that follow. A rehearsal takes every microbatch
+to have a target, and to go back. So a row whose step is not what was rehearsed is run more often: with a target in every
+place, where the peak should be the rehearsed one, and with those of the case, where it should be no higher.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the peak, relative: how far it is off, or how much more than rehearsed the case's batch takes."""
+        """Relative: how far states or peak are off, or how much more than rehearsed the case's batch takes."""
         more = 1 - self.peak_rehearsed / self.given if self.given else 0.0
-        return max(abs(self.peak_rehearsed - self.peak) / self.peak, more)
+        states = abs(self.states_rehearsed - self.states) / self.states
+        return max(abs(self.peak_rehearsed - self.peak) / self.peak, states, more)
 
 
 def full(batch: Any) -> Any:

@@ -36,6 +36,7 @@ from soli.core.events import events
 from soli.core.functions import in_place, name_of
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor import moves
+from soli.parallel.tensor.reads import keep_read, read_of, version_of, was_read
 from soli.parallel.tensor.split import Misfit, Split
 
 if TYPE_CHECKING:
@@ -417,7 +418,7 @@ def entered(run: Run, x: Tensor) -> Tensor:
         if run.reducer is None:
             return across(moves.enter, x, run.axis)
         return across(moves.enter_parameter, x, run.reducer)
-    return x._read[1] if was_read(x) else keep_read(x, across(moves.enter, x, run.axis))  # type: ignore[attr-defined]
+    return read_of(x) if was_read(x) else keep_read(x, across(moves.enter, x, run.axis), is_cut=False)
 
 
 def shared(run: Run, x: Tensor) -> Tensor:
@@ -429,30 +430,7 @@ def shared(run: Run, x: Tensor) -> Tensor:
         return x.view_as(x)
     if run.partial:
         return whole(run, x)
-    return x._read[1] if was_read(x) else keep_read(x, across(moves.share, x, split, run.axis))  # type: ignore[attr-defined]
-
-
-def version_of(x: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return x._version
-
-
-def was_read(x: Tensor) -> bool:
-    """Whether cut computations have read it, as it is."""
-    return hasattr(x, "_is_entered") or x.__dict__.get("_read", (None,))[0] == version_of(x)
-
-
-def first_by(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product with this weight is the first to read x: now, or when it ran before a recomputation."""
-    return not was_read(x) or x.__dict__.get("_read", (None, None, 0))[2] == id(weight)
-
-
-def keep_read(x: Tensor, read: Tensor, by: int = 0) -> Tensor:
-    """Remember what cut computations read of it, of which the gradient is a part of a sum."""
-    if split_of(x) is not None:
-        read._is_entered = True  # type: ignore[attr-defined]
-    x._read = (version_of(x), read, by)  # type: ignore[attr-defined]
-    return read
+    return read_of(x) if was_read(x) else keep_read(x, across(moves.share, x, split, run.axis), is_cut=True)
 
 
 def part_of(run: Run, x: Tensor, split: Split) -> Tensor:

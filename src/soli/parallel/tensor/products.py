@@ -31,17 +31,15 @@ from soli.parallel.tensor.cut import (
     call,
     cut,
     entered,
-    first_by,
-    keep_read,
     note,
     part_of,
     plain,
     shape_of,
     shared,
     split_of,
-    was_read,
     whole,
 )
+from soli.parallel.tensor.reads import first_by, keep_read, was_read
 from soli.parallel.tensor.split import Misfit, Split
 
 
@@ -160,7 +158,7 @@ def _overlapped(
     else:
         read, result = overlap.shared(x, local, bias, rows, run.axis)
     if not was_read(x):
-        keep_read(x, read, id(weight))
+        keep_read(x, read, is_cut=rows is not None, by=id(weight))
     return cut(result, split.at(result.dim() - 1))
 
 

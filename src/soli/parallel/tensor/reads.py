@@ -1,0 +1,52 @@
+"""What cut computations have read of a tensor: kept on it, so that all read the same and gradients sum once.
+
+What was read has a graph. Of a block that is recomputed the graph has the block's inputs, and an input has what was
+read of it: a circle through autograd that Python's collector cannot see. A backward opens it; a microbatch without
+counted targets has none, and would stay in memory for good. `forget` opens the circles of what is done with.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+_readers: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+
+def version_of(x: Tensor) -> int:
+    """How often it was written into."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x._version
+
+
+def was_read(x: Tensor) -> bool:
+    """Whether cut computations have read it, as it is."""
+    return hasattr(x, "_is_entered") or x.__dict__.get("_read", (None,))[0] == version_of(x)
+
+
+def first_by(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product with this weight is the first to read x: now, or when it ran before a recomputation."""
+    return not was_read(x) or x.__dict__.get("_read", (None, None, 0))[2] == id(weight)
+
+
+def read_of(x: Tensor) -> Tensor:
+    """What was read of a tensor that `was_read`."""
+    return x._read[1]  # type: ignore[attr-defined]
+
+
+def keep_read(x: Tensor, read: Tensor, *, is_cut: bool, by: int = 0) -> Tensor:
+    """Remember what was read of x (which is cut, or whole), of which the gradient is a part of a sum."""
+    if is_cut:
+        read._is_entered = True  # type: ignore[attr-defined]
+    x._read = (version_of(x), read, by)  # type: ignore[attr-defined]
+    _readers[id(x)] = x
+    return read
+
+
+def forget() -> None:
+    """Let go of what was read of tensors whose backward is over, or will not be."""
+    for x in list(_readers.values()):
+        x.__dict__.pop("_read", None)
+    _readers.clear()
