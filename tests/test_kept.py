@@ -185,25 +185,28 @@ def test_what_a_plan_would_keep_otherwise_is_refused(
         assert ("mean" if kind is Average else "parametrizations.weight.0._u") in text
 
 
-def chosen(folder: str) -> tuple[str, list[str], list[str], list[float]]:
+def chosen(kind: type[nn.Module], said: str, folder: str) -> tuple[str, list[str], list[str], list[float]]:
     os.environ["SOLI_CACHE"] = folder
-    model, loss_fn, batches = case_of(Average).make()
+    model, loss_fn, batches = case_of(kind).make()
     engine = parallelize(model.double(), loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto")
     found = [float(engine.step(batch)) for batch in batches]
     assert engine.choice is not None
-    refused = [
-        option.plan for option in engine.choice.options if "by the rows that it sees" in option.refused
-    ]
+    refused = [option.plan for option in engine.choice.options if said in option.refused]
     return str(engine.plan), engine.choice.lines, refused, found
 
 
-def test_auto_takes_a_plan_that_keeps_what_one_forward_keeps(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Average, "by the rows that it sees"), (Contrast, "couples the rows")]
+)
+def test_auto_takes_a_plan_that_does_as_one_device(
+    pool: Pool, tmp_path: Path, kind: type[nn.Module], said: str
+) -> None:
     """Plain data parallelism is looked for first, tried on a copy, and not begun."""
-    plan, lines, refused, found = pool.run(chosen, str(tmp_path), ranks=2, deadline=120)[0]
+    plan, lines, refused, found = pool.run(chosen, kind, said, str(tmp_path), ranks=2, deadline=120)[0]
     assert refused
     assert plan not in refused
-    assert "by the rows that it sees" in lines[2]
-    assert found == pytest.approx(trained_alone(), rel=BOUND)
+    assert said in lines[2]
+    assert found == pytest.approx(trained_alone(kind), rel=BOUND)
 
 
 def mean_of(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
@@ -228,8 +231,8 @@ def test_where_no_plan_can_run_it_is_said_why_of_each(tmp_path: Path) -> None:
     assert rest[2].split()[:3] == ["fix", "return", "the"]
 
 
-def trained_alone() -> list[float]:
-    model, loss_fn, batches = case_of(Average).make()
+def trained_alone(kind: type[nn.Module]) -> list[float]:
+    model, loss_fn, batches = case_of(kind).make()
     optimizer, found = torch.optim.SGD(model.double().parameters(), lr=0.1), []
     for batch in batches:
         total, count = loss_fn(model(batch["tokens"]), batch)

@@ -76,6 +76,7 @@ class Auto:
         self.varied: set[str] = set()  # layouts whose variants were looked at
         self.doubted = False  # a plan took more than rehearsed
         self.broken: dict[str, Problem] = {}  # why plans that fit did not run
+        self.parted = False  # a plan that takes the rows of a batch apart has run
 
     def choose(self) -> Choice:
         """The plan. SoliError where none fits."""
@@ -87,8 +88,9 @@ class Auto:
             if self.probes > 1:
                 self._finish()
         order = self._fitting()
-        while order and self._is_tried(order[0]) and not order[0].measured and not self._holds(order[0]):
-            self._look(self._layouts(), again=True)  # a lighter form of it
+        while order and self._is_open(order[0]) and not self._holds(order[0]):
+            if order[0].plan not in self.broken:
+                self._look(self._layouts(), again=True)  # a lighter form of it
             order = self._fitting()
         if not order:
             return self._none()
@@ -263,7 +265,7 @@ class Auto:
             gc.collect()  # with the error go the trial's groups, in which others may wait
         all_reduce(spent, self.mesh.all, "max", label="seconds and bytes of a trial")
         seconds, taken = spent.tolist()
-        found = replace(option, measured=seconds if steps > 1 else 0.0)
+        found = option
         if seconds == torch.inf:
             self.broken[option.plan] = problem or Problem("it failed on another rank")
             found = replace(option, refused=self.broken[option.plan].what)
@@ -272,10 +274,11 @@ class Auto:
             text = f"{option.plan} took {_bytes(taken)}, {_bytes(more)} more than rehearsed and more than the {_bytes(self.memory)} that are free"
             self.notes.append(text)
             events.emit("note", text=text)
-            found = replace(found, refused=text)
+            found = replace(option, refused=text)
             self.doubted = True
-        else:
-            found = replace(found, measured=seconds)
+        elif steps > 1:  # the first has what is looked at once
+            found = replace(option, measured=seconds)
+        self.parted |= not found.refused and Plan.parse(option.plan).pieces > 1
         self.options[option.plan] = found
         return not found.refused
 
@@ -285,6 +288,12 @@ class Auto:
         values."""
         by_values = Plan.parse(option.plan).model_ranks > 1 or option.reads or option.writes
         return bool(by_values) or self.doubted or self._need(option) > TIGHT * self.memory
+
+    def _is_open(self, option: Option) -> bool:
+        """Whether it is run before it is begun: it is to be tried, or the first that takes rows of a batch apart, which may
+        depend on each other."""
+        apart = Plan.parse(option.plan).pieces > 1 and not self.parted
+        return not option.measured and (self._is_tried(option) or apart)
 
     def _need(self, option: Option) -> float:
         """Bytes that a plan is taken to need: what it rehearsed, and what allocators take beside."""
