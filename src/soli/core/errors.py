@@ -101,3 +101,8 @@ def raise_all(problems: Iterable[Problem], *, everywhere: bool = False) -> None:
     found = tuple(problems)
     if found:
         raise SoliError(found, everywhere=everywhere)
+
+
+def listed(names: list[str]) -> str:
+    """The first four, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from soli.core.errors import SoliError
-from soli.engine import kept
 from soli.engine.batch import Part, take, to_device
 from soli.engine.contract import rounding
+from soli.engine.effects import Effects
 from soli.mesh.collectives import all_reduce, raise_together
+from soli.parallel import kept
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -33,7 +34,8 @@ class FirstStep:
 
     def check(self, engine: Engine, part: Part) -> None:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
-        start = kept.values(engine.model)
+        model = engine.model
+        start = kept.values(model)
         # As many as a microbatch has, and so no more memory than the step takes.
         rows = min(part.rows, max(-(-part.rows // (engine.plan.accumulate * engine.plan.microbatches)), 2))
         data = to_device(take(part.data, 0, rows), engine.device)
@@ -41,24 +43,37 @@ class FirstStep:
             data, rows = _doubled(data), 2
         # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
         cut = rows // 2
-        parts = [(0, cut), (cut, rows)]
-        whole = _run(engine, data, rows)
-        before, changes = kept.values(engine.model), kept.Changes()
-        again = torch.tensor(float(bool(kept.changed(engine.model, start))))
-        all_reduce(again, engine.mesh.all, "max", label="whether a forward changes buffers")
-        if again:  # the losses are compared from the same values
+        with Effects(model) as effects:
             whole = _run(engine, data, rows)
-            kept.restore(engine.model, before)
+        before, changes = kept.values(model), kept.Changes()
+        moved = kept.changed(model, start)
+        aside = len(moved) > len(kept.in_buffers(model, moved))
+        if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
+            whole = _run(engine, data, rows)  # the losses are compared from the same values
+            kept.restore(model, before)
+        idle = False  # whether nothing comes of attributes, as of results that a module keeps for others to look at
+        if _anywhere(engine, aside, "whether a forward changes attributes"):
+            kept.restore(model, start | kept.in_buffers(model, before))
+            idle = _same(_run(engine, data, rows), whole)
+            kept.restore(model, before)
         sums = [whole]
-        for a, b in parts:
+        for a, b in [(0, cut), (cut, rows)]:
             sums.append(_run(engine, take(data, a, b), b - a))
-            changes.found.append(kept.changed(engine.model, before))
-            kept.restore(engine.model, before)
+            found = kept.changed(model, before)
+            changes.found.append(kept.in_buffers(model, found) if idle else found)
+            kept.restore(model, before)
+        apart, repeats = not _adds_up(sums, engine), True
+        if _anywhere(engine, apart, "whether losses do not add up"):
+            repeats = _same(_run(engine, data, rows), whole)
+            kept.restore(model, before)
         engine.randomness.finish_probe()
-        kept.restore(engine.model, start)
+        kept.restore(model, start)
 
         def verdict() -> None:
+            effects.explain(engine.plan)
             changes.explain(engine.plan)
+            if apart and not repeats and engine.plan.pieces > 1:
+                _refuse_memory(engine)
             _explain(sums, [rows, cut, rows - cut], engine)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
@@ -79,6 +94,33 @@ def _run(engine: Engine, data: Any, rows: int) -> tuple[float, float]:
     return total, count
 
 
+def _same(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    """NaN is as NaN: the step itself reports it."""
+    return all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
+
+
+def _anywhere(engine: Engine, here: bool, label: str) -> bool:
+    """Whether it is so on any rank."""
+    flag = torch.tensor(float(here))
+    all_reduce(flag, engine.mesh.all, "max", label=label)
+    return bool(flag)
+
+
+def _adds_up(sums: list[tuple[float, float]], engine: Engine) -> bool:
+    """Whether the whole's total is that of its parts, up to rounding."""
+    (whole, count), (first, _), (second, _) = sums
+    return abs(whole - first - second) <= rounding(engine, count) * (abs(first) + abs(second))
+
+
+def _refuse_memory(engine: Engine) -> None:
+    raise SoliError(
+        "the model computes another loss when it is called again on the same rows",
+        allowed="a forward that depends on its rows and weights, and on buffers and numbers of its modules",
+        fix="something is kept from call to call outside of the modules (an object, a list, a global): keep it in a "
+        "buffer, or run with dp=1 and no accumulate, microbatches or recompute",
+    )
+
+
 def _explain(sums: list[tuple[float, float]], rows: list[int], engine: Engine) -> None:
     (whole, count), (first, count1), (second, count2) = sums
     if any(value - value != 0 for value, _ in sums):
@@ -90,7 +132,7 @@ def _explain(sums: list[tuple[float, float]], rows: list[int], engine: Engine) -
             allowed="the number of targets that were counted",
             fix="a count of 1 usually means a mean: return the sum and the number of counted targets",
         )
-    if abs(whole - first - second) <= rounding(engine, count) * (abs(first) + abs(second)):
+    if _adds_up(sums, engine):
         return
     mean = (first * count1 + second * count2) / max(count, 1)
     looks_mean = abs(whole - mean) < abs(whole - first - second) / 2

@@ -27,8 +27,7 @@ from soli.losses import LossFn, from_model
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
 from soli.mesh.mesh import Mesh, build_mesh
 from soli.mesh.world import join
-from soli.parallel import data as data_parallel
-from soli.parallel import precision, recompute
+from soli.parallel import models, precision, recompute
 from soli.parallel.apply import Parallel, apply
 from soli.parallel.context import sequence
 from soli.parallel.data import DataParallel
@@ -36,6 +35,7 @@ from soli.parallel.pipeline.run import Pipeline
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor.cut import Run, running
 from soli.parallel.tensor.moves import collected
+from soli.parallel.units import named_once
 from soli.planner.legality import resolve
 
 SUM_TO_MEAN = 4096.0
@@ -102,7 +102,7 @@ def parallelize(
 
 def problems(model: nn.Module, roles: dict[str, str] | None, plan: Plan) -> list[Problem]:
     """What keeps this model from this plan, all of it."""
-    found = data_parallel.problems(model, plan) + recompute.problems(model, plan)
+    found = models.problems(model, plan) + recompute.problems(model, plan)
     return found + layout.problems(roles, plan)
 
 
@@ -123,7 +123,7 @@ class Engine:
     ) -> None:
         self.model, self.world_info, self.seed, self.max_norm = model, world, seed, clip
         self.rank, self.world, self.device = world.rank, world.size, world.device
-        self.tied = {n: names[0] for names, _ in data_parallel.named_once(model) for n in names[1:]}
+        self.tied = {n: names[0] for names, _ in named_once(model) for n in names[1:]}
         self.hints = roles
         self.parallel: Parallel | None = None
         self.pipeline: Pipeline | None = None

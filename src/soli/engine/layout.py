@@ -14,6 +14,7 @@ from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine.batch import Caller, Part, part_of, take, to_device
 from soli.losses import LossFn
+from soli.parallel import kept
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor import check, oned
 from soli.parallel.tensor.finder import Finder, Role
@@ -64,7 +65,7 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
 
 
 class Runner:
-    """Runs a model and its loss on a few rows, without gradients, and leaves its buffers and modes as they were."""
+    """Runs a model and its loss on a few rows, without gradients, and leaves what it keeps and its modes as they were."""
 
     def __init__(self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int) -> None:
         self.model, self.call, self.loss_fn, self.data, self.rows = model, call, loss_fn, data, rows
@@ -82,20 +83,23 @@ class Runner:
         self,
         around: Callable[[Randomness], AbstractContextManager[Any]] | None = None,
         training: bool = True,
+        leaving: bool = False,
     ) -> Any:
-        """One forward and its loss, which is returned. `around`: a context for them."""
-        before = [(b, b.clone()) for b in self.model.buffers()]
+        """One forward and its loss, which is returned. `around`: a context for them. `leaving`: tensors that the forward
+        leaves in attributes stay."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.train(training)
         randomness = Randomness(self.model, 0)
         try:
-            with randomness.probe(self.rows), around(randomness) if around is not None else nullcontext():
+            with (
+                kept.unchanged(self.model, tensors=not leaving),
+                randomness.probe(self.rows),
+                around(randomness) if around is not None else nullcontext(),
+            ):
                 return self.loss_fn(self.call(self.data), self.data)
         finally:
             for module, training in modes:
                 module.training = training
-            for buffer, value in before:
-                buffer.copy_(value)
 
     def search(
         self, ranks: int, sequence: bool, hints: dict[str, str], rows: int = 0, cube: bool = False

@@ -90,7 +90,7 @@ def _trace(runner: Runner, parts: list[Unit], training: bool) -> watch.Trace:
     leaves = [x for x in tree_leaves(runner.data) if isinstance(x, torch.Tensor)]
     versions = [x._version for x in leaves]
     with watch.watched(parts):
-        runner.run(around, training)
+        runner.run(around, training, leaving=True)
     if versions != [x._version for x in leaves]:
         raise SoliError(
             "the forward writes into the batch, which every stage reads",

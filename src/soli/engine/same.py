@@ -15,6 +15,7 @@ from soli.engine.batch import Part, part_of, to_device
 from soli.engine.contract import rounding, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import all_reduce, raise_together
+from soli.parallel import kept
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -86,14 +87,11 @@ def check_loss(engine: Engine, sample: Sample) -> None:
     Blocks are checked one by one in float64 (check.py); this looks at what stands between and around them too.
     """
     data = to_device(sample.data, engine.device) if sample.rows else None
-    before = [(b, b.clone()) for b in engine.model.buffers()]
     was_training = engine.model.training
     engine.model.train()
-    with engine.randomness.probe(max(sample.rows, 1), learn=False):
+    with kept.unchanged(engine.model), engine.randomness.probe(max(sample.rows, 1), learn=False):
         sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
     engine.model.train(was_training)
-    for buffer, value in before:
-        buffer.copy_(value)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")
     raise_together(
         lambda: _compare(engine, sample, *sums.tolist()), engine.mesh.all, label="whether losses are the same"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import Problem, SoliError
+from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.layout import Portion
 from soli.core.plan import Plan
@@ -47,30 +47,6 @@ class DataParallel:
     @property
     def slots(self) -> dict[int, Slot]:
         return {id(slot.param): slot for unit in self.units for slot in unit.slots}
-
-
-def problems(model: nn.Module, plan: Plan) -> list[Problem]:
-    """What keeps this model from data parallelism or microbatches."""
-    found = []
-    if next(model.parameters(), None) is None:
-        found.append(
-            Problem("the model has no parameters", got=type(model).__name__, fix="there is nothing to train")
-        )
-    if plan.pieces > 1:
-        norms = [
-            n
-            for n, m in model.named_modules()
-            if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
-        ]
-        if norms:
-            found.append(
-                Problem(
-                    "batch normalisation couples the rows of a batch, so no part of it can be computed alone",
-                    got=", ".join(norms[:4]) + (f" and {len(norms) - 4} more" if len(norms) > 4 else ""),
-                    fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1, tensor=1d and no microbatches",
-                )
-            )
-    return found
 
 
 def distribute(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from soli.core.events import events
@@ -141,9 +142,8 @@ class Gatherer:
         if self.phase != "forward":
             return
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if tensors:
-            hook = lambda grad, b=block: self._enter_backward(b)
-            torch.autograd.graph.register_multi_grad_hook(tensors, hook, mode="any")
+        for node in _first_of_backward(tensors):
+            node.register_prehook(lambda gradients, b=block: self._enter_backward(b))
         if not block.repeats and not (self.keep_last and block is self.order[-1]):
             block.release()
 
@@ -202,3 +202,10 @@ class Gatherer:
             self.order[-1].release()
         self.order = [self.order[i] for i in mine.tolist()]
         self._ordered = True
+
+
+def _first_of_backward(outputs: list[Tensor]) -> set[Node]:
+    """What backward runs before anything else of a block with these outputs, also where one of them is written into later:
+    of a view the base's node is what stays in the graph then."""
+    bases = [x._base for x in outputs if x._base is not None]
+    return {x.grad_fn for x in [*outputs, *bases] if x.grad_fn is not None}

@@ -278,7 +278,7 @@ class Randomness:
         return x
 
     def refuse(self, what: str) -> None:
-        if self.shared and self._probing is None:
+        if self.shared:
             raise SoliError(
                 f"{self._module() or 'the model'} draws random numbers with {what}, which depend on the plan",
                 fix="use dropout, or draw them before the step and pass them in the batch",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from soli.engine.batch import Caller, rows_of, take
 from soli.losses import LossFn
+from soli.parallel import kept
 from soli.parallel.randomness import Randomness
 
 
@@ -65,12 +66,11 @@ def _learn_shapes(randomness: Randomness, call: Caller, loss_fn: LossFn, batch: 
     rows = rows_of(batch)
     model = call.model
     model.train()
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = kept.values(model)
     with torch.no_grad():
         for part in (rows, rows // 2):
             with randomness.probe(part):
                 piece = take(batch, 0, part)
                 loss_fn(call(piece), piece)
-        for buffer, value in before:
-            buffer.copy_(value)
+    kept.restore(model, before)
     randomness.finish_probe()

@@ -9,7 +9,6 @@ with a handful of steps rounding stays far below BOUND; what is wrong is far abo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -81,7 +80,7 @@ def expected_of(case: Case) -> Trace:
     """The oracle's trace. A rank makes it once for all the plans that it is compared with."""
     model, loss_fn, batches = case.make()
     with lifted():
-        return sequential(copy.deepcopy(model).double(), loss_fn, case.optimizer, batches, case.clip)
+        return sequential(model.double(), loss_fn, case.optimizer, batches, case.clip)
 
 
 def compare(got: Trace, expected: Trace) -> tuple[float, str]:

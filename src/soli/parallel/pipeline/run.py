@@ -23,6 +23,7 @@ from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, receive, receive_json, send, send_json
 from soli.mesh.record import issuing
 from soli.mesh.simulate import holding
+from soli.parallel import kept
 from soli.parallel.pipeline import schedules
 from soli.parallel.pipeline.stage import Crossing, Flight, Known, Stage, handed
 from soli.parallel.pipeline.stage_forward import Finished, Shapes, StageForward
@@ -140,11 +141,9 @@ class Pipeline:
 
     def _learn(self, piece: Any) -> None:
         """Let the shapes of a microbatch be known on every stage; nothing of the model changes."""
-        before = [(b, b.clone()) for b in self.model.buffers()]
-        with self.randomness.begin(self._step, piece.start, piece.rows), self.randomness.forward():
+        began = self.randomness.begin(self._step, piece.start, piece.rows)
+        with kept.unchanged(self.model), began, self.randomness.forward():
             self.forward_only(piece.data)
-        for buffer, value in before:
-            buffer.copy_(value)
 
     def compute(self, stage: Stage, number: int, flight: Flight, known: Known) -> None:
         """The forward of one microbatch on one stage; `flight` gets what is sent, or the loss."""

@@ -1,0 +1,80 @@
+"""Hooks that a program has put on its parameters' gradients.
+
+Under soli they see parts: of one rank's rows, of one microbatch, of the loss's sum and not its mean. What a linear hook
+(a factor, a mask) does to the parts, it does to their sum. Any other would train something else, so it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soli.core.errors import Problem, listed
+
+SCALES = [2.0**-40, 2.0**-20, 1.0, 2.0**20, 2.0**40]
+"""Of the gradients that hooks are tried with: limits and thresholds lie between two of them."""
+
+
+def problems(model: nn.Module) -> list[Problem]:
+    """Parameters with hooks of the program's own that are not linear. They are called, with random gradients."""
+    curved, after = [], []
+    for name, param in model.named_parameters():
+        hooks = (param._backward_hooks or {}).values()
+        if not all(_is_linear(hook, param) for hook in hooks):
+            curved.append(name)
+        later = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        if any(not str(hook.__module__).startswith("soli.") for hook in later.values()):
+            after.append(name)
+    found = []
+    if curved:
+        found.append(
+            Problem(
+                "a hook on a gradient is not linear, and it would see the gradients of parts of a batch",
+                got=f"register_hook of {listed(curved)}",
+                allowed="hooks that multiply by a constant, and that return nothing",
+                fix="limit gradients with clip=, or give these parameters a learning rate of their own",
+            )
+        )
+    if after:
+        found.append(
+            Problem(
+                "a hook waits for a parameter's whole gradient, which no part of a batch has",
+                got=f"register_post_accumulate_grad_hook of {listed(after)}",
+                fix="leave it out: soli reduces, clips and updates by itself (optimizer=, clip=)",
+            )
+        )
+    return found
+
+
+def _is_linear(hook: Callable[[Tensor], Any], param: nn.Parameter) -> bool:
+    """Whether hook(a + b) = hook(a) + hook(b), and the same of multiples, up to rounding. One that returns nothing
+    changes nothing."""
+    generator, device = torch.Generator().manual_seed(0), "cpu" if param.is_meta else param.device
+    a, b = (
+        torch.randn(param.shape, generator=generator, dtype=torch.float64).to(device, param.dtype)
+        for _ in range(2)
+    )
+    rounding = torch.finfo(param.dtype).eps * max(8, param.numel())  # a hook may add all elements
+    results: list[list[Any]] = []
+    with torch.no_grad():
+        for scale in SCALES:
+            try:
+                results.append([hook(x * scale) for x in (a, b, a + b)])
+            except Exception:  # it asks for more than a gradient has: nothing is known of it
+                return False
+    if all(x is None for found in results for x in found):
+        return True
+    if not all(isinstance(x, Tensor) and x.shape == param.shape for found in results for x in found):
+        return False
+    unscaled = [[x / scale for x in found] for scale, found in zip(SCALES, results, strict=True)]
+    first, second, _ = unscaled[0]
+    wanted = [first, second, first + second]
+    largest = max(float(x.abs().max()) for found in [[a, b], *unscaled] for x in found)
+    return all(
+        float((x - y).abs().max()) <= rounding * largest
+        for found in unscaled
+        for x, y in zip(found, wanted, strict=True)
+    )

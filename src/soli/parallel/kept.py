@@ -1,0 +1,129 @@
+"""What a model keeps, in buffers and attributes, and whether a forward changes it: once a step, or by the rows that it sees.
+
+Batch statistics, moving averages, the vectors of a spectral norm: one forward over the whole batch changes them once. A
+plan runs several, over parts of the batch, on ranks that would each keep something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import NoneType
+
+import torch
+from torch import Tensor, nn
+
+from soli.core.errors import SoliError, listed
+from soli.core.plan import Plan
+
+Value = Tensor | float | None
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def values(model: nn.Module) -> dict[str, Value]:
+    """Copies of all buffers, and of the numbers and tensors that modules have in attributes."""
+    return {name: _copy(value) for name, value in _named(model)}
+
+
+def changed(model: nn.Module, before: dict[str, Value]) -> dict[str, Value]:
+    """Those that have other values now, with these."""
+    return {n: _copy(value) for n, value in _named(model) if n not in before or not _same(before[n], value)}
+
+
+def in_buffers(model: nn.Module, values: dict[str, Value]) -> dict[str, Value]:
+    """Those of the values that are in buffers."""
+    buffers = {name for name, _ in model.named_buffers()}
+    return {name: value for name, value in values.items() if name in buffers}
+
+
+def restore(model: nn.Module, before: dict[str, Value], tensors: bool = True) -> None:
+    """Give buffers and attributes the values that they had. Buffers that are new, or of another shape, stay; attributes
+    that are new go. `tensors=False`: tensors in attributes stay."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            old = before.get(name)
+            if isinstance(old, Tensor) and old.shape == buffer.shape:
+                buffer.copy_(old)
+    for path, module in model.named_modules():
+        for key, value in _attributes(module):
+            name = f"{path}.{key}".lstrip(".")
+            if isinstance(value, Tensor) and not tensors:
+                continue
+            if name not in before:
+                del vars(module)[key]
+            elif not _same(before[name], value):
+                vars(module)[key] = _copy(before[name])
+
+
+@contextmanager
+def unchanged(model: nn.Module, tensors: bool = True) -> Iterator[None]:
+    """What is kept is as before afterwards. `tensors=False`: but for tensors in attributes."""
+    before = values(model)
+    try:
+        yield
+    finally:
+        restore(model, before, tensors)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Value]]:
+    yield from model.named_buffers()
+    for path, module in model.named_modules():
+        for key, value in _attributes(module):
+            yield f"{path}.{key}".lstrip("."), value
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Value]]:
+    """Without what stands for a value of another stage."""
+    return [
+        (key, value)
+        for key, value in vars(module).items()
+        if key not in _OF_TORCH
+        and isinstance(value, Tensor | int | float | NoneType)
+        and not (isinstance(value, Tensor) and value.is_meta)
+    ]
+
+
+def _copy(value: Value) -> Value:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+@dataclass
+class Changes:
+    """What forwards over two parts of the same rows changed, each beginning with the same values."""
+
+    found: list[dict[str, Value]] = field(default_factory=list)
+
+    def explain(self, plan: Plan) -> None:
+        """Raises SoliError where a plan would change what is kept otherwise than one forward over the batch does."""
+        first, second = self.found
+        both = first.keys() & second.keys()
+        by_rows = [n for n in {**first, **second} if n not in both or not _same(first[n], second[n])]
+        if by_rows and plan.pieces > 1:
+            raise SoliError(
+                "the forward changes what the model keeps by the rows that it sees: no part of a batch changes it as the "
+                "whole does",
+                got=listed(by_rows),
+                allowed="buffers and attributes that stay as they are, or change alike whatever the rows",
+                fix="put the module in eval(), change what is kept between steps (of the loss's batch, alike on every rank), "
+                "or run with dp=1, tensor=1d and no microbatches",
+            )
+        runs = plan.accumulate * plan.microbatches * (1 if plan.recompute == "none" else 2)
+        if first and runs > 1:
+            raise SoliError(
+                f"the forward changes what the model keeps, and {plan} runs it {runs} times a step",
+                got=listed(list(first)),
+                allowed="buffers and attributes that stay as they are where a step has microbatches or computes again",
+                fix="put the module in eval(), change what is kept between steps, or run without accumulate, microbatches "
+                "and recompute",
+            )
+
+
+def _same(a: Value, b: Value) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(_number(a), _number(b))
+    return type(a) is type(b) and a == b
+
+
+def _number(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x.detach()) if x.is_floating_point() else x.detach()

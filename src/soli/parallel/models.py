@@ -1,0 +1,50 @@
+"""What is seen of a model, before anything runs, that keeps it from a plan."""
+
+from __future__ import annotations
+
+from torch import jit, nn
+from torch.nn.parameter import is_lazy
+
+from soli.core.errors import Problem, listed
+from soli.core.plan import Plan
+from soli.parallel import hooks
+
+
+def problems(model: nn.Module, plan: Plan) -> list[Problem]:
+    """All of it."""
+    named = list(model.named_parameters())
+    found = []
+    if not named:
+        found.append(
+            Problem("the model has no parameters", got=type(model).__name__, fix="there is nothing to train")
+        )
+    if lazy := [name for name, param in named if is_lazy(param)]:
+        found.append(
+            Problem(
+                "parameters have no shape yet",
+                got=listed(lazy),
+                fix="run the model once before, on one batch",
+            )
+        )
+    if compiled := [
+        name or "the model" for name, m in model.named_modules() if isinstance(m, jit.ScriptModule)
+    ]:
+        found.append(
+            Problem(
+                "TorchScript computes out of sight: random numbers, gathers and stages cannot be put into it",
+                got=listed(compiled),
+                fix="use the module that it was made from",
+            )
+        )
+    norms = [
+        n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
+    ]
+    if plan.pieces > 1 and norms:
+        found.append(
+            Problem(
+                "batch normalisation couples the rows of a batch, so no part of it can be computed alone",
+                got=listed(norms),
+                fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1, tensor=1d and no microbatches",
+            )
+        )
+    return found if lazy else found + hooks.problems(model)

@@ -1,0 +1,221 @@
+"""What programs do beside computing a loss: on weights, on gradients, in attributes, in place. They equal the sequential
+one, or are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.test_kept import DIM, Plain, case_of, error_of, refusal
+from torch import Tensor, nn
+
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+from soli.engine.engine import parallelize
+from soli.parallel import hooks, models
+from soli.verify.parity import BOUND, adamw
+from soli.verify.pool import Pool
+
+
+class Counting(Plain):
+    """How often it was called is a plain number, and part of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(tokens) * (1 + self.calls / 10)
+
+
+class Later(Plain):
+    """The number is there from the first call on."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(tokens) * (1 + self.calls / 10)
+
+
+class Leaving(Plain):
+    """Leaves results for others to look at; nothing comes of them."""
+
+    size = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.size, self.seen = len(tokens), self.embed(tokens)
+        self.logits = super().forward(tokens)
+        return self.logits
+
+
+class Remembering(Plain):
+    """Adds what it saw in the last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        last, self.last = self.last, x.detach().mean((0, 1))
+        return x if last is None else x + last
+
+
+class Elsewhere(Plain):
+    """Counts where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"calls": 0}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.state["calls"] += 1
+        return super().forward(tokens) * (1 + self.state["calls"] / 10)
+
+
+class Bounded(Plain):
+    """Its embeddings are scaled down, in place, where they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, DIM, max_norm=1.0)
+
+
+class Frequent(Plain):
+    """Gradients of a token are divided by how often it is in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, DIM, scale_grad_by_freq=True)
+
+
+class Drawing(Plain):
+    """Draws numbers that depend on the order of the rows."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * (1 + torch.randint(0, 9, (len(tokens), 1, 1)) / 10)
+
+
+class InPlace(Plain):
+    """Writes into what its blocks returned."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = torch.relu_(y)
+        return self.head(x)
+
+
+class Scaled(Plain):
+    """Two of its gradients are scaled or masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(DIM * DIM).view(DIM, DIM) % 3 > 0
+        self.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        self.layers[1].weight.register_hook(lambda gradient: gradient * mask)
+        self.layers[2].weight.register_hook(lambda gradient: None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        (Counting, "dp=2,zero=3"),
+        (Counting, "tp=2"),
+        (Counting, "cp=2"),
+        (Counting, "pp=2,microbatches=1"),
+        (Later, "dp=2"),
+        (Later, "tp=2"),
+        (Later, "pp=2,microbatches=1"),
+        (Leaving, "dp=2,zero=3,accumulate=2,recompute=full"),
+        (Leaving, "tp=2,sp=on"),
+        (Leaving, "pp=2,microbatches=2"),
+        (Remembering, "tp=2"),
+        (Remembering, "cp=2"),
+        (Bounded, "tp=2"),
+        (Frequent, "tp=2"),
+        (InPlace, "dp=2,zero=3"),
+        (InPlace, "dp=2,zero=3,accumulate=2,recompute=full"),
+        (InPlace, "tp=2"),
+        (Scaled, "dp=2,zero=3,accumulate=2"),
+        (Scaled, "pp=2,microbatches=2"),
+    ],
+)
+def test_it_equals_the_sequential_program(pool: Pool, kind: type[nn.Module], plan: str) -> None:
+    assert max(pool.run(error_of, kind, plan, ranks=2)) < BOUND
+
+
+def test_the_first_step_calls_a_model_once() -> None:
+    model, loss_fn, batches = case_of(Counting).make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan="dp=1")
+    for number, batch in enumerate(batches, 1):
+        engine.step(batch)
+        assert model.calls == number
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        (Counting, "dp=2,accumulate=2", "got     calls"),
+        (Later, "dp=2,recompute=full", "dp=2,recompute=full runs it 2 times a step"),
+        (Remembering, "dp=2", "by the rows that it sees"),
+        (Remembering, "tp=2,accumulate=2", "by the rows that it sees"),
+        (Elsewhere, "dp=2", "another loss when it is called again on the same rows"),
+        (Bounded, "dp=2", "got     embed.weight\n"),
+        (Bounded, "dp=2,zero=3", "got     embed.weight\n"),
+        (Bounded, "cp=2", "writes into parameters"),
+        (Bounded, "pp=2,microbatches=2", "writes into parameters"),
+        (Frequent, "dp=2", "scale_grad_by_freq"),
+        (Frequent, "cp=2", "scale_grad_by_freq"),
+        (Drawing, "dp=2", "torch.randint"),
+    ],
+)
+def test_it_is_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
+    for text in pool.run(refusal, kind, plan, ranks=2):
+        assert said in text
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-1e4, 1e4)
+
+
+@pytest.mark.parametrize(
+    ("hook", "linear"),
+    [
+        (lambda g: 3 * g, True),
+        (lambda g: -g + g.mean(), True),
+        (lambda g: None, True),
+        (clamped, False),
+        (lambda g: g.sign(), False),
+        (lambda g: g / g.norm(), False),
+        (lambda g: g + 1e-6, False),
+        (lambda g: g.nan_to_num() if g.abs().max() < 1e-3 else 2 * g, False),
+        (lambda g: g[0], False),
+    ],
+)
+def test_hooks_on_gradients_are_tried(hook: Any, linear: bool) -> None:
+    model = nn.Linear(5, 3)
+    model.weight.register_hook(hook)
+    found = [problem.got for problem in hooks.problems(model)]
+    assert found == ([] if linear else ["register_hook of weight"])
+
+
+def test_what_no_plan_runs_is_said_at_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 2))
+    model[0].weight.register_hook(clamped)
+    model[2].bias.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(SoliError) as error:
+        parallelize(model, lambda o, b: (o.sum(), 1), optimizer=adamw, plan="dp=1")
+    assert [problem.got for problem in error.value.problems] == [
+        "1",
+        "register_hook of 0.weight",
+        "register_post_accumulate_grad_hook of 2.bias",
+    ]
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    found = models.problems(nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(3)), Plan(dp=1))
+    assert [problem.got for problem in found] == ["0.weight, 0.bias, 1.weight, 1.bias"]
