@@ -90,6 +90,34 @@ class Frequent(Plain):
         self.embed = nn.Embedding(29, DIM, scale_grad_by_freq=True)
 
 
+class Teaching(Plain):
+    """Every forward moves a second set of weights a little towards the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(DIM, DIM).requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, quick in zip(self.teacher.parameters(), self.layers[0].parameters(), strict=True):
+                slow.mul_(0.9).add_(quick, alpha=0.1)
+        return super().forward(tokens) + self.head(self.teacher(self.embed(tokens)))
+
+
+class Beginning(Plain):
+    """Its first forward sets a weight by what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.begun = nn.Parameter(torch.zeros(DIM)), False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not self.begun:
+            self.shift.data.copy_(self.embed(tokens).detach().mean((0, 1)))
+            self.begun = True
+        return super().forward(tokens) + self.head(self.shift)
+
+
 class Drawing(Plain):
     """Draws numbers that depend on the order of the rows."""
 
@@ -106,6 +134,26 @@ class InPlace(Plain):
             y = layer(x)
             y += x
             x = torch.relu_(y)
+        return self.head(x)
+
+
+class Hooked(Plain):
+    """Halves a gradient on its way through a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_full_backward_hook(lambda m, given, taken: tuple(g * 0.5 for g in given))
+
+
+class Lending(Plain):
+    """Calls its layers with weights that are made of theirs."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.func.functional_call(
+                layer, {"weight": layer.weight * 0.5, "bias": layer.bias}, (x,)
+            )
         return self.head(x)
 
 
@@ -137,11 +185,19 @@ class Scaled(Plain):
         (Remembering, "cp=2"),
         (Bounded, "tp=2"),
         (Frequent, "tp=2"),
+        (Teaching, "dp=2"),
+        (Teaching, "dp=2,zero=2"),
+        (Teaching, "tp=2"),
+        (Beginning, "tp=2"),
         (InPlace, "dp=2,zero=3"),
         (InPlace, "dp=2,zero=3,accumulate=2,recompute=full"),
         (InPlace, "tp=2"),
         (Scaled, "dp=2,zero=3,accumulate=2"),
         (Scaled, "pp=2,microbatches=2"),
+        (Hooked, "dp=2,zero=3,accumulate=2"),
+        (Hooked, "tp=2,sp=on"),
+        (Lending, "dp=2,accumulate=2"),
+        (Lending, "pp=2,microbatches=2"),
     ],
 )
 def test_it_equals_the_sequential_program(pool: Pool, kind: type[nn.Module], plan: str) -> None:
@@ -164,13 +220,20 @@ def test_the_first_step_calls_a_model_once() -> None:
         (Remembering, "dp=2", "by the rows that it sees"),
         (Remembering, "tp=2,accumulate=2", "by the rows that it sees"),
         (Elsewhere, "dp=2", "another loss when it is called again on the same rows"),
+        (Bounded, "dp=2", "by the rows that it sees"),
         (Bounded, "dp=2", "got     embed.weight\n"),
+        (Bounded, "dp=2,zero=1", "under zero=1 they are copies"),
         (Bounded, "dp=2,zero=3", "got     embed.weight\n"),
-        (Bounded, "cp=2", "writes into parameters"),
-        (Bounded, "pp=2,microbatches=2", "writes into parameters"),
+        (Bounded, "cp=2", "by the rows that it sees"),
+        (Bounded, "pp=2,microbatches=2", "by the rows that it sees"),
+        (Beginning, "dp=2", "got     shift\n"),
+        (Teaching, "dp=2,accumulate=2", "dp=2,accumulate=2 runs it 2 times a step"),
+        (Teaching, "dp=2,zero=3", "got     teacher.weight, teacher.bias\n"),
         (Frequent, "dp=2", "scale_grad_by_freq"),
         (Frequent, "cp=2", "scale_grad_by_freq"),
         (Drawing, "dp=2", "torch.randint"),
+        (Hooked, "pp=2,microbatches=2", "are not put into a pipeline's stages"),
+        (Lending, "dp=2,recompute=full", "has other weights when it is recomputed"),
     ],
 )
 def test_it_is_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
@@ -216,6 +279,53 @@ def test_what_no_plan_runs_is_said_at_once() -> None:
     ]
 
 
+def test_what_some_plans_cannot_run_is_said_at_once() -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1].compile()
+    model[2].register_full_backward_hook(lambda module, given, taken: None)
+    assert models.problems(model, Plan(dp=2)) == []
+    assert [p.got for p in models.problems(model, Plan(tp=2))] == ["0, 1"]
+    assert [p.got for p in models.problems(model, Plan(cp=2, pp=2))] == ["0, 1", "2"]
+
+
 def test_parameters_without_a_shape_are_refused() -> None:
     found = models.problems(nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(3)), Plan(dp=1))
     assert [problem.got for problem in found] == ["0.weight, 0.bias, 1.weight, 1.bias"]
+
+
+class Forces(Plain):
+    """Adds the gradient of an energy."""
+
+    graph = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.graph or torch.is_grad_enabled()):
+            x = self.embed(tokens)
+            x = x if x.requires_grad or not self.graph else x.requires_grad_()
+            energy = torch.tanh(self.layers[0](x)).square().sum()
+            return self.head(x + torch.autograd.grad(energy, x, create_graph=True)[0])
+
+
+class Graphless(Forces):
+    """Does so without a graph to go back through."""
+
+    graph = False
+
+
+@pytest.mark.parametrize("plan", ["dp=2,accumulate=2", "dp=2,zero=2,recompute=full"])
+def test_a_forward_may_take_gradients(pool: Pool, plan: str) -> None:
+    assert max(pool.run(error_of, Forces, plan, ranks=2)) < BOUND
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "tp=2,sp=on", "cp=2", "pp=2,microbatches=2"])
+def test_a_forward_that_takes_gradients_is_refused(pool: Pool, plan: str) -> None:
+    for text in pool.run(refusal, Forces, plan, ranks=2):
+        assert "the forward takes gradients itself" in text
+        assert "zero=0, 1 or 2" in text
+
+
+def test_gradients_without_a_graph_are_explained() -> None:
+    model, loss_fn, batches = case_of(Graphless).make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan="dp=1")
+    with pytest.raises(SoliError, match=r"under torch.enable_grad\(\)"):
+        engine.step(batches[0])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from soli import losses
 from soli.core.errors import SoliError
+from soli.core.plan import Plan
 from soli.engine.batch import Caller
 from soli.engine.engine import parallelize
 from soli.engine.layout import Runner
@@ -29,7 +30,8 @@ from soli.verify.pool import Pool
 
 
 def roles(model: nn.Module, batch: Any, ranks: int, loss=None, hints=None) -> dict[str, tuple]:
-    runner = Runner(model, Caller(model), loss or losses.from_model(), batch, len(next(iter(batch.values()))))
+    rows = len(next(iter(batch.values())))
+    runner = Runner(model, Caller(model), loss or losses.from_model(), batch, rows, Plan(tp=ranks))
     found, _ = runner.search(ranks, False, hints or {})
     return {
         n: (r.kind, None if r.split is None else (r.split.dim, r.split.parts, r.split.atoms))

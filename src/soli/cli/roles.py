@@ -45,9 +45,10 @@ def find(
     from soli.engine.batch import Caller, rows_of, take
     from soli.losses import from_model
 
-    raise_all(layout.problems(hints, Plan(tp=tp, sp=sp)), everywhere=True)
+    plan = Plan(tp=tp, sp=sp)
+    raise_all(layout.problems(hints, plan), everywhere=True)
     rows = min(rows_of(batch), layout.ROWS)
-    runner = layout.Runner(model, Caller(model), loss_fn or from_model(), take(batch, 0, rows), rows)
+    runner = layout.Runner(model, Caller(model), loss_fn or from_model(), take(batch, 0, rows), rows, plan)
     found, _ = runner.search(tp, sp, hints)
     return found, {name: tuple(model.get_parameter(name).shape) for name in found}
 

@@ -15,6 +15,7 @@ import torch
 from soli.core.errors import SoliError
 from soli.engine.batch import Part, take, to_device
 from soli.engine.contract import rounding
+from soli.engine.differentiating import Differentiating
 from soli.engine.effects import Effects
 from soli.mesh.collectives import all_reduce, raise_together
 from soli.parallel import kept
@@ -43,25 +44,38 @@ class FirstStep:
             data, rows = _doubled(data), 2
         # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
         cut = rows // 2
-        with Effects(model) as effects:
-            whole = _run(engine, data, rows)
-        before, changes = kept.values(model), kept.Changes()
+        with Differentiating(engine.plan), Effects(model) as effects:
+            try:
+                whole = _run(engine, data, rows)
+            except RuntimeError:  # under zero=3 there may be nothing to write into
+                effects.explain(engine.plan)
+                raise
+        weights = {} if engine.plan.zero == 3 else effects.before  # there they are gone by now
+        start |= weights
+        before, changes = kept.values(model, weights), kept.Changes(weights)
         moved = kept.changed(model, start)
-        aside = len(moved) > len(kept.in_buffers(model, moved))
+        aside = len(moved) > len(kept.in_state(model, moved))
+        parts = [(0, cut), (cut, rows)]
+        idle = False  # whether nothing comes of attributes, as of results that a module keeps for others to look at
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
+            for a, b in parts:
+                kept.restore(model, start)
+                _run(engine, take(data, a, b), b - a)
+                changes.once.append(kept.changed(model, start))
+            kept.restore(model, before)
             whole = _run(engine, data, rows)  # the losses are compared from the same values
             kept.restore(model, before)
-        idle = False  # whether nothing comes of attributes, as of results that a module keeps for others to look at
         if _anywhere(engine, aside, "whether a forward changes attributes"):
-            kept.restore(model, start | kept.in_buffers(model, before))
+            kept.restore(model, start | kept.in_state(model, before))
             idle = _same(_run(engine, data, rows), whole)
             kept.restore(model, before)
         sums = [whole]
-        for a, b in [(0, cut), (cut, rows)]:
+        for a, b in parts:
             sums.append(_run(engine, take(data, a, b), b - a))
-            found = kept.changed(model, before)
-            changes.found.append(kept.in_buffers(model, found) if idle else found)
+            changes.again.append(kept.changed(model, before))
             kept.restore(model, before)
+        if idle:
+            changes = changes.in_state(model)
         apart, repeats = not _adds_up(sums, engine), True
         if _anywhere(engine, apart, "whether losses do not add up"):
             repeats = _same(_run(engine, data, rows), whole)

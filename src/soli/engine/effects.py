@@ -6,28 +6,31 @@ Neither shows in the losses of parts of a batch. Every operation of one forward 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn, ops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError, listed
 from soli.core.plan import Plan
-from soli.parallel import gather
+from soli.parallel import gather, kept
 
 _BY_FREQUENCY = {ops.aten.embedding.default: 3, ops.aten._embedding_bag.default: 3}
 """Where these take scale_grad_by_freq."""
 
 
 class Effects(TorchDispatchMode):
-    """Around a forward of `model`."""
+    """Around a forward of `model`. `before`: the values of what is written into, from before that."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.written: list[str] = []
+        self.before: dict[str, Tensor] = {}
         self.by_frequency = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,30 +38,44 @@ class Effects(TorchDispatchMode):
         if place is not None:
             self.by_frequency |= len(args) > place and bool(args[place])
         if func._schema.is_mutable and (written := _written(func, args, kwargs or {})):
-            named = list(self.model.named_parameters())
-            names = [name for name, param in named if any(_overlap(param, x) for x in written)]
-            if names and not _is_ours(sys._getframe(1)):
-                self.written += [name for name in names if name not in self.written]
+            for name, param in self.model.named_parameters():
+                fresh = name not in self.before and any(_overlap(param, x) for x in written)
+                if fresh and not _is_gather(sys._getframe(1)):
+                    self.before[name] = param.detach().clone()
         return func(*args, **(kwargs or {}))
 
     def explain(self, plan: Plan) -> None:
-        """Raises SoliError where ranks or microbatches with other rows or tokens would do something else."""
-        if plan.pieces * plan.cp == 1 and (plan.zero < 3 or not self.written):
-            return
-        fix = "or run with dp=1, cp=1, tensor=1d and no microbatches"
-        if self.written:
+        """Raises SoliError where a plan has nowhere to write to, or no part of a batch can tell a gradient."""
+        own = [n for n, p in self.model.named_parameters() if n in self.before and p.requires_grad]
+        lost = list(self.before) if plan.zero == 3 else own if plan.zero else []
+        if lost:
             raise SoliError(
-                "the forward writes into parameters, and each rank or microbatch would by its own rows",
-                got=listed(self.written),
+                f"the forward writes into parameters, and under zero={plan.zero} they are copies of what ranks have parts of",
+                got=listed(lost),
                 allowed="parameters that only the optimizer changes",
-                fix=f"leave out max_norm= of embeddings, change weights between steps, {fix}",
+                fix="leave out max_norm= of embeddings, change weights between steps, or use zero=0",
             )
-        if self.by_frequency:
+        if self.by_frequency and plan.pieces * plan.cp > 1:
             raise SoliError(
                 "gradients are divided by how often a token is in the batch, which no part of it knows",
                 got="an embedding with scale_grad_by_freq=True",
-                fix=f"leave it out, {fix}",
+                fix="leave it out, or run with dp=1, cp=1, tensor=1d and no microbatches",
             )
+
+
+@contextmanager
+def undone(model: nn.Module, tensors: bool = True) -> Iterator[None]:
+    """Whatever a forward changes is as before afterwards. `tensors=False`: but for tensors in attributes."""
+    effects = Effects(model)
+    with kept.unchanged(model, tensors):
+        try:
+            with effects:
+                yield
+        finally:
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    if name in effects.before:
+                        param.copy_(effects.before[name])
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -84,7 +101,7 @@ def _extent(x: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * x.element_size() if x.numel() else begin
 
 
-def _is_ours(frame: FrameType | None) -> bool:
+def _is_gather(frame: FrameType | None) -> bool:
     """Whether a gather of parameters writes, and not the model."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

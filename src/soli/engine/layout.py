@@ -12,9 +12,10 @@ from torch import nn
 from soli.core.errors import Problem
 from soli.core.events import events
 from soli.core.plan import Plan
+from soli.engine import effects
 from soli.engine.batch import Caller, Part, part_of, take, to_device
+from soli.engine.differentiating import Differentiating
 from soli.losses import LossFn
-from soli.parallel import kept
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor import check, oned
 from soli.parallel.tensor.finder import Finder, Role
@@ -65,10 +66,13 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
 
 
 class Runner:
-    """Runs a model and its loss on a few rows, without gradients, and leaves what it keeps and its modes as they were."""
+    """Runs a model and its loss on a few rows, without gradients, and leaves what it changes and its modes as they were."""
 
-    def __init__(self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int) -> None:
+    def __init__(
+        self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int, plan: Plan
+    ) -> None:
         self.model, self.call, self.loss_fn, self.data, self.rows = model, call, loss_fn, data, rows
+        self.plan = plan
 
     @classmethod
     def of(cls, engine: Engine, part: Part) -> Runner:
@@ -76,7 +80,7 @@ class Runner:
         rows = min(part.rows, ROWS)
         data = take(part.data, 0, rows) if rows else None
         data = to_device(data, next(engine.model.parameters()).device)
-        return cls(engine.model, engine._call, engine.loss_fn, data, rows)
+        return cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan)
 
     @torch.no_grad()
     def run(
@@ -92,7 +96,8 @@ class Runner:
         randomness = Randomness(self.model, 0)
         try:
             with (
-                kept.unchanged(self.model, tensors=not leaving),
+                effects.undone(self.model, tensors=not leaving),
+                Differentiating(self.plan),
                 randomness.probe(self.rows),
                 around(randomness) if around is not None else nullcontext(),
             ):

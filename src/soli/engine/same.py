@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from soli.core.axes import REPLICATE, SHARD
 from soli.core.errors import failure
+from soli.engine import effects
 from soli.engine.batch import Part, part_of, to_device
 from soli.engine.contract import rounding, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import all_reduce, raise_together
-from soli.parallel import kept
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -89,7 +89,7 @@ def check_loss(engine: Engine, sample: Sample) -> None:
     data = to_device(sample.data, engine.device) if sample.rows else None
     was_training = engine.model.training
     engine.model.train()
-    with kept.unchanged(engine.model), engine.randomness.probe(max(sample.rows, 1), learn=False):
+    with effects.undone(engine.model), engine.randomness.probe(max(sample.rows, 1), learn=False):
         sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
     engine.model.train(was_training)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")

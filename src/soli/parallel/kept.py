@@ -6,7 +6,7 @@ plan runs several, over parts of the batch, on ranks that would each keep someth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import NoneType
@@ -21,30 +21,34 @@ Value = Tensor | float | None
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
-def values(model: nn.Module) -> dict[str, Value]:
-    """Copies of all buffers, and of the numbers and tensors that modules have in attributes."""
-    return {name: _copy(value) for name, value in _named(model)}
+def values(model: nn.Module, weights: Collection[str] = ()) -> dict[str, Value]:
+    """Copies of all buffers, of the numbers and tensors that modules have in attributes, and of some parameters."""
+    named = ((name, param) for name, param in model.named_parameters() if name in weights)
+    return {name: _copy(value) for name, value in (*_named(model), *named)}
 
 
 def changed(model: nn.Module, before: dict[str, Value]) -> dict[str, Value]:
     """Those that have other values now, with these."""
-    return {n: _copy(value) for n, value in _named(model) if n not in before or not _same(before[n], value)}
+    now = values(model, [name for name, _ in model.named_parameters() if name in before])
+    return {
+        name: value for name, value in now.items() if name not in before or not _same(before[name], value)
+    }
 
 
-def in_buffers(model: nn.Module, values: dict[str, Value]) -> dict[str, Value]:
-    """Those of the values that are in buffers."""
-    buffers = {name for name, _ in model.named_buffers()}
-    return {name: value for name, value in values.items() if name in buffers}
+def in_state(model: nn.Module, values: dict[str, Value]) -> dict[str, Value]:
+    """Those of the values that are in buffers and parameters, and in no attribute."""
+    state = {name for name, _ in (*model.named_buffers(), *model.named_parameters())}
+    return {name: value for name, value in values.items() if name in state}
 
 
 def restore(model: nn.Module, before: dict[str, Value], tensors: bool = True) -> None:
     """Give buffers and attributes the values that they had. Buffers that are new, or of another shape, stay; attributes
     that are new go. `tensors=False`: tensors in attributes stay."""
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
+        for name, tensor in (*model.named_buffers(), *model.named_parameters()):
             old = before.get(name)
-            if isinstance(old, Tensor) and old.shape == buffer.shape:
-                buffer.copy_(old)
+            if isinstance(old, Tensor) and old.shape == tensor.shape:
+                tensor.copy_(old)
     for path, module in model.named_modules():
         for key, value in _attributes(module):
             name = f"{path}.{key}".lstrip(".")
@@ -90,23 +94,33 @@ def _copy(value: Value) -> Value:
 
 @dataclass
 class Changes:
-    """What forwards over two parts of the same rows changed, each beginning with the same values."""
+    """What forwards over two parts of the same rows changed, each beginning with the same values: those from before any
+    forward (`once`), and those that a forward over both parts left (`again`). `weights`: parameters that were changed."""
 
-    found: list[dict[str, Value]] = field(default_factory=list)
+    weights: Collection[str]
+    once: list[dict[str, Value]] = field(default_factory=list)
+    again: list[dict[str, Value]] = field(default_factory=list)
+
+    def in_state(self, model: nn.Module) -> Changes:
+        """The same without attributes."""
+        once, again = ([in_state(model, found) for found in some] for some in (self.once, self.again))
+        return Changes(self.weights, once, again)
 
     def explain(self, plan: Plan) -> None:
         """Raises SoliError where a plan would change what is kept otherwise than one forward over the batch does."""
-        first, second = self.found
-        both = first.keys() & second.keys()
-        by_rows = [n for n in {**first, **second} if n not in both or not _same(first[n], second[n])]
-        if by_rows and plan.pieces > 1:
+        by_rows = sorted(_differing(self.once) | _differing(self.again))
+        # Weights are changed by the tokens of a rank; what is computed of them for a buffer is of all ranks of cp.
+        if plan.pieces == 1:
+            by_rows = [name for name in by_rows if name in self.weights and plan.cp > 1]
+        first = self.again[0]
+        if by_rows:
             raise SoliError(
                 "the forward changes what the model keeps by the rows that it sees: no part of a batch changes it as the "
                 "whole does",
                 got=listed(by_rows),
-                allowed="buffers and attributes that stay as they are, or change alike whatever the rows",
-                fix="put the module in eval(), change what is kept between steps (of the loss's batch, alike on every rank), "
-                "or run with dp=1, tensor=1d and no microbatches",
+                allowed="buffers, attributes and weights that stay as they are, or change alike whatever the rows",
+                fix="put the module in eval(), leave out max_norm= of embeddings, change what is kept between steps (of the "
+                "loss's batch, alike on every rank), or run with dp=1, cp=1, tensor=1d and no microbatches",
             )
         runs = plan.accumulate * plan.microbatches * (1 if plan.recompute == "none" else 2)
         if first and runs > 1:
@@ -117,6 +131,15 @@ class Changes:
                 fix="put the module in eval(), change what is kept between steps, or run without accumulate, microbatches "
                 "and recompute",
             )
+
+
+def _differing(found: list[dict[str, Value]]) -> set[str]:
+    """What the two did not change alike."""
+    if not found:
+        return set()
+    first, second = found
+    alike = {n for n in first.keys() & second.keys() if _same(first[n], second[n])}
+    return (first.keys() | second.keys()) - alike
 
 
 def _same(a: Value, b: Value) -> bool:

@@ -48,3 +48,10 @@ def problems(model: nn.Module, plan: Plan) -> list[Problem]:
             )
         )
     return found if lazy else found + hooks.problems(model)
+
+
+def _is_traced(module: nn.Module) -> bool:
+    """Whether torch.compile runs it, as a function of it or in place."""
+    return (
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    )

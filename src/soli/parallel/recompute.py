@@ -57,7 +57,7 @@ def wrap(model: nn.Module, plan: Plan) -> None:
             events.emit("note", text=f"{name} recomputes itself already")
             continue
         options = {"context_fn": contexts} if plan.recompute == "selective" else {}
-        wrapping.wrap(module, _again(module.forward, options))
+        wrapping.wrap(module, _again(module, options))
 
 
 @contextmanager
@@ -76,9 +76,10 @@ def explained() -> Iterator[None]:
 
 
 class _Given:
-    """Arguments of a block that are no tensors, as long as its microbatch is under way."""
+    """Arguments of a block that are no tensors, as long as its microbatch is under way, and which weights it has."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.block, self.weights = block, _weights(block)
         self.tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         self.args = [None if i in self.tensors else x for i, x in enumerate(args)]
         self.kwargs = kwargs
@@ -89,7 +90,19 @@ class _Given:
         args = list(self.args)
         for i, x in zip(self.tensors, tensors, strict=True):
             args[i] = x
+        if _weights(self.block) != self.weights:
+            raise SoliError(
+                "a block has other weights when it is recomputed in backward than it had in the forward",
+                got=type(self.block).__name__,
+                allowed="a block that computes with its own parameters",
+                fix="torch.func.functional_call lends weights to a block for one call: let the block's own forward make them, "
+                "or recompute=none",
+            )
         return forward(*args, **self.kwargs)
+
+
+def _weights(block: nn.Module) -> list[int]:
+    return [id(param) for module in block.modules() for param in module._parameters.values()]
 
 
 _under_way: weakref.WeakSet[_Given] = weakref.WeakSet()
@@ -103,20 +116,22 @@ def forget() -> None:
     reads.forget()
 
 
-def _again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    forward = block.forward
+
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         versions = [x._version for x in given]
-        held = _Given(args, kwargs)
+        held = _Given(block, args, kwargs)
         tensors = [args[i] for i in held.tensors]
         out = checkpoint(functools.partial(held.call, forward), *tensors, use_reentrant=False, **options)
         if versions != [x._version for x in given]:
             raise SoliError(
                 "a block writes into its input, and would write again when it is recomputed",
-                got=type(getattr(forward, "__self__", forward)).__name__,
+                got=type(block).__name__,
                 fix="make a new tensor in the block (x = x * 2 and not x *= 2), or recompute=none",
             )
         return out

@@ -66,7 +66,7 @@ def _learn_shapes(randomness: Randomness, call: Caller, loss_fn: LossFn, batch: 
     rows = rows_of(batch)
     model = call.model
     model.train()
-    before = kept.values(model)
+    before = kept.values(model, [name for name, _ in model.named_parameters()])
     with torch.no_grad():
         for part in (rows, rows // 2):
             with randomness.probe(part):

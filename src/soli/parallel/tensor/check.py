@@ -73,7 +73,7 @@ def _plain(x: Any) -> Any:
     """A cut tensor as a plain one that remembers how it was cut."""
     split = x.cuts.get("tp") if type(x) is Cut else None
     if split is None:
-        return x
+        return x.detach() if isinstance(x, Tensor) else x
     x = x.view_as(x).detach()
     x._was_cut = split
     return x

@@ -1,0 +1,52 @@
+"""Models that take gradients in their forward: forces of an energy, penalties of a gradient."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from soli.core.errors import SoliError
+from soli.core.plan import Plan
+
+
+class Differentiating(TorchFunctionMode):
+    """Around a forward. Raises SoliError where it differentiates and a plan has not all that backward needs on a rank."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad and not _is_ours(sys._getframe(1)):
+            self._check()
+        return func(*args, **(kwargs or {}))
+
+    def _check(self) -> None:
+        if self.plan.model_ranks > 1 or self.plan.zero == 3:
+            raise SoliError(
+                "the forward takes gradients itself (torch.autograd.grad), and each rank has a part of what they go through",
+                got=str(self.plan),
+                allowed="data parallelism with zero=0, 1 or 2",
+                everywhere=True,
+            )
+        if not torch.is_grad_enabled():
+            raise SoliError(
+                "the forward takes gradients itself (torch.autograd.grad), and in evaluation and in the first step's checks "
+                "there is no graph to take them of",
+                fix="compute what is differentiated, and the gradients, under torch.enable_grad()",
+                everywhere=True,
+            )
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether soli differentiates, and not the model."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "").split(".")[0]
+        if module != "torch" and frame.f_code.co_name != "__torch_function__":
+            return module == "soli"
+        frame = frame.f_back
+    return False
