@@ -197,7 +197,6 @@ class Scaled(Plain):
         (Hooked, "dp=2,zero=3,accumulate=2"),
         (Hooked, "tp=2,sp=on"),
         (Lending, "dp=2,accumulate=2"),
-        (Lending, "pp=2,microbatches=2"),
     ],
 )
 def test_it_equals_the_sequential_program(pool: Pool, kind: type[nn.Module], plan: str) -> None:

@@ -36,6 +36,26 @@ def problems(model: nn.Module, plan: Plan) -> list[Problem]:
                 fix="use the module that it was made from",
             )
         )
+    traced = [name or "the model" for name, m in model.named_modules() if _is_traced(m)]
+    if plan.tp * plan.cp > 1 and traced:
+        found.append(
+            Problem(
+                "torch.compile cannot look into tensors of which each rank has a part",
+                got=listed(traced),
+                fix="leave out torch.compile, or use plans with tp=1 and cp=1",
+            )
+        )
+    hooked = [
+        name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks
+    ]
+    if plan.pp > 1 and hooked:
+        found.append(
+            Problem(
+                "hooks on the backward of modules are not put into a pipeline's stages",
+                got=listed(hooked),
+                fix="hook tensors inside of a block's forward, or use pp=1",
+            )
+        )
     norms = [
         n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
     ]
