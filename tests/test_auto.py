@@ -377,13 +377,13 @@ def test_where_memory_is_short_plans_are_lighter(pool: Pool, tmp_path: Path) -> 
     assert "dp=2" not in [plan for plan, peak, refused in options if not refused]
     assert all(peak * auto.HEADROOM <= memory for _, peak, refused in options if not refused)
     with pytest.raises(SoliError, match="no plan fits: the least takes"):
-        pool.run(chosen, 1, least / 4, str(tmp_path), ranks=2, deadline=120)
+        pool.run(chosen, 1, least / 4, str(tmp_path), ranks=1, deadline=120)
 
 
 def looked(memory: float, folder: str) -> list[tuple[str, float, str]]:
     os.environ["SOLI_CACHE"] = folder
     made = auto.Auto(program("gpt"), join(), 8, memory, 1)
-    made._look(bases(2, 8))
+    made._look([Plan(dp=2), Plan(dp=1, tp=2)])
     return [(o.plan, o.peak, o.refused) for o in made.options.values()]
 
 

@@ -753,7 +753,7 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
     ],
 )
 def test_models_that_are_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
-    found = pool.run(refusal, kind, plan, ranks=int(plan[3]), deadline=8)
+    found = pool.run(refusal, kind, plan, ranks=int(plan[3]), deadline=4)
     assert any(said in text for text in found), found
 
 
