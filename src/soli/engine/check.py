@@ -36,7 +36,7 @@ class FirstStep:
     def check(self, engine: Engine, part: Part) -> None:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
         model = engine.model
-        start = kept.values(model)
+        start, modules = kept.values(model), set(model.modules())
         # As many as a microbatch has, and so no more memory than the step takes.
         rows = min(part.rows, max(-(-part.rows // (engine.plan.accumulate * engine.plan.microbatches)), 2))
         data = to_device(take(part.data, 0, rows), engine.device)
@@ -59,29 +59,29 @@ class FirstStep:
         idle = False  # whether nothing comes of attributes, as of results that a module keeps for others to look at
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
             for a, b in parts:
-                kept.restore(model, start)
+                kept.restore(model, start, modules)
                 _run(engine, take(data, a, b), b - a)
                 changes.once.append(kept.changed(model, start))
-            kept.restore(model, before)
+            kept.restore(model, before, modules)
             whole = _run(engine, data, rows)  # the losses are compared from the same values
-            kept.restore(model, before)
+            kept.restore(model, before, modules)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
-            kept.restore(model, start | kept.in_state(model, before))
+            kept.restore(model, start | kept.in_state(model, before), modules)
             idle = _same(_run(engine, data, rows), whole)
-            kept.restore(model, before)
+            kept.restore(model, before, modules)
         sums = [whole]
         for a, b in parts:
             sums.append(_run(engine, take(data, a, b), b - a))
             changes.again.append(kept.changed(model, before))
-            kept.restore(model, before)
+            kept.restore(model, before, modules)
         if idle:
             changes = changes.in_state(model)
         apart, repeats = not _adds_up(sums, engine), True
         if _anywhere(engine, apart, "whether losses do not add up"):
             repeats = _same(_run(engine, data, rows), whole)
-            kept.restore(model, before)
+            kept.restore(model, before, modules)
         engine.randomness.finish_probe()
-        kept.restore(model, start)
+        kept.restore(model, start, modules)
 
         def verdict() -> None:
             effects.explain(engine.plan)

@@ -37,12 +37,17 @@ class Effects(TorchDispatchMode):
         place = _BY_FREQUENCY.get(func)
         if place is not None:
             self.by_frequency |= len(args) > place and bool(args[place])
-        if func._schema.is_mutable and (written := _written(func, args, kwargs or {})):
-            for name, param in self.model.named_parameters():
-                fresh = name not in self.before and any(_overlap(param, x) for x in written)
-                if fresh and not _is_gather(sys._getframe(1)):
-                    self.before[name] = param.detach().clone()
+        if func._schema.is_mutable and not _is_gather(sys._getframe(1)):
+            with (
+                torch._C.DisableTorchFunction()
+            ):  # parameters that are cut are looked at as they lie in memory
+                self._keep(_written(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _keep(self, written: list[Tensor]) -> None:
+        for name, param in self.model.named_parameters() if written else ():
+            if name not in self.before and any(_overlap(param, x) for x in written):
+                self.before[name] = param.detach().clone()
 
     def explain(self, plan: Plan) -> None:
         """Raises SoliError where a plan has nowhere to write to, or no part of a batch can tell a gradient."""

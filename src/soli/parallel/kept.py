@@ -41,16 +41,18 @@ def in_state(model: nn.Module, values: dict[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in values.items() if name in state}
 
 
-def restore(model: nn.Module, before: dict[str, Value], tensors: bool = True) -> None:
+def restore(
+    model: nn.Module, before: dict[str, Value], modules: Collection[nn.Module], tensors: bool = True
+) -> None:
     """Give buffers and attributes the values that they had. Buffers that are new, or of another shape, stay; attributes
-    that are new go. `tensors=False`: tensors in attributes stay."""
+    that are new go. `modules`: those that were there; what others have, stays. `tensors=False`: tensors in attributes stay."""
     with torch.no_grad():
         for name, tensor in (*model.named_buffers(), *model.named_parameters()):
             old = before.get(name)
             if isinstance(old, Tensor) and old.shape == tensor.shape:
                 tensor.copy_(old)
     for path, module in model.named_modules():
-        for key, value in _attributes(module):
+        for key, value in _attributes(module) if module in modules else ():
             name = f"{path}.{key}".lstrip(".")
             if isinstance(value, Tensor) and not tensors:
                 continue
@@ -63,11 +65,11 @@ def restore(model: nn.Module, before: dict[str, Value], tensors: bool = True) ->
 @contextmanager
 def unchanged(model: nn.Module, tensors: bool = True) -> Iterator[None]:
     """What is kept is as before afterwards. `tensors=False`: but for tensors in attributes."""
-    before = values(model)
+    before, modules = values(model), set(model.modules())
     try:
         yield
     finally:
-        restore(model, before, tensors)
+        restore(model, before, modules, tensors)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Value]]:

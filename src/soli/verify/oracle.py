@@ -66,11 +66,11 @@ def _learn_shapes(randomness: Randomness, call: Caller, loss_fn: LossFn, batch: 
     rows = rows_of(batch)
     model = call.model
     model.train()
-    before = kept.values(model, [name for name, _ in model.named_parameters()])
+    before, modules = kept.values(model, [name for name, _ in model.named_parameters()]), set(model.modules())
     with torch.no_grad():
         for part in (rows, rows // 2):
             with randomness.probe(part):
                 piece = take(batch, 0, part)
                 loss_fn(call(piece), piece)
-    kept.restore(model, before)
+    kept.restore(model, before, modules)
     randomness.finish_probe()
