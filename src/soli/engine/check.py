@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from soli.core.errors import SoliError
 from soli.engine.batch import Part, take, to_device
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class FirstStep:
-    """`check` runs until it has seen a batch of which every rank has a row."""
+    """`check` runs until it has seen a batch of which every rank has a row, and again when modules change their mode."""
 
     def __init__(self) -> None:
-        self.done = False
+        self.modes: list[bool] | None = None
 
-    def wanted(self, part: Part, ranks: int) -> bool:
-        return not self.done and part.total >= ranks
+    def wanted(self, model: nn.Module, part: Part, ranks: int) -> bool:
+        return part.total >= ranks and self.modes != _modes(model)
 
     def check(self, engine: Engine, part: Part) -> None:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
@@ -91,7 +92,11 @@ class FirstStep:
             _explain(sums, [rows, cut, rows - cut], engine)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
-        self.done = True
+        self.modes = _modes(model)
+
+
+def _modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
 
 
 def _doubled(data: Any) -> Any:

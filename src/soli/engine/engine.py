@@ -16,7 +16,7 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import deciding, layout, microbatch, norm, pipelined, same
+from soli.engine import between, deciding, layout, microbatch, norm, pipelined, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, rows_of, to_device
@@ -136,7 +136,7 @@ class Engine:
         self.positions: dict[str, Position] = {}
         self._first = FirstStep()
         self._mark = 0.0  # of the rows of this step
-        self._frozen = [p.requires_grad for p in model.parameters()]
+        self._given = between.Given(model)
         self._count = 0.0  # counted targets of the gradients that wait for update()
         self._seed_scale = 1.0
         self._norm: float | None = None
@@ -257,16 +257,16 @@ class Engine:
                 fix="to add up gradients over parts of a batch, give the whole batch and plan='accumulate=K'",
                 everywhere=True,
             )
-        self._check_frozen()
+        self._given.check(self)
         self.decide(batch, batch.total if isinstance(batch, Part) else 0)
         part = part_of(batch, self.dp.size, self.dp.index)
         need_rows(part, self.dp.size, self.plan)
         self.lay(part)
         self._mark = same.mark(self, part)
         pieces = microbatches(part, self.dp.size, self.plan)
-        self.model.train()
+        self._given.begin(self)
         self._finish_gathers()
-        if self._first.wanted(part, self.dp.size):
+        if self._first.wanted(self.model, part, self.dp.size):
             self._first.check(self, part)
         reducer = self.laid.reducer
         reducer.begin_step()
@@ -397,14 +397,6 @@ class Engine:
         if not self._count:
             raise SoliError(f"{call}() was called before forward_backward()", everywhere=True)
 
-    def _check_frozen(self) -> None:
-        if [p.requires_grad for p in self.model.parameters()] != self._frozen:
-            raise SoliError(
-                "a parameter was frozen or unfrozen after soli.parallelize",
-                fix="set requires_grad before, or save, and parallelize the changed model and load",
-                everywhere=True,
-            )
-
     # --- data and evaluation --------------------------------------------------------------------------
 
     def batches(
@@ -430,17 +422,16 @@ class Engine:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the counted targets of all batches; the model in eval mode and no gradients."""
         self._finish_gathers()
-        was_training = self.model.training
-        self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
-        for batch in batches:
-            self.decide(batch, 0)
-            part = part_of(batch, self.dp.size, self.dp.index)
-            need_rows(part, self.dp.size, self.plan)
-            self.lay(part)
-            data = to_device(part.data, self.device) if part.rows else None
-            sums += torch.tensor(self.forward_only(data), dtype=torch.float64)
-        self.model.train(was_training)
+        with between.modes_kept(self.model):
+            self.model.eval()
+            for batch in batches:
+                self.decide(batch, 0)
+                part = part_of(batch, self.dp.size, self.dp.index)
+                need_rows(part, self.dp.size, self.plan)
+                self.lay(part)
+                data = to_device(part.data, self.device) if part.rows else None
+                sums += torch.tensor(self.forward_only(data), dtype=torch.float64)
         all_reduce(sums, self.mesh["pp"], label="evaluation loss and count")
         all_reduce(sums, self.dp, label="evaluation loss and count")
         if not sums[1]:

@@ -12,7 +12,7 @@ from torch import nn
 from soli.core.errors import Problem
 from soli.core.events import events
 from soli.core.plan import Plan
-from soli.engine import effects
+from soli.engine import between, effects
 from soli.engine.batch import Caller, Part, part_of, take, to_device
 from soli.engine.differentiating import Differentiating
 from soli.losses import LossFn
@@ -91,20 +91,19 @@ class Runner:
     ) -> Any:
         """One forward and its loss, which is returned. `around`: a context for them. `leaving`: tensors that the forward
         leaves in attributes stay."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.train(training)
         randomness = Randomness(self.model, 0)
-        try:
-            with (
-                effects.undone(self.model, tensors=not leaving),
-                Differentiating(self.plan),
-                randomness.probe(self.rows),
-                around(randomness) if around is not None else nullcontext(),
-            ):
-                return self.loss_fn(self.call(self.data), self.data)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with (
+            between.modes_kept(self.model),
+            effects.undone(self.model, tensors=not leaving),
+            Differentiating(self.plan),
+            randomness.probe(self.rows),
+            around(randomness) if around is not None else nullcontext(),
+        ):
+            if training:
+                between.training(self.model)
+            else:
+                self.model.eval()
+            return self.loss_fn(self.call(self.data), self.data)
 
     def search(
         self, ranks: int, sequence: bool, hints: dict[str, str], rows: int = 0, cube: bool = False

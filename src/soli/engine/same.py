@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from soli.core.axes import REPLICATE, SHARD
 from soli.core.errors import failure
-from soli.engine import effects
+from soli.engine import between, effects
 from soli.engine.batch import Part, part_of, to_device
 from soli.engine.contract import rounding, total_and_count
 from soli.engine.layout import Runner
@@ -87,11 +87,13 @@ def check_loss(engine: Engine, sample: Sample) -> None:
     Blocks are checked one by one in float64 (check.py); this looks at what stands between and around them too.
     """
     data = to_device(sample.data, engine.device) if sample.rows else None
-    was_training = engine.model.training
-    engine.model.train()
-    with effects.undone(engine.model), engine.randomness.probe(max(sample.rows, 1), learn=False):
+    with (
+        between.modes_kept(engine.model),
+        effects.undone(engine.model),
+        engine.randomness.probe(max(sample.rows, 1), learn=False),
+    ):
+        between.training(engine.model)
         sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
-    engine.model.train(was_training)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")
     raise_together(
         lambda: _compare(engine, sample, *sums.tolist()), engine.mesh.all, label="whether losses are the same"

@@ -191,6 +191,15 @@ class Unit:
             return Sharded(slot.whole_shape, self.dtype)
         return slot.of_whole(from_flat(flat[start - base : stop - base], slot.shape, start - slot.start))
 
+    def lost(self, slot: Slot) -> bool:
+        """Whether someone else gave a parameter other memory, between steps."""
+        if self.full is None:
+            return False
+        memory = slot.param.untyped_storage()
+        if self.gathered:
+            return bool(memory._cdata != self.full.untyped_storage()._cdata)
+        return memory.nbytes() > slot.param.element_size()
+
     def parameter(self, slot: Slot) -> Sharded:
         """This rank's part of a parameter: views of live memory."""
         if self.zero == 0:

@@ -39,9 +39,10 @@ def sequential(
     trace, made, call = Trace(), optimizer(list(model.parameters())), Caller(model)
     randomness = Randomness(model, seed)
     _learn_shapes(randomness, call, loss_fn, batches[0])
-    model.train()
+    if not model.training:
+        model.train()
     for step, batch in enumerate(batches):
-        made.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)  # not the optimizer's: it may leave parameters out
         with randomness.begin(step, 0, rows_of(batch)), randomness.forward():
             total, count = loss_fn(call(batch), batch)
             loss = total / count
@@ -65,7 +66,8 @@ def sequential(
 def _learn_shapes(randomness: Randomness, call: Caller, loss_fn: LossFn, batch: Any) -> None:
     rows = rows_of(batch)
     model = call.model
-    model.train()
+    if not model.training:
+        model.train()
     before, modules = kept.values(model, [name for name, _ in model.named_parameters()]), set(model.modules())
     with torch.no_grad():
         for part in (rows, rows // 2):

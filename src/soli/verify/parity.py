@@ -54,7 +54,9 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 def under_plan(case: Case, plan: str) -> Trace:
     """The same training through the engine. Every rank returns the same whole tensors."""
     model, loss_fn, batches = case.make()
-    engine = parallelize(model.double(), loss_fn, optimizer=case.optimizer, clip=case.clip, plan=plan)
+    engine = parallelize(
+        model.double(), loss_fn, optimizer=lifted()(case.optimizer), clip=case.clip, plan=plan
+    )
     trace = Trace()
     for batch in batches:
         with lifted():
@@ -62,7 +64,8 @@ def under_plan(case: Case, plan: str) -> Trace:
         trace.losses.append(float(loss))
         trace.gradients.append(engine.global_gradients())
         engine.clip()
-        engine.update()
+        with lifted():
+            engine.update()
     names = {name for name, _ in model.named_parameters()}
     trace.parameters = {name: value for name, value in engine.global_state_dict().items() if name in names}
     return trace

@@ -104,6 +104,9 @@ class StageForward(Watch):
             ) from error
         return self._replaced(func, args, out)
 
+    def device_of(self, x: Tensor) -> torch.device:
+        return self.device
+
     def _replaced(self, func: Any, args: tuple, out: Any) -> Any:
         """The result of an absent operation, in which what was received is there."""
         made = results_of(func, args, out)

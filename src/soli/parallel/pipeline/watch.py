@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,7 +128,17 @@ class Watch(TorchFunctionMode, ABC):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         live = live_in((args, kwargs))
-        return self.met(func, args, kwargs, live) if live else func(*args, **kwargs)
+        if not live:
+            return func(*args, **kwargs)
+        if name_of(func) in ("to", "type_as") and not live_in(args[:1]):
+            # only how the other lies is asked for; a constant may come back as it is, and stays no value of a run
+            others = {name: value for name, value in kwargs.items() if name not in ("tensor", "other")}
+            return args[0].to(self.device_of(live[0]), live[0].dtype, *args[2:], **others)
+        return self.met(func, args, kwargs, live)
+
+    def device_of(self, x: Tensor) -> torch.device:
+        """Where a live value lies, or would lie."""
+        return x.device
 
     @abstractmethod
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:

@@ -1,0 +1,126 @@
+"""What a program does to its model between steps: modes that it sets hold, and what a laid model cannot follow is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from soli.core.errors import Problem, listed, raise_all
+from soli.core.events import events
+
+if TYPE_CHECKING:
+    from soli.engine.engine import Engine
+
+
+def training(model: nn.Module) -> bool:
+    """Put a model that is in evaluation mode into training mode; whether it was.
+
+    In one that is in training mode, modules that the program has put in eval() stay so: frozen statistics, no dropout.
+    """
+    if model.training:
+        return False
+    model.train()
+    return True
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Every module has the mode afterwards that it had before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+class Given:
+    """A model as `soli.parallelize` was given it, and what it must still be when a step begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named = dict(model.named_parameters())
+        self.frozen = [param.requires_grad for param in self.named.values()]
+        self.hooks = {name: _hooks(param) for name, param in self.named.items()}
+        self._said = False
+
+    def check(self, engine: Engine) -> None:
+        """Raises SoliError with all that was changed. The program is the same on every rank, and so is this."""
+        raise_all(self.problems(engine), everywhere=True)
+
+    def problems(self, engine: Engine) -> list[Problem]:
+        """What was changed since, and training could not follow."""
+        found, now = [], dict(engine.model.named_parameters())
+        strange = sorted(
+            name for name in self.named.keys() | now.keys() if self.named.get(name) is not now.get(name)
+        )
+        if strange:
+            found.append(
+                Problem(
+                    "parameters were put in, taken out or exchanged for others after soli.parallelize, and no optimizer "
+                    "has them",
+                    got=listed(strange),
+                    fix="change the model before soli.parallelize, or write into the parameters that are there",
+                )
+            )
+            return found
+        if [param.requires_grad for param in now.values()] != self.frozen:
+            found.append(
+                Problem(
+                    "a parameter was frozen or unfrozen after soli.parallelize",
+                    fix="set requires_grad before, or save, and parallelize the changed model and load",
+                )
+            )
+        hooked = [name for name, param in now.items() if _hooks(param) != self.hooks[name]]
+        if hooked:
+            found.append(
+                Problem(
+                    "hooks on gradients were put on or taken off after soli.parallelize, and were not looked at",
+                    got=listed(hooked),
+                    fix="register them before soli.parallelize",
+                )
+            )
+        return found + _replaced(engine)
+
+    def begin(self, engine: Engine) -> None:
+        """Training mode; said once where the program had put the whole model into evaluation mode."""
+        if training(engine.model) and not self._said:
+            self._said = True
+            text = (
+                "the model was in evaluation mode; a step trains in training mode. To train without dropout or with "
+                "frozen statistics, put the modules inside it in eval(), and not the model"
+            )
+            events.emit("note", text=text)
+            if engine.rank == 0:
+                print(f"soli: {text}", flush=True)
+
+
+def _hooks(param: nn.Parameter) -> list[Any]:
+    """The program's own hooks on a parameter's gradient."""
+    kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
+    return [
+        hook
+        for kind in kinds
+        for hook in (kind or {}).values()
+        if not str(hook.__module__).startswith("soli.")
+    ]
+
+
+def _replaced(engine: Engine) -> list[Problem]:
+    """Parameters whose memory is not the one that the optimizer writes into."""
+    if engine.parallel is None or not engine.plan.zero:
+        return []
+    names = [slot.names[0] for unit in engine.laid.units for slot in unit.slots if unit.lost(slot)]
+    if not names:
+        return []
+    return [
+        Problem(
+            f"the data of parameters was replaced after soli.parallelize, and under zero={engine.plan.zero} their values "
+            "lie in a buffer that ranks share",
+            got=listed(names),
+            fix="do it before soli.parallelize, or use zero=0"
+            + ", or write in place" * (engine.plan.zero < 3),
+        )
+    ]
