@@ -1,6 +1,7 @@
 """Constants of all published runs at once: what is a device's, what is a program's, and what is left to their pair.
 
-The logarithm of each constant is a sum of four: the default, the generation's, the framework's and the pair's. Each
+The logarithm of each constant is a sum of four: the default (of some programs its own), the generation's, the
+framework's and the pair's. Each
 part is drawn to 0 by a normal prior (ridge; crossed random effects, Searle et al. 1992, 4): a pair that nobody
 measured is then the sum of what its device does under other programs and what its program does on other devices. How
 near products come to a peak is more a device's, how long launches take more a program's: see `deviation`.
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from soli.planner.cost.constants import DEFAULT, MEANINGS, NAMES, Constants
 from soli.planner.cost.points import Array, Points
+from soli.planner.cost.programs import MEGATRON, OLD, TESTS
 from soli.planner.cost.step import step
 from soli.planner.fit import BOUNDS, Measured, logs, residuals_of
 
@@ -34,10 +36,21 @@ DEVICE = (
 """Constants that a generation has its own part of."""
 KNOWN = {
     "stream_share": 0.4, "product_share": 0.6, "score_bytes": 0.5, "logit_bytes": 0.5, "latency_scale": 0.5,
-    "layer_floor": 0.5,
+    "layer_floor": 0.5, "attention_share": 0.5, "product_half": 0.3, "product_half_inner": 0.3,
 }  # fmt: skip
-"""Constants whose default is better known than others', and by how much: what kernels move can be counted, and bandwidths
-and launches were measured alone."""
+"""Constants whose default is better known than others', and by how much: what kernels move can be counted, and bandwidths,
+launches and products were measured alone."""
+LAWS = ("product_half", "product_half_inner")
+"""Constants that shape a law: well known of one device, and a pair with runs of its own follows those."""
+COUNTED = {
+    MEGATRON: {"logit_bytes": 24.0, "hidden_sums": 0.6, "hidden_gradients": 0.7},
+    OLD: {"logit_bytes": 62.0, "hidden_gradients": 0.1},
+    "megatron-deepspeed": {"logit_bytes": 62.0, "hidden_gradients": 0.1},
+    TESTS: {"logit_bytes": 62.0},
+}
+"""Where programs start that do what others do not. The loss over a cut vocabulary (arXiv 1909.08053, 3) is eleven kernels of
+fp32 numbers; Megatron-Core has fused them, and runs tp's sums and the gradients' behind products
+(--tp-comm-overlap, --overlap-grad-reduce); before it, gradients were summed when the backward had ended."""
 KEPT = {
     "gradient_bytes": (0.05, 0.1), "logit_kept": (0.2, 0.4), "activation_scale": (0.05, 0.2), "resident": (0.5, 1.0),
     "workspace": (0.5, 1.0),
@@ -52,9 +65,9 @@ def deviation(part: str, name: str) -> float:
         return dict(zip((DEFAULT, "framework"), KEPT[name], strict=True)).get(part, 1e-4)
     device = name in DEVICE
     usual = {
-        DEFAULT: 0.6, "generation": 0.3 if device else 0.0, "framework": 0.2 if device else 0.6, "pair": PAIR,
+        DEFAULT: 0.6, "generation": 0.3 if device else 0.0, "framework": 0.1 if device else 0.6, "pair": PAIR,
     }  # fmt: skip
-    return max(usual[part] * KNOWN.get(name, 1.0), 1e-4)
+    return max(usual[part] * (1.0 if part == "pair" and name in LAWS else KNOWN.get(name, 1.0)), 1e-4)
 
 
 @dataclass(frozen=True)
@@ -66,13 +79,18 @@ class Crossed:
 
     def of(self, framework: str = "", generation: str = "") -> dict[str, float]:
         """Every constant of a framework on a generation; of either alone, or the default, where one is empty."""
-        found = logs({name: meaning.default for name, meaning in MEANINGS.items()})
+        found = begin(framework)
         for part in parts_of((framework, generation)):
             if part in self.names:
                 found = found + self.parts[self.names[part]]
         low, high = BOUNDS.T
         values = np.exp(np.clip(found, low, high))
         return {name: float(f"{value:.5g}") for name, value in zip(NAMES, values, strict=True)}
+
+
+def begin(framework: str) -> Array:
+    """Logarithms of the constants of a program of which no run is known."""
+    return logs({name: meaning.default for name, meaning in MEANINGS.items()} | COUNTED.get(framework, {}))
 
 
 def parts_of(family: Family) -> tuple[tuple[str, str], ...]:
@@ -87,7 +105,7 @@ def fit_crossed(points: Points, measured: Measured, families: Sequence[Family], 
     names = {part: i for i, part in enumerate(dict.fromkeys(kinds))}
     members = np.array([[names[part] for part in parts_of(family)] for family in families])
     scale = 1 / np.array([[deviation(kind, name) for name in NAMES] for kind, _ in names]) ** 2
-    start = logs({name: meaning.default for name, meaning in MEANINGS.items()})
+    start = np.stack([begin(framework) for framework, _ in families])
     low, high = BOUNDS.T
 
     def rows_off(at: Array) -> Array:

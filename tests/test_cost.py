@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from soli.planner.cost import arithmetic, communication, memory, pipeline, rings
 from soli.planner.cost.constants import MEANINGS, Constants, constants, known
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points, points
-from soli.planner.cost.step import step
+from soli.planner.cost.programs import of_program
+from soli.planner.cost.step import layer, step
 
 PUBLISHED = Path(__file__).parent.parent / "benchmarks/published"
 BASE = {
@@ -36,6 +37,7 @@ def usual(**changes: float) -> Constants:
 
 
 ONE = usual()
+NOTHING = (np.zeros(1), np.zeros(1))
 
 # --- formulas ---------------------------------------------------------------------------------------------
 
@@ -89,11 +91,65 @@ def test_memory_of_a_program_that_makes_nothing_again() -> None:
     assert isclose(more - less, 4 * 2048 * 7 / 8 + (2 * 4096 + 4 * 2048) / 8)
 
 
+def test_experts_keep_what_they_read_and_give_in_both_orders() -> None:
+    dense, two, four = (
+        memory.activations_of_layer(point(**made))[0] / 2048
+        for made in ({}, {"experts": 8, "active": 2}, {"experts": 8, "active": 4})
+    )
+    copy = 8 * 2048 + 2 * 8192 * 2
+    assert isclose(four - two, 2 * copy)
+    assert isclose(two - dense, 2 * copy - 2 * 8192 * 2 + 4 * 2048)
+
+
 def test_the_longest_stage_is_what_is_kept_and_waited_for() -> None:
     equal, uneven = point(pp=8), point(pp=8, longest=4)
     assert (equal.own_layers[0], uneven.own_layers[0]) == (3, 4)
     assert step(uneven, ONE).memory[0] > step(equal, ONE).memory[0]
     assert step(uneven, ONE).time[0] > step(equal, ONE).time[0]
+
+
+def test_an_attention_kernel_takes_what_it_took_alone() -> None:
+    """cuDNN's forward and backward on an H100, heads of 128, a causal mask: 539 and 516 TFLOP/s (arXiv 2407.08608)."""
+    made = point(seq=16384, flash=1, heads=16, kv_heads=16, head_size=128, tp=1, peak_wide=989.5e12, **of_program("megatron", "hopper"))  # fmt: skip
+    forward, backward = arithmetic.attention(made, usual(attention_share=1.0))
+    flops = 2.0 * 16384**2 * 16 * 128  # half of all scores
+    assert isclose(flops / forward[0], 528e12, rel_tol=0.03)
+    assert isclose(2.5 * flops / backward[0], 528e12, rel_tol=0.03)
+    share = lambda *words: of_program(*words)["kernel"]
+    assert share("fsdp", "hopper") == 0.35
+    assert (
+        share("fsdp", "hopper", "flash attn; torch 1.13/2.x era")
+        == share("fsdp", "hopper", "FlashAttention-1")
+        == 0.175
+    )
+    assert share("fsdp", "ampere", "flash-attn 2.3") == share("megatron", "ampere") == 0.6
+
+
+def test_written_out_attention_and_experts_are_launched_too() -> None:
+    """Of a layer so small that it takes as long as its launches."""
+    k = usual(layer_floor=1e-2, routing_floor=1e-2, collective_floor=1e-9)
+    took = lambda **plan: float(
+        layer(point(hidden=128, heads=2, kv_heads=2, ffn=512, seq=64, **plan), k)[0][0]
+    )
+    assert isclose(took(flash=0) / took(flash=1), 1.15)
+    assert isclose(took(flash=1, experts=8, active=2) / took(flash=1), 2.0)
+
+
+def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:
+    """Eight ranks on two servers, a token at two experts: they are in 1.5 servers in the mean."""
+    made = {"experts": 8, "active": 2, "ep": 8, "dp": 8, "node": 4, "tp": 1}
+    assert [of_program(name, "hopper")["once"] for name in ("megatron", "soli", "fsdp")] == [1.0, 0.0, 0.0]
+    k = usual(latency_scale=1e-9, net_share=1.0, link_share=1.0)
+    apart, once = (
+        communication.of_layer(point(**made, once=flag), k, NOTHING, NOTHING)[0][0] for flag in (0.0, 1.0)
+    )
+    size = 2048 * 2048 * 2.0 * 2  # of a token's two copies
+    assert isclose(apart - once, 2 * size * 4 / 8 / 25e9 * (1 - 0.75), rel_tol=1e-6)
+
+
+def test_sums_run_behind_products() -> None:
+    open_, hidden = (step(point(tp=8), usual(hidden_sums=share)).exposed[0] for share in (0.2, 0.6))
+    assert isclose(hidden, open_ / 2)
 
 
 def test_collectives_between_servers_are_rings() -> None:
@@ -268,7 +324,7 @@ def test_time_scales_with_the_machine(plan: dict[str, float], times: float) -> N
     rates = ("peak", "peak_wide", "bandwidth", "link", "net", "host")
     waits = ("link_latency", "net_latency")
     machine = {n: BASE[n] * times for n in rates} | {n: BASE[n] / times for n in waits}
-    floors = ("layer_floor", "collective_floor", "microbatch_overhead", "step_overhead")
+    floors = ("layer_floor", "collective_floor", "routing_floor", "microbatch_overhead", "step_overhead")
     quick = usual(**{name: MEANINGS[name].default / times for name in floors})
     assert isclose(step(point(**plan, **machine), quick).time[0] * times, step(point(**plan), ONE).time[0], rel_tol=1e-9)  # fmt: skip
 

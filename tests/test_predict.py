@@ -57,7 +57,7 @@ def test_a_whole_row_is_read_as_it_is() -> None:
     assert {name: row.point[name] for name in said} == said
     assert row.point["recompute"] == FULL
     assert row.point["peak"] == 312e12
-    assert (row.framework, row.generation) == ("megatron", "ampere")
+    assert (row.framework, row.generation) == ("megatron-2020", "ampere")
 
 
 @pytest.mark.parametrize(
@@ -365,9 +365,10 @@ def test_frameworks_are_families() -> None:
     said = {
         "llm-foundry (Composer+PyTorch FSDP)": "fsdp", "Megatron+DeepSpeed 3D": "megatron-deepspeed",
         "Megatron TP + DeepSpeed ZeRO-3": "deepspeed", "NeMo/Megatron-Core": "megatron", "torchtitan": "fsdp",
-        "": "other",
+        "Megatron-LM": "megatron-2020", "Megatron-Core r0.8": "megatron", "Megatron-Bridge": "megatron", "": "other",
     }  # fmt: skip
     assert {name: framework({"framework": name}) for name in said} == said
+    assert read(ROW | {"framework": "Megatron-LM", "gpu": "H100"}).framework == "megatron"
 
 
 # --- the command ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from math import ceil
 from soli.core.errors import Problem
 from soli.planner.cells import SILENT, number, text, true
 from soli.planner.cost.points import CAST, FULL, HALF, MIXED, NONE, SELECTIVE, SIZES, of_device
+from soli.planner.cost.programs import MEGATRON, OLD, TESTS, of_program
 from soli.planner.hardware.clusters import unknown
 from soli.planner.hardware.devices import Device, named
 
@@ -40,10 +41,10 @@ HEADS = (
 """Families whose head size is not hidden / heads, by their model cards; of MLA the mean of 192 for keys, 128 for values."""
 BESIDE = re.compile(r"\bvlm\b|_vlm_|multimodal|llava", re.I)
 """Models of which the columns say only a part."""
-TESTS, OTHER, NANOTRON = "megatron-tests", "other", "nanotron"
+OTHER, NANOTRON = "other", "nanotron"
 STAGE = r"zero[\s_=-]*(?:stage)?[\s_=-]*{0}|stage[\s_=-]*{0}"
 RECOMPUTE, DEVICES, BY_EYE = "recompute=", "gpus=", "a time read by eye"
-SCALED = ("megatron", "megatron-deepspeed")
+SCALED = (MEGATRON, OLD, "megatron-deepspeed")
 """Frameworks whose gradients of fp16 are summed in fp16 and copied in fp32 for the optimizer, which scales them back."""
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
@@ -82,6 +83,8 @@ def read(row: Mapping[str, str]) -> Row:
     if device is None:
         return found
     found.generation, found.framework = device.generation, framework(row)
+    if found.framework == OLD and found.generation in FLASH_SINCE:  # which it never ran on
+        found.framework = MEGATRON
     if found.framework == OTHER:
         found.inferred.append("framework=any")
     precision = _precision(row, device, found)
@@ -89,6 +92,8 @@ def read(row: Mapping[str, str]) -> Row:
     kept = HALF if precision == "fp16" and found.framework in SCALED else MIXED
     point |= _network(row, device) | (CAST if found.framework == "soli" else kept)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != NANOTRON)}
+    told = " ".join(text(row, name) for name in ("attn_backend", "notes"))
+    point |= of_program(found.framework, found.generation, told)
     point |= _model(row, said, found) | _attention(row, found)
     point |= _degrees(said, point, found)
     point["replicate"] = said["replicate"] or 1.0
@@ -125,8 +130,8 @@ def framework(row: Mapping[str, str]) -> str:
     families = (
         ("zero-3", "deepspeed"), ("zero3", "deepspeed"), ("deepspeed zero", "deepspeed"), ("offload", "deepspeed"),
         ("fsdp", "fsdp"), ("torchtitan", "fsdp"), ("llm-foundry", "fsdp"), ("megatron-deepspeed", "megatron-deepspeed"),
-        ("megatron+deepspeed", "megatron-deepspeed"), ("deepspeed", "deepspeed"), ("nemo", "megatron"),
-        ("megatron", "megatron"), ("nanotron", "nanotron"), ("soli", "soli"),
+        ("megatron+deepspeed", "megatron-deepspeed"), ("deepspeed", "deepspeed"), ("nemo", MEGATRON),
+        ("bridge", MEGATRON), ("megatron-core", MEGATRON), ("mcore", MEGATRON), ("megatron", OLD), ("nanotron", "nanotron"), ("soli", "soli"),
     )  # fmt: skip
     return next((family for word, family in families if word in said), OTHER)
 

@@ -41,6 +41,7 @@ from soli.planner.cost.points import (
     Points,
     of_device,
 )
+from soli.planner.cost.programs import of_program
 from soli.planner.legality import divisors
 from soli.planner.offers import SOLI, SOME, chooses
 from soli.planner.task import Task
@@ -262,6 +263,7 @@ def points_of(task: Task, table: Mapping[str, Array]) -> Points:
     """Rows as points; what is not chosen yet as USUAL; the borders of a pipeline as the program places them."""
     same = {
         **UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precision), "seq": task.seq,
+        **of_program(task.framework, task.cluster.device.generation),
         "global_batch": task.batch, "logged": 0.0, **(CAST if task.framework == SOLI else MIXED), **USUAL,
     }  # fmt: skip
     count = len(table["tp"])

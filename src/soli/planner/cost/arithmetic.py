@@ -94,12 +94,13 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
     what is masked.
 
     Where scores are kept in memory, two products make and read them, four in the backward, and they are moved,
-    k.score_bytes each. A kernel that keeps none makes them again in the backward; it takes exponentials, as long as
-    SCORE more flops a score would, and fills heads up to multiples of 32 (FlashAttention-2, arXiv 2307.08691).
+    k.score_bytes each. A kernel that keeps none (programs.py) makes them again in the backward; it takes exponentials, as
+    long as SCORE more flops a score would, and fills heads up to multiples of 32 (FlashAttention-2, arXiv 2307.08691).
     """
     scores = p.tokens * p.seq * p.heads / p.tp
     filled = np.ceil(p.head_size / 32) * 32
-    kernel = 2.0 * scores * (filled + SCORE) / (p.peak_wide * k.attention_share)
+    reached = p.peak_wide * p.kernel * k.attention_share * (128 + SCORE) / 128
+    kernel = 2.0 * scores * (filled + SCORE) / reached
     summed = p.head_size / (p.head_size + k.product_half_inner)
     rate = (
         p.peak_wide * k.product_share * aligned(p.head_size) * summed * p.seq / (p.seq + k.product_half_inner)

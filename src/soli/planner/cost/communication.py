@@ -38,11 +38,13 @@ def gather(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Arra
     return all_reduce(p, k, size, n, inner) / 2
 
 
-def all_to_all(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Array:
-    """Seconds in which every rank sends a part of `size` bytes to each of n."""
+def all_to_all(
+    p: Points, k: Constants, size: Array, n: Array, inner: Array, crossing: Array | float = 1.0
+) -> Array:
+    """Seconds in which every rank sends a part of `size` bytes to each of n; of what is for other servers a share."""
     local = inside(p, n, inner)
     near = size * (local - 1) / n / (p.link * k.link_share)
-    far = size * (n - local) / n / (p.net * k.net_share)
+    far = crossing * size * (n - local) / n / (p.net * k.net_share)
     latency = np.where(local < n, p.net_latency, p.link_latency) * k.latency_scale
     return np.where(n > 1, near + far + latency, 0.0)
 
@@ -52,19 +54,26 @@ def of_layer(
 ) -> tuple[Array, Array]:
     """Seconds of a layer's collectives in a forward and in a backward, and none of ZeRO.
 
-    tp: two sums each way of T h values; under sp as many bytes are gathered and scattered (arXiv 2205.05198, 4.2.2);
+    tp: two sums each way of T h values, some behind the products; under sp as many bytes are gathered and scattered (arXiv 2205.05198, 4.2.2);
     or what a grid's products send (grids.py). Full recomputation sends again. cp: what crosses it each way (context.py). ep: tokens to their
     experts and back (GShard, arXiv 2006.16668), each rank of tp with its part of them under sp.
     """
     one = np.ones_like(p.tp)
     hidden = p.tokens * p.hidden * 2.0
-    sums = np.where(p.tensor == LINE, 2 * all_reduce(p, k, hidden, p.tp, one), 0.0)
+    sums = np.where(p.tensor == LINE, 2 * all_reduce(p, k, hidden, p.tp, one) * (1 - k.hidden_sums), 0.0)
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
-    experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner), 0.0)
+    experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner, _crossing(p, inner)), 0.0)
     forward = sums + grid[0] + crossing[0] + experts
     backward = sums + grid[1] + crossing[1] + experts
     return forward, backward + np.where(p.recompute == FULL, forward, 0.0)
+
+
+def _crossing(p: Points, inner: Array) -> Array:
+    """Of a token's copies for experts in other servers those that are sent there: all; or one a server, which has them as
+    likely as not (n servers of which k balls hit n (1 - (1 - 1/n)^k))."""
+    servers, copies = p.ep / inside(p, p.ep, inner), np.maximum(p.active - p.shared, 1.0)
+    return np.where(p.once > 0, servers * (1 - (1 - 1 / servers) ** copies) / copies, 1.0)
 
 
 def calls_of_layer(p: Points) -> Array:

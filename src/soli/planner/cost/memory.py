@@ -96,8 +96,9 @@ def activations_of_layer(p: Points) -> Array:
     outside = 10.0 * p.hidden
     # q, k, v and what the output's product reads; what the MLP's products give and read.
     inside = 2.0 * width * (2 + 2 * p.kv_share) + 2.0 * p.ffn * active * (2 + p.gated)
-    # Of a token at its experts what they read, and what they give, for the gradient of its weights.
-    inside = inside + np.where(p.experts > 0, 4.0 * p.hidden * active, 0.0)
+    # Of a token at its experts what they read and what they give, for the gradient of its weights, each in the order of tokens
+    # and in that of experts; and what the router reads, in fp32.
+    inside = inside + np.where(p.experts > 0, 8.0 * p.hidden * active + 4.0 * p.hidden, 0.0)
     # Scores, softmax and its dropout's bytes; of a kernel that keeps none one fp32 number a query.
     scores = np.where(p.recompute == NONE, 5.0 * p.heads * p.seq, 0.0)
     scores = np.where(p.flash > 0, 4.0 * p.heads, scores)

@@ -38,6 +38,8 @@ UNSAID = {
     "fewer": 0.0,
     "tensor": LINE,
     "rows": 1.0,
+    "kernel": 0.5,
+    "once": 0.0,
 }
 """What is meant where a row has no such field."""
 
@@ -102,6 +104,8 @@ class Points:
     tensor: Array  # how tp's ranks share a product: LINE (1d), GRID (2d), CUBE (3d)
     rows: Array  # of the grid, or the cube's edge; 1 of a line
     fewer: Array  # layers that the last stage has less than the longest (borders.py)
+    kernel: Array  # of the peak what attention that keeps no scores reaches alone (programs.py)
+    once: Array  # flag: a token crosses to a server once, however many of its experts are there
     again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 
     def __len__(self) -> int:

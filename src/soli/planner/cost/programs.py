@@ -1,0 +1,40 @@
+"""What differs from program to program on the same device: which kernel attends, and how tokens get to their experts."""
+
+from __future__ import annotations
+
+import re
+
+MEGATRON, OLD, TESTS = "megatron", "megatron-2020", "megatron-tests"
+"""Megatron-Core, of 2023 and later; Megatron-LM before it; and Megatron-LM's own tests."""
+
+FIRST, SECOND, OWN = 0, 1, 2
+"""Kernels that keep no scores: FlashAttention and Triton's of its time; FlashAttention-2, which is torch's; and those
+that are made for one generation of devices, cuDNN's, which Transformer Engine takes, and FlashAttention-3."""
+
+SHARES = {
+    "ampere": (0.35, 0.6, 0.6),
+    "hopper": (0.175, 0.35, 0.53),
+    "blackwell": (0.08, 0.16, 0.53),
+    "blackwell-ultra": (0.08, 0.16, 0.53),
+}
+"""What they reach of the peak alone, of heads of 128 under a causal mask. A100: 25 to 40% and 50 to 73% (arXiv
+2307.08691, abstract). H100: 35% by the second (arXiv 2407.08608, abstract), cuDNN 539 TFLOP/s forward and 516 backward
+(figures 5 and 6), the first half as much as the second, as on A100. Blackwell: the FLOP/s of H100, and cuDNN's share."""
+OTHERS = SHARES["hopper"]
+"""Of devices of which no measurement is known."""
+
+
+def attends(framework: str, generation: str, said: str = "") -> float:
+    """Of a device's peak what the program's attention reaches alone, where it keeps no scores. `said`: what a row tells."""
+    kernel = OWN if framework in (MEGATRON, TESTS) else SECOND
+    if re.search(r"torch 1\.|triton|flash[- ]?att(?:entio)?n?[- ]?1\b", said, re.I):
+        kernel = FIRST
+    return SHARES.get(generation, OTHERS)[kernel]
+
+
+def of_program(framework: str, generation: str, said: str = "") -> dict[str, float]:
+    """The program's part of a point.
+
+    Megatron-Core sends a token once to each server that has experts of it (DeepEP, HybridEP), others once an expert.
+    """
+    return {"kernel": attends(framework, generation, said), "once": float(framework == MEGATRON)}
