@@ -155,6 +155,10 @@ def test_a_verdict_is_the_softmax_of_the_weights(tmp_path: Path) -> None:
     assert decided(replace(made, least=0.55), of).word == "yes"
     assert of["size"] == "3 lines, 1 files"
     assert of["paths"] == "source a.py"
+    assert of["said"] == "; source; few edits; It waits"
+    many = places("Fix it", "", [("test", "t.py", 3), ("source", "a.py", 3)], [Edit("call added", "wait ()", 2)] * 7, "tests")  # fmt: skip
+    assert many["said"] == "tests; source test; many edits; Fix it"
+    assert places("Fix it", "", [("ci", "a.yml", 3)], [])["said"] == "; ci; no edits; Fix it"
 
 
 def test_a_commit_that_counts_twice_is_fitted_as_two() -> None:

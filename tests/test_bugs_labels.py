@@ -123,14 +123,14 @@ def test_the_labels_that_are_kept() -> None:
     """150 fixes at the least, by two labellers, with who made each; none that was read while the rules were made."""
     labels = read(LABELS / "labels.csv")
     by = {who: [one for one in labels if one.labeller == who] for who in ("A", "B")}
-    assert len({(one.repo, one.commit) for one in labels}) == 340
+    assert len({(one.repo, one.commit) for one in labels}) == 460
     assert {(one.repo, one.commit) for one in by["A"]} == {(one.repo, one.commit) for one in by["B"]}
     for who in by:
         assert sum(one.fix == "yes" and one.sample == "fix" for one in by[who]) >= 150
     assert all(one.made_by and one.date and one.why for one in labels)
     known = set((LABELS / "read.txt").read_text().split())
     assert not known & {one.commit for one in labels}
-    assert json.loads((LABELS / "sample.json").read_text())["drawn"] == {"fix": 180, "rest": 160}
+    assert json.loads((LABELS / "sample.json").read_text())["drawn"] == {"fix": 200, "rest": 260}
     development = read(LABELS / "development.csv")
     assert not {one.commit for one in development} & {one.commit for one in labels}
 
@@ -139,7 +139,7 @@ def test_agree_as_typed(tmp_path: Path) -> None:
     run = lambda *words: subprocess.run([sys.executable, "-m", "soli.cli.main", "bugs", "agree", *words], capture_output=True, text=True, check=False)  # fmt: skip
     done = run(str(LABELS / "labels.csv"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert "A and B: 340 commits" in done.stdout
+    assert "A and B: 460 commits" in done.stdout
     assert 0.5 < json.loads(run(str(LABELS / "labels.csv"), "--json").stdout)["pairs"][0]["fix"]["value"] <= 1
     lacking = run(
         str(LABELS / "labels.csv"), "--sample", str(LABELS / "sample.json"), "--db", str(tmp_path / "none.db")

@@ -129,6 +129,10 @@ def test_rules_are_judged_by_labels(classified: Path) -> None:
     with sqlite3.connect(db) as base:
         base.execute("UPDATE verdict SET word = 'crash', confidence = 1 WHERE dimension = 'symptom'")
         keys = base.execute("SELECT repo, hash, subject FROM change WHERE fix").fetchall()
+        unsure = next(hash_ for _, hash_, subject in keys if "hang" in subject)
+        base.execute(
+            "UPDATE verdict SET confidence = 0.59 WHERE dimension = 'symptom' AND hash = ?", (unsure,)
+        )
     labels = [
         replace(ONE, repo=repo, commit=hash_, labeller=who, symptom="hang" if "hang" in subject else "crash" if who == "A" or "Attr" in subject else "unknown")
         for repo, hash_, subject in keys
@@ -141,6 +145,7 @@ def test_rules_are_judged_by_labels(classified: Path) -> None:
     assert a.precision["crash"] == share(2, 3)
     assert a.recall == {"crash": share(2, 2), "hang": share(0, 1)}
     assert a.kappa.value == pytest.approx(0.0)
+    assert (a.sure.count, a.sure.value) == (2, 1.0)
     assert found["symptom", ALL].kappa.count == 2  # where both say one word
     assert confusion(("x", "y"), "xxy", "xyy") == ((1, 1), (0, 1))
 

@@ -22,9 +22,10 @@ from soli.bugs.syntax import Edit
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import Problem, raise_all
 
-PLACES = ("subject", "body", "paths", "kinds", "edits", "most", "size", "rule")
+PLACES = ("subject", "body", "paths", "kinds", "edits", "most", "size", "rule", "said")
 FIX = ("yes", "no")
 FLAGS = re.IGNORECASE | re.MULTILINE
+FEW = 6
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,24 @@ def places(
 ) -> dict[str, str]:
     """Where rules look. `sources`: kind, path and lines of each file. `edits`: of its source and build files. `rule`: of selection."""
     of = list(sources)
+    kinds = sorted({kind for kind, _, _ in of})
     lines = [lines for kind, _, lines in of if kind in ("source", "build")]
     most = Counter(edit.what for edit in edits).most_common(1)
     return {
         "subject": subject,
         "body": body,
         "paths": "\n".join(f"{kind} {path}" for kind, path, _ in of),
-        "kinds": " ".join(sorted({kind for kind, _, _ in of})),
+        "kinds": " ".join(kinds),
         "edits": "\n".join(map(str, edits)),
         "most": most[0][0] if most else "",
         "size": f"{sum(lines)} lines, {len(lines)} files",
         "rule": rule,
+        "said": f"{rule}; {' '.join(kinds)}; {_many(len(edits))} edits; {subject}",
     }
+
+
+def _many(edits: int) -> str:
+    return "no" if not edits else "few" if edits <= FEW else "many"
 
 
 def matches(hints: Hints, of: Mapping[str, str]) -> list[re.Match[str] | None]:

@@ -17,12 +17,14 @@ ALL = "all of them"
 
 @dataclass(frozen=True)
 class Judged:
-    """One dimension by one labeller, or by ALL where they agree. `matrix`: labels down, verdicts across, in the order of `words`.
+    """One dimension by one labeller, or by ALL where they agree. `sure`: kappa of the verdicts with a confidence of store.SURE, which
+    no model and nobody is asked about. `matrix`: labels down, verdicts across, in the order of `words`.
     `precision`, `recall`: of each word, with 95% intervals (Wilson 1927); a word that nobody says has none."""
 
     dimension: str
     labeller: str
     kappa: Kappa
+    sure: Kappa
     words: tuple[str, ...]
     matrix: tuple[tuple[int, ...], ...]
     precision: dict[str, tuple[float, float, float]]
@@ -33,8 +35,10 @@ def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
     """The verdicts of a classified file on the labelled fixes that it has, by every labeller and by all of them together."""
     with store.opened(mined) as base:
         said = {
-            (repo, hash_, dimension): word
-            for repo, hash_, dimension, word in base.execute("SELECT repo, hash, dimension, word FROM class")
+            (repo, hash_, dimension): (word, confidence >= store.SURE)
+            for repo, hash_, dimension, word, confidence in base.execute(
+                "SELECT repo, hash, dimension, word, confidence FROM class"
+            )
         }
     by: dict[str, dict[tuple[str, str], Label]] = {}
     for one in labels:
@@ -54,14 +58,20 @@ def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
 
 
 def _judged(
-    dimension: str, who: str, theirs: dict[tuple[str, str], str], said: dict[tuple[str, str, str], str]
+    dimension: str,
+    who: str,
+    theirs: dict[tuple[str, str], str],
+    said: dict[tuple[str, str, str], tuple[str, bool]],
 ) -> Judged:
-    both = [(word, said[*key, dimension]) for key, word in theirs.items() if (*key, dimension) in said]
+    of = [(word, *said[*key, dimension]) for key, word in theirs.items() if (*key, dimension) in said]
+    both = [(a, b) for a, b, _ in of]
+    sure = [(a, b) for a, b, sure in of if sure]
     true, guessed = [a for a, _ in both], [b for _, b in both]
     words = tuple(word for word in DIMENSIONS[dimension] if word in {*true, *guessed})
     right = {word: sum(a == b == word for a, b in both) for word in words}
     return Judged(
-        dimension, who, kappa(true, guessed), words, confusion(words, true, guessed),
+        dimension, who, kappa(true, guessed), kappa([a for a, _ in sure], [b for _, b in sure]), words,
+        confusion(words, true, guessed),
         {word: share(right[word], guessed.count(word)) for word in words if word in guessed},
         {word: share(right[word], true.count(word)) for word in words if word in true},
     )  # fmt: skip

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from soli.bugs.agreement import Kappa
 from soli.bugs.judging import ALL, Judged
 from soli.bugs.labels import Selection
 from soli.bugs.mine import SMALL
+from soli.bugs.store import SURE
 from soli.bugs.study import LINES, Share, percent
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.picture import svg
@@ -284,15 +286,18 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
             [["a fix if", "precision", "recall", "fixes among the labelled"]]
             + [[who, _two(one.precision), _two(one.recall), str(one.fixes)] for who, one in selected.items()]
         )
+    yield f"Sure: verdicts with a confidence of {SURE} or more; of the others a model is asked, if there is one, and the labels count."
     yield Table(
-        [["dimension", "labeller", "fixes", "alike", "kappa"]]
+        [["dimension", "labeller", "fixes", "alike", "kappa", "sure", "kappa where sure"]]
         + [
             [
                 one.dimension,
                 one.labeller,
                 str(one.kappa.count),
                 f"{one.kappa.alike:.0%}" if one.kappa.count else "-",
-                _two((one.kappa.value, one.kappa.low, one.kappa.high)) if one.kappa.count else "-",
+                _kappa(one.kappa),
+                f"{one.sure.count / one.kappa.count:.0%}" if one.kappa.count else "-",
+                _kappa(one.sure),
             ]
             for one in judged
         ]
@@ -308,6 +313,10 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
                 for word, row in zip(one.words, one.matrix, strict=True)
             ]
         )
+
+
+def _kappa(one: Kappa) -> str:
+    return _two((one.value, one.low, one.high)) if one.count else "-"
 
 
 def _two(part: Share) -> str:

@@ -283,9 +283,10 @@ def agree(
             )
             print(f"    {a.repo} {a.commit[:10]} {words}")
     for verdict in judged:
-        one = verdict.kappa
+        one, sure = verdict.kappa, verdict.sure
         print(
-            f"the words for {verdict.dimension} by {verdict.labeller}: kappa {one.value:.2f} ({one.low:.2f} to {one.high:.2f}), {one.alike:.0%} of {one.count} alike"
+            f"the words for {verdict.dimension} by {verdict.labeller}: kappa {one.value:.2f} ({one.low:.2f} to {one.high:.2f}), {one.alike:.0%} of {one.count} alike; "
+            f"where the rules are sure {sure.value:.2f} ({sure.low:.2f} to {sure.high:.2f}), of {sure.count}"
         )
     for name, one in said.get("selection", {}).items():
         shares = ", ".join(
