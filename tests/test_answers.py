@@ -127,6 +127,17 @@ def test_nothing_that_fits_is_said() -> None:
         whatif.largest(task(memory=1e8))
 
 
+def test_a_published_model_is_planned_by_its_name(tmp_path: Path) -> None:
+    words = ["--cluster", "h100:8x8", "--global-batch", "256"]
+    done = soli("plan", "llama-3-70b", *words)
+    assert done.returncode == 0, done.stderr
+    assert "70.56 billion parameters, 256 sequences of 8192 tokens" in done.stdout
+    assert "its dimensions are those of the published llama-3-70b" in done.stdout
+    lost = soli("plan", "lama-3-70", *words)
+    assert lost.returncode == 2
+    assert "a published model's name (llama-3-70b," in lost.stderr
+
+
 def test_the_command_answers_and_writes(config: Path) -> None:  # noqa: F811
     words = ["plan", str(config), "--cluster", "h100:8x1", "--global-batch", "16", "--seq", "2048"]
     asked = task(cluster="h100:8x1", batch=16, seq=2048)

@@ -13,11 +13,12 @@ import pytest
 
 from soli.core.errors import SoliError
 from soli.planner.cost.constants import MEANINGS, NAMES, known, repeated, sets
-from soli.planner.cost.points import FULL, NONE, Points
+from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points
 from soli.planner.cost.step import step
 from soli.planner.fit import Measured, fit
 from soli.planner.measured import step_with
 from soli.planner.predict import Prediction, arrays, learn_family, predict
+from soli.planner.published import named, near, of_entry, published
 from soli.planner.rows import framework, read, read_measured
 from test_cli import soli
 
@@ -115,12 +116,49 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"model": "llama", "tied": "true"}, {"gated": 1, "tied": 1}),
         ({"zero": "1", "replicate": "2"}, {"replicate": 2}),
         ({"framework": "nanotron"}, {"frugal": 0, "longest": 17}),
+        ({"zero": "z0"}, {"zero": 0}),
+        ({"zero": "ZeRO-3"}, {"zero": 3}),
+        ({"recompute": "", "sp": "", "recompute_mode": "seqsel"}, {"recompute": SELECTIVE, "sp": 1}),
+        ({"recompute": "", "recompute_granularity": "full"}, {"recompute": FULL}),
+        ({"tp": "", "dp": "", "tensor_model_parallel_size": "8"}, {"tp": 8, "dp": 4}),
+        ({"microbatch": "", "micro_batch_size": "4"}, {"microbatch": 4}),
+        ({"gpu": "", "notes": "run on NVIDIA A100_40GB SXM"}, {"capacity": 40 * 2**30}),
+        ({"gpu": "", "source": "x, a100_80g.json"}, {"capacity": 80 * 2**30}),
+        ({"layers": "", "hidden": "", "heads": "", "ffn": "", "seq_len": "", "model": "LLAMA3_8B (SFT)"},
+            {"layers": 32, "hidden": 4096, "kv_heads": 8, "ffn": 14336, "gated": 1, "tied": 0, "seq": 8192}),
+        ({"layers": "", "hidden": "", "heads": "", "ffn": "", "model": "DeepSeek-V2-L4", "tp": "2", "pp": "1", "dp": "32"},
+            {"layers": 4, "experts": 160, "active": 8, "ffn": 1536, "head_size": 160}),
+        ({"hidden": "", "heads": "", "ffn": "", "layers": "8", "model": "mixtral-8x7b"}, {"layers": 8, "hidden": 4096, "experts": 8}),
     ],
 )  # fmt: skip
 def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None:
     row = read(ROW | changes)
     assert not row.refused, row.refused
     assert {name: row.point[name] for name in point} == pytest.approx(point)
+
+
+@pytest.mark.parametrize("name", published())
+def test_published_models_have_the_parameters_that_are_stated(name: str) -> None:
+    """Of compressed keys, which are taken as whole ones, up to nine hundredths more."""
+    model, entry = of_entry(name), published()[name]
+    off = model.parameters / 1e9 / entry["billions"] - 1
+    assert -0.015 < off < (0.09 if model.head_size == 160 else 0.015)
+    assert named(name) == model
+    assert entry["source"]
+
+
+def test_what_is_no_published_model_is_not_taken_for_one() -> None:
+    for name in (
+        "GPT2-like 52B",
+        "llama-1B",
+        "Nemotron_3_Super",
+        "175B",
+        "MPT-7b",
+        "gpt3_mcore_te_tp2_pp2",
+        "",
+    ):
+        assert named(name) is None
+    assert "llama-3-70b" in near("lama-3-70")
 
 
 def test_what_is_missing_is_inferred_and_said() -> None:

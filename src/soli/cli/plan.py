@@ -48,7 +48,7 @@ def _meant(args: list[str]) -> str:
 
 app = typer.Typer(
     cls=Group,
-    help="The best plans of a model, by its config.json or its program (soli plan MODEL --cluster h100:8x64 "
+    help="The best plans of a model, by its name, its config.json or its program (soli plan llama-3-70b --cluster h100:8x64 "
     "--global-batch 1024, soli plan examples/plan_model.py:llama_8b --cluster ...); what the runs of a table "
     "take (soli plan predict ROWS.csv); a plan, checked and filled in (soli plan dp=2,zero=3 -n 2).",
     no_args_is_help=True,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("bf16", "fp16", "fp8")
 MODELS = (
-    "A Hugging Face config.json, or the directory that has one; or FILE.py:NAME, a function that returns (model, batch) or "
+    "A published model (llama-3-70b), a Hugging Face config.json, or the directory that has one; or FILE.py:NAME, a function that returns (model, batch) or "
     "(model, batch, loss_fn), on the meta device if it is large (examples/plan_model.py:llama_8b)."
 )
 FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
@@ -123,8 +123,12 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
     program = programs.named(text)
     if program is None:
         from soli.planner.models import read_model
+        from soli.planner.published import named, near
 
-        return read_model(Path(text))
+        path = Path(text)
+        if not path.exists() and (known := named(text)):
+            return known, (f"its dimensions are those of the published {known.name}",)
+        return read_model(path, near(text))
     from soli.engine.batch import Caller, rows_of, take
     from soli.planner.dimensions import read_program
 

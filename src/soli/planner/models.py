@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,10 @@ class Model:
         }  # fmt: skip
 
 
-def read_model(path: Path) -> tuple[Model, tuple[str, ...]]:
-    """The model of a config.json, or of the directory that has one, and what was inferred. SoliError with every problem."""
+def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, ...]]:
+    """The model of a config.json, or of the directory that has one, and what was inferred. SoliError with every problem.
+
+    `near`: names of published models that may have been meant (published.py)."""
     try:
         file = path / "config.json" if path.is_dir() else path
         said = json.loads(file.read_text(encoding="utf-8"))
@@ -99,7 +101,8 @@ def read_model(path: Path) -> tuple[Model, tuple[str, ...]]:
         raise SoliError(
             "the model cannot be read",
             got=f"{path}: {error.strerror}",
-            allowed="a Hugging Face config.json, or the directory that has one",
+            allowed="a Hugging Face config.json, the directory that has one, FILE.py:NAME, or a published model's name"
+            + (f" ({', '.join(near)})" if near else ""),
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SoliError(

@@ -16,18 +16,28 @@ from soli.core.errors import Problem
 from soli.planner.cells import SILENT, number, text, true
 from soli.planner.cost.points import CAST, FULL, HALF, MIXED, NONE, SELECTIVE, SIZES, of_device
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, of_program
+from soli.planner.hardware import devices
 from soli.planner.hardware.clusters import unknown
-from soli.planner.hardware.devices import Device, named
+from soli.planner.hardware.devices import Device
+from soli.planner.models import Model
+from soli.planner.published import named
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "layers": ("layers",), "hidden": ("hidden",), "heads": ("heads",), "kv_heads": ("kv_heads", "kv_groups"),
-    "ffn": ("ffn",), "seq": ("seq_len", "seq"), "vocab": ("vocab",), "params_b": ("params_b",),
-    "gpus": ("gpus",), "tp": ("tp",), "pp": ("pp",), "chunks": ("vp", "chunks"), "dp": ("dp",), "cp": ("cp",),
-    "ep": ("ep",), "microbatch": ("microbatch", "mbs"), "global_batch": ("global_batch", "gbs"),
+    "ffn": ("ffn",), "seq": ("seq_len", "seq", "seq_length"), "vocab": ("vocab",), "params_b": ("params_b",),
+    "gpus": ("gpus",), "tp": ("tp", "tensor_model_parallel_size"), "pp": ("pp", "pipeline_model_parallel_size"),
+    "chunks": ("vp", "chunks", "virtual_pipeline_model_parallel_size"), "dp": ("dp",), "cp": ("cp", "context_parallel_size"),
+    "ep": ("ep", "expert_model_parallel_size"), "microbatch": ("microbatch", "mbs", "micro_batch_size"),
+    "global_batch": ("global_batch", "gbs", "global_batch_size"),
     "accumulate": ("grad_accum",), "experts": ("experts",), "topk": ("topk",), "moe_ffn": ("moe_ffn",),
     "chunk_layers": ("vp_layers",), "head_size": ("head_size", "head_dim", "kv_channels"), "replicate": ("replicate",),
 }  # fmt: skip
 """A number's name here, and the columns that may have it."""
+WORDS: dict[str, tuple[str, ...]] = {
+    "recompute": ("recompute", "recompute_mode", "recompute_granularity"), "sp": ("sp", "sequence_parallel"),
+    "model": ("model", "recipe"),
+}  # fmt: skip
+"""The same of what is said in words."""
 
 TIMES = {"iter_time_s": 1.0, "iter_time_s_median": 1.0, "measured_ms": 1e-3, "measured_time_s": 1.0}
 MEMORIES = {"peak_mem_gb": 1e9, "peak_mem_alloc_gib": 2.0**30, "peak_memory_gb": 1e9}
@@ -141,6 +151,9 @@ def framework(row: Mapping[str, str]) -> str:
 
 def _device(row: Mapping[str, str], found: Row) -> Device | None:
     said = text(row, "gpu")
+    if not said and (elsewhere := _mentioned(row)):
+        said = elsewhere
+        found.inferred.append(f"gpu={said}")
     if not said:
         found.refused.append("it names no gpu")
         return None
@@ -156,7 +169,7 @@ def _device(row: Mapping[str, str], found: Row) -> Device | None:
         tries = [f"{words.split('-')[0]}-{size.group(1)}gb", *tries]
     if "pcie" in words:
         tries = [f"{words.split('-')[0]}-pcie", *tries]
-    device = next((d for word in tries if (d := named(word)) is not None), None)
+    device = next((d for name in tries if (d := devices.named(name)) is not None), None)
     if device is None:
         found.refused.append(_said(unknown(said)))
         return None
@@ -167,6 +180,15 @@ def _device(row: Mapping[str, str], found: Row) -> Device | None:
         )
         return None
     return device
+
+
+def _mentioned(row: Mapping[str, str]) -> str:
+    """The first known device that any cell names; empty if none does."""
+    words = re.sub(r"[\s_]", "-", " ; ".join(filter(None, row.values())).lower())
+    names = [name for device in devices.devices().values() for name in (device.name, *device.aliases)]
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name != "cpu")
+    match = re.search(rf"(?<![a-z0-9])({pattern})(?![a-z0-9])", words)
+    return match[0] if match else ""
 
 
 def _said(problem: Problem) -> str:
@@ -215,10 +237,17 @@ def _precision(row: Mapping[str, str], device: Device, found: Row) -> str:
 
 
 def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) -> dict[str, float]:
+    model = None if said["layers"] and said["hidden"] else named(word(row, "model"))
+    if model:
+        found.inferred.append(f"model={model.name}")
+        said = of_model(model) | {name: value for name, value in said.items() if value is not None}
+        said = dict.fromkeys(COLUMNS) | said
     layers, hidden, total = said["layers"], said["hidden"], said["params_b"]
     if layers is None or hidden is None:
         if total is None:
-            found.refused.append("it has neither layers and hidden nor params_b")
+            found.refused.append(
+                "it has neither layers and hidden nor params_b, nor the name of a published model"
+            )
             return {}
         layers, hidden = _shape_of(
             total * 1e9, layers, hidden, (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
@@ -231,11 +260,14 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
     if not experts and (mixture := MOE.search(text(row, "arch"))):
         experts, active = float(mixture.group(1)), float(mixture.group(2)) + float(mixture.group(3) or 0)
     seq = said["seq"]
+    if seq is None and model:
+        seq = float(model.seq)
+        found.inferred.append(f"seq={seq:g}")
     if seq is None:
         found.refused.append("it has no sequence length (seq_len)")
         seq = 1.0
     vocab = take("vocab", 51200.0)
-    name = " ".join(text(row, n) for n in ("model", "test_case", "arch"))
+    name = " ".join([word(row, "model"), *(text(row, n) for n in ("test_case", "arch"))])
     if BESIDE.search(name):
         found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
     gated = float(true(row, "swiglu") or ("swiglu" not in row and (bool(GATED.search(name)) or experts > 0)))
@@ -252,11 +284,28 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
         if total and rest > 0:  # which of the two number of matrices gives the parameters that it has
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
     tied = not true(row, "untie") if "untie" in row else true(row, "tied") or not gated
+    if model:
+        gated, tied = float(model.gated), model.tied
     return {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": _head_size(said, row, hidden / heads),
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active,
         "tied": float(tied), "frozen": float(bool(re.search(r"\blora\b", name, re.I))),
     }  # fmt: skip
+
+
+def of_model(model: Model) -> dict[str, float | None]:
+    """What a published model's row would say."""
+    found: dict[str, float | None] = {
+        name: getattr(model, name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_size")
+    }  # fmt: skip
+    return found | (
+        {"experts": model.experts, "topk": model.active, "moe_ffn": model.ffn} if model.experts else {}
+    )
+
+
+def word(row: Mapping[str, str], name: str) -> str:
+    """The first cell of its columns that says something."""
+    return next((said for column in WORDS[name] if (said := text(row, column))), "")
 
 
 def _head_size(said: dict[str, float | None], row: Mapping[str, str], share: float) -> float:
@@ -328,9 +377,9 @@ def _by_cost(q: Mapping[str, float]) -> float:
 
 
 def _choices(row: Mapping[str, str], point: dict[str, float], found: Row) -> dict[str, float]:
-    shard, recompute = text(row, "shard").lower(), text(row, "recompute").lower()
+    shard, recompute = text(row, "shard").lower(), word(row, "recompute").lower()
     if stage := text(row, "zero"):
-        shard += f" zero{stage}"
+        shard = f"{shard} zero{re.sub(r'^(zero|stage|z)[-_ ]?', '', stage.lower())}".strip()
     zero, offload = 0.0, float("offload" in shard or "infinity" in text(row, "framework").lower())
     if re.search(STAGE.format(3) + "|full_shard|fsdp", shard) or true(row, "fsdp"):
         zero = 3.0
@@ -345,7 +394,7 @@ def _choices(row: Mapping[str, str], point: dict[str, float], found: Row) -> dic
             )
         elif "dist_opt" not in row:
             found.inferred.append("zero=0")
-    words = (("none", NONE), ("no", NONE), ("false", NONE), ("off", NONE), ("select", SELECTIVE), ("full", FULL),
+    words = (("none", NONE), ("no", NONE), ("false", NONE), ("off", NONE), ("select", SELECTIVE), ("seqsel", SELECTIVE), ("full", FULL),
              ("true", FULL), ("yes", FULL))  # fmt: skip
     recompute = "" if SILENT.fullmatch(recompute) and recompute != "none" else recompute
     level = next((value for word, value in words if recompute.startswith(word)), None)
@@ -353,7 +402,9 @@ def _choices(row: Mapping[str, str], point: dict[str, float], found: Row) -> dic
         level = NONE if point.get("flash") or "recompute_method" in row else SELECTIVE
         if "recompute_method" not in row:
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
-    sp = text(row, "sp").lower()
+    sp = word(row, "sp").lower() or (
+        "on" if recompute.startswith("seq") else ""
+    )  # Calculon's seqsel has both
     if not re.fullmatch(r"=tp|on|true|yes|off|false|no|[01]", sp) and not SILENT.fullmatch(sp):
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
     return {
