@@ -12,6 +12,7 @@ from soli.cli.main import app
 from soli.core.errors import SoliError
 from soli.planner.hardware.clusters import Cluster, read_cluster
 from soli.planner.hardware.devices import NUMBERS, devices, named
+from soli.planner.hardware.networks import networks
 
 WANTED = ["V100", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "B300", "GB200", "GB300", "MI300X", "cpu"]
 
@@ -72,6 +73,30 @@ def test_a_file_describes_a_new_device(tmp_path: Path) -> None:
         1,
         1 + NUMBERS.index("memory_gib"),
     )
+
+
+def test_what_joins_devices(tmp_path: Path) -> None:
+    """Named networks take the place of the device's usual ones; what servers share is divided among their devices."""
+    usual, efa, slow = (
+        read_cluster(text) for text in ("h100:8x4", "h100:8x4@efa-v2", "h100:4x4@ethernet-100, pcie5")
+    )
+    assert (efa.device.net_gbits, efa.device.net_us, efa.device.link_gbs) == (400, 15, usual.device.link_gbs)
+    assert (slow.device.net_gbits, slow.device.link_gbs, slow.device.node) == (25, 50, 4)
+    assert str(efa) == "h100:8x4@efa-v2"
+    for name, said in networks().items():
+        assert len(said) == 2, name
+        assert {"link_gbs", "link_us"} == set(said) or "net_us" in said, name
+    file = tmp_path / "ours.toml"
+    file.write_text('like = "a100"\nnodes = 2\nnetwork = "ethernet-25"\n')
+    assert read_cluster(str(file)).device.net_gbits == 25 / 8
+    file.write_text('like = "a100"\nnodes = 2\nnetwork = "ethernet-25"\nnet_gbits = 7\n')
+    assert (read_cluster(str(file)).device.net_gbits, read_cluster(str(file)).device.net_us) == (7, 40)
+    (said,) = problems("h100:8@efa")
+    assert "no network 'efa' is known" in said
+    assert "efa-v1" in said
+    assert len(problems("h10:0x0@nothing")) == 3
+    file.write_text('like = "a100"\nnetwork = 3\n')
+    assert "is text" in problems(str(file))[0]
 
 
 def test_an_unknown_device_and_its_nearest() -> None:

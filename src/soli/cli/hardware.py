@@ -13,6 +13,7 @@ from rich.table import Table
 
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.hardware.devices import Device, devices
+from soli.planner.hardware.networks import SHARED, networks
 
 COLUMNS = {
     "memory_gib": "GiB", "memory_gbs": "GB/s", "node": "node", "link_gbs": "link", "net_gbits": "net", "host_gbs": "host",
@@ -31,12 +32,16 @@ def hardware(
 ) -> None:
     """The devices that are known, or one cluster as it was understood.
 
-    A cluster is DEVICE, DEVICE:PER_SERVER or DEVICE:PER_SERVERxSERVERS, or a TOML file: like = "h100" and what is
-    different (nodes, node, tflops, memory_gib, memory_gbs, units, link_gbs, link_us, net_gbits, net_us, host_gbs).
+    A cluster is DEVICE, DEVICE:PER_SERVER or DEVICE:PER_SERVERxSERVERS, with @NETWORK where it is not the usual one, or
+    a TOML file: like = "h100" and what is different (nodes, network, node, tflops, memory_gib, memory_gbs, units, link_gbs, link_us, net_gbits, net_us, host_gbs).
     """
     if not cluster:
         known = list(devices().values())
-        print(json.dumps([asdict(device) for device in known], indent=2)) if as_json else _show(known)
+        if as_json:
+            print(json.dumps([asdict(device) for device in known], indent=2))
+            return
+        _show(known)
+        _networks()
         return
     found = read_cluster(cluster)
     if as_json:
@@ -49,6 +54,21 @@ def hardware(
     _show([found.device])
     servers = "one server" if found.nodes == 1 else f"{found.nodes} servers"
     print(f"{found}: {servers} of {found.device.node}, {found.size} devices. Source: {found.device.source}")
+
+
+def _networks() -> None:
+    table = Table("network", box=box.SIMPLE, caption="--cluster DEVICE:8x64@NETWORK", caption_justify="left")
+    for title in ("GB/s in a server", "Gbit/s a device", "Gbit/s a server", "us"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, said in networks().items():
+        rates = (
+            said.get("link_gbs"),
+            said.get("net_gbits"),
+            said.get(SHARED),
+            said.get("link_us", said.get("net_us")),
+        )
+        table.add_row(name, *("" if n is None else f"{n:g}" for n in rates))
+    Console().print(table)
 
 
 def _show(known: list[Device]) -> None:

@@ -1,11 +1,13 @@
 """What a plan is made for: so many devices of one kind, in servers, as `h100:8x64` or as a TOML file says it.
 
     h100:8x64    64 servers of 8          h100:4    one server of 4          h100    one server as it is sold
+    h100:8x64@efa-v2, a100:4@pcie4        what joins them, where it is not the usual (networks.toml)
 
 A file starts from a known device and says what is different, or describes a new one whole:
 
     like = "h100"          # or "name" and every field of hardware/devices.toml
     nodes = 64
+    network = "efa-v2"     # or several: "ib-hdr,nvlink3"
     net_gbits = 200        # a field of hardware/devices.toml
 """
 
@@ -21,9 +23,10 @@ from typing import Any
 
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.planner.hardware.devices import NUMBERS, PRECISIONS, Device, devices, named
+from soli.planner.hardware.networks import joined
 
-SHORT = re.compile(r"([^:]+?)(?::(\d+)(?:x(\d+))?)?")
-WORDS = ("like", "name", "source", "generation", "nodes", "tflops", *NUMBERS)
+SHORT = re.compile(r"([^:@]+?)(?::(\d+)(?:x(\d+))?)?(?:@(.+))?")
+WORDS = ("like", "name", "source", "generation", "nodes", "network", "tflops", *NUMBERS)
 DESCRIBE = 'describe it in a file, --cluster mine.toml: like = "{}", and the fields that differ (soli hardware --help)'
 
 
@@ -33,6 +36,7 @@ class Cluster:
 
     device: Device
     nodes: int = 1
+    network: str = ""
 
     @property
     def size(self) -> int:
@@ -40,7 +44,7 @@ class Cluster:
         return self.nodes * self.device.node
 
     def __str__(self) -> str:
-        return f"{self.device.name}:{self.device.node}x{self.nodes}"
+        return f"{self.device.name}:{self.device.node}x{self.nodes}" + f"@{self.network}" * bool(self.network)
 
 
 def read_cluster(text: str) -> Cluster:
@@ -52,18 +56,24 @@ def read_cluster(text: str) -> Cluster:
         raise SoliError(
             "a cluster is a device, and how many a server and how many servers",
             got=text,
-            allowed="h100, h100:8, h100:8x64, or a file that ends in .toml",
+            allowed="h100, h100:8, h100:8x64, h100:8x64@ib-hdr, or a file that ends in .toml",
         )
-    name, per_node, nodes = found.groups()
+    name, per_node, nodes, network = found.groups(default="")
     device, problems = named(name), []
     if device is None:
         problems.append(unknown(name))
+    else:
+        device, problems = _joined(replace(device, node=int(per_node or device.node) or device.node), network)
     for what, number in (("devices a server", per_node), ("servers", nodes)):
-        if number is not None and int(number) == 0:
+        if number and int(number) == 0:
             problems.append(Problem(f"a cluster of no {what}", got=text, allowed="1, 2, 3, ..."))
     raise_all(problems)
     assert device is not None
-    return Cluster(replace(device, node=int(per_node or device.node)), int(nodes or 1))
+    return Cluster(device, int(nodes or 1), network)
+
+
+def _joined(device: Device, network: str) -> tuple[Device, list[Problem]]:
+    return joined(device, [name.strip() for name in network.split(",")] if network else [])
 
 
 def unknown(name: str) -> Problem:
@@ -101,9 +111,16 @@ def _of_file(path: Path) -> Cluster:
         )
     raise_all(problems)
     fields: dict[str, Any] = {"source": str(path), "generation": "unknown", **(asdict(base) if base else {})}
-    fields |= {key: value for key, value in said.items() if key not in ("like", "nodes")}
+    own = {key: value for key, value in said.items() if key not in ("like", "nodes", "network")}
+    fields |= {key: value for key, value in own.items() if key != "tflops"}
     fields["tflops"] = {**(base.tflops if base else {}), **said.get("tflops", {})}
-    return Cluster(Device(**{**fields, "source": str(path)}), said.get("nodes", 1))
+    network = said.get("network", "")
+    device, problems = _joined(Device(**{**fields, "source": str(path)}), network)
+    raise_all(problems)
+    numbers = {
+        key: value for key, value in own.items() if key in NUMBERS
+    }  # which count beside a network's name
+    return Cluster(replace(device, **numbers), said.get("nodes", 1), network)
 
 
 def _misspelt(path: Path, key: str) -> Problem:

@@ -1,0 +1,44 @@
+"""What joins devices, as data: links inside a server, networks between servers. The table is networks.toml."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from soli.core.errors import Problem
+from soli.planner.hardware.devices import Device
+
+SHARED = "server_gbits"
+
+
+@cache
+def networks() -> dict[str, dict[str, float]]:
+    """The entries of networks.toml."""
+    return tomllib.loads(files(__package__).joinpath("networks.toml").read_text(encoding="utf-8"))
+
+
+def joined(device: Device, names: Sequence[str]) -> tuple[Device, list[Problem]]:
+    """A device with these in place of its usual link and network; and what is wrong with them."""
+    problems = []
+    for name in names:
+        said = networks().get(name.lower())
+        if said is None:
+            near = difflib.get_close_matches(name.lower(), networks(), n=3, cutoff=0.3)
+            problems.append(
+                Problem(
+                    f"no network '{name}' is known",
+                    allowed=", ".join(near or networks()),
+                    fix="describe it in a file, --cluster mine.toml: net_gbits or link_gbs of a device",
+                )
+            )
+            continue
+        own: dict[str, Any] = {key: value for key, value in said.items() if key != SHARED}
+        if SHARED in said:
+            own["net_gbits"] = said[SHARED] / device.node
+        device = replace(device, **own)
+    return device, problems
