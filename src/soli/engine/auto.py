@@ -6,7 +6,8 @@
 4. A plan that cuts blocks, or for which memory is short, is run for a few steps on a copy before it is begun: what
    takes more than was rehearsed, or computes something else, is not begun, and what is slower than predicted says how
    much of the others (planner/learn.py). Where one was run, what is promised to be nearly as quick is run too.
-   `auto=probe` so tries the best three different layouts at the least, and the best of what was run twice more.
+   `auto=probe` so tries the best three different layouts at the least, what is beside the best in its layout, and the
+   best of what was run twice more.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from soli.mesh.collectives import all_reduce, barrier, gather_json
 from soli.mesh.mesh import Mesh, build_mesh
 from soli.mesh.world import World, passing_groups
 from soli.parallel.init import is_deferred
-from soli.planner.candidates import bases, lighter, variants
+from soli.planner.candidates import bases, differences, lighter, variants
 from soli.planner.learn import Learnt
 from soli.planner.legality import plain
 from soli.planner.machine import Machine, estimate
@@ -55,6 +56,8 @@ DOUBT = 1.25
 PROBE_STEPS = 4
 PACE_STEPS = 5
 MOST_PROBES = {"auto": 6, "probe": 12}
+AROUND = 4
+"""Of `auto=probe`: so many plans that differ from the best in one choice are run, whatever was predicted of them."""
 FINALISTS = 4
 FINAL_ROUNDS = 2
 """Of `auto=probe`: so many of the plans that were run, within DOUBT of the best, are run so often again, in turns."""
@@ -86,6 +89,7 @@ class Auto:
             if self.world.size > 1:
                 self._probe()
             if self.probes > 1:
+                self._climb()
                 self._finish()
         order = self._fitting()
         while order and self._is_open(order[0]) and not self._holds(order[0]):
@@ -205,6 +209,18 @@ class Auto:
                     if one.parts and not one.measured:
                         self.options[one.plan] = replace(one, seconds=self.learnt.seconds(one.parts))
         self._vary()
+
+    def _climb(self) -> None:
+        """Run what differs from the best that was run in one choice, and go on from whatever is better: forms of one layout
+        differ by less than predictions of them are off."""
+        for _ in range(AROUND):
+            order = self._fitting()
+            best = next((o for o in order if o.measured), None)
+            open_ = [o for o in order if best and not o.measured and o.seconds <= CHANGED * best.measured]
+            beside = [o for o in open_ if best and differences(_asked(o), _asked(best)) == 1]
+            if not beside:
+                return
+            self._holds(min(beside, key=lambda o: o.seconds), PROBE_STEPS)
 
     def _finish(self) -> None:
         """Run the best of the plans that were run again, in turns: a few steps do not tell apart what is nearly alike. Each has the median then."""

@@ -54,6 +54,17 @@ def variants(plan: Plan, ranks: int, rows: int) -> list[Plan]:
     return [one for one in found if one != plan and not problems(one, ranks) and one.pieces <= rows]
 
 
+CHOICES = (("zero", "replicate"), ("schedule", "chunks"), ("microbatches",), ("context",))
+"""What variants of a layout differ in; keys of a plan that go together."""
+
+
+def differences(one: Plan, other: Plan) -> float:
+    """In how many choices two plans of a layout differ; infinite where they are of two layouts, or differ in what variants do not."""
+    if one.with_(**{key: getattr(other, key) for keys in CHOICES for key in keys}) != other:
+        return float("inf")
+    return sum(any(getattr(one, key) != getattr(other, key) for key in keys) for keys in CHOICES)
+
+
 def _tensor(tp: int) -> list[dict[str, Any]]:
     if tp == 1:
         return [{}]
