@@ -60,7 +60,9 @@ AROUND = 4
 """Of `auto=probe`: so many plans that differ from the best in one choice are run, whatever was predicted of them."""
 FINALISTS = 4
 FINAL_ROUNDS = 2
-"""Of `auto=probe`: so many of the plans that were run, within DOUBT of the best, are run so often again, in turns."""
+FINAL_SECONDS, FINAL_STEPS = 2.0, 12
+"""Of `auto=probe`: so many of the plans that were run, within DOUBT of the best, are run so often again, in turns, each for so long:
+short steps are told apart by many of them, of which there are no more than so many."""
 
 
 class Auto:
@@ -229,9 +231,10 @@ class Auto:
         if len(near) < 2:
             return
         spent = {plan: [self.options[plan].measured] for plan in near}
+        steps = max(PROBE_STEPS, min(round(FINAL_SECONDS / run[0].measured), FINAL_STEPS))
         for _ in range(FINAL_ROUNDS):
             for plan in near:
-                if not self.options[plan].refused and self._holds(self.options[plan], PROBE_STEPS):
+                if not self.options[plan].refused and self._holds(self.options[plan], steps):
                     spent[plan].append(self.options[plan].measured)
         for plan, seconds in spent.items():
             self.options[plan] = replace(self.options[plan], measured=median(seconds))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from soli.planner.cost import rings
+from soli.planner.cost import overlap, rings
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import FULL, LINE, Array, Points
 
@@ -60,7 +60,7 @@ def of_layer(
     """
     one = np.ones_like(p.tp)
     hidden = p.tokens * p.hidden * 2.0
-    sums = np.where(p.tensor == LINE, 2 * all_reduce(p, k, hidden, p.tp, one) * (1 - k.hidden_sums), 0.0)
+    sums = np.where(p.tensor == LINE, overlap.sums(k, 2 * all_reduce(p, k, hidden, p.tp, one)), 0.0)
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
     experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner, _crossing(p, inner)), 0.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from soli.planner.cost import arithmetic, communication, context, grids, memory, pipeline, schedules
+from soli.planner.cost import arithmetic, communication, context, grids, memory, overlap, pipeline, schedules
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import FULL, INTERLEAVED, Array, Points
 
@@ -46,8 +46,7 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     sent_forward, sent_backward = _sent(p, k)
     dense, experts = memory.of_layer(p)
     gather_forward, gather_backward = communication.gathers_of_layer(p, k, dense, experts)
-    late = np.maximum(gather_forward - k.hidden_gathers * forward, 0.0)
-    late = late + np.maximum(gather_backward - k.hidden_gathers * backward, 0.0)
+    late = overlap.gathers(k, gather_forward, forward) + overlap.gathers(k, gather_backward, backward)
     exposed = sent_forward + sent_backward + late
     passes = 3.0 + arithmetic.recomputed(p, np.ones_like(whole), np.zeros_like(whole))
     calls = communication.calls_of_layer(p) + context.calls(p) + grids.calls(p)
@@ -113,7 +112,7 @@ def seconds(
     dense, experts = memory.trained(p)
     backward = run.layers / 2
     reduced = communication.of_gradients(p, k, dense, experts, memory.of_tables(p))
-    late = np.maximum(reduced - k.hidden_gradients * np.minimum(reduced, backward), 0.0)
+    late = overlap.gradients(k, reduced, backward)
     sharded = p.zero >= 1
     own = dense / np.where(sharded, p.shards, 1.0) + experts / np.where(sharded, p.expert_shards, 1.0)
     update = arithmetic.optimizer(p, k, own)
