@@ -2,7 +2,7 @@
 
 For each model and network of this machine every plan of the space (planner/candidates.py: all layouts, all their
 variants) runs two steps; then auto and auto=probe choose, with a calibration of their own; then the eight best and what
-was chosen run three rounds of four steps more, in turns. Regret: the median of the chosen over that of the best, less 1.
+was chosen run five rounds of eight steps more, in turns (three of four, where the JSON has four times of a plan). Regret: the median of the chosen over that of the best, less 1.
 The variants of a layout that takes twice as long as the best one are not run, unless with --all: `gain` is how many
 times as fast as its layout a variant was at most. A case that is cut off goes on where it was (results/regret-*.part.json).
 """

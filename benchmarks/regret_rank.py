@@ -26,7 +26,7 @@ from soli.models.vit import ViT, ViTConfig
 from soli.planner.candidates import bases, variants
 
 ROWS, TOKENS, VOCAB = 16, 64, 512
-BEST, ROUNDS, STEPS = 8, 3, 4
+BEST, ROUNDS, STEPS = 8, 5, 8
 
 
 def models() -> dict:

@@ -116,9 +116,11 @@ def _rows(path: Path) -> list[dict[str, str]]:
         raise SoliError("the table cannot be read", got=f"{path}: {error.strerror}") from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise SoliError("the table is no CSV file", got=f"{path}: {error}") from error
-    if "gpu" not in names:
+    from soli.planner.rows import COLUMNS, WORDS
+
+    if not {column for columns in (*COLUMNS.values(), *WORDS.values()) for column in columns} & {*names}:
         raise SoliError(
-            "the table has no column 'gpu'",
+            "the table has none of the columns that say what runs",
             got=f"{path}: {', '.join(names) or 'an empty file'}",
             fix="name the columns in its first line: gpu, gpus, layers, hidden, seq_len, global_batch, tp, pp, ...",
         )

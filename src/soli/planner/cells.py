@@ -7,13 +7,23 @@ from collections.abc import Mapping
 
 SILENT = re.compile(r"|-|\?|n/?a|none|null|nan|unknown|not (?:stated|known|given).*|see .*|default.*", re.I)
 """Cells that say nothing."""
-NUMBER = re.compile(r"[~≈]?\s*([+-]?(?:\d[\d,]*)?(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(.*)")
+NUMBER = re.compile(r"[~≈]?\s*([+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(.*)")
 UNITS: dict[str, dict[str, float]] = {
     "seq": {"k": 1024, "K": 1024},
     "params_b": {"K": 1e-6, "M": 1e-3, "B": 1.0, "T": 1e3},
 }
 """What letters behind a number mean, by what it counts."""
-MAY_BE_NONE = ("chunks", "chunk_layers", "ep", "experts", "topk", "accumulate")
+MAY_BE_NONE = (
+    "chunks",
+    "chunk_layers",
+    "ep",
+    "experts",
+    "topk",
+    "accumulate",
+    "shared",
+    "shard_group",
+    "again",
+)
 """Numbers of which 0 says that there is none."""
 FRACTIONS = ("params_b", "time", "memory", "states")
 MOST = 1e12

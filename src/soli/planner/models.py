@@ -73,6 +73,7 @@ class Model:
     tied: bool
     seq: int  # the longest that it was made for; 0: not said
     shared: int = 0  # of the active experts those that each token goes to
+    compressed: int = 0  # parameters of a layer's attention, where its keys are compressed
     flash: bool = True  # attention's scores are not kept in memory
 
     @property
@@ -86,7 +87,7 @@ class Model:
             "layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads,
             "head_size": self.head_size, "ffn": self.ffn, "gated": float(self.gated), "vocab": self.vocab,
             "experts": self.experts, "active": self.active, "tied": float(self.tied), "flash": float(self.flash), "frozen": 0.0,
-            "shared": self.shared,
+            "shared": self.shared, "compressed": self.compressed,
         }  # fmt: skip
 
 
@@ -153,8 +154,36 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         tied=bool(said.get("tie_word_embeddings", family.tied)),
         seq=numbers["seq"] or 0,
         shared=(numbers["shared"] or 0) if experts else 0,
+        compressed=_compressed(said, hidden, heads),
     )
     return model, tuple(_inferred(kind, said, numbers, model))
+
+
+def compressed(
+    hidden: float,
+    heads: float,
+    q_rank: float,
+    kv_rank: float = 512,
+    nope: float = 128,
+    rope: float = 64,
+    values: float = 128,
+) -> float:
+    """Parameters of a layer's latent attention (MLA, arXiv 2405.04434, 2.1): `q_rank` 0 where queries are whole. `nope`, `rope`, `values`: of a
+    head's query without and with positions, and of its values."""
+    queries = (hidden + heads * (nope + rope)) * q_rank if q_rank else hidden * heads * (nope + rope)
+    keys = hidden * (kv_rank + rope) + kv_rank * heads * (nope + values)
+    return queries + keys + heads * values * hidden
+
+
+def _compressed(said: Mapping[str, Any], hidden: int, heads: int) -> int:
+    if not said.get("kv_lora_rank"):
+        return 0
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return int(
+        compressed(
+            hidden, heads, said.get("q_lora_rank") or 0, *(said[name] for name in names if name in said)
+        )
+    )
 
 
 def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Problem]:
@@ -192,8 +221,6 @@ def _inferred(
         found.append(f"num_key_value_heads={model.kv_heads}, as many as heads")
     if model.experts and (first := said.get("first_k_dense_replace")):
         found.append(f"its first {first} layers have experts as the others")
-    if said.get("kv_lora_rank"):
-        found.append("its compressed keys are taken as whole ones")
     found += [
         f"{key} is left out, only text is planned" for key in said if TOWER.fullmatch(key) and said[key]
     ]

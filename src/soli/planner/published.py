@@ -41,13 +41,16 @@ def of_entry(name: str) -> Model:
         tied=said.get("tied", False),
         seq=said["seq"],
         shared=shared,
+        compressed=said.get("compressed", 0),
     )
 
 
 def named(text: str) -> Model | None:
     """The published model that a name means, with as many layers as the name says; None if it means none."""
-    plain = re.sub(r"[-_ ./]", "", text.lower())
+    plain = re.sub(r"[-_ ./]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", text.lower()))  # 1.3B is not 13B
     entry = next((name for name, one in published().items() if re.search(one["match"], plain)), None)
+    if re.search(r"distill|vl\d|vl$|vision", plain):  # as large as others, of other programs
+        return None
     if entry is None:
         return None
     model, part = of_entry(entry), LAYERS.search(text)

@@ -12,15 +12,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from soli.core.errors import Problem
 from soli.planner.cells import SILENT, number, text, true
-from soli.planner.cost.points import CAST, FULL, HALF, MIXED, NONE, SELECTIVE, SIZES, of_device
+from soli.planner.cost.points import CAST, FULL, HALF, MIXED, NONE, SELECTIVE, of_device
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, of_program
-from soli.planner.hardware import devices
 from soli.planner.hardware.clusters import unknown
 from soli.planner.hardware.devices import Device
-from soli.planner.models import Model
+from soli.planner.models import Model, compressed
 from soli.planner.published import named
+from soli.planner.spellings import (
+    FSDP,
+    NANOTRON,
+    OTHER,
+    Sharding,
+    device,
+    mentioned,
+    precision,
+    program,
+    recomputation,
+    sharding,
+    switch,
+)
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "layers": ("layers",), "hidden": ("hidden",), "heads": ("heads",), "kv_heads": ("kv_heads", "kv_groups"),
@@ -30,39 +41,41 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "ep": ("ep", "expert_model_parallel_size"), "microbatch": ("microbatch", "mbs", "micro_batch_size"),
     "global_batch": ("global_batch", "gbs", "global_batch_size"),
     "accumulate": ("grad_accum",), "experts": ("experts",), "topk": ("topk",), "moe_ffn": ("moe_ffn",),
-    "chunk_layers": ("vp_layers",), "head_size": ("head_size", "head_dim", "kv_channels"), "replicate": ("replicate",),
+    "chunk_layers": ("vp_layers",), "again": ("recompute_num_layers", "recompute_layers"), "head_size": ("head_size", "head_dim", "kv_channels"), "replicate": ("replicate",),
+    "shard_group": ("zero_group", "shard_group", "data_parallel_shard_degree"), "shared": ("shared_experts",),
 }  # fmt: skip
 """A number's name here, and the columns that may have it."""
 WORDS: dict[str, tuple[str, ...]] = {
     "recompute": ("recompute", "recompute_mode", "recompute_granularity"), "sp": ("sp", "sequence_parallel"),
-    "model": ("model", "recipe"),
+    "model": ("model", "recipe"), "gpu": ("gpu", "device", "accelerator", "gpu_type"),
 }  # fmt: skip
 """The same of what is said in words."""
 
+TOLD = ("model", "recipe", "notes", "source", "interconnect", "framework", "test_case", "env")
+"""Cells that may name a device where no column does."""
 TIMES = {"iter_time_s": 1.0, "iter_time_s_median": 1.0, "measured_ms": 1e-3, "measured_time_s": 1.0}
 MEMORIES = {"peak_mem_gb": 1e9, "peak_mem_alloc_gib": 2.0**30, "peak_memory_gb": 1e9}
 STATES = {"static_mem_alloc_gib": 2.0**30}
-MOE = re.compile(r"(\d+)\s*e(?:xperts)?\s*top(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
+MOE = re.compile(r"(\d+)\s*e(?:xperts)?[\s,/]*top[\s-]*(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
+LATENT = 160.0
 HEADS = (
     (re.compile(r"qwen-?_?3", re.I), 128.0), (re.compile(r"gpt[-_ ]?oss", re.I), 64.0),
-    (re.compile(r"gemma", re.I), 256.0), (re.compile(r"\bmla\b|deepseek-?_?v[23]", re.I), 160.0),
+    (re.compile(r"gemma", re.I), 256.0), (re.compile(r"\bmla\b|deepseek-?_?v[23]|kimi-?_?k2", re.I), LATENT),
 )  # fmt: skip
 """Families whose head size is not hidden / heads, by their model cards; of MLA the mean of 192 for keys, 128 for values."""
 BESIDE = re.compile(r"\bvlm\b|_vlm_|multimodal|llava", re.I)
 """Models of which the columns say only a part."""
-OTHER, NANOTRON = "other", "nanotron"
-STAGE = r"zero[\s_=-]*(?:stage)?[\s_=-]*{0}|stage[\s_=-]*{0}"
 RECOMPUTE, DEVICES, BY_EYE = "recompute=", "gpus=", "a time read by eye"
 SCALED = (MEGATRON, OLD, "megatron-deepspeed")
 """Frameworks whose gradients of fp16 are summed in fp16 and copied in fp32 for the optimizer, which scales them back."""
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
 
-FLASH = ("fsdp", "nanotron", "soli", TESTS)
+FLASH = (FSDP, "nanotron", "soli", TESTS)
 """Frameworks, and generations of devices, whose attention keeps no scores unless a row says so."""
 
-FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "cdna3")
+FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "cdna3", "cdna4", "ada")
 
 
 @dataclass
@@ -77,6 +90,7 @@ class Row:
     time: float | None = None  # measured, seconds
     memory: float | None = None  # measured, bytes
     states: float | None = None  # of it what is there between steps
+    timeless: bool = False  # it says not how large a step is
     fits: bool = True  # False: it is known to have run out of memory
 
     @property
@@ -100,15 +114,16 @@ def read(row: Mapping[str, str]) -> Row:
     precision = _precision(row, device, found)
     point = of_device(device, precision) if precision else {}
     kept = HALF if precision == "fp16" and found.framework in SCALED else MIXED
-    point |= _network(row, device) | (CAST if found.framework == "soli" else kept)
+    point |= _network(row, device)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != NANOTRON)}
-    told = " ".join(text(row, name) for name in ("attn_backend", "notes"))
-    point |= of_program(found.framework, found.generation, told)
+    told = " ".join(text(row, name) for name in ("attn_backend", "notes", "framework"))
+    point |= of_program(found.framework, found.generation, told) | (
+        CAST if found.framework == "soli" else kept
+    )
     point |= _model(row, said, found) | _attention(row, found)
     point |= _degrees(said, point, found)
-    point["replicate"] = said["replicate"] or 1.0
     point["longest"] = _by_cost(point) if found.framework == NANOTRON else 0.0
-    point |= _choices(row, point, found)
+    point |= _choices(row, said, point, found)
     point |= _batch(said, point, found)
     if not found.refused:
         found.refused += _impossible(said, point)
@@ -124,8 +139,10 @@ def read_measured(row: Mapping[str, str]) -> Row:
         next((value * unit for column, unit in units.items() if (value := number(row, name, (column,), found.refused))), None)
         for name, units in (("time", TIMES), ("memory", MEMORIES), ("states", STATES))
     )  # fmt: skip
-    if DEVICES in " ".join(found.inferred) and found.point.get("zero"):
+    if DEVICES in " ".join(found.inferred) and (found.point.get("zero") or found.timeless):
         found.memory = found.states = None  # of states that are shared out among a number that nobody says
+    if found.timeless:
+        found.time = None
     if "by eye" in text(row, "provenance"):
         found.inferred.append(BY_EYE)
     found.fits = "oom" not in text(row, "status").lower()
@@ -136,69 +153,35 @@ def framework(row: Mapping[str, str]) -> str:
     """Whose program ran: a family whose rows share constants."""
     if text(row, "test_case"):
         return TESTS  # of toy sizes, deterministic, on shared machines
-    said = " ".join(text(row, name) for name in ("framework", "source")).lower()
-    families = (
-        ("zero-3", "deepspeed"), ("zero3", "deepspeed"), ("deepspeed zero", "deepspeed"), ("offload", "deepspeed"),
-        ("fsdp", "fsdp"), ("torchtitan", "fsdp"), ("llm-foundry", "fsdp"), ("megatron-deepspeed", "megatron-deepspeed"),
-        ("megatron+deepspeed", "megatron-deepspeed"), ("deepspeed", "deepspeed"), ("nemo", MEGATRON),
-        ("bridge", MEGATRON), ("megatron-core", MEGATRON), ("mcore", MEGATRON), ("megatron", OLD), ("nanotron", "nanotron"), ("soli", "soli"),
-    )  # fmt: skip
-    return next((family for word, family in families if word in said), OTHER)
+    return program(text(row, "framework"), text(row, "source"))
 
 
 # --- devices ----------------------------------------------------------------------------------------------
 
 
 def _device(row: Mapping[str, str], found: Row) -> Device | None:
-    said = text(row, "gpu")
-    if not said and (elsewhere := _mentioned(row)):
-        said = elsewhere
-        found.inferred.append(f"gpu={said}")
+    said = word(row, "gpu")
     if not said:
-        found.refused.append("it names no gpu")
+        elsewhere = mentioned(*(text(row, name) for name in TOLD))
+        if elsewhere is None:
+            found.refused.append("it names no gpu")
+        else:
+            found.inferred.append(f"gpu={elsewhere.name}")
+        return elsewhere
+    one, size = device(said)
+    if one is None:
+        problem = unknown(said)
+        found.refused.append(f"{problem.what}; {problem.allowed}; {problem.fix}")
         return None
-    words = (
-        re.sub(r"\(.*|\b(?:nvidia|tesla|amd)\b", "", said.lower())
-        .replace("_", "-")
-        .replace(" ", "-")
-        .strip("-")
-    )
-    words = re.sub(r"-(?:sxm|hbm)\w*", "", words)
-    tries = [words, *_shorter(words)]
-    if size := re.search(r"(\d+)\s*-?gi?b(?![a-z/])", said.lower()):
-        tries = [f"{words.split('-')[0]}-{size.group(1)}gb", *tries]
-    if "pcie" in words:
-        tries = [f"{words.split('-')[0]}-pcie", *tries]
-    device = next((d for name in tries if (d := devices.named(name)) is not None), None)
-    if device is None:
-        found.refused.append(_said(unknown(said)))
-        return None
-    odd = [form for form in ("pcie", "nvl") if form in words.split("-") and form not in device.name]
-    if odd or (size and abs(float(size.group(1)) / device.memory_gib - 1) > 0.15):
+    odd = [
+        form for form in ("pcie", "nvl") if form in re.split(r"[\s_-]", said.lower()) and form not in one.name
+    ]
+    if odd or (size and abs(size / one.memory_gib - 1) > 0.15):
         found.refused.append(
-            f"no device '{said}' is known; {device.name} has {device.memory_gib:g} GiB, as SXM or as sold"
+            f"no device '{said}' is known; {one.name} has {one.memory_gib:g} GiB, as SXM or as sold"
         )
         return None
-    return device
-
-
-def _mentioned(row: Mapping[str, str]) -> str:
-    """The first known device that any cell names; empty if none does."""
-    words = re.sub(r"[\s_]", "-", " ; ".join(filter(None, row.values())).lower())
-    names = [name for device in devices.devices().values() for name in (device.name, *device.aliases)]
-    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name != "cpu")
-    match = re.search(rf"(?<![a-z0-9])({pattern})(?![a-z0-9])", words)
-    return match[0] if match else ""
-
-
-def _said(problem: Problem) -> str:
-    return f"{problem.what}; {problem.allowed}"
-
-
-def _shorter(words: str) -> list[str]:
-    """The name with less and less behind it: a100-80gb-sxm, a100-80gb, a100."""
-    parts = words.split("-")
-    return ["-".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
+    return one
 
 
 def _network(row: Mapping[str, str], device: Device) -> dict[str, float]:
@@ -220,13 +203,12 @@ def _network(row: Mapping[str, str], device: Device) -> dict[str, float]:
 
 def _precision(row: Mapping[str, str], device: Device, found: Row) -> str:
     """Of linear products; empty where the device has it not, which refuses the row."""
-    said = text(row, "precision").lower() or (
-        "fp8" if true(row, "fp8") else "fp16" if true(row, "fp16") else ""
-    )
-    if SILENT.fullmatch(said):
-        said = "bf16" if "bf16" in device.tflops else "fp16"
-        found.inferred.append(f"precision={said}")
-    name = next((name for name in SIZES if name in said), "")
+    said = text(row, "precision") or ("fp8" if true(row, "fp8") else "fp16" if true(row, "fp16") else "")
+    name = precision(said)
+    if not name and (SILENT.fullmatch(said) or re.search("mixed|amp", said.lower())):
+        name = precision(re.sub(r"[_-]", " ", word(row, "model")))
+        name = name or ("bf16" if "bf16" in device.tflops else "fp16")
+        found.inferred.append(f"precision={name}")
     if name in device.tflops:
         return name
     found.refused.append(f"{device.name} multiplies no {name or said} (it has {', '.join(device.tflops)})")
@@ -237,8 +219,13 @@ def _precision(row: Mapping[str, str], device: Device, found: Row) -> str:
 
 
 def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) -> dict[str, float]:
-    model = None if said["layers"] and said["hidden"] else named(word(row, "model"))
-    if model:
+    model = named(word(row, "model"))
+    if model and any(said[name] not in (None, getattr(model, name)) for name in ("layers", "hidden")):
+        model = None
+    if model and said["params_b"] and abs(model.parameters / said["params_b"] / 1e9 - 1) > 0.2:
+        model = None
+    silent = [name for name in ("layers", "hidden", "heads", "ffn", "vocab") if said[name] is None]
+    if model and silent:
         found.inferred.append(f"model={model.name}")
         said = of_model(model) | {name: value for name, value in said.items() if value is not None}
         said = dict.fromkeys(COLUMNS) | said
@@ -256,9 +243,8 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
     take: Callable[[str, float], float] = lambda name, usual: _or(said, name, usual, found)
     heads = take("heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
     kv_heads = said["kv_heads"] or heads
-    experts, active = said["experts"] or 0.0, (said["topk"] or 1.0) if said["experts"] else 1.0
-    if not experts and (mixture := MOE.search(text(row, "arch"))):
-        experts, active = float(mixture.group(1)), float(mixture.group(2)) + float(mixture.group(3) or 0)
+    name = " ".join([word(row, "model"), *(text(row, n) for n in ("test_case", "arch"))])
+    experts, active, shared = _experts(said, name, found)
     seq = said["seq"]
     if seq is None and model:
         seq = float(model.seq)
@@ -267,11 +253,12 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
         found.refused.append("it has no sequence length (seq_len)")
         seq = 1.0
     vocab = take("vocab", 51200.0)
-    name = " ".join([word(row, "model"), *(text(row, n) for n in ("test_case", "arch"))])
     if BESIDE.search(name):
         found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
     gated = float(true(row, "swiglu") or ("swiglu" not in row and (bool(GATED.search(name)) or experts > 0)))
+    head_size = _head_size(said, row, hidden / heads)
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
+    latent = head_size == LATENT or true(row, "mla")
     rest = (total or 0.0) * 1e9 - layers * attention - 2 * vocab * hidden
     if experts:
         ffn = said["moe_ffn"]
@@ -283,13 +270,15 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
         ffn = take("ffn", 4 * hidden)
         if total and rest > 0:  # which of the two number of matrices gives the parameters that it has
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
-    tied = not true(row, "untie") if "untie" in row else true(row, "tied") or not gated
-    if model:
+    said_tied = switch(text(row, "tied"))
+    tied = not true(row, "untie") if "untie" in row else (not gated if said_tied is None else said_tied)
+    if model and silent:
         gated, tied = float(model.gated), model.tied
     return {
-        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": _head_size(said, row, hidden / heads),
-        "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active,
-        "tied": float(tied), "frozen": float(bool(re.search(r"\blora\b", name, re.I))),
+        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size,
+        "compressed": compressed(hidden, heads, 1536 if hidden > 2048 else 0) if latent else 0.0,
+        "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active, "shared": shared,
+        "tied": float(tied), "frozen": float(bool(re.search(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", name, re.I))),
     }  # fmt: skip
 
 
@@ -298,9 +287,27 @@ def of_model(model: Model) -> dict[str, float | None]:
     found: dict[str, float | None] = {
         name: getattr(model, name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_size")
     }  # fmt: skip
-    return found | (
-        {"experts": model.experts, "topk": model.active, "moe_ffn": model.ffn} if model.experts else {}
-    )
+    if model.experts:
+        routed = model.active - model.shared
+        found |= {"experts": model.experts, "topk": routed, "shared": model.shared, "moe_ffn": model.ffn}
+    return found
+
+
+def _experts(said: dict[str, float | None], name: str, found: Row) -> tuple[float, float, float]:
+    """Experts of a layer, those that a token goes to, and of these those that each token goes to."""
+    told = MOE.search(name)
+    parts = [float(part or 0) for part in told.groups()] if told else [0.0, 0.0, 0.0]
+    experts = said["experts"] if said["experts"] is not None else parts[0]
+    if not experts:
+        if re.search(r"(?<![a-z])moe(?![a-z])|mixture|mixtral", name, re.I):
+            found.refused.append("it is a mixture of experts, and says not of how many (experts, topk)")
+        return 0.0, 1.0, 0.0
+    shared = said["shared"] if said["shared"] is not None else parts[2]
+    routed = said["topk"] or parts[1]
+    if not routed:
+        routed = 2.0
+        found.inferred.append("topk=2")
+    return experts, routed + shared, shared
 
 
 def word(row: Mapping[str, str], name: str) -> str:
@@ -376,50 +383,80 @@ def _by_cost(q: Mapping[str, float]) -> float:
     return min((q["layers"] + q["vocab"] * q["hidden"] / one) // q["pp"] + 1, q["layers"])
 
 
-def _choices(row: Mapping[str, str], point: dict[str, float], found: Row) -> dict[str, float]:
-    shard, recompute = text(row, "shard").lower(), word(row, "recompute").lower()
-    if stage := text(row, "zero"):
-        shard = f"{shard} zero{re.sub(r'^(zero|stage|z)[-_ ]?', '', stage.lower())}".strip()
-    zero, offload = 0.0, float("offload" in shard or "infinity" in text(row, "framework").lower())
-    if re.search(STAGE.format(3) + "|full_shard|fsdp", shard) or true(row, "fsdp"):
-        zero = 3.0
-    elif re.search(STAGE.format(2) + "|shard_grad_op", shard):
-        zero = 2.0
-    elif re.search(STAGE.format(1) + "|dist", shard) or true(row, "dist_opt"):
-        zero = 1.0
-    elif not re.search(STAGE.format(0) + r"|\b(?:none|ddp|off|no)\b", shard):
-        if not SILENT.fullmatch(shard) and not offload:
-            found.refused.append(
-                f"shard: '{shard}' is not understood (none, zero1, zero2, zero3, FULL_SHARD, ...)"
-            )
-        elif "dist_opt" not in row:
+def _choices(
+    row: Mapping[str, str], said: dict[str, float | None], point: dict[str, float], found: Row
+) -> dict[str, float]:
+    shard, recompute = text(row, "shard"), word(row, "recompute")
+    states = sharding(shard)
+    by_stage = sharding(f"zero{text(row, 'zero').lower().removeprefix('zero').strip(' _-')}" if re.search(r"\d", text(row, "zero")) else text(row, "zero"))  # fmt: skip
+    if states is None or by_stage is None:
+        found.refused.append(
+            f"shard: '{shard if states is None else text(row, 'zero')}' is not understood (none, zero1, zero2, zero3, FULL_SHARD, ...)"
+        )
+        states = by_stage = Sharding()
+    zero = by_stage.zero if states.zero is None else states.zero
+    if zero is None:
+        zero = 3.0 if true(row, "fsdp") or true(row, "use_megatron_fsdp") else float(true(row, "dist_opt"))
+        if not zero and "dist_opt" not in row:
             found.inferred.append("zero=0")
-    words = (("none", NONE), ("no", NONE), ("false", NONE), ("off", NONE), ("select", SELECTIVE), ("seqsel", SELECTIVE), ("full", FULL),
-             ("true", FULL), ("yes", FULL))  # fmt: skip
-    recompute = "" if SILENT.fullmatch(recompute) and recompute != "none" else recompute
-    level = next((value for word, value in words if recompute.startswith(word)), None)
-    if level is None:
+    level, again = _recomputed(row, said, recompute, point, found)
+    sp = word(row, "sp") or (
+        "on" if recompute.lower().startswith("seq") else ""
+    )  # Calculon's seqsel has both
+    parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else switch(sp)
+    if parted is None and not SILENT.fullmatch(sp):
+        found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
+    ranks = point["dp"] * point["cp"]
+    usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
+    group = said["shard_group"] or states.group or usual
+    copies = said["replicate"] or states.replicate or max(ranks / group, 1.0)
+    return {
+        "zero": zero if ranks > 1 else 0.0,
+        "replicate": copies if ranks % copies == 0 else 1.0,
+        "offload": float(states.offload or by_stage.offload or "infinity" in text(row, "framework").lower()),
+        "recompute": level,
+        "again": again,
+        "sp": float(bool(parted) and point["tp"] > 1),
+    }
+
+
+def _recomputed(
+    row: Mapping[str, str], said: dict[str, float | None], words: str, point: dict[str, float], found: Row
+) -> tuple[float, float]:
+    """What is recomputed of each layer, and how many of a rank's are recomputed whole beside it."""
+    silent = SILENT.fullmatch(words) and words.lower() != "none"
+    read = None if silent else recomputation(words)
+    if read is None:
+        if not silent:
+            found.refused.append(
+                f"recompute: '{words}' is not understood (none, selective, full, full 5 of 48)"
+            )
         level = NONE if point.get("flash") or "recompute_method" in row else SELECTIVE
         if "recompute_method" not in row:
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
-    sp = word(row, "sp").lower() or (
-        "on" if recompute.startswith("seq") else ""
-    )  # Calculon's seqsel has both
-    if not re.fullmatch(r"=tp|on|true|yes|off|false|no|[01]", sp) and not SILENT.fullmatch(sp):
-        found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
-    return {
-        "zero": zero if point["dp"] * point["cp"] > 1 else 0.0,
-        "offload": offload,
-        "recompute": level,
-        "sp": float(sp in ("=tp", "on", "true", "1", "yes") and point["tp"] > 1),
-    }
+        return level, 0.0
+    level, share, count = read
+    own = ceil(point.get("layers", 1.0) / point["pp"])
+    if level == FULL and text(row, "recompute_method").lower() == "block" and said["again"]:
+        count = int(said["again"])
+    if level == SELECTIVE and found.framework == FSDP:  # of every second layer, or of every second product
+        return NONE, own / 2
+    if level == FULL and (share < 1 or 0 < count < own):
+        return NONE, own * share if share < 1 else float(count)
+    return level, 0.0
 
 
 def _batch(said: dict[str, float | None], point: dict[str, float], found: Row) -> dict[str, float]:
     size, whole, times, dp = said["microbatch"], said["global_batch"], said["accumulate"], point["dp"]
-    if whole is None and (size is None or times is None):
+    if whole is None and size is None:
         found.refused.append("it has no global_batch, nor microbatch and grad_accum")
         return {}
+    if whole is None and times is None:
+        times, found.timeless = (
+            point["pp"],
+            True,
+        )  # enough for what a rank keeps; how long a step takes cannot be said
+        found.inferred.append(f"grad_accum={times:g}")
     if whole is None and size is not None and times is not None:
         whole = size * times * dp
     assert whole is not None

@@ -51,7 +51,7 @@ def product(p: Points, k: Constants, m: Array, n: Array, summed: Array) -> Array
 def products_forward(p: Points, k: Constants) -> Array:
     """Seconds of a layer's products with weights: q, k, v; output; the MLP's two or three, or its experts'."""
     T, width = p.tokens, p.attention_width
-    spent = opening(p, k, T, width * (1 + 2 * p.kv_share)) + closing(p, k, T, width)
+    spent = opening(p, k, T, p.opening_width) + closing(p, k, T, width)
     # An expert has its tokens of all ranks of ep; a rank has experts / ep of them.
     moe = p.experts > 0
     local = np.where(moe, np.maximum(p.experts / p.ep, 1.0), 1.0)
@@ -127,7 +127,10 @@ def elements_forward(p: Points, k: Constants) -> Array:
     routed = np.where(moe, around * p.active, 0.0)
     read = p.tokens * (p.hidden * np.where(moe, 1 + p.active, 2.0) + p.attention_width / p.tp) + between
     cast = np.where(p.low < 2, (2.0 + 2.0 * p.low) * read, 0.0)
-    usual = (around + between * (1 + p.gated) / 4.0) * k.element_bytes
+    written = np.where(
+        p.gated > 0, p.eager, 1.0
+    )  # models with gates have norms and rotations of several operations
+    usual = (around + between * (1 + p.gated) / 4.0) * k.element_bytes * written
     return (usual + ROUTED * routed + cast) / (p.bandwidth * k.stream_share)
 
 

@@ -40,7 +40,7 @@ def last_by_layer(p: Points) -> Array:
     """Flops of the last product by those of a layer, forward; attention's scores as they are counted, masked ones too."""
     width = p.attention_width
     active = np.where(p.experts > 0, p.active, 1.0)
-    matrices = width * p.hidden * (2 + 2 * p.kv_share) + p.matrices * p.hidden * p.ffn * active
+    matrices = p.attention_matrices + p.matrices * p.hidden * p.ffn * active
     return p.vocab * p.hidden / (matrices + 2 * p.seq * width)
 
 

@@ -39,11 +39,12 @@ def gather(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Arra
 
 
 def all_to_all(
-    p: Points, k: Constants, size: Array, n: Array, inner: Array, crossing: Array | float = 1.0
-) -> Array:
-    """Seconds in which every rank sends a part of `size` bytes to each of n; of what is for other servers a share."""
+    p: Points, k: Constants, size: Array, n: Array, inner: Array, crossing: Array | float = 1.0,
+    apart: Array | float = 1.0,
+) -> Array:  # fmt: skip
+    """Seconds in which every rank sends a part of `size` bytes to each of n; of what is for others, and for other servers, a share."""
     local = inside(p, n, inner)
-    near = size * (local - 1) / n / (p.link * k.link_share)
+    near = apart * size * (local - 1) / n / (p.link * k.link_share)
     far = crossing * size * (n - local) / n / (p.net * k.net_share)
     latency = np.where(local < n, p.net_latency, p.link_latency) * k.latency_scale
     return np.where(n > 1, near + far + latency, 0.0)
@@ -63,17 +64,18 @@ def of_layer(
     sums = np.where(p.tensor == LINE, overlap.sums(k, 2 * all_reduce(p, k, hidden, p.tp, one)), 0.0)
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
-    experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner, _crossing(p, inner)), 0.0)
+    experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner, *_crossing(p, inner)), 0.0)
     forward = sums + grid[0] + crossing[0] + experts
     backward = sums + grid[1] + crossing[1] + experts
     return forward, backward + np.where(p.recompute == FULL, forward, 0.0)
 
 
-def _crossing(p: Points, inner: Array) -> Array:
-    """Of a token's copies for experts in other servers those that are sent there: all; or one a server, which has them as
-    likely as not (n servers of which k balls hit n (1 - (1 - 1/n)^k))."""
-    servers, copies = p.ep / inside(p, p.ep, inner), np.maximum(p.active - p.shared, 1.0)
-    return np.where(p.once > 0, servers * (1 - (1 - 1 / servers) ** copies) / copies, 1.0)
+def _crossing(p: Points, inner: Array) -> tuple[Array, Array]:
+    """Of a token's copies for experts in other servers, and of other ranks, those that are sent there: all; or one a server, and one
+    a rank, which have them as likely as not (n places of which k balls hit n (1 - (1 - 1/n)^k))."""
+    copies = np.maximum(p.active - p.shared, 1.0)
+    hit = lambda n: np.where(p.once > 0, n * (1 - (1 - 1 / n) ** copies) / copies, 1.0)
+    return hit(p.ep / inside(p, p.ep, inner)), hit(p.ep)
 
 
 def calls_of_layer(p: Points) -> Array:
@@ -115,12 +117,13 @@ def of_gradients(p: Points, k: Constants, dense: Array, experts: Array, tables: 
     gradient scatters each microbatch's. ZeRO-3 has gathered and scattered its layers (`gathers_of_layer`); here are
     its tables.
     """
-    scattered = _gather(p, k, dense * k.gradient_bytes, experts * k.gradient_bytes)
+    size = np.minimum(k.gradient_bytes, p.summed)
+    scattered = _gather(p, k, dense * size, experts * size)
     gathered = _gather(p, k, dense * p.weight, experts * p.weight)
     times = np.where((p.zero >= 2) & (p.whole == 0), p.microbatches, 1.0)
     sharded = scattered * times + gathered
-    third = gather(p, k, tables * (p.weight + k.gradient_bytes), p.shards, p.tp)
-    across = _across(p, k, dense * k.gradient_bytes, experts * k.gradient_bytes)
+    third = gather(p, k, tables * (p.weight + size), p.shards, p.tp)
+    across = _across(p, k, dense * size, experts * size)
     return across + np.where(p.zero >= 3, third, np.where(p.zero >= 1, sharded, 2 * scattered))
 
 

@@ -58,7 +58,7 @@ MEANINGS: dict[str, Meaning] = {
     "hidden_gathers": Meaning(0.8, 0.0, 1.0, "of a layer's time behind which its parameters are gathered"),
     "optimizer_bytes": Meaning(32.0, 12.0, 120.0, "moved for each parameter's update"),
     "gradient_bytes": Meaning(4.0, 2.0, 4.0, "of a gradient that is kept"),
-    "logit_kept": Meaning(6.0, 2.0, 14.0, "bytes that a logit takes at the peak"),
+    "logit_kept": Meaning(6.0, 2.0, 18.0, "bytes that a logit takes at the peak"),
     "activation_scale": Meaning(1.0, 0.5, 2.0, "kept activations by those that the formulas count"),
     "resident": Meaning(
         1.0e8, 1.0e7, 2.0e9, "bytes that stay beside parameters, gradients and the optimizer's"

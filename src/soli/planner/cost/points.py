@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 
 MIXED = {"weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0}
 """How programs keep their states: parameters in 16 bits, with a copy in fp32 among the optimizer's."""
-HALF = MIXED | {"moments": 14.0}
+HALF = MIXED | {"moments": 14.0, "summed": 2.0}
 """Programs of fp16: gradients of 2 bytes, and their copy in fp32 beside the optimizer's, where MIXED has the 4 of one alone."""
 CAST = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0}
 """How soli does: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
@@ -40,6 +40,9 @@ UNSAID = {
     "rows": 1.0,
     "kernel": 0.5,
     "once": 0.0,
+    "summed": 4.0,
+    "compressed": 0.0,
+    "eager": 1.0,
 }
 """What is meant where a row has no such field."""
 
@@ -105,6 +108,9 @@ class Points:
     rows: Array  # of the grid, or the cube's edge; 1 of a line
     fewer: Array  # layers that the last stage has less than the longest (borders.py)
     kernel: Array  # of the peak what attention that keeps no scores reaches alone (programs.py)
+    compressed: Array  # parameters of a layer's attention whose keys and values are made of one smaller vector (MLA); 0: they are not
+    summed: Array  # bytes of a gradient, at most, as it is summed over ranks
+    eager: Array  # bytes that move between products, by those of a program that runs operation by operation
     once: Array  # flag: a token crosses to a server once, however many of its experts are there
     again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 
@@ -149,6 +155,18 @@ class Points:
     def attention_width(self) -> Array:
         """All heads' queries."""
         return self.heads * self.head_size
+
+    @property
+    def attention_matrices(self) -> Array:
+        """Parameters of a layer's attention: those that make queries, keys and values, and the one that reads its result."""
+        usual = self.attention_width * self.hidden * (2 + 2 * self.kv_share)
+        return np.where(self.compressed > 0, self.compressed, usual)
+
+    @property
+    def opening_width(self) -> Array:
+        """Columns of the product that makes queries, keys and values; of several smaller ones as of one."""
+        apart = np.ceil((self.compressed / self.hidden - self.attention_width) / 64) * 64
+        return np.where(self.compressed > 0, apart, self.attention_width * (1 + 2 * self.kv_share))
 
     @property
     def expert_tp(self) -> Array:

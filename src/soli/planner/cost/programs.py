@@ -24,6 +24,18 @@ OTHERS = SHARES["hopper"]
 """Of devices of which no measurement is known."""
 
 
+UNFUSED = ("fsdp", "soli")
+"""Programs that run the operations that a model is written in."""
+SHORT = ("fsdp", "deepspeed", "other")
+"""Programs that sum gradients as wide as parameters unless they are told otherwise: torch's FSDP, DeepSpeed, and most others.
+Megatron sums those of bf16 in fp32."""
+COMPILER = re.compile(r"(\b(?:no|without)\s+(?:torch\.)?)?compiled?\b|\bjax\b|\bxla\b", re.I)
+EAGER = 2.1
+"""Bytes that move between products where torch runs a Llama operation by operation, by those where a compiler or kernels made by hand fuse
+them: Llama 3 8B on 8 and 128 H100 takes 16% longer without torch.compile (pytorch/torchtitan,
+benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3)."""
+
+
 def attends(framework: str, generation: str, said: str = "") -> float:
     """Of a device's peak what the program's attention reaches alone, where it keeps no scores. `said`: what a row tells."""
     kernel = OWN if framework in (MEGATRON, TESTS) else SECOND
@@ -35,6 +47,15 @@ def attends(framework: str, generation: str, said: str = "") -> float:
 def of_program(framework: str, generation: str, said: str = "") -> dict[str, float]:
     """The program's part of a point.
 
-    Megatron-Core sends a token once to each server that has experts of it (DeepEP, HybridEP), others once an expert.
+    Megatron-Core sends a token once to each server and rank that has experts of it (DeepEP, HybridEP), others once an expert.
     """
-    return {"kernel": attends(framework, generation, said), "once": float(framework == MEGATRON)}
+    compiled = any(not match[1] for match in COMPILER.finditer(said))
+    return {
+        "kernel": attends(framework, generation, said),
+        "once": float(
+            bool(re.search(r"deepep|hybridep", said, re.I))
+            or (framework == MEGATRON and "alltoall" not in said)
+        ),
+        "eager": EAGER if framework in UNFUSED and not compiled else 1.0,
+        "summed": 2.0 if framework in SHORT and not re.search("fp32 (?:grad )?reduce", said, re.I) else 4.0,
+    }

@@ -1,0 +1,151 @@
+"""How people write what a row says in words: sharding, recomputation, types, programs, devices. A word that nobody knows is None."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from soli.planner.cells import SILENT
+from soli.planner.cost.points import FULL, NONE, SELECTIVE, SIZES
+from soli.planner.cost.programs import MEGATRON, OLD
+from soli.planner.hardware import devices
+from soli.planner.hardware.devices import Device
+
+OTHER, NANOTRON, FSDP, DEEPSPEED = "other", "nanotron", "fsdp", "deepspeed"
+DENIED = re.compile(
+    r"\b(?:no|not|without|w/o)[\s_-]+[a-z]+(?:[\s_-]?\d\b)?|\b[a-z]+\d?[\s=:]+(?:off|false|disabled)\b"
+)
+"""What is said not to be: "no offload", "fsdp off"."""
+STAGE = re.compile(
+    r"(?<![a-z])(?:zero|stage|z)(?:[\s_=:-]*(?:dp|stage))?[\s_=:-]*([0-3])(?![\da-z])|^([0-3])$"
+)
+KINDS = (
+    (3.0, re.compile(r"full_?shard|fsdp|hybrid|hsdp|zero\+\+|infinity|\bmics\b|gemini|megatron-?fsdp")),
+    (2.0, re.compile(r"shard_grad_op|zero-?offload")),
+    (1.0, re.compile(r"dist|zero-?redundancy|optimi[sz]er|hybrid zero")),
+    (0.0, re.compile(r"\bnone\b|no_shard|\bddp\b|\bdp\b|replicated|^(?:no|off|false)$")),
+)
+"""ZeRO's stage where it is not said as a number."""
+SWITCH = {
+    True: re.compile(r"=?tp|on|true|y(?:es)?|1|enabled?|megatron(?:[\s_-]?sp)?"),
+    False: re.compile(r"off|false|no?|0|disabled?|none"),
+}
+LEVELS = (
+    (NONE, re.compile(r"none|no(?![a-z])|n$|false|off|0$|disabled?|without")),
+    (SELECTIVE, re.compile(r"selec|seqsel|sac\b|op\b|core_?attn|attention|(?:moe|mlp)?_?act\b|moe_act|mla_up_proj|layer_?norm|norm")),
+    (FULL, re.compile(r"full|true|yes|y$|on$|1$|enabled?|uniform|block|all\b|ac\b|act\w* ?(?:checkpoint|recompu)|checkpoint|gradient checkpoint")),
+)  # fmt: skip
+TYPES = {
+    "bf16": "bfloat16",
+    "fp16": r"float16|\bhalf\b|16-true",
+    "fp32": "float32",
+    "fp8": "mxfp8",
+    "fp4": "nvfp4",
+}
+PROGRAMS = (
+    (FSDP, r"automodel|torchtitan|llm-?foundry|composer|accelerate|torchtune|\blingua\b|olmo-?core|lit-?gpt|(?<!megatron-)(?<!megatron )fsdp"),
+    (DEEPSPEED, r"zero-?3|deepspeed zero|zero-?infinity|zero-?offload"),
+    ("megatron-deepspeed", r"megatron[-+ _]deepspeed"),
+    (DEEPSPEED, r"\bdeepspeed"),
+    (MEGATRON, r"\bnemo|\bbridge\b|megatron-bridge|megatron[-_ ]?core|\bmcore|core[_ ]?[rv]\d|primus|transformer[ _]engine|\bte \d"),
+    (OLD, r"megatron"),
+    (NANOTRON, r"nanotron"),
+    ("soli", r"^soli\b"),
+)  # fmt: skip
+"""Families whose rows share constants, the first whose pattern is there."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """`zero`: None where nothing is said. `group`: ranks that share a state; `replicate`: copies; 0: not said. `copied`: HSDP."""
+
+    zero: float | None = None
+    offload: bool = False
+    copied: bool = False
+    group: int = 0
+    replicate: int = 0
+
+
+def sharding(said: str) -> Sharding | None:
+    """What is sharded, of words such as "zero1", "FULL_SHARD", "HSDP (replicate 4, shard 16)", "zero3 (no offload)"."""
+    words = said.lower().strip(" \"'[]{}()").replace("no shard", "no_shard")
+    if SILENT.fullmatch(words) and words != "none":
+        return Sharding()
+    plain = words if re.fullmatch(r"not? \w+", words) else DENIED.sub(" none ", words)
+    stage = STAGE.search(plain)
+    kind = next((value for value, pattern in KINDS if pattern.search(plain)), None)
+    zero = float(stage[1] or stage[2]) if stage else kind
+    if re.fullmatch(r"not? (?:sharded|sharding|zero)", words):
+        zero = 0.0
+    offload = "offload" in plain or "infinity" in plain or "nvme" in plain
+    if zero is None and not offload:
+        return None
+    pair = re.search(r"(\d+)\s*[x×]\s*(\d+)", plain)
+    copies, size = (int(pair[1]), int(pair[2])) if pair else (0, 0)
+    group = re.search(r"(?:shards?|size|groups? of|groups?)[\s=:]*(\d+)|(?<=[a-z\d_)]) (\d+)$", plain)
+    copied = bool(re.search(r"hybrid|hsdp", plain)) and zero != 0.0
+    replicate = re.search(r"replicat\w*[\s=:]*(\d+)", plain)
+    return Sharding(
+        zero, offload, copied,
+        size or (int(group[1] or group[2]) if group else 0), copies or (int(replicate[1]) if replicate else 0),
+    )  # fmt: skip
+
+
+def recomputation(said: str) -> tuple[float, float, int] | None:
+    """What is recomputed, the share of layers of which it is, and how many of a stage's where that is said: "full 5 of 48", "block, 4 layers"."""
+    words = said.lower().strip(" \"'[]{}()")
+    level = next((value for value, pattern in LEVELS if pattern.match(words)), None)
+    if level is None:
+        return None
+    part = re.search(r"(\d+)\s*(?:of|/)\s*(\d+)", words)
+    count = re.search(r"(\d+) ?layers|(?:block|layers)\D{0,3}(\d+)", words)
+    share = min(float(part[1]) / max(float(part[2]), 1.0), 1.0) if part else 1.0
+    return level, share, int(count[1] or count[2]) if count and not part else 0
+
+
+def switch(said: str) -> bool | None:
+    """Yes or no."""
+    return next((value for value, pattern in SWITCH.items() if pattern.fullmatch(said.lower())), None)
+
+
+def precision(said: str) -> str:
+    """The narrowest type that is named, but for those that are said not to be; empty where none is."""
+    words = re.sub(r"\(?\b(?:no|without) \w+\)?|\(?\w+ off\)?", " ", said.lower())
+    words = words.replace("tfloat32", "tf32")
+    return next((name for name in SIZES if re.search(f"{name}|{TYPES.get(name, name)}", words)), "")
+
+
+def program(framework: str, source: str) -> str:
+    """Whose program ran: by its name, and by where a row is from where that is not said."""
+    said = (framework or source).lower()
+    return next((family for family, pattern in PROGRAMS if re.search(pattern, said)), OTHER)
+
+
+def device(said: str) -> tuple[Device | None, float]:
+    """The device that words name, and the GB that they say it has (0: none): "8x NVIDIA A100-SXM4-40GB", "H100 80G HBM3", "DGX H100"."""
+    words = re.sub(
+        r"\(.*|\b(?:nvidia|tesla|amd|instinct|geforce|dgx|hgx)\b|\b\d+\s*x\s*(?=[a-z])|(?<=\d)\s*x\s*\d+$",
+        "",
+        said.lower(),
+    )
+    words = re.sub(r"[\s_-]+", "-", words).strip("-")
+    words = re.sub(r"-(?:sxm|hbm)\w*", "", words)
+    size = re.search(r"(\d+)\s*-?g(?:i?b)?(?![a-z/\d])", said.lower())
+    parts = words.split("-")
+    tries = [words, *("-".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))]
+    if size:
+        tries = [f"{parts[0]}-{size[1]}gb", *tries]
+    tries = [f"{parts[0]}-{form}" for form in ("pcie", "nvl") if form in parts] + tries
+    found = next((one for name in tries if (one := devices.named(name)) is not None), None)
+    return found or mentioned(said), float(size[1]) if size else 0.0
+
+
+def mentioned(*cells: str) -> Device | None:
+    """The first known device that any of these names with a letter; None if none does."""
+    words = re.sub(r"[\s_]", "-", " ; ".join(filter(None, cells)).lower())
+    names = [
+        name for one in devices.devices().values() for name in (one.name, *one.aliases) if not name.isdigit()
+    ]
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name != "cpu")
+    match = re.search(rf"(?<![a-z0-9])({pattern})(?![a-z0-9])", words)
+    return devices.named(match[0]) if match else None
