@@ -6,10 +6,12 @@ code tells a mistake of the user (2) from a failure at run time (1).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
+P = ParamSpec("P")
 MISTAKE = 2
 FAILURE = 1
 
@@ -94,6 +96,16 @@ def failure(
 ) -> SoliError:
     """An error at run time that is nobody's typing mistake (exit code 1)."""
     return SoliError(what, got=got, fix=fix, seen=seen, exit_code=FAILURE, everywhere=everywhere)
+
+
+def listing(told: Callable[P, Iterator[Problem]]) -> Callable[P, list[Problem]]:
+    """Lets a function that yields problems return the list of them."""
+
+    @functools.wraps(told)
+    def all_of(*args: P.args, **kwargs: P.kwargs) -> list[Problem]:
+        return list(told(*args, **kwargs))
+
+    return all_of
 
 
 def raise_all(problems: Iterable[Problem], *, everywhere: bool = False) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from math import isqrt, prod
 from typing import Any
@@ -150,13 +150,13 @@ class Plan:
             else:
                 pairs[key.strip()] = value.strip()
         typed, more = _from_pairs(pairs)
-        raise_all(problems + more + _value_problems(typed), everywhere=True)
+        raise_all([*problems, *more, *_value_problems(typed)], everywhere=True)
         return cls(**typed)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         typed, problems = _from_pairs(dict(data))
-        raise_all(problems + _value_problems(typed), everywhere=True)
+        raise_all([*problems, *_value_problems(typed)], everywhere=True)
         return cls(**typed)
 
     def to_json(self) -> str:
@@ -224,35 +224,29 @@ def _read(key: str, value: Any, default: Any) -> Any:
     return value.lower()
 
 
-def _value_problems(values: dict[str, Any]) -> list[Problem]:
+def _value_problems(values: dict[str, Any]) -> Iterator[Problem]:
     """What no plan may hold, whatever the world and whatever is built."""
-    problems = []
     if values.get("rows", 0) < 0:
-        problems.append(Problem("'rows' of the plan is below 0", got=values["rows"], allowed="0, 1, 2, ..."))
+        yield Problem("'rows' of the plan is below 0", got=values["rows"], allowed="0, 1, 2, ...")
     for key in ("dp", "replicate", "tp", "depth", "cp", "pp", "chunks", "microbatches", "accumulate", "ep"):
         value = values.get(key, 1)
         if value is not None and value < 1:
-            problems.append(Problem(f"'{key}' of the plan is below 1", got=value, allowed="1, 2, 3, ..."))
+            yield Problem(f"'{key}' of the plan is below 1", got=value, allowed="1, 2, 3, ...")
     if values.get("zero", 0) not in range(4):
-        problems.append(
-            Problem("'zero' of the plan is no stage of ZeRO", got=str(values["zero"]), allowed="0, 1, 2, 3")
-        )
+        yield Problem("'zero' of the plan is no stage of ZeRO", got=str(values["zero"]), allowed="0, 1, 2, 3")
     for key, allowed in CHOICES.items():
         if values.get(key, allowed[0]) not in allowed:
             near = difflib.get_close_matches(str(values[key]), allowed, n=1)
-            problems.append(
-                Problem(
-                    f"'{key}' of the plan is not known",
-                    got=values[key],
-                    allowed=", ".join(allowed),
-                    fix=f"did you mean '{near[0]}'?" if near else "",
-                )
+            yield Problem(
+                f"'{key}' of the plan is not known",
+                got=values[key],
+                allowed=", ".join(allowed),
+                fix=f"did you mean '{near[0]}'?" if near else "",
             )
     recompute = values.get("recompute", "none")
     if recompute not in RECOMPUTE and not _is_share(recompute):
         known = ", ".join(RECOMPUTE) + ", or a share of the activations to keep such as 0.5"
-        problems.append(Problem("'recompute' of the plan is not known", got=recompute, allowed=known))
-    return problems
+        yield Problem("'recompute' of the plan is not known", got=recompute, allowed=known)
 
 
 def _is_share(text: str) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from soli.core.errors import Problem, listed, raise_all
+from soli.core.errors import Problem, listed, listing, raise_all
 from soli.core.events import events
 
 if TYPE_CHECKING:
@@ -50,39 +50,34 @@ class Given:
         """Raises SoliError with all that was changed. The program is the same on every rank, and so is this."""
         raise_all(self.problems(engine), everywhere=True)
 
-    def problems(self, engine: Engine) -> list[Problem]:
+    @listing
+    def problems(self, engine: Engine) -> Iterator[Problem]:
         """What was changed since, and training could not follow."""
-        found, now = [], dict(engine.model.named_parameters())
+        now = dict(engine.model.named_parameters())
         strange = sorted(
             name for name in self.named.keys() | now.keys() if self.named.get(name) is not now.get(name)
         )
         if strange:
-            found.append(
-                Problem(
-                    "parameters were put in, taken out or exchanged for others after soli.parallelize, and no optimizer "
-                    "has them",
-                    got=listed(strange),
-                    fix="change the model before soli.parallelize, or write into the parameters that are there",
-                )
+            yield Problem(
+                "parameters were put in, taken out or exchanged for others after soli.parallelize, and no optimizer "
+                "has them",
+                got=listed(strange),
+                fix="change the model before soli.parallelize, or write into the parameters that are there",
             )
-            return found
+            return
         if [param.requires_grad for param in now.values()] != self.frozen:
-            found.append(
-                Problem(
-                    "a parameter was frozen or unfrozen after soli.parallelize",
-                    fix="set requires_grad before, or save, and parallelize the changed model and load",
-                )
+            yield Problem(
+                "a parameter was frozen or unfrozen after soli.parallelize",
+                fix="set requires_grad before, or save, and parallelize the changed model and load",
             )
         hooked = [name for name, param in now.items() if _hooks(param) != self.hooks[name]]
         if hooked:
-            found.append(
-                Problem(
-                    "hooks on gradients were put on or taken off after soli.parallelize, and were not looked at",
-                    got=listed(hooked),
-                    fix="register them before soli.parallelize",
-                )
+            yield Problem(
+                "hooks on gradients were put on or taken off after soli.parallelize, and were not looked at",
+                got=listed(hooked),
+                fix="register them before soli.parallelize",
             )
-        return found + _replaced(engine)
+        yield from _replaced(engine)
 
     def begin(self, engine: Engine) -> None:
         """Training mode; said once where the program had put the whole model into evaluation mode."""
@@ -108,19 +103,16 @@ def _hooks(param: nn.Parameter) -> list[Any]:
     ]
 
 
-def _replaced(engine: Engine) -> list[Problem]:
+def _replaced(engine: Engine) -> Iterator[Problem]:
     """Parameters whose memory is not the one that the optimizer writes into."""
     if engine.parallel is None or not engine.plan.zero:
-        return []
+        return
     names = [slot.names[0] for unit in engine.laid.units for slot in unit.slots if unit.lost(slot)]
-    if not names:
-        return []
-    return [
-        Problem(
+    if names:
+        yield Problem(
             f"the data of parameters was replaced after soli.parallelize, and under zero={engine.plan.zero} their values "
             "lie in a buffer that ranks share",
             got=listed(names),
             fix="do it before soli.parallelize, or use zero=0"
             + ", or write in place" * (engine.plan.zero < 3),
         )
-    ]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import Problem, SoliError
+from soli.core.errors import Problem, SoliError, listing
 from soli.core.plan import Plan
 from soli.parallel.units import Slot
 
@@ -41,45 +41,36 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
     return made
 
 
-def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> list[Problem]:
+@listing
+def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """What keeps this optimizer from training this model under a plan."""
-    found = []
     known = {id(p) for p in model.parameters()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strange:
-        found.append(
-            Problem(
-                f"{strange} parameters of the optimizer are not the model's",
-                fix="build the optimizer on this model, after any change to it, and before soli.parallelize",
-            )
+        yield Problem(
+            f"{strange} parameters of the optimizer are not the model's",
+            fix="build the optimizer on this model, after any change to it, and before soli.parallelize",
         )
     if stepped(optimizer):
-        found.append(
-            Problem(
-                "the optimizer has already stepped",
-                fix="give soli.parallelize a fresh one; a run is continued with engine.load",
-            )
+        yield Problem(
+            "the optimizer has already stepped",
+            fix="give soli.parallelize a fresh one; a run is continued with engine.load",
         )
     elif (plan.zero or plan.tp > 1) and any(
         t.is_meta for state in optimizer.state.values() for t in _tensors(state)
     ):
-        found.append(
-            Problem(
-                f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
-                fix="build the model without soli.deferred(), or use zero=0 and tp=1",
-            )
+        yield Problem(
+            f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
+            fix="build the model without soli.deferred(), or use zero=0 and tp=1",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        found.append(Problem("LBFGS evaluates the loss several times a step, and engine.step does so once"))
+        yield Problem("LBFGS evaluates the loss several times a step, and engine.step does so once")
     elif (plan.zero > 0 or plan.tp > 1) and not elementwise(optimizer):
-        found.append(
-            Problem(
-                f"{type(optimizer).__name__} does not update element by element, so its states cannot be cut",
-                got=f"zero={plan.zero}, tp={plan.tp}",
-                allowed="zero=0 and tp=1, or an optimizer such as AdamW or SGD",
-            )
+        yield Problem(
+            f"{type(optimizer).__name__} does not update element by element, so its states cannot be cut",
+            got=f"zero={plan.zero}, tp={plan.tp}",
+            allowed="zero=0 and tp=1, or an optimizer such as AdamW or SGD",
         )
-    return found
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> bool:

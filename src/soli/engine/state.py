@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -260,7 +261,7 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
         engine.saving = None
     only_weights = not any(name.startswith(("optimizer.", RNG)) for name in manifest.tensors)
     if not only_weights:
-        _check_groups(engine, manifest.state)
+        raise_all(_group_problems(engine, manifest.state), everywhere=True)
     drawn = {
         name: torch.empty(saved.shape, dtype=saved.dtype)
         for name, saved in manifest.tensors.items()
@@ -344,27 +345,21 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
     return found
 
 
-def _check_groups(engine: Engine, state: dict[str, Any]) -> None:
-    """What must fit besides the tensors, looked at before any of them is touched."""
-    found = []
+def _group_problems(engine: Engine, state: dict[str, Any]) -> Iterator[Problem]:
+    """What does not fit besides the tensors, looked at before any of them is touched."""
     groups = len(engine.optimizer.param_groups)
     if groups != len(state["groups"]):
-        found.append(
-            Problem(
-                "the optimizer has another number of parameter groups than the checkpoint's",
-                got=f"{groups}, saved {len(state['groups'])}",
-                seen="forgotten-on-resume",
-            )
+        yield Problem(
+            "the optimizer has another number of parameter groups than the checkpoint's",
+            got=f"{groups}, saved {len(state['groups'])}",
+            seen="forgotten-on-resume",
         )
     if (engine.scheduler is None) != (state["scheduler"] is None):
-        found.append(
-            Problem(
-                "a scheduler is in the checkpoint or in the program, but not in both",
-                fix="give soli.parallelize the scheduler that the checkpoint was trained with",
-                seen="forgotten-on-resume",
-            )
+        yield Problem(
+            "a scheduler is in the checkpoint or in the program, but not in both",
+            fix="give soli.parallelize the scheduler that the checkpoint was trained with",
+            seen="forgotten-on-resume",
         )
-    raise_all(found, everywhere=True)
 
 
 def _restore(engine: Engine, state: dict[str, Any]) -> None:

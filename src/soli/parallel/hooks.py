@@ -6,19 +6,20 @@ Under soli they see parts: of one rank's rows, of one microbatch, of the loss's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import Problem, listed
+from soli.core.errors import Problem, listed, listing
 
 SCALES = [2.0**-40, 2.0**-20, 1.0, 2.0**20, 2.0**40]
 """Of the gradients that hooks are tried with: limits and thresholds lie between two of them."""
 
 
-def problems(model: nn.Module) -> list[Problem]:
+@listing
+def problems(model: nn.Module) -> Iterator[Problem]:
     """Parameters with hooks of the program's own that are not linear. They are called, with random gradients."""
     curved, after = [], []
     for name, param in model.named_parameters():
@@ -28,25 +29,19 @@ def problems(model: nn.Module) -> list[Problem]:
         later = getattr(param, "_post_accumulate_grad_hooks", None) or {}
         if any(not str(hook.__module__).startswith("soli.") for hook in later.values()):
             after.append(name)
-    found = []
     if curved:
-        found.append(
-            Problem(
-                "a hook on a gradient is not linear, and it would see the gradients of parts of a batch",
-                got=f"register_hook of {listed(curved)}",
-                allowed="hooks that multiply by a constant, and that return nothing",
-                fix="limit gradients with clip=, or give these parameters a learning rate of their own",
-            )
+        yield Problem(
+            "a hook on a gradient is not linear, and it would see the gradients of parts of a batch",
+            got=f"register_hook of {listed(curved)}",
+            allowed="hooks that multiply by a constant, and that return nothing",
+            fix="limit gradients with clip=, or give these parameters a learning rate of their own",
         )
     if after:
-        found.append(
-            Problem(
-                "a hook waits for a parameter's whole gradient, which no part of a batch has",
-                got=f"register_post_accumulate_grad_hook of {listed(after)}",
-                fix="leave it out: soli reduces, clips and updates by itself (optimizer=, clip=)",
-            )
+        yield Problem(
+            "a hook waits for a parameter's whole gradient, which no part of a batch has",
+            got=f"register_post_accumulate_grad_hook of {listed(after)}",
+            fix="leave it out: soli reduces, clips and updates by itself (optimizer=, clip=)",
         )
-    return found
 
 
 def _is_linear(hook: Callable[[Tensor], Any], param: nn.Parameter) -> bool:

@@ -2,72 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import jit, nn
 from torch.nn.parameter import is_lazy
 
-from soli.core.errors import Problem, listed
+from soli.core.errors import Problem, listed, listing
 from soli.core.plan import Plan
 from soli.parallel import hooks
 
 
-def problems(model: nn.Module, plan: Plan) -> list[Problem]:
+@listing
+def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """All of it."""
     named = list(model.named_parameters())
-    found = []
     if not named:
-        found.append(
-            Problem("the model has no parameters", got=type(model).__name__, fix="there is nothing to train")
+        yield Problem(
+            "the model has no parameters", got=type(model).__name__, fix="there is nothing to train"
         )
     if lazy := [name for name, param in named if is_lazy(param)]:
-        found.append(
-            Problem(
-                "parameters have no shape yet",
-                got=listed(lazy),
-                fix="run the model once before, on one batch",
-            )
+        yield Problem(
+            "parameters have no shape yet", got=listed(lazy), fix="run the model once before, on one batch"
         )
     if compiled := [
         name or "the model" for name, m in model.named_modules() if isinstance(m, jit.ScriptModule)
     ]:
-        found.append(
-            Problem(
-                "TorchScript computes out of sight: random numbers, gathers and stages cannot be put into it",
-                got=listed(compiled),
-                fix="use the module that it was made from",
-            )
+        yield Problem(
+            "TorchScript computes out of sight: random numbers, gathers and stages cannot be put into it",
+            got=listed(compiled),
+            fix="use the module that it was made from",
         )
     traced = [name or "the model" for name, m in model.named_modules() if _is_traced(m)]
     if plan.tp * plan.cp > 1 and traced:
-        found.append(
-            Problem(
-                "torch.compile cannot look into tensors of which each rank has a part",
-                got=listed(traced),
-                fix="leave out torch.compile, or use plans with tp=1 and cp=1",
-            )
+        yield Problem(
+            "torch.compile cannot look into tensors of which each rank has a part",
+            got=listed(traced),
+            fix="leave out torch.compile, or use plans with tp=1 and cp=1",
         )
     hooked = [
         name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks
     ]
     if plan.pp > 1 and hooked:
-        found.append(
-            Problem(
-                "hooks on the backward of modules are not put into a pipeline's stages",
-                got=listed(hooked),
-                fix="hook tensors inside of a block's forward, or use pp=1",
-            )
+        yield Problem(
+            "hooks on the backward of modules are not put into a pipeline's stages",
+            got=listed(hooked),
+            fix="hook tensors inside of a block's forward, or use pp=1",
         )
     norms = [
         n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
     ]
     if plan.pieces > 1 and norms:
-        found.append(
-            Problem(
-                "batch normalisation couples the rows of a batch, so no part of it can be computed alone",
-                got=listed(norms),
-                fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1, tensor=1d and no microbatches",
-            )
+        yield Problem(
+            "batch normalisation couples the rows of a batch, so no part of it can be computed alone",
+            got=listed(norms),
+            fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1, tensor=1d and no microbatches",
         )
-    return found if lazy else found + hooks.problems(model)
+    if not lazy:
+        yield from hooks.problems(model)
 
 
 def _is_traced(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from soli.core.errors import Problem, SoliError
+from soli.core.errors import Problem, SoliError, listing
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.parallel import wrapping
@@ -34,18 +34,16 @@ from soli.parallel.tensor import reads
 from soli.parallel.units import blocks
 
 
-def problems(model: nn.Module, plan: Plan) -> list[Problem]:
+@listing
+def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """What keeps this model from being recomputed."""
-    if plan.recompute == "none" or blocks(model):
-        return []
-    return [
-        Problem(
+    if plan.recompute != "none" and not blocks(model):
+        yield Problem(
             "the model has no repeated blocks to recompute",
             got=f"recompute={plan.recompute}, {type(model).__name__}",
             allowed="a model with a list of modules (nn.ModuleList, nn.Sequential)",
             fix="recompute=none, or torch.utils.checkpoint inside the model",
         )
-    ]
 
 
 def wrap(model: nn.Module, plan: Plan) -> None:

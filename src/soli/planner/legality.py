@@ -5,12 +5,13 @@ Pure: no process group, no tensor. What soli has not built yet stands here as da
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import product
 from math import isqrt
 from typing import Any
 
-from soli.core.errors import Problem, SoliError
+from soli.core.errors import Problem, SoliError, listing
 from soli.core.plan import SPLIT_BACKWARD, V_SHAPED, Plan
 
 BUILT: dict[str, tuple[object, ...]] = {
@@ -22,170 +23,135 @@ BUILT: dict[str, tuple[object, ...]] = {
 """The values that this version can honour; keys that are not here have no such limit."""
 
 
-def problems(plan: Plan, world: int) -> list[Problem]:
+@listing
+def problems(plan: Plan, world: int) -> Iterator[Problem]:
     """Everything that keeps this plan from running on `world` ranks (empty: it can run)."""
-    found = []
     for key, built in BUILT.items():
         value = getattr(plan, key)
         if value not in built:
             allowed = ", ".join(_word(v) for v in built)
-            found.append(
-                Problem(f"'{key}={_word(value)}' is not built yet", got=_word(value), allowed=allowed)
-            )
+            yield Problem(f"'{key}={_word(value)}' is not built yet", got=_word(value), allowed=allowed)
     if plan.dp is None:
         if world % plan.model_ranks:
-            found.append(
-                Problem(
-                    f"{world} ranks are no multiple of pp x cp x tp = {plan.model_ranks}",
-                    got=f"{plan} on {world} ranks",
-                )
+            yield Problem(
+                f"{world} ranks are no multiple of pp x cp x tp = {plan.model_ranks}",
+                got=f"{plan} on {world} ranks",
             )
     elif plan.dp * plan.model_ranks != world:
-        found.append(
-            Problem(
-                f"the plan takes {plan.dp * plan.model_ranks} ranks and {world} are there",
-                got=f"dp={plan.dp} x pp={plan.pp} x cp={plan.cp} x tp={plan.tp} = {plan.dp * plan.model_ranks}",
-                allowed=f"degrees whose product is {world}",
-            )
+        yield Problem(
+            f"the plan takes {plan.dp * plan.model_ranks} ranks and {world} are there",
+            got=f"dp={plan.dp} x pp={plan.pp} x cp={plan.cp} x tp={plan.tp} = {plan.dp * plan.model_ranks}",
+            allowed=f"degrees whose product is {world}",
         )
     if plan.sp and plan.tp == 1:
-        found.append(
-            Problem(
-                "'sp' cuts the sequence over the ranks of tp, and tp=1 has one",
-                got="sp=on, tp=1",
-                fix="leave sp out",
-            )
+        yield Problem(
+            "'sp' cuts the sequence over the ranks of tp, and tp=1 has one",
+            got="sp=on, tp=1",
+            fix="leave sp out",
         )
-    found += _grid_problems(plan)
+    yield from _grid_problems(plan)
     if plan.cp == 1 and plan.context != Plan.context:
-        found.append(
-            Problem(
-                "'context' says how attention crosses the ranks of cp, and cp=1 has one",
-                got=f"context={plan.context}, cp=1",
-                fix="leave context out",
-            )
+        yield Problem(
+            "'context' says how attention crosses the ranks of cp, and cp=1 has one",
+            got=f"context={plan.context}, cp=1",
+            fix="leave context out",
         )
-    found += _pipeline_problems(plan)
+    yield from _pipeline_problems(plan)
     dp = plan.dp if plan.dp is not None else world // plan.model_ranks
     if plan.replicate > 1 and plan.zero == 0:
-        found.append(
-            Problem(
-                "'replicate' says how many copies a sharded state has, and zero=0 shards nothing",
-                got=f"replicate={plan.replicate}, zero=0",
-                allowed="replicate with zero=1, 2 or 3",
-            )
+        yield Problem(
+            "'replicate' says how many copies a sharded state has, and zero=0 shards nothing",
+            got=f"replicate={plan.replicate}, zero=0",
+            allowed="replicate with zero=1, 2 or 3",
         )
     elif dp and dp % plan.replicate:
         allowed = ", ".join(str(d) for d in divisors(dp))
-        found.append(Problem(f"replicate={plan.replicate} does not divide dp={dp}", allowed=allowed))
-    return found
+        yield Problem(f"replicate={plan.replicate} does not divide dp={dp}", allowed=allowed)
 
 
-def _grid_problems(plan: Plan) -> list[Problem]:
+def _grid_problems(plan: Plan) -> Iterator[Problem]:
     """What keeps tp's ranks from being the grid that is asked for."""
-    found = []
     if plan.tensor != "2.5d" and plan.depth > 1:
-        found.append(
-            Problem(
-                f"'depth' counts the copies of a grid, and tensor={plan.tensor} has one",
-                got=f"depth={plan.depth}",
-                fix="tensor=2.5d, or leave depth out",
-            )
+        yield Problem(
+            f"'depth' counts the copies of a grid, and tensor={plan.tensor} has one",
+            got=f"depth={plan.depth}",
+            fix="tensor=2.5d, or leave depth out",
         )
     if plan.tensor == "1d":
         if plan.rows:
             fix = "tensor=2d, or leave rows out"
-            found.append(
-                Problem("'rows' are of a grid, and tensor=1d has none", got=f"rows={plan.rows}", fix=fix)
-            )
-        return found
+            yield Problem("'rows' are of a grid, and tensor=1d has none", got=f"rows={plan.rows}", fix=fix)
+        return
     if plan.tp == 1:
         what = f"'tensor={plan.tensor}' lays the ranks of tp in a grid, and tp=1 has one"
-        return [*found, Problem(what, got=f"tp=1, tensor={plan.tensor}", fix="leave tensor out")]
+        yield Problem(what, got=f"tp=1, tensor={plan.tensor}", fix="leave tensor out")
+        return
     if plan.tensor == "3d":
-        return found + _cube_problems(plan) + _on_grids(plan)
+        yield from _cube_problems(plan)
+        yield from _on_grids(plan)
+        return
     depth = plan.depth if plan.tensor == "2.5d" else 1
     ranks, more = divmod(plan.tp, depth)
     near = lambda n: sorted({isqrt(n) ** 2, (isqrt(n) + 1) ** 2} - {0})
     fits = [f"tp={depth * n}" for n in near(max(ranks, 1))]
     if more:
-        found.append(
-            Problem(
-                f"tp={plan.tp} is no multiple of depth={plan.depth}",
-                got=f"tp={plan.tp}, depth={plan.depth}",
-                allowed="tp = depth x rows x columns",
-                fix=f"{' or '.join(fits)}, or depth={' or '.join(map(str, divisors(plan.tp)))}",
-            )
+        yield Problem(
+            f"tp={plan.tp} is no multiple of depth={plan.depth}",
+            got=f"tp={plan.tp}, depth={plan.depth}",
+            allowed="tp = depth x rows x columns",
+            fix=f"{' or '.join(fits)}, or depth={' or '.join(map(str, divisors(plan.tp)))}",
         )
     elif plan.rows and ranks % plan.rows:
         allowed = ", ".join(map(str, divisors(ranks)))
-        found.append(
-            Problem(f"rows={plan.rows} does not divide the {ranks} ranks of a grid", allowed=allowed)
-        )
+        yield Problem(f"rows={plan.rows} does not divide the {ranks} ranks of a grid", allowed=allowed)
     elif not plan.rows and isqrt(ranks) ** 2 != ranks:
-        found.append(
-            Problem(
-                f"{ranks} ranks are no square grid",
-                got=f"tp={plan.tp}, tensor={plan.tensor}"
-                + (f", depth={plan.depth}" if plan.depth > 1 else ""),
-                allowed="tp = q x q (2d), depth x q x q (2.5d)",
-                fix=f"{' or '.join(fits)}; or a grid that is not square, with rows="
-                + " or ".join(str(d) for d in divisors(ranks)[1:-1] or [1]),
-            )
+        yield Problem(
+            f"{ranks} ranks are no square grid",
+            got=f"tp={plan.tp}, tensor={plan.tensor}" + (f", depth={plan.depth}" if plan.depth > 1 else ""),
+            allowed="tp = q x q (2d), depth x q x q (2.5d)",
+            fix=f"{' or '.join(fits)}; or a grid that is not square, with rows="
+            + " or ".join(str(d) for d in divisors(ranks)[1:-1] or [1]),
         )
-    return found + _on_grids(plan)
+    yield from _on_grids(plan)
 
 
-def _cube_problems(plan: Plan) -> list[Problem]:
-    found = []
+def _cube_problems(plan: Plan) -> Iterator[Problem]:
     edge = plan.grid[0]
     if plan.rows:
-        found.append(
-            Problem(
-                "'rows' are of a grid, and a cube is as wide as it is deep",
-                got=f"rows={plan.rows}",
-                fix="leave rows out",
-            )
+        yield Problem(
+            "'rows' are of a grid, and a cube is as wide as it is deep",
+            got=f"rows={plan.rows}",
+            fix="leave rows out",
         )
     if edge**3 != plan.tp:
         near = sorted(
             {max(e, 1) ** 3 for e in (int(plan.tp ** (1 / 3) + 1e-9), int(plan.tp ** (1 / 3) + 1e-9) + 1)}
         )
-        found.append(
-            Problem(
-                f"{plan.tp} ranks are no cube",
-                got=f"tp={plan.tp}, tensor=3d",
-                allowed="tp = q x q x q",
-                fix=" or ".join(f"tp={n}" for n in near),
-            )
+        yield Problem(
+            f"{plan.tp} ranks are no cube",
+            got=f"tp={plan.tp}, tensor=3d",
+            allowed="tp = q x q x q",
+            fix=" or ".join(f"tp={n}" for n in near),
         )
-    return found
 
 
-def _on_grids(plan: Plan) -> list[Problem]:
-    found = []
+def _on_grids(plan: Plan) -> Iterator[Problem]:
     if plan.sp:
-        found.append(
-            Problem(
-                "'sp' cuts the sequence between products, where a grid has cut rows and hidden sizes already",
-                got=f"sp=on, tensor={plan.tensor}",
-                fix="leave sp out",
-            )
+        yield Problem(
+            "'sp' cuts the sequence between products, where a grid has cut rows and hidden sizes already",
+            got=f"sp=on, tensor={plan.tensor}",
+            fix="leave sp out",
         )
     if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
-        found.append(
-            Problem(
-                f"'{plan.schedule}' computes gradients of inputs and of weights apart, which a grid's products do at once",
-                got=f"schedule={plan.schedule}, tensor={plan.tensor}",
-                allowed="gpipe, 1f1b, interleaved",
-                fix="schedule=1f1b",
-            )
+        yield Problem(
+            f"'{plan.schedule}' computes gradients of inputs and of weights apart, which a grid's products do at once",
+            got=f"schedule={plan.schedule}, tensor={plan.tensor}",
+            allowed="gpipe, 1f1b, interleaved",
+            fix="schedule=1f1b",
         )
-    return found
 
 
-def _pipeline_problems(plan: Plan) -> list[Problem]:
-    found = []
+def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
     if plan.pp == 1:
         pointless = {
             "schedule": ("orders the stages of a pipeline", "leave schedule out"),
@@ -198,30 +164,21 @@ def _pipeline_problems(plan: Plan) -> list[Problem]:
         for key, (what, fix) in pointless.items():
             value = getattr(plan, key)
             if value != getattr(Plan, key):
-                found.append(
-                    Problem(f"'{key}' {what}, and pp=1 has none", got=f"pp=1, {key}={value}", fix=fix)
-                )
+                yield Problem(f"'{key}' {what}, and pp=1 has none", got=f"pp=1, {key}={value}", fix=fix)
     elif plan.schedule == "interleaved" and plan.chunks < 2:
-        found.append(
-            Problem("'interleaved' needs several stages a rank", got=f"chunks={plan.chunks}", fix="chunks=2")
+        yield Problem(
+            "'interleaved' needs several stages a rank", got=f"chunks={plan.chunks}", fix="chunks=2"
         )
     elif plan.schedule in V_SHAPED and plan.chunks > 2:
-        found.append(
-            Problem(
-                f"'{plan.schedule}' has two stages a rank",
-                got=f"chunks={plan.chunks}",
-                fix="leave chunks out",
-            )
+        yield Problem(
+            f"'{plan.schedule}' has two stages a rank", got=f"chunks={plan.chunks}", fix="leave chunks out"
         )
     elif plan.schedule not in (*V_SHAPED, "interleaved") and plan.chunks > 1:
-        found.append(
-            Problem(
-                f"'{plan.schedule}' has one stage a rank",
-                got=f"chunks={plan.chunks}",
-                fix=f"schedule=interleaved,chunks={plan.chunks}",
-            )
+        yield Problem(
+            f"'{plan.schedule}' has one stage a rank",
+            got=f"chunks={plan.chunks}",
+            fix=f"schedule=interleaved,chunks={plan.chunks}",
         )
-    return found
 
 
 def resolve(plan: Plan, world: int) -> Plan:

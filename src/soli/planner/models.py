@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -233,13 +233,11 @@ def _number(said: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((n for n in whole if 0 < n < MOST), None)
 
 
-def _contradictions(file: Path, numbers: Mapping[str, int | None]) -> list[Problem]:
+def _contradictions(file: Path, numbers: Mapping[str, int | None]) -> Iterator[Problem]:
     heads, kv_heads, hidden = numbers["heads"] or 1, numbers["kv_heads"], numbers["hidden"] or 1
-    found = []
     if kv_heads and heads % kv_heads:
-        found.append(Problem(f"{file}: {kv_heads} key heads do not divide {heads} heads"))
+        yield Problem(f"{file}: {kv_heads} key heads do not divide {heads} heads")
     if heads > hidden:
-        found.append(Problem(f"{file}: {heads} heads share a width of {hidden}"))
+        yield Problem(f"{file}: {heads} heads share a width of {hidden}")
     if (numbers["routed"] or 0) > (numbers["experts"] or numbers["routed"] or 0):
-        found.append(Problem(f"{file}: a token goes to {numbers['routed']} of {numbers['experts']} experts"))
-    return found
+        yield Problem(f"{file}: a token goes to {numbers['routed']} of {numbers['experts']} experts")

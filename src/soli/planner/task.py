@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from soli.core.errors import Problem
+from soli.core.errors import Problem, listing
 from soli.planner.cost.points import INTERLEAVED, ONE, ZBH1
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.models import Model
@@ -56,36 +56,28 @@ class Task:
         return replace(self, fixed={**(self.fixed or {}), **more})
 
 
-def problems(task: Task) -> list[Problem]:
+@listing
+def problems(task: Task) -> Iterator[Problem]:
     """What keeps any plan from being, before one is looked at."""
     fixed = dict(task.fixed or {})
-    found = _of_devices(task) + _of_degrees(task, fixed)
+    yield from _of_devices(task)
+    yield from _of_degrees(task, fixed)
     dp, size = fixed.get("dp", 1.0), fixed.get("microbatch", 1.0)
     if dp * size > task.batch:
-        words = [f"{name}={fixed[name]:g}" for name in ("dp", "microbatch") if name in fixed]
-        found.append(
-            Problem(
-                f"{' and '.join(words)} take {dp * size:g} sequences, and the global batch has {task.batch}"
-            )
-        )
-    return found + _of_choices(task, fixed)
+        words = " and ".join(f"{name}={fixed[name]:g}" for name in ("dp", "microbatch") if name in fixed)
+        yield Problem(f"{words} take {dp * size:g} sequences, and the global batch has {task.batch}")
+    yield from _of_choices(task, fixed)
 
 
-def _of_devices(task: Task) -> list[Problem]:
-    found = []
+def _of_devices(task: Task) -> Iterator[Problem]:
     device = task.cluster.device
     if task.memory > device.memory:
-        found.append(
-            Problem(
-                f"{task.memory / 1e9:.1f} GB are more than {device.name} has",
-                allowed=f"{device.memory / 1e9:.1f} GB",
-            )
+        yield Problem(
+            f"{task.memory / 1e9:.1f} GB are more than {device.name} has",
+            allowed=f"{device.memory / 1e9:.1f} GB",
         )
     if task.precision not in device.tflops:
-        found.append(
-            Problem(f"{device.name} does not multiply {task.precision}", allowed=", ".join(device.tflops))
-        )
-    return found
+        yield Problem(f"{device.name} does not multiply {task.precision}", allowed=", ".join(device.tflops))
 
 
 def _of_degrees(task: Task, fixed: Mapping[str, float]) -> list[Problem]:

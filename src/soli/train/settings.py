@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -175,41 +175,33 @@ def _check(name: str, value: object, kind: type, entry: Field[Any], place: str) 
     return None
 
 
-def _together(config: Config) -> list[Problem]:
+def _together(config: Config) -> Iterator[Problem]:
     """What single settings allow but not their combination."""
-    problems: list[Problem] = []
     model, run = config.model, config.run
     if run.plan != "auto":
         try:
             Plan.parse(run.plan)
         except SoliError as error:
-            problems += error.problems
+            yield from error.problems
     if model.dim and model.heads and model.dim % model.heads:
-        problems.append(
-            Problem(
-                "model.dim does not divide into model.heads",
-                f"dim {model.dim}, heads {model.heads}",
-                "a multiple of the number of heads",
-                f"dim = {max(1, round(model.dim / model.heads)) * model.heads}",
-            )
+        yield Problem(
+            "model.dim does not divide into model.heads",
+            f"dim {model.dim}, heads {model.heads}",
+            "a multiple of the number of heads",
+            f"dim = {max(1, round(model.dim / model.heads)) * model.heads}",
         )
     if run.steps == 0 and config.optim.warmup < MEASURED_TO:
-        problems.append(
-            Problem(
-                "optim.warmup is too short for run.steps = 0",
-                f"{config.optim.warmup} steps",
-                f"{MEASURED_TO} or more: the speed is measured during the warm-up, where the learning rate "
-                "does not depend on the number of steps",
-                "say run.steps, or a longer warm-up",
-            )
+        yield Problem(
+            "optim.warmup is too short for run.steps = 0",
+            f"{config.optim.warmup} steps",
+            f"{MEASURED_TO} or more: the speed is measured during the warm-up, where the learning rate "
+            "does not depend on the number of steps",
+            "say run.steps, or a longer warm-up",
         )
     if run.steps == 0 and run.minutes == 0:
-        problems.append(
-            Problem(
-                "neither run.steps nor run.minutes says how long to train",
-                "0 and 0",
-                "one above 0",
-                "minutes = 2",
-            )
+        yield Problem(
+            "neither run.steps nor run.minutes says how long to train",
+            "0 and 0",
+            "one above 0",
+            "minutes = 2",
         )
-    return problems
