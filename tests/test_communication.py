@@ -47,7 +47,8 @@ def step_bytes(plan: str):
             big[record.operation] += record.bytes
     units = {u.name: u.padded * 4 for u in engine.laid.units}
     small = sum(r.bytes for r in recorder.records) - sum(big.values())
-    last = engine.laid.gatherer.order[-1].name if engine.laid.gatherer else ""
+    blocks = engine.laid.gatherer.order
+    last = blocks[-1].name if blocks else ""
     slots = sum(s.numel for u in engine.laid.units for s in u.slots)
     return big, units, small, last, slots
 

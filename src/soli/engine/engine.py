@@ -355,8 +355,7 @@ class Engine:
     def _take_step(self) -> None:
         pieces = []
         for unit in self.laid.reducer.units:
-            if unit.grad_shard is None:
-                raise AssertionError("every unit was reduced")
+            assert unit.grad_shard is not None, "every unit was reduced"
             if self._factor != 1.0:
                 unit.grad_shard.mul_(self._factor)
             for slot in unit.slots:
@@ -444,16 +443,14 @@ class Engine:
         gatherer = self.laid.gatherer
         if self.pipeline is not None:
             return pipelined.forward_only(self, self.pipeline, data)
-        if gatherer is not None:
-            gatherer.begin_forward(training=False)
+        gatherer.begin_forward(training=False)
         total, count = 0.0, 0.0
         if data is not None:
             with self.computing():
                 found, count = microbatch.loss(self, self._call(data), data)
             total = float(found) if count else 0.0
-        if gatherer is not None:
-            gatherer.end_forward()
-            gatherer.end_pass()
+        gatherer.end_forward()
+        gatherer.end_pass()
         return total, count
 
     # --- state ----------------------------------------------------------------------------------------

@@ -21,24 +21,21 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
     """Its total and count. An empty one only joins the collectives of the others."""
     gatherer = engine.laid.gatherer
     with engine.randomness.begin(engine.step_count, piece.start, max(piece.rows, 1)):
-        if gatherer is not None:
-            gatherer.begin_forward(training=True)
+        gatherer.begin_forward(training=True)
         total, count = None, 0.0
         if piece.rows:
             data = to_device(piece.data, engine.device)
             with engine.randomness.forward(), engine.computing():
                 total, count = loss(engine, engine._call(data), data)
-        if gatherer is not None:
-            gatherer.end_forward()
-            gatherer.begin_backward()
+        gatherer.end_forward()
+        gatherer.begin_backward()
         engine.randomness.backward()
         value = float(total.detach()) if total is not None and count else 0.0
         if total is not None and (count or engine.plan.together):
             with engine.randomness.forward(), engine.again():
                 (total * engine.seed_of_loss).backward()
         total = None  # and its graph: without targets nothing went back and freed it
-        if gatherer is not None:
-            gatherer.end_backward()
+        gatherer.end_backward()
     recompute.forget()
     return value, count
 

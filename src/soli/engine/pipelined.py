@@ -184,8 +184,7 @@ def _anyone(engine: Engine, flags: list[bool]) -> list[bool]:
 def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> tuple[float, float]:
     """Total and count of this rank's pieces (zero but on the last stage); the gradients are reduced."""
     reducer, gatherer = engine.laid.reducer, engine.laid.gatherer
-    if gatherer is not None:
-        gatherer.hold_all()
+    gatherer.hold_all()
     reducer.begin_backward(last=False)
     total, count = 0.0, 0.0
     for a, b in even_parts(len(pieces), min(engine.plan.accumulate, len(pieces))):
@@ -199,19 +198,15 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
     for unit in reducer.units:
         if unit.grad_shard is not None:
             all_reduce(unit.grad_shard, unit.copies, label=f"gradients of {unit.name}")
-    if gatherer is not None:
-        gatherer.end_pass()
+    gatherer.end_pass()
     return total, count
 
 
 def forward_only(engine: Engine, pipeline: Pipeline, data: Any) -> tuple[float, float]:
     """See Engine.forward_only."""
-    gatherer = engine.laid.gatherer
-    if gatherer is not None:
-        gatherer.hold_all()
+    engine.laid.gatherer.hold_all()
     found = pipeline.forward_only(data) if data is not None else (0.0, 0.0)
-    if gatherer is not None:
-        gatherer.end_pass()
+    engine.laid.gatherer.end_pass()
     return found
 
 

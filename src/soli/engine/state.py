@@ -106,8 +106,7 @@ def copy_model(engine: Engine) -> nn.Module:
 def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
     for unit in engine.laid.reducer.units:
-        if unit.grad_shard is None:
-            raise AssertionError("every unit was reduced")
+        assert unit.grad_shard is not None, "every unit was reduced"
         flat = unit.whole(unit.grad_shard, "gradients")
         for slot in unit.slots:
             found[slot.name] = engine.whole(slot.param, _cut(flat, slot)) * factor if slot.used else None

@@ -180,7 +180,6 @@ _OPERATIONS = {
     "recv_any_source_": "recv",
     "barrier": "barrier",
 }
-_WHOLE_IS_OUTPUT = {"all_gather"}
 
 
 class _TorchCollectives(TorchDispatchMode):
@@ -194,9 +193,7 @@ class _TorchCollectives(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
         if not getattr(_issuing, "depth", 0) and (operation := _OPERATIONS.get(name[1].split(".")[0])):
             axis, ranks = _group_of(args)
-            recorder.add(
-                operation, axis, _whole_bytes(operation, args, result, len(ranks)), ranks, "", "torch"
-            )
+            recorder.add(operation, axis, _whole_bytes((*args, result)), ranks, "", "torch")
         return result
 
 
@@ -224,8 +221,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def _whole_bytes(operation: str, args: Any, result: Any, size: int) -> int:
+def _whole_bytes(sides: tuple[Any, ...]) -> int:
     """Size of the buffer that the collective is about: its largest side, input or output."""
-    groups = [sum(t.numel() * t.element_size() for t in _tensors(arg)) for arg in (*args, result)]
-    largest = max(groups, default=0)
-    return largest
+    return max(sum(t.numel() * t.element_size() for t in _tensors(side)) for side in sides)

@@ -13,6 +13,7 @@ On CUDA neither was measured yet.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +29,16 @@ from soli.mesh.mesh import Mesh
 from soli.parallel.gather import Block, Gatherer
 from soli.parallel.init import fingerprint, is_deferred, materialise, sweep
 from soli.parallel.reduce import Reducer
-from soli.parallel.units import Slot, Unit, become, blocks, buckets, cut_over, named_once, slots_of
-
-Named = tuple[tuple[str, ...], nn.Parameter]
+from soli.parallel.units import Named, Slot, Unit, become, blocks, buckets, cut_over, named_once, slots_of
 
 
 @dataclass
 class DataParallel:
-    """A model laid over the dp axis: its units, what reduces them, and what gathers them under ZeRO-3."""
+    """A model laid over the dp axis: its units, what reduces them, and what gathers them, which below ZeRO-3 is nothing."""
 
     units: list[Unit]
     reducer: Reducer
-    gatherer: Gatherer | None
+    gatherer: Gatherer
     plain: list[Named]  # frozen parameters below ZeRO-3: whole on every rank of dp
     portions: dict[int, Portion]  # of the parameters that tensor parallelism has cut, by id
     absent: dict[int, Named]  # what other stages of a pipeline have
@@ -49,13 +48,34 @@ class DataParallel:
         return {id(slot.param): slot for unit in self.units for slot in unit.slots}
 
 
+@dataclass(frozen=True)
+class _Laying:
+    """What units are made with. `gather`: groups for the gathers of ZeRO-3, by the ranks of the shard axis."""
+
+    zero: int
+    mesh: Mesh
+    portions: dict[int, Portion]
+    copies: dict[int, Axis]
+    gather: dict[tuple[int, ...], Axis]
+
+    def unit(self, name: str, params: list[Named]) -> Unit:
+        first, slots = params[0][1], slots_of(params, self.portions)
+        replicate, shard = self.mesh.sharing(cut_over(first))
+        own = self.gather.get(shard.ranks)
+        return Unit(name, slots, shard, replicate, self.zero, first.requires_grad, own)
+
+    def summed(self, param: nn.Parameter) -> tuple[str, ...]:
+        """Of parameters with the same axes gradients are summed over the same ranks."""
+        return tuple(sorted(self.mesh.summed(cut_over(param))))
+
+
 def distribute(
     model: nn.Module,
     plan: Plan,
     mesh: Mesh,
     portions: dict[int, Portion],
-    absent: dict[int, Named] | None = None,
-    copies: dict[int, Axis] | None = None,
+    absent: dict[int, Named],
+    copies: dict[int, Axis],
 ) -> DataParallel:
     """Lay the model's parameters over the mesh. The modules stay; the parameters are the same objects.
 
@@ -63,19 +83,19 @@ def distribute(
     have. `copies`: the stages that share a parameter with this one.
     """
     device = mesh.world.device
-    absent, copies = absent or {}, copies or {}
     params = [named for named in named_once(model) if id(named[1]) not in absent]
-    gather = _apart(mesh) if plan.zero == 3 else {}
+    laying = _Laying(plan.zero, mesh, portions, copies, _apart(mesh) if plan.zero == 3 else {})
+    root, found = Block("root", None, []), list[Block]()
     if plan.zero == 3:
-        root, found = _blocks(model, params, plan, mesh, portions, copies, gather)
-        ordered = [*found, root]
-        units = [unit for block in ordered for unit in block.units]
+        root, found = _blocks(model, params, laying)
+        units = [unit for block in [*found, root] for unit in block.units]
+        ordered = [unit for block in [root, *found] for unit in block.units][::-1]
     else:
         trainable = [named for named in reversed(params) if named[1].requires_grad]
         alone = [named for named in trainable if id(named[1]) not in copies]
-        runs = [run for some in _families(alone, mesh) for run in buckets(some)]
-        units = [_unit(f"bucket {i}", run, plan, mesh, portions) for i, run in enumerate(runs)]
-        units += _copied(trainable, plan, mesh, portions, copies)
+        runs = [run for some in _grouped(alone, laying.summed).values() for run in buckets(some)]
+        units = [laying.unit(f"bucket {i}", run) for i, run in enumerate(runs)] + _copied(trainable, laying)
+        ordered = units
     for unit in units:
         unit.fill(lambda slot: _values(slot.param, slot.name), device)
     covered = {id(slot.param) for unit in units for slot in unit.slots}
@@ -85,39 +105,17 @@ def distribute(
             become(param, _values(param, names[0]).to(device))
     _place_buffers(model, device)
     sweep()
-    if plan.zero < 3:
-        return DataParallel(units, Reducer(units, mesh["tp"]), None, plain, portions, absent)
-    reducer = Reducer([unit for block in [root, *found] for unit in block.units][::-1], mesh["tp"])
-    gatherer = Gatherer(root, found, mesh.all)
+    reducer, gatherer = Reducer(ordered, mesh["tp"]), Gatherer(root, found, mesh.all)
     reducer.on_complete.append(gatherer.grads_complete)
     return DataParallel(units, reducer, gatherer, plain, portions, absent)
 
 
-def _unit(
-    name: str,
-    params: list[Named],
-    plan: Plan,
-    mesh: Mesh,
-    portions: dict[int, Portion],
-    gather: dict[tuple[int, ...], Axis] | None = None,
-) -> Unit:
-    replicate, shard = mesh.sharing(cut_over(params[0][1]))
-    own = (gather or {}).get(shard.ranks)
-    return Unit(
-        name, slots_of(params, portions), shard, replicate, plan.zero, params[0][1].requires_grad, own
-    )
-
-
-def _families(params: list[Named], mesh: Mesh) -> list[list[Named]]:
-    """Those with the same axes: their gradients are summed over the same ranks."""
+def _grouped(params: Iterable[Named], key: Callable[[nn.Parameter], Any]) -> dict[Any, list[Named]]:
+    """Parameters by a key of theirs, in the order in which they come."""
     kinds: dict[Any, list[Named]] = {}
     for named in params:
-        kinds.setdefault(_summed(named[1], mesh), []).append(named)
-    return list(kinds.values())
-
-
-def _summed(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:
-    return tuple(sorted(mesh.summed(cut_over(param))))
+        kinds.setdefault(key(named[1]), []).append(named)
+    return kinds
 
 
 def _apart(mesh: Mesh) -> dict[tuple[int, ...], Axis]:
@@ -129,15 +127,7 @@ def _apart(mesh: Mesh) -> dict[tuple[int, ...], Axis]:
     return found
 
 
-def _blocks(
-    model: nn.Module,
-    params: list[Named],
-    plan: Plan,
-    mesh: Mesh,
-    portions: dict[int, Portion],
-    copies: dict[int, Axis],
-    gather: dict[tuple[int, ...], Axis],
-) -> tuple[Block, list[Block]]:
+def _blocks(model: nn.Module, params: list[Named], laying: _Laying) -> tuple[Block, list[Block]]:
     """The root and the repeated blocks. A parameter that two blocks share belongs to the root."""
     owners: dict[int, set[str]] = {}
     modules = blocks(model)
@@ -145,46 +135,30 @@ def _blocks(
         for param in module.parameters():
             owners.setdefault(id(param), set()).add(name)
     outside = {id(p) for p in _outside(model, {id(module) for _, module in modules})}
-    shared = {key for key, names in owners.items() if len(names) > 1} | outside | copies.keys()
+    shared = {key for key, names in owners.items() if len(names) > 1} | outside | laying.copies.keys()
 
     def units(name: str, members: list[Named]) -> list[Unit]:
-        kinds: dict[Any, list[Named]] = {}
-        for names, param in members:
-            kinds.setdefault((param.dtype, param.requires_grad, _summed(param, mesh)), []).append(
-                (names, param)
-            )
-        return [
-            _unit(f"{name} {i}" if i else name, group, plan, mesh, portions, gather)
-            for i, group in enumerate(kinds.values())
-        ]
+        groups = _grouped(members, lambda param: (param.dtype, param.requires_grad, laying.summed(param)))
+        return [laying.unit(f"{name} {i}" if i else name, group) for i, group in enumerate(groups.values())]
 
     def members(name: str) -> list[Named]:
         return [(n, p) for n, p in params if name in owners.get(id(p), ()) and id(p) not in shared]
 
     found = [Block(name, module, units(name, members(name))) for name, module in modules if members(name)]
     rest = [(n, p) for n, p in params if id(p) in shared or id(p) not in owners]
-    alone = units("root", [(n, p) for n, p in rest if id(p) not in copies])
-    return Block("root", None, alone + _copied(rest, plan, mesh, portions, copies, gather)), found
+    alone = units("root", [(n, p) for n, p in rest if id(p) not in laying.copies])
+    return Block("root", None, alone + _copied(rest, laying)), found
 
 
-def _copied(
-    params: list[Named],
-    plan: Plan,
-    mesh: Mesh,
-    portions: dict[int, Portion],
-    copies: dict[int, Axis],
-    gather: dict[tuple[int, ...], Axis] | None = None,
-) -> list[Unit]:
+def _copied(params: list[Named], laying: _Laying) -> list[Unit]:
     """Units of what several stages have, laid alike on all of them: their sums then round alike."""
-    groups: dict[Any, list[Named]] = {}
-    for names, param in sorted((n for n in params if id(n[1]) in copies), key=lambda named: named[0]):
-        groups.setdefault((copies[id(param)].ranks, param.requires_grad, _summed(param, mesh)), []).append(
-            (names, param)
-        )
+    copies = laying.copies
+    members = sorted((n for n in params if id(n[1]) in copies), key=lambda named: named[0])
+    groups = _grouped(members, lambda p: (copies[id(p)].ranks, p.requires_grad, laying.summed(p)))
     found = []
     for key in sorted(groups):
         for run in buckets(groups[key]):
-            unit = _unit(f"shared by stages of ranks {key[0]}", run, plan, mesh, portions, gather)
+            unit = laying.unit(f"shared by stages of ranks {key[0]}", run)
             unit.copies = copies[id(run[0][1])]
             found.append(unit)
     return found

@@ -54,8 +54,7 @@ class Gatherer:
         self._ran: list[Block] = []
         self._ordered = False
         for block in blocks:
-            if block.module is None:
-                raise AssertionError("only the root has no module")
+            assert block.module is not None, "only the root has no module"
             block.module.register_forward_pre_hook(lambda m, a, b=block: self._enter(b))
             block.module.register_forward_hook(lambda m, a, out, b=block: self._leave(b, out))
 
@@ -169,8 +168,7 @@ class Gatherer:
             return
         block.pending = []
         for unit in block.units:
-            if unit.shard is None:
-                raise AssertionError("a sharded unit has a shard")
+            assert unit.shard is not None, "a sharded unit has a shard"
             full = unit.make_room()
             label = f"parameters of {unit.name}"
             block.pending.append(all_gather(full, unit.shard, unit.gather_axis, label=label, wait=False))

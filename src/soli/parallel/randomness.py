@@ -187,8 +187,7 @@ class Randomness:
 
     def keep(self, shape: tuple[int, ...], p: float, like: Tensor) -> Tensor:
         """A mask of `shape` for the call under way: 0 with probability p, else 1 / (1 - p)."""
-        if self._now is None:
-            raise AssertionError("only inside begin()")
+        assert self._now is not None, "only inside begin()"
         key = self._key()
         self._known(key)
         if p >= 1 or like.is_meta:  # without values: of another stage
@@ -199,8 +198,7 @@ class Randomness:
     def _key(self) -> Key:
         """Which call this is: the module that makes it, and its number among that module's calls."""
         now = self._now
-        if now is None:
-            raise AssertionError("only inside begin()")
+        assert now is not None, "only inside begin()"
         nonce = int(torch.randint(2**62, ()))
         if now.backward:
             if nonce not in now.nonces:
@@ -233,8 +231,7 @@ class Randomness:
         like: Tensor,
     ) -> Tensor:
         now, dim = self._now, self._dims[key]
-        if now is None:
-            raise AssertionError("only inside begin()")
+        assert now is not None, "only inside begin()"
         base = _hash(self.seed, now.step, *key)
         generator = torch.Generator(like.device)
         if dim == NO_ROWS:

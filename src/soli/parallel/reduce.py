@@ -161,11 +161,9 @@ class Reducer:
                 unit.grad_shard = grad[unit.low : unit.high]
             elif unit.grad_shard is None:
                 unit.grad_shard = torch.empty(unit.size, dtype=unit.dtype, device=grad.device)
-            target = unit.grad_shard
-            if target is None:
-                raise AssertionError("set above")
+            assert unit.grad_shard is not None
             label = f"gradients of {unit.name}"
-            pending = reduce_scatter(target, grad, unit.shard_axis, label=label, wait=False)
+            pending = reduce_scatter(unit.grad_shard, grad, unit.shard_axis, label=label, wait=False)
         self._flying.append((unit, pending))
 
     def _land(self) -> None:

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from soli.core.layout import Portion, Sharded, from_flat, from_whole
 from soli.mesh.collectives import Axis, all_gather, allocate
 
+Named = tuple[tuple[str, ...], nn.Parameter]
+"""A parameter with all its names."""
 BUCKET_BYTES = 25 * 2**20
 """Size of a unit that is not one module: large enough for bandwidth, small enough to overlap (DDP's choice)."""
 
@@ -153,8 +155,7 @@ class Unit:
 
     def show(self) -> None:
         """Point the model's parameters at the gathered values."""
-        if self.full is None:
-            raise AssertionError("a replicated unit has nothing to show")
+        assert self.full is not None, "a replicated unit has nothing to show"
         for slot in self.slots:
             become(slot.param, self.full[slot.start : slot.stop].view(slot.shape))
         self.gathered = True
@@ -169,8 +170,7 @@ class Unit:
         self.gathered = False
 
     def make_room(self) -> Tensor:
-        if self.full is None:
-            raise AssertionError("a replicated unit is never gathered")
+        assert self.full is not None, "a replicated unit is never gathered"
         self.full.untyped_storage().resize_(self.padded * self.full.element_size())
         return self.full
 
@@ -243,19 +243,17 @@ def become(param: nn.Parameter, values: Tensor) -> None:
         param.data = values.detach()
 
 
-def slots_of(
-    params: Iterable[tuple[tuple[str, ...], nn.Parameter]], portions: dict[int, Portion] | None = None
-) -> list[Slot]:
+def slots_of(params: Iterable[Named], portions: dict[int, Portion]) -> list[Slot]:
     """Slots side by side, in the given order. `portions`: of the parameters that are cut, by id."""
     slots, at = [], 0
     for names, param in params:
-        portion = (portions or {}).get(id(param))
+        portion = portions.get(id(param))
         slots.append(Slot(names, param, tuple(param.shape), at, param.numel(), portion=portion))
         at += param.numel()
     return slots
 
 
-def named_once(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+def named_once(model: nn.Module) -> list[Named]:
     """Each parameter of the model once, with all its names (more than one: it is tied)."""
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
@@ -265,11 +263,9 @@ def named_once(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
     return [(tuple(names[key]), params[key]) for key in params]
 
 
-def buckets(
-    params: list[tuple[tuple[str, ...], nn.Parameter]], limit: int = BUCKET_BYTES
-) -> list[list[tuple[tuple[str, ...], nn.Parameter]]]:
+def buckets(params: list[Named], limit: int = BUCKET_BYTES) -> list[list[Named]]:
     """Cut parameters into runs of one dtype and at most `limit` bytes (one larger parameter is its own)."""
-    runs: list[list[tuple[tuple[str, ...], nn.Parameter]]] = []
+    runs: list[list[Named]] = []
     filled = 0
     for names, param in params:
         nbytes = param.numel() * param.element_size()

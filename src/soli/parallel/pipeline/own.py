@@ -8,12 +8,10 @@ from torch import nn
 from soli.mesh.collectives import Axis
 from soli.mesh.mesh import Mesh
 from soli.parallel.pipeline.run import Cutting
-from soli.parallel.units import named_once
+from soli.parallel.units import Named, named_once
 
 
-def keep_own(
-    model: nn.Module, cutting: Cutting, mesh: Mesh
-) -> tuple[dict[int, tuple[tuple[str, ...], nn.Parameter]], dict[int, Axis]]:
+def keep_own(model: nn.Module, cutting: Cutting, mesh: Mesh) -> tuple[dict[int, Named], dict[int, Axis]]:
     """Free the parameters of other stages, in place: they become shapes on the meta device. Collective.
 
     Returns those, and for each parameter that several ranks have the axis of these ranks; both by id.

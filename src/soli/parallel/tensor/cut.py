@@ -424,8 +424,7 @@ def entered(run: Run, x: Tensor) -> Tensor:
 def shared(run: Run, x: Tensor) -> Tensor:
     """The whole of a tensor that is cut along the sequence, for cut computations to read."""
     split = split_of(x)
-    if split is None:
-        raise AssertionError("it is cut")
+    assert split is not None, "it is cut"
     if run.axis.size == 1:
         return x.view_as(x)
     if run.partial:

@@ -179,8 +179,7 @@ def _on_grid(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight
     else:
         of_x = rows.at(last) if found is None else found
         x = part_of(run, x, of_x) if found is None else x
-        if run.row is None:
-            raise AssertionError("the weight is cut over the rows of a grid")
+        assert run.row is not None, "the weight is cut over the rows of a grid"
         result = cut(summa.linear(plain(x), local, of_x, rows, run.row, run.axis), split.at(last))
     return result if bias is None else call(torch.add, result, bias)
 

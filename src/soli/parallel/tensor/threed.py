@@ -54,8 +54,7 @@ def _is_cubes(x: Any) -> bool:
 def _multiplied(levels: tuple[Run, ...], x: Tensor, weight: Tensor, dim: int) -> Tensor:
     """`dim`: the weight's that is n."""
     axes, cuts = levels[-1].cube, weight.cuts  # type: ignore[attr-defined]
-    if axes is None:
-        raise AssertionError("a level of 3D has the cube's axes")
+    assert axes is not None, "a level of 3D has the cube's axes"
     of_n, of_k = (TP, ROW) if cuts[TP].dim == dim else (ROW, TP)
     last = x.dim() - 1
     tokens = _tokens(x, levels)
