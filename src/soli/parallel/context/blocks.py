@@ -26,11 +26,22 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
-class Kernel(NamedTuple):
-    """forward(q, k, v, bias, causal, scale) and backward(grad, q, k, v, out, lse, bias, causal, scale), with g = h."""
+class Given(NamedTuple):
+    """What a kernel is given, with g = h. `bias`: what is added to the scores, of which `causal` hides those of later keys."""
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    causal: bool
+    scale: float
+
+
+class Kernel(NamedTuple):
+    """forward(given) -> out, lse; and backward(given, grad, out, lse) -> dq, dk, dv."""
+
+    forward: Callable[[Given], tuple[Tensor, Tensor]]
+    backward: Callable[[Given, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     causal: bool  # it hides later keys by itself
 
 
@@ -45,9 +56,9 @@ def forward(
     kernel = chosen(q, k, v)
     q, k, v = (_plain(x) for x in (q, _repeated(k, q), _repeated(v, q)))
     if mask is None and (kernel.causal or not causal):
-        return kernel.forward(q, k, v, None, causal, scale)
+        return kernel.forward(Given(q, k, v, None, causal, scale))
     bias, hidden = _bias(mask, causal, q, k)
-    out, lse = kernel.forward(q, k, v, bias, False, scale)
+    out, lse = kernel.forward(Given(q, k, v, bias, False, scale))
     return out.masked_fill(hidden.unsqueeze(-1), 0), lse.masked_fill(hidden, -math.inf)
 
 
@@ -71,7 +82,7 @@ def backward(
         lse = lse.masked_fill(hidden, math.inf)  # exp(score - inf) = 0: no part in any gradient
         causal = False
     grad, q, every_k, every_v, out = (_plain(x) for x in (grad, q, every_k, every_v, out))
-    dq, dk, dv = kernel.backward(grad, q, every_k, every_v, out, lse, bias, causal, scale)
+    dq, dk, dv = kernel.backward(Given(q, every_k, every_v, bias, causal, scale), grad, out, lse)
     return dq, _summed(dk, k), _summed(dv, v)
 
 
@@ -137,100 +148,64 @@ def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> tuple[Tens
 # --- written out ------------------------------------------------------------------------------------------
 
 
-def _written_scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    high = sums(q.dtype)
-    scores = (q.to(high) * scale) @ k.to(high).mT
-    return scores if bias is None else scores + bias
+def _written_scores(of: Given) -> Tensor:
+    high = sums(of.q.dtype)
+    scores = (of.q.to(high) * of.scale) @ of.k.to(high).mT
+    return scores if of.bias is None else scores + of.bias
 
 
-def _written_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    scores = _written_scores(q, k, bias, scale)
+def _written_forward(of: Given) -> tuple[Tensor, Tensor]:
+    scores = _written_scores(of)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp()
-    return (weights @ v.to(weights.dtype)).to(q.dtype), lse
+    return (weights @ of.v.to(weights.dtype)).to(of.q.dtype), lse
 
 
-def _written_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_written_scores(q, k, bias, scale) - lse.unsqueeze(-1)).exp()
-    q, k, v, out, grad = (x.to(weights.dtype) for x in (q, k, v, out, grad))
+def _written_backward(of: Given, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weights = (_written_scores(of) - lse.unsqueeze(-1)).exp()
+    q, k, v, out, grad = (x.to(weights.dtype) for x in (of.q, of.k, of.v, out, grad))
     row = (grad * out).sum(-1, keepdim=True)
-    of_scores = weights * (grad @ v.mT - row) * scale
+    of_scores = weights * (grad @ v.mT - row) * of.scale
     return of_scores @ k, of_scores.mT @ q, weights.mT @ grad
 
 
 # --- torch's kernels --------------------------------------------------------------------------------------
 
 
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cpu_forward(of: Given) -> tuple[Tensor, Tensor]:
     return _aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+        of.q, of.k, of.v, 0.0, of.causal, attn_mask=of.bias, scale=of.scale
     )
 
 
-def _cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(of: Given, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        grad, of.q, of.k, of.v, out, lse, 0.0, of.causal, attn_mask=of.bias, scale=of.scale
     )
 
 
-def _cuda_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _cuda_bias(of: Given) -> Tensor | None:
     """[b, h, l, s] in q's type, of which the kernel wants rows that begin at multiples of 16."""
-    if bias is None:
+    if of.bias is None:
         return None
-    s = bias.shape[-1]
-    rows = F.pad(bias.to(q.dtype), (0, -s % 16))[..., :s]
-    return rows.expand(q.shape[0], q.shape[1], q.shape[2], s)
+    s = of.bias.shape[-1]
+    rows = F.pad(of.bias.to(of.q.dtype), (0, -s % 16))[..., :s]
+    return rows.expand(*of.q.shape[:3], s)
 
 
-def _cuda_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cuda_forward(of: Given) -> tuple[Tensor, Tensor]:
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
-        q, k, v, _cuda_bias(bias, q, k), True, 0.0, causal, scale=scale
+        of.q, of.k, of.v, _cuda_bias(of), True, 0.0, of.causal, scale=of.scale
     )
-    return out, lse[..., : q.shape[2]]  # it comes padded to a multiple of 32
+    return out, lse[..., : of.q.shape[2]]  # it comes padded to a multiple of 32
 
 
-def _cuda_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_backward(of: Given, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
-    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not
+    seed = offset = torch.zeros((), dtype=torch.int64, device=of.q.device)  # of a dropout that is not
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, _cuda_bias(bias, q, k), out, lse, seed, offset, 0.0,
-        [True, True, True, False], causal, scale=scale,
+        grad, of.q, of.k, of.v, _cuda_bias(of), out, lse, seed, offset, 0.0,
+        [True, True, True, False], of.causal, scale=of.scale,
     )  # fmt: skip
     return dq, dk, dv
 

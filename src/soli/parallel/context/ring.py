@@ -333,8 +333,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, mask, off, out, lse = ctx.saved_tensors
-        return *_backward(grad, q, k, v, mask, off, out, lse, ctx.work), None, None
+        return *_backward(grad, ctx.saved_tensors, ctx.work), None, None
 
 
 def _forward(
@@ -364,18 +363,9 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> None:
     lse.copy_(total)
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    off: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    work: _Work,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, saved: tuple[Any, ...], work: _Work) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of out, added up in the type of sums."""
+    q, k, v, mask, off, out, lse = saved
     high, sizes = blocks.sums(q.dtype), work.sizes(k, v)
     dq = torch.zeros_like(q, dtype=high, memory_format=torch.contiguous_format)
     home = Homeward(sizes, work.ways, dq)

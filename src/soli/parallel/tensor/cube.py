@@ -15,7 +15,7 @@ a 1D product does not fall at all. An axis may be of size 1, and the three may d
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,17 @@ from soli.parallel.tensor.summa import GRADIENT_OF_W, GRADIENT_OF_X, lowered, pl
 
 INPUT, WEIGHT = "input of a product", "a weight"
 OUTPUT, GRADIENT = "output of a product", "gradient of an output"
+
+
+class _Cuts(NamedTuple):
+    """How a product lies on the cube, see `linear`."""
+
+    tokens_in: Split
+    tokens_out: Split
+    of_w: Split
+    gather: Axis
+    scatter: Axis
+    depth: Axis
 
 
 def linear(
@@ -61,30 +72,18 @@ def linear(
     parts = tokens_in.local(gather.size, gather.index), of_w.local(depth.size, depth.index)
     if (x.shape[0], w.shape[0]) != parts or x.shape[-1] != w.shape[1] or tokens_in.size != tokens_out.size:
         raise ValueError(f"x {list(x.shape)} and W {list(w.shape)} are not the rank's parts {list(parts)}")
-    return _Linear.apply(x, w, tokens_in, tokens_out, gather, scatter, depth, of_w)
+    return _Linear.apply(x, w, _Cuts(tokens_in, tokens_out, of_w, gather, scatter, depth))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        tokens_in: Split,
-        tokens_out: Split,
-        gather: Axis,
-        scatter: Axis,
-        depth: Axis,
-        of_w: Split,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, cuts: _Cuts) -> Tensor:
         for_x, for_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if for_w else None, w if for_x else None)
-        ctx.cuts, ctx.axes = (tokens_in, tokens_out, of_w), (gather, scatter, depth)
+        ctx.cuts = cuts
 
         def there(x: Tensor) -> Tensor:
-            product = scattered_later(
-                _product(x, w, tokens_in, of_w, gather, depth), tokens_out, scatter, OUTPUT
-            )
+            product = scattered_later(_product(x, w, cuts), cuts.tokens_out, cuts.scatter, OUTPUT)
             return product()
 
         with plainly(x.device):
@@ -96,28 +95,21 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w = ctx.saved_tensors
         with plainly(dy.device):
-            dx, dw = _gradients(dy, x, w, *ctx.cuts, *ctx.axes)
-        return dx, dw, None, None, None, None, None, None
+            return *_gradients(dy, x, w, ctx.cuts), None
 
 
-def _product(x: Tensor, w: Tensor, tokens_in: Split, of_w: Split, gather: Axis, depth: Axis) -> Tensor:
+def _product(x: Tensor, w: Tensor, cuts: _Cuts) -> Tensor:
     """[T, .., N_A], a part of a sum over K. Both are gathered at once, and what was gathered ends here."""
-    of_x, of_weight = collected_later(x, tokens_in, gather, INPUT), collected_later(w, of_w, depth, WEIGHT)
+    of_x = collected_later(x, cuts.tokens_in, cuts.gather, INPUT)
+    of_weight = collected_later(w, cuts.of_w, cuts.depth, WEIGHT)
     return F.linear(of_x(), of_weight())
 
 
 def _gradients(
-    dy: Tensor,
-    x: Tensor | None,
-    w: Tensor | None,
-    tokens_in: Split,
-    tokens_out: Split,
-    of_w: Split,
-    gather: Axis,
-    scatter: Axis,
-    depth: Axis,
+    dy: Tensor, x: Tensor | None, w: Tensor | None, cuts: _Cuts
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx [T_A, .., K_B] and dW [N_AD, K_B] of dy [T_B, .., N_A]. Without W no dx is wanted, without x no dW."""
+    tokens_in, tokens_out, of_w, gather, scatter, depth = cuts
     of_y = collected_later(dy, tokens_out, scatter, GRADIENT)
     of_weight = None if w is None else collected_later(w, of_w, depth, WEIGHT)
     of_x = None if x is None else collected_later(x, tokens_in, gather, INPUT)
