@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from soli.core.errors import SoliError
-from soli.mesh.backends import cpu_backend
+from soli.mesh.backends import cores, cpu_backend
 
 PACKAGES: tuple[str, ...] = (
     "soli",
@@ -52,11 +52,10 @@ def gather() -> dict[str, Any]:
 
     problems: list[str] = []
     memory = psutil.virtual_memory()
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
-        "cores": f"{len(cores)} usable of {os.cpu_count()}",
+        "cores": f"{cores()} usable of {os.cpu_count()}",
         "memory": f"{_gib(memory.total)}, {_gib(memory.available)} free",
         "/dev/shm": _shm(problems),
         "ulimit -n": _open_files(problems),

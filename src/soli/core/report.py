@@ -7,8 +7,10 @@ printed by rank 0 alone.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import sysconfig
 import time
@@ -45,6 +47,13 @@ def install_hook(rank: int) -> None:
         os._exit(error.exit_code)
 
     sys.excepthook = hook
+
+
+def stacks_on_request() -> None:
+    """`soli run` asks a stuck rank for its stacks by a signal; they go to the file that it named."""
+    path = os.environ.get("SOLI_STACKS_FILE")
+    if path:
+        faulthandler.register(signal.SIGUSR1, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115
 
 
 def render(error: SoliError, line: str = "", who: str = "") -> str:

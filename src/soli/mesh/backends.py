@@ -1,4 +1,4 @@
-"""Which backend CPU ranks talk over, and why. Imports no torch: the launcher and `soli env` ask too."""
+"""Which backend CPU ranks talk over, and why; and of how many cores. Imports no torch: the launcher and `soli env` ask too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from soli.core.errors import SoliError
 CPU_BACKENDS = ("local", "gloo")
 TESTED = ("x86_64",)
 """Processors on which the local backend has been run: its handshakes rest on the order of stores."""
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_backend(said: str | None = None) -> tuple[str, str]:

@@ -8,7 +8,6 @@ made. A process group that the user made already is used as it is.
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import os
 import re
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from soli.core.errors import Problem, SoliError, failure, raise_all
-from soli.core.report import install_hook
+from soli.core.report import install_hook, stacks_on_request
 from soli.core.versions import process_groups
 from soli.mesh.backends import cpu_backend
 from soli.mesh.local.group import LocalGroup
@@ -54,11 +53,11 @@ def join(deadline: float | None = None) -> World:
     seconds = deadline if deadline is not None else float(os.environ.get("SOLI_DEADLINE", DEADLINE_SECONDS))
     rank, size, local_rank, local_size = _place()
     install_hook(rank)
-    _dump_stacks_on_request()
+    stacks_on_request()
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        device, backend = _device(local_rank, local_size)
-        return World(rank, size, local_rank, device, _checked_backend(backend), seconds)
+        device, _ = _device(local_rank, local_size)
+        return World(rank, size, local_rank, device, _made_backend(), seconds)
     device, backend = _device(local_rank, local_size)
     if size == 1:
         return World(0, 1, 0, device, "single", seconds)
@@ -120,7 +119,7 @@ def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     return device, "nccl" if local_size <= count else "gloo"
 
 
-def _checked_backend(wanted: str) -> str:
+def _made_backend() -> str:
     """The backend of a process group that the user made."""
     made = dist.get_backend()
     if "nccl" in made or "nccl" in str(dist.get_backend_config()):
@@ -187,12 +186,3 @@ def passing_groups() -> Iterator[None]:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _dump_stacks_on_request() -> None:
-    """`soli run` asks a stuck rank for its stacks by a signal; they go to the file it named."""
-    path = os.environ.get("SOLI_STACKS_FILE")
-    if path:
-        import signal
-
-        faulthandler.register(signal.SIGUSR1, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115

@@ -7,12 +7,12 @@ grows with the square root of the compute (Hoffmann et al. 2022), and a GPT with
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
 
 from soli.core.errors import SoliError
+from soli.mesh.backends import cores
 from soli.train.config import Config
 
 CORES_PER_ACCELERATOR = 1000  # one data-centre GPU in cores of a server, in float32: an order of magnitude
@@ -21,8 +21,7 @@ PEAK_AT_128 = 3e-3
 
 def machine() -> tuple[int, int]:
     """Cores that this process may use, and accelerators of the machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return cores(), torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def sized(config: Config, cores: int, accelerators: int) -> tuple[Config, str]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from soli.core.errors import SoliError
-from soli.mesh.backends import cpu_backend
+from soli.mesh.backends import cores, cpu_backend
 from soli.mesh.launch.blame import Ended, report
 
 GRACE_SECONDS = 3.0
@@ -158,7 +158,7 @@ def _start(
     made.error_file.unlink(missing_ok=True)
     made.stacks_file.unlink(missing_ok=True)
     env = {
-        "OMP_NUM_THREADS": str(max(1, _cores() // n)),
+        "OMP_NUM_THREADS": str(max(1, cores() // n)),
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(n),
@@ -188,10 +188,6 @@ def _start(
             output.close()  # the child has its own
     made.seen = time.time()
     return made
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _with_the_launcher(launcher: int) -> Callable[[], None] | None:

@@ -9,21 +9,17 @@ multiprocessing work. No torch here.
 from __future__ import annotations
 
 import builtins
-import faulthandler
 import os
-import signal
 import sys
 from pathlib import Path
 
-from soli.core.report import install_hook
+from soli.core.report import install_hook, stacks_on_request
 
 
 def prepare() -> None:
     """Report uncaught errors to the launcher, and dump stacks on SIGUSR1 into the file that it named."""
     install_hook(int(os.environ.get("RANK", "0")))
-    path = os.environ.get("SOLI_STACKS_FILE")
-    if path:
-        faulthandler.register(signal.SIGUSR1, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115
+    stacks_on_request()
 
 
 def run(script: str, arguments: list[str]) -> None:

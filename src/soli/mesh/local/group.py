@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,7 @@ from soli.mesh.local.hosts import Hosts
 from soli.mesh.local.progress import LocalWork, engine
 from soli.mesh.record import call_site, recorder, watching
 
-if TYPE_CHECKING:  # torch's stub of it names only some of the overloads that it calls
-    _Base = Any
-else:
-    _Base = dist.ProcessGroup
+_Base: Any = dist.ProcessGroup  # torch's stub of it names only some of the overloads that it calls
 
 
 class LocalGroup(_Base):

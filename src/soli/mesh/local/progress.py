@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,7 @@ NAP_SECONDS = 50e-6
 LONGEST_NAP_SECONDS = 1e-3
 WATCH_SECONDS = 0.1  # between two looks at deadlines
 
-
-if TYPE_CHECKING:  # torch's stub of it has signatures of its own
-    _Base = Any
-else:
-    _Base = dist.Work
+_Base: Any = dist.Work  # torch's stub of it has signatures of its own
 
 
 @contextmanager
@@ -89,11 +85,10 @@ class LocalWork(_Base):
     def result(self) -> list[Any]:
         return self.outputs
 
-    def _source_rank(self) -> int:
-        return self.source[0]
-
     def source_rank(self) -> int:
         return self.source[0]
+
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
         with engine.lock:

@@ -13,6 +13,8 @@ import os
 import platform
 import time
 
+from soli.mesh.backends import cores
+
 SPIN_SECONDS = 50e-6
 YIELD_SECONDS = 500e-6
 SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 10e-3, 100e-3
@@ -56,11 +58,6 @@ class Backoff:
         """How long the next sleep in the kernel may last."""
         self.slept = min(2 * self.slept, LONGEST_SLEEP_SECONDS)
         return self.slept
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sleep_on(address: int, seen: int, seconds: float) -> None:
