@@ -1,4 +1,4 @@
-"""One structured stream of events per rank: kept in memory, and written as JSON lines once a file is named.
+"""One structured stream of events per rank, kept in memory.
 
 Kinds in use: `note` (something the user should know), `step`, `skip` (a step that was not taken),
 `save`, `load`, `error`.
@@ -6,48 +6,38 @@ Kinds in use: `note` (something the user should know), `step`, `skip` (a step th
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 KEPT = 10_000
 
 
 class Events:
-    """The stream of one rank. `emit` costs microseconds; lines are flushed so that a crash loses none."""
+    """The stream of one rank. `emit` costs microseconds."""
 
     def __init__(self) -> None:
         self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self._file: TextIO | None = None
-
-    def to_file(self, path: Path) -> None:
-        """Append this and all later events to `path`; what was kept so far is written first."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        for event in self.recent:
-            self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
 
     def emit(self, kind: str, **fields: Any) -> None:
-        event = {"time": time.time(), "kind": kind, **fields}
-        self.recent.append(event)
-        if self._file is not None:
-            self._file.write(json.dumps(event) + "\n")
-            self._file.flush()
+        self.recent.append({"time": time.time(), "kind": kind, **fields})
+
+    def note(self, text: str, *, shown: bool, **more: Any) -> None:
+        """Something the user should know; one rank of many shows it."""
+        self.emit("note", text=text, **more)
+        if shown:
+            print(f"soli: {text}", flush=True)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Within, what is emitted is forgotten: of a program that is run for its shapes alone."""
         kept, self.recent = self.recent, deque(maxlen=KEPT)
-        file, self._file = self._file, None
         try:
             yield
         finally:
-            self.recent, self._file = kept, file
+            self.recent = kept
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.recent if event["kind"] == kind]

@@ -83,13 +83,11 @@ class Given:
         """Training mode; said once where the program had put the whole model into evaluation mode."""
         if training(engine.model) and not self._said:
             self._said = True
-            text = (
+            events.note(
                 "the model was in evaluation mode; a step trains in training mode. To train without dropout or with "
-                "frozen statistics, put the modules inside it in eval(), and not the model"
+                "frozen statistics, put the modules inside it in eval(), and not the model",
+                shown=engine.rank == 0,
             )
-            events.emit("note", text=text)
-            if engine.rank == 0:
-                print(f"soli: {text}", flush=True)
 
 
 def _hooks(param: nn.Parameter) -> list[Any]:

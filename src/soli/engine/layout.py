@@ -55,9 +55,7 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
         text = (
             "the tensor-parallel layout of a deferred model is not checked in float64: it has no values yet"
         )
-        events.emit("note", text=text)
-        if engine.rank == 0:
-            print(f"soli: {text}", flush=True)
+        events.note(text, shown=engine.rank == 0)
     else:
         for sample in check.one_of_each(samples, roles):
             with Randomness(engine.model, 0).probe(runner.rows):

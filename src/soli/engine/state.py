@@ -275,9 +275,8 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
             wanted = {name: from_whole(value) for name, value in drawn.items()}
             state = checkpoint.load(path, wanted, group=_everyone(engine), ignore=lambda n: n not in drawn)
     if only_weights:
-        events.emit("note", text=f"{path} holds weights alone: optimizer, data position and step start anew")
-        if engine.rank == 0:
-            print(f"soli: {path} holds weights alone: optimizer, data position and step start anew")
+        text = f"{path} holds weights alone: optimizer, data position and step start anew"
+        events.note(text, shown=engine.rank == 0)
         return {}
     # By place on dp: ranks that share rows draw alike. More places than were saved go on from the first's: random
     # numbers of one's own (in a dataset) then differ.

@@ -216,9 +216,7 @@ def agree_on_weights(model: nn.Module, world: Axis) -> None:
     for name, tensor in differ:
         broadcast(tensor.detach(), world, label=f"first values of {name}")
     text = f"the ranks built {len(differ)} different tensors (no torch.manual_seed?); all use rank 0's"
-    events.emit("note", text=text, first=differ[0][0])
-    if world.index == 0:
-        print(f"soli: {text}")
+    events.note(text, shown=world.index == 0, first=differ[0][0])
 
 
 def _mark(tensor: Tensor, name: str) -> int:

@@ -184,9 +184,8 @@ class Gatherer:
 
     def _note_repeat(self, block: Block) -> None:
         block.repeats = True
-        events.emit(
-            "note", text=f"{block.name} runs more than once a forward: kept gathered until the forward ends"
-        )
+        text = f"{block.name} runs more than once a forward: kept gathered until the forward ends"
+        events.emit("note", text=text)
 
     def _agree_on_order(self) -> None:
         """After the first forward: the order in which rank 0 ran the blocks, those it did not run last."""

@@ -286,9 +286,7 @@ def unknown(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
 def note(run: Run, text: str) -> None:
     if text not in run.noted:
         run.noted.add(text)
-        events.emit("note", text=text)
-        if run.axis.ranks[0] == 0 and run.axis.index == 0:
-            print(f"soli: {text}", flush=True)
+        events.note(text, shown=run.axis.ranks[0] == 0 and run.axis.index == 0)
 
 
 # --- one tensor -----------------------------------------------------------------------------------------
