@@ -121,7 +121,8 @@ def reduce_scatter(
         return _done(Pending(works, record), wait)
     sent = _staged(whole, axis).view(axis.size, -1)
     received = torch.empty((axis.size - 1, sent.shape[1]), dtype=sent.dtype)
-    works = _issue(record, axis, lambda: _swap(received, sent, axis))
+    into = lambda source: received[source - (source > axis.index)]  # in the order of the ranks
+    works = _issue(record, axis, lambda: _all_pairs(axis, into, lambda target: sent[target]))
 
     def finish() -> None:
         others = iter(received)
@@ -152,20 +153,9 @@ def all_gather(whole: Tensor, part: Tensor, axis: Axis, *, label: str = "", wait
     slots = moved.view(axis.size, -1)
     if slots[axis.index].data_ptr() != part.data_ptr():
         slots[axis.index].copy_(part.view(-1))
-    works = _issue(record, axis, lambda: _exchange(slots, axis))
+    own = lambda _: slots[axis.index]
+    works = _issue(record, axis, lambda: _all_pairs(axis, lambda source: slots[source], own))
     return _done(Pending(works, record, _copy_back(whole, moved)), wait)
-
-
-def _exchange(slots: Tensor, axis: Axis) -> list[Any]:
-    """Every rank sends its own slot to every other."""
-    return _all_pairs(axis, lambda source: slots[source], lambda target: slots[axis.index])
-
-
-def _swap(received: Tensor, sent: Tensor, axis: Axis) -> list[Any]:
-    """Every rank sends to every other that one's slot; what arrives stands in the order of the ranks."""
-    return _all_pairs(
-        axis, lambda source: received[source - (source > axis.index)], lambda target: sent[target]
-    )
 
 
 def _all_pairs(axis: Axis, into: Callable[[int], Tensor], of: Callable[[int], Tensor]) -> list[Any]:

@@ -28,6 +28,12 @@ from soli.mesh.local.progress import LocalWork, engine
 from soli.mesh.record import call_site, recorder, watching
 
 _Base: Any = dist.ProcessGroup  # torch's stub of it names only some of the overloads that it calls
+Back = Callable[[], None] | None
+"""Brings what was received to where it was asked for; None: it is there."""
+Make = Callable[..., Any]
+"""An operation -> its steps."""
+ANY_SIZE = "all_to_all"
+"""Whose tensors may have other sizes on other ranks."""
 
 
 class LocalGroup(_Base):
@@ -77,9 +83,8 @@ class LocalGroup(_Base):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         op = sums.name_of(_op(opts))
-        return self._each(
-            "all_reduce", op, tensors, lambda o, flat: self._do.all_reduce(self._on, o, flat, op), tensors
-        )
+        run = lambda o, flat: self._do.all_reduce(self._on, o, flat, op)
+        return self._each("all_reduce", op, tensors, run)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
@@ -87,7 +92,7 @@ class LocalGroup(_Base):
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         op, root = sums.name_of(opts.reduceOp), opts.rootRank
         run = lambda o, flat: self._do.reduce(self._on, o, flat, op, root)
-        return self._each("reduce", f"{op}, root {root}", tensors, run, tensors)
+        return self._each("reduce", f"{op}, root {root}", tensors, run)
 
     def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any = None) -> Any:
         op = sums.name_of(_op(opts))
@@ -116,7 +121,7 @@ class LocalGroup(_Base):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         root = opts.rootRank
         run = lambda o, flat: self._do.broadcast(self._on, o, _bytes(flat), root)
-        return self._each("broadcast", f"root {root}", tensors, run, tensors)
+        return self._each("broadcast", f"root {root}", tensors, run)
 
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Any:
         works = [self._all_gather(out, tensor) for out, tensor in zip(outs, tensors, strict=True)]
@@ -162,7 +167,7 @@ class LocalGroup(_Base):
         targets, back = _targets(outs)
         sent = [_bytes(_flat(part)) for part in parts]
         make = lambda o: self._do.all_to_all(self._on, o, [_bytes(t) for t in targets], sent)
-        return self._begin("all_to_all", "", outs[0], make, outs, back, sized=False)
+        return self._begin(ANY_SIZE, "", outs[0], make, outs, back)
 
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
@@ -175,7 +180,7 @@ class LocalGroup(_Base):
         make = lambda o: self._do.all_to_all(
             self._on, o, [_bytes(t) for t in targets], [_bytes(s) for s in sent]
         )
-        return self._begin("all_to_all", "", out, make, [out], back, sized=False)
+        return self._begin(ANY_SIZE, "", out, make, [out], back)
 
     def barrier(self, opts: Any = None) -> Any:
         nothing = torch.empty(0)
@@ -241,55 +246,31 @@ class LocalGroup(_Base):
 
     # --- issuing --------------------------------------------------------------------------------------
 
-    def _each(
-        self,
-        name: str,
-        more: str,
-        tensors: Sequence[Tensor],
-        run: Callable[[Operation, Tensor], Any],
-        outputs: list[Tensor],
-    ) -> Any:
-        """The same operation in place on each of `tensors`."""
+    def _each(self, name: str, more: str, tensors: list[Tensor], run: Make) -> Any:
+        """The same operation in place on each of `tensors`: run(operation, flat tensor)."""
         works = []
         for tensor in tensors:
             flat, back = _target(tensor, keep=True)
             make = lambda o, flat=flat: run(o, flat)
             works.append(self._begin(name, more, tensor, make, [tensor], back))
-        return _joined(works, outputs)
+        return _joined(works, tensors)
 
     def _begin(
-        self,
-        name: str,
-        more: str,
-        tensor: Tensor,
-        make: Callable[[Operation], Any],
-        outputs: list[Any],
-        back: Callable[[], None] | None = None,
-        sized: bool = True,
+        self, name: str, more: str, tensor: Tensor, make: Make, outs: list[Any], back: Back = None
     ) -> LocalWork:
-        steps = make(self._operation(name, more, tensor, sized))
-        return self._issue((id(self), "collective"), steps, outputs, back, None)
+        steps = make(self._operation(name, more, tensor))
+        return self._issue((id(self), "collective"), steps, outs, back, None)
 
-    def _operation(
-        self, name: str, more: str, tensor: Tensor, sized: bool = True, checksum_of: str | None = None
-    ) -> Operation:
+    def _operation(self, name: str, more: str, tensor: Tensor, checksum_of: str = "") -> Operation:
         if watching():
             times = self.ranks if name in ("all_gather", "reduce_scatter") else 1
             nbytes = times * tensor.numel() * tensor.element_size()
             ranks = tuple(dist.get_process_group_ranks(self))
             recorder.add(name, self.board.name, nbytes, ranks, "", "torch")
-        same = checksum_of or ""
-        text, checksum = _words(name, more, tensor.dtype, tuple(tensor.shape), sized, same)
+        text, checksum = _words(name, more, tensor.dtype, tuple(tensor.shape), checksum_of)
         return Operation(text, call_site(), checksum)
 
-    def _issue(
-        self,
-        queue: Any,
-        steps: Any,
-        outputs: list[Any],
-        back: Callable[[], None] | None,
-        peer: int | None,
-    ) -> LocalWork:
+    def _issue(self, queue: Any, steps: Any, outputs: list[Any], back: Back, peer: int | None) -> LocalWork:
         steps = steps if back is None else _then(steps, back)
         work = LocalWork(self.board, steps, outputs, self.timeout.total_seconds(), peer)
         engine.add(queue, work)
@@ -299,13 +280,11 @@ class LocalGroup(_Base):
 
 
 @functools.lru_cache(maxsize=4096)
-def _words(
-    name: str, more: str, dtype: torch.dtype, shape: tuple[int, ...], sized: bool, same: str
-) -> tuple[str, int]:
+def _words(name: str, more: str, dtype: torch.dtype, shape: tuple[int, ...], same: str) -> tuple[str, int]:
     """What an operation is called, and the checksum of what has to be the same on all ranks."""
     kind = str(dtype).removeprefix("torch.")
     text = f"{name}({more})" if more else name
-    same = same or f"{text} {kind} {math.prod(shape) if sized else ''}"
+    same = same or f"{text} {kind} {'' if name == ANY_SIZE else math.prod(shape)}"
     return f"{text} of {kind}{list(shape)}", zlib.crc32(same.encode())
 
 
@@ -357,7 +336,7 @@ def _line(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _target(tensor: Tensor, keep: bool = False) -> tuple[Tensor, Callable[[], None] | None]:
+def _target(tensor: Tensor, keep: bool = False) -> tuple[Tensor, Back]:
     """What is filled, flat; and if it had to be a copy, how to bring it back. `keep`: its values are read too."""
     _refuse(tensor)
     tensor = tensor.detach()
@@ -367,7 +346,7 @@ def _target(tensor: Tensor, keep: bool = False) -> tuple[Tensor, Callable[[], No
     return _line(copy), lambda: (tensor.copy_(copy), None)[1]
 
 
-def _targets(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None] | None]:
+def _targets(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Back]:
     pairs = [_target(tensor) for tensor in tensors]
     backs = [back for _, back in pairs if back is not None]
     return [flat for flat, _ in pairs], (lambda: [back() for back in backs].clear()) if backs else None
