@@ -17,9 +17,8 @@ from soli.core.errors import SoliError
 
 AT_ONCE = 200  # commits: what is held in memory
 MARK, END = "\x1e", "\x1d"
-COMMIT = re.compile(
-    f"(?m)^{MARK}([0-9a-f]{{40,64}}){END}$"
-)  # no line of a diff begins so: each has a sign before its text
+# no line of a diff begins so: each has a sign before its text
+COMMIT = re.compile(f"(?m)^{MARK}([0-9a-f]{{40,64}}){END}$")
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 ABSENT = "/dev/null"
 LANGUAGES = {
@@ -130,12 +129,8 @@ def _files(text: str) -> list[_File]:
 
 def _change(file: _File, before: str, after: str) -> Change:
     removed, added, opened, closed = set[int](), set[int](), set[int](), set[int]()
-    for (
-        old_at,
-        old_count,
-        new_at,
-        new_count,
-    ) in file.hunks:  # one without lines begins after the line that it names
+    # one without lines begins after the line that it names
+    for old_at, old_count, new_at, new_count in file.hunks:
         removed |= set(range(old_at - 1, old_at - 1 + old_count))
         added |= set(range(new_at - 1, new_at - 1 + new_count))
         opened |= set() if old_count else {old_at}

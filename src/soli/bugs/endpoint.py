@@ -76,10 +76,8 @@ class Endpoint:
             )
         except json.JSONDecodeError as error:
             raise Nonsense(f"no JSON: {error}") from error
-        except (
-            BadRequestError,
-            UnprocessableEntityError,
-        ) as error:  # this commit, such as one that is too long
+        except (BadRequestError, UnprocessableEntityError) as error:
+            # this commit, such as one that is too long
             raise Nonsense(" ".join(str(error).split())[:LONG]) from error
         except OpenAIError as error:
             raise Unreachable(" ".join(str(error).split())[:LONG]) from error

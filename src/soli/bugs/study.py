@@ -291,9 +291,8 @@ def _checked(one: Mapping[str, Any], question: Mapping[str, Any], said: Mapping[
     if dimension["labels"] and "small" not in one:
         tables["labels"] = dimension["labels"]["words"]
     found = {by: compared(one["kind"], one["words"], table) for by, table in tables.items()}
-    best = list(found)[
-        -1
-    ]  # labels where there are any: what the rules say is biased to the words that are frequent
+    # labels where there are any: what the rules say is biased to the words that are frequent
+    best = list(found)[-1]
     why = "; ".join(f"by {by}: {reason}" for by, (_, reason) in found.items())
     return f"{found[best][0]} (by {best})", why
 

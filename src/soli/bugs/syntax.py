@@ -117,9 +117,8 @@ def _facts(text: str, language: str, lines: frozenset[int], gaps: frozenset[int]
 
 def _lines(node: SgNode) -> range:
     where = node.range()
-    return range(
-        where.start.line, where.end.line + (where.end.column > 0)
-    )  # a node of the preprocessor ends where the next line begins
+    # a node of the preprocessor ends where the next line begins
+    return range(where.start.line, where.end.line + (where.end.column > 0))
 
 
 def _without(facts: list[_Fact], same: Counter[tuple[str, str, str]]) -> list[_Fact]:

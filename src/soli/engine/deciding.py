@@ -79,9 +79,8 @@ def decide(engine: Engine, batch: Any, rows: int) -> None:
     wish, gradients = engine._wish, [p.grad for p in engine.model.parameters()]
     choice = auto.choose(program, engine.world_info, rows, memory=wish.memory, probes=wish.probes)
     for param, gradient in zip(engine.model.parameters(), gradients, strict=True):
-        param.grad = (
-            gradient  # a loss that has the model itself, and not its argument, reached it from a copy
-        )
+        # a loss that has the model itself, and not its argument, reached it from a copy
+        param.grad = gradient
     engine.choice = choice
     events.emit("plan", plan=str(choice.plan), lines=choice.lines, memory=choice.memory)
     if engine.rank == 0 and (engine.world > 1 or choice.plan != Plan(dp=1) or choice.plain):

@@ -38,9 +38,8 @@ class Effects(TorchDispatchMode):
         if place is not None:
             self.by_frequency |= len(args) > place and bool(args[place])
         if func._schema.is_mutable and not _is_gather(sys._getframe(1)):
-            with (
-                torch._C.DisableTorchFunction()
-            ):  # parameters that are cut are looked at as they lie in memory
+            # parameters that are cut are looked at as they lie in memory
+            with torch._C.DisableTorchFunction():
                 self._keep(_written(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

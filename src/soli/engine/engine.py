@@ -303,9 +303,8 @@ class Engine:
         if self.pipeline is not None:
             pipelined.agree_on_use(self)
         totals, counts = facts[:size], facts[size : 2 * size]
-        shift = (
-            0 if self.pipeline is None else self.pipeline.last_rank - self.rank
-        )  # losses are the last stage's
+        # losses are the last stage's
+        shift = 0 if self.pipeline is None else self.pipeline.last_rank - self.rank
         bad = [f"rank {r + shift}" for r, t in zip(self.dp.ranks, totals.tolist(), strict=True) if t - t != 0]
         if bad:
             norm.refuse_loss(self, bad, totals)

@@ -47,15 +47,12 @@ def apply(
     """
     data.agree_on_weights(model, mesh.all)  # first: ranks compare whole weights
     with swappable(model):
-        absent, copies = (
-            keep_own(model, cutting, mesh) if cutting is not None else ({}, {})
-        )  # before what works on weights: it need not on those of other stages
-        tensor = (
-            oned.divide(model, roles, plan, mesh, absent) if roles is not None else None
-        )  # what is left of each weight
-        context = sequence.begin(
-            model, plan, mesh
-        )  # before what repeats a block's call: the cut is part of it
+        # before what works on weights: it need not on those of other stages
+        absent, copies = keep_own(model, cutting, mesh) if cutting is not None else ({}, {})
+        # what is left of each weight
+        tensor = oned.divide(model, roles, plan, mesh, absent) if roles is not None else None
+        # before what repeats a block's call: the cut is part of it
+        context = sequence.begin(model, plan, mesh)
         recompute.wrap(model, plan)  # after what changes how a block computes, before what hooks its call
         portions = tensor.portions if tensor is not None else {}
         laid = data.distribute(model, plan, mesh, portions, absent, copies)  # last: shards what is left

@@ -88,9 +88,8 @@ class Unit:
     ) -> None:
         self.name, self.slots, self.zero, self.trainable = name, slots, zero, trainable
         self.shard_axis, self.replicate_axis = shard, replicate
-        self.gather_axis = (
-            gather or shard
-        )  # the ranks of the shard axis, in a group for the gathers of ZeRO-3
+        # the ranks of the shard axis, in a group for the gathers of ZeRO-3
+        self.gather_axis = gather or shard
         self.numel = slots[-1].stop
         self.padded = math.ceil(self.numel / shard.size) * shard.size
         self.size = self.padded // shard.size

@@ -44,9 +44,8 @@ class Machine:
     host: float  # bytes/s from the device to the host's memory
     disk: float  # bytes/s to the disk
     products: dict[str, float] = field(default_factory=dict)  # Call.key -> seconds
-    collectives: dict[str, list[list[float]]] = field(
-        default_factory=dict
-    )  # "all_reduce 4x1" -> [bytes, seconds]
+    # "all_reduce 4x1" -> [bytes, seconds]
+    collectives: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def product(self, call: Call) -> float:
         """Seconds of a product: measured, or at the rate of the likest that was."""

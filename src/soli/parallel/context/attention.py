@@ -146,8 +146,7 @@ def _written_out(
     if mask is not None:
         blocked = mask.dtype == torch.bool
         found = found.masked_fill(~mask, -math.inf) if blocked else found + mask
-    blind = (found == -math.inf).all(
-        -1, keepdim=True
-    )  # rows that see nothing are zero, as torch's kernels have it
+    # rows that see nothing are zero, as torch's kernels have it
+    blind = (found == -math.inf).all(-1, keepdim=True)
     weights = found.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     return scores.ring_av(weights, v, of_k, run.axis)

@@ -79,18 +79,15 @@ class Trace:
     uses_of: dict[int, set[int]] = field(default_factory=dict)  # parameter's id -> gaps
     floating: dict[Name, bool] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)  # buffers that glue changes by itself
-    aliased: set[tuple[int, int, int]] = field(
-        default_factory=set
-    )  # gaps: made, written through another name, used
+    # gaps: made, written through another name, used
+    aliased: set[tuple[int, int, int]] = field(default_factory=set)
     written: dict[int, int] = field(default_factory=dict)  # id of a buffer that glue writes -> gap
     buffer_reads: dict[int, set[int]] = field(default_factory=dict)  # id of a buffer that glue reads -> gaps
     changing: set[str] = field(default_factory=set)  # units whose buffers their forward changes
-    hidden: set[tuple[int, int]] = field(
-        default_factory=set
-    )  # gaps: made in the first, used unseen in the second
-    same: dict[Name, Name] = field(
-        default_factory=dict
-    )  # a result that is an argument itself, and whose name holds
+    # gaps: made in the first, used unseen in the second
+    hidden: set[tuple[int, int]] = field(default_factory=set)
+    # a result that is an argument itself, and whose name holds
+    same: dict[Name, Name] = field(default_factory=dict)
     reads: list[tuple[int, str]] = field(default_factory=list)
 
     def until(self, call: int) -> list[Any]:

@@ -60,9 +60,8 @@ class Run:
     hidden: bool = False  # hidden sizes are cut, and not between a column and its row alone
     cube: dict[str, Axis] | None = None  # of 3D: all three axes
     row: Axis | None = None  # of a grid (2D): it cuts weights the other way, and this level hidden sizes
-    partial: bool = (
-        False  # a gradient of a whole tensor is each rank's part of a sum; elsewhere it is the sum
-    )
+    # a gradient of a whole tensor is each rank's part of a sum; elsewhere it is the sum
+    partial: bool = False
     context: str = ""  # how attention crosses the axis, where it cuts the sequence of the batch
     rings: tuple[Axis, Axis] | None = None  # of a context over several hosts: inside one, and between them
     begun: bool = False  # the sequence was cut
@@ -387,9 +386,8 @@ def whole(run: Run, x: Any) -> Any:
     if run.axis.size == 1:
         return x.view_as(x) if type(x) is Cut else x
     move = moves.gather_both if run.partial else moves.gather
-    if isinstance(
-        x, nn.Parameter
-    ):  # it outlives the step, and what is gathered of it belongs to one backward
+    # it outlives the step, and what is gathered of it belongs to one backward
+    if isinstance(x, nn.Parameter):
         return across(move, x, split, run.axis)
     known = x.__dict__.setdefault("_whole", {})
     state = version_of(x), torch.is_grad_enabled()

@@ -148,9 +148,8 @@ def cross_entropy(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     safe = wanted.masked_fill(~kept, 0)
     losses = _CrossEntropy.apply(flat, safe, start, shape[classes_dim], smoothing, run.axis)
     if run.partial:
-        losses = moves.enter(
-            losses, run.axis
-        )  # the gradient of a loss is a part of a sum: each needs all of it
+        # the gradient of a loss is a part of a sum: each needs all of it
+        losses = moves.enter(losses, run.axis)
     factors = kept.to(losses.dtype) if weight is None else kept * weight[safe]
     losses = torch.where(kept, losses, 0.0) * factors
     return _reduced(losses, factors, reduction, target.shape).to(x.dtype)

@@ -166,9 +166,8 @@ def repeat(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     split = _split(x)
     counts = _sizes(times)
     at = split.at(split.dim + len(counts) - x.dim())
-    return cut(
-        x.repeat(counts), replace(at, parts=at.parts * counts[at.dim])
-    )  # the parts come again, one after the other
+    # the parts come again, one after the other
+    return cut(x.repeat(counts), replace(at, parts=at.parts * counts[at.dim]))
 
 
 # --- slices ---------------------------------------------------------------------------------------------

@@ -37,9 +37,8 @@ class Split:
     atoms: int
     origins: frozenset[str] = field(default=frozenset(), compare=False)
     lead: tuple[int, ...] = field(default=(), compare=False)  # what a view merged into the first dim
-    axis: str = field(
-        default="", compare=False
-    )  # of a grid in 3D, where hidden sizes are cut over two in turn
+    # of a grid in 3D, where hidden sizes are cut over two in turn
+    axis: str = field(default="", compare=False)
     spans: Spans = ()  # by rank; without them the atoms of every part are shared out evenly
 
     @property

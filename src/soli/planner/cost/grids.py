@@ -50,9 +50,8 @@ def of_layer(p: Points, k: Constants) -> tuple[Array, Array]:
         a, b, y = _cube(p, k, summed, width, ends)
         forward = forward + count * np.where(p.tensor == GRID, x + w, a + b + y)
         backward = backward + count * np.where(p.tensor == GRID, 2 * (x + w), 2 * (a + b) + y)
-    sums = (
-        p.tokens * 4.0 * p.columns / p.tp
-    )  # a norm's, a token: of what it reads, then of what the mean leaves
+    # a norm's, a token: of what it reads, then of what the mean leaves
+    sums = p.tokens * 4.0 * p.columns / p.tp
     norm = all_reduce(p, k, sums, p.columns, np.ones_like(p.tp))
     flat = p.tensor == 0
     return np.where(flat, 0.0, forward + 4 * norm), np.where(flat, 0.0, backward + 4 * norm)

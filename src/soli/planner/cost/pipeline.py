@@ -42,9 +42,8 @@ def spent_otherwise(
     last = last - p.fewer * layer
     longest = inner + np.where(folded, np.maximum(first + last, 0.0), np.maximum(first, last))
     ends = np.where(folded, 0.0, np.minimum(first, last))
-    lacking = (
-        p.pp * p.own_layers - p.layers - p.fewer
-    )  # by stages beside the last; of other schedules nobody waits less
+    # by stages beside the last; of other schedules nobody waits less
+    lacking = p.pp * p.own_layers - p.layers - p.fewer
     waits = waits - np.where(p.schedule == GPIPE, lacking * layer, 0.0)
     fill = waits + ends + 2 * send * (p.pp - 1) * np.where(folded, 2.0, 1.0)
     return p.microbatches * longest, fill

@@ -117,9 +117,8 @@ def _of_file(path: Path) -> Cluster:
     network = said.get("network", "")
     device, problems = _joined(Device(**{**fields, "source": str(path)}), network)
     raise_all(problems)
-    numbers = {
-        key: value for key, value in own.items() if key in NUMBERS
-    }  # which count beside a network's name
+    # which count beside a network's name
+    numbers = {key: value for key, value in own.items() if key in NUMBERS}
     return Cluster(replace(device, **numbers), said.get("nodes", 1), network)
 
 
