@@ -136,16 +136,8 @@ def _change(file: _File, before: str, after: str) -> Change:
         opened |= set() if old_count else {old_at}
         closed |= set() if new_count else {new_at}
     path = file.was if file.now == ABSENT else file.now
-    return Change(
-        path,
-        file.was,
-        before,
-        after,
-        frozenset(removed),
-        frozenset(added),
-        frozenset(opened),
-        frozenset(closed),
-    )
+    lines = (frozenset(some) for some in (removed, added, opened, closed))
+    return Change(path, file.was, before, after, *lines)
 
 
 def _named(name: str) -> str:

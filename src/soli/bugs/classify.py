@@ -111,17 +111,8 @@ def _by_rules(repo: str, path: Path, mined: Path, made: Classifier) -> int:
                 if fix.word == FIX[0]:
                     said |= {dimension: verdict(made.dimensions[dimension], of) for dimension in DIMENSIONS}
                 for dimension, one in said.items():
-                    store.say(
-                        base,
-                        repo,
-                        hash_,
-                        dimension,
-                        one.word,
-                        one.confidence,
-                        RULES,
-                        made.digest,
-                        one.evidence,
-                    )
+                    told = (repo, hash_, dimension, one.word, one.confidence, RULES, made.digest)
+                    store.say(base, told, one.evidence)
                 store.edited(base, repo, hash_, done)
                 add(1)
     return len(todo)
@@ -159,7 +150,7 @@ def _by_model(
                         continue
                     asked, in_a_row = asked + 1, 0
                     for dimension, word in words.items():
-                        store.say(base, repo, hash_, dimension, word, None, "model", endpoint.model, (why,))
+                        store.say(base, (repo, hash_, dimension, word, None, "model", endpoint.model), (why,))
                     add(1)
     return asked, unread, ""
 

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from soli.bugs.taxonomy import DIMENSIONS
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, needing
 
 HERE = ("127.0.0.1", "localhost", "::1")
 SECONDS = 120.0
@@ -43,37 +43,20 @@ class Endpoint:
             raise SoliError(
                 "a key is not sent over a connection that others can read", got=self.url, allowed="https://"
             )
-        try:
+        with needing("asking a model needs a package that is not installed", "bugs"):
             from openai import DefaultHttpxClient, OpenAI
-        except ModuleNotFoundError as error:
-            raise SoliError(
-                "asking a model needs a package that is not installed",
-                got=str(error),
-                fix="pip install 'soli[bugs]'",
-            ) from error
         # no proxy stands between this machine and itself
         client = DefaultHttpxClient(trust_env=False) if where.hostname in HERE else None
-        self._client = OpenAI(
-            base_url=self.url,
-            api_key=self.key or "none",
-            timeout=SECONDS,
-            max_retries=TRIES,
-            http_client=client,
-        )
+        own: dict[str, Any] = {"timeout": SECONDS, "max_retries": TRIES, "http_client": client}
+        self._client = OpenAI(base_url=self.url, api_key=self.key or "none", **own)
 
     def ask(self, shown: str) -> tuple[dict[str, str], str]:
         """A word for each dimension, and why. Unreachable or Nonsense where there is no answer."""
         from openai import BadRequestError, OpenAIError, UnprocessableEntityError
 
         try:
-            answer = self._client.chat.completions.create(
-                model=self.model,
-                temperature=0,
-                messages=[
-                    {"role": "system", "content": instructions()},
-                    {"role": "user", "content": shown},
-                ],
-            )
+            said = [{"role": "system", "content": instructions()}, {"role": "user", "content": shown}]
+            answer = self._client.chat.completions.create(model=self.model, temperature=0, messages=said)
         except json.JSONDecodeError as error:
             raise Nonsense(f"no JSON: {error}") from error
         except (BadRequestError, UnprocessableEntityError) as error:

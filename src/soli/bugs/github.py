@@ -87,32 +87,13 @@ def load(base: sqlite3.Connection, path: Path) -> tuple[str, int, int]:
     for one in requests:
         hash_ = one["hash"] if one["hash"] in hashes else numbers.get(one["number"])
         found += hash_ is not None
-        base.execute(
-            "INSERT OR REPLACE INTO request VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                repo,
-                one["number"],
-                hash_,
-                one["title"],
-                json.dumps(one["labels"]),
-                one["opened"],
-                one["merged"],
-                one["reviewers"],
-            ),
-        )
+        said = (repo, one["number"], hash_, one["title"], json.dumps(one["labels"]))
+        more = (one["opened"], one["merged"], one["reviewers"])
+        base.execute("INSERT OR REPLACE INTO request VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*said, *more))
         for issue in one["closes"]:
-            base.execute(
-                "INSERT OR REPLACE INTO issue VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    repo,
-                    issue["number"],
-                    issue["title"],
-                    issue["body"],
-                    json.dumps(issue["labels"]),
-                    issue["opened"],
-                    issue["ended"],
-                ),
-            )
+            about = (repo, issue["number"], issue["title"], issue["body"], json.dumps(issue["labels"]))
+            when = (issue["opened"], issue["ended"])
+            base.execute("INSERT OR REPLACE INTO issue VALUES (?, ?, ?, ?, ?, ?, ?)", (*about, *when))
             if hash_ is not None:
                 base.execute(
                     "INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'github')", (repo, hash_, issue["number"])

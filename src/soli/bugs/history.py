@@ -57,16 +57,10 @@ def git(path: Path, *words: str, stdin: IO[bytes] | int = subprocess.DEVNULL) ->
         "GIT_NO_LAZY_FETCH": "1",
         "LC_ALL": "C",
     }
-    safe = ("-c", f"safe.directory={path.resolve()}", "-C", str(path))
+    call = ["git", "--no-pager", *SAFE, "-c", f"safe.directory={path.resolve()}", "-C", str(path), *words]
     pipe = subprocess.PIPE
     try:
-        return subprocess.Popen(
-            ["git", "--no-pager", *SAFE, *safe, *words],
-            stdout=pipe,
-            stderr=pipe,
-            stdin=stdin,
-            env=environment,
-        )
+        return subprocess.Popen(call, stdout=pipe, stderr=pipe, stdin=stdin, env=environment)
     except FileNotFoundError as error:
         raise SoliError(
             "git is not installed", fix="apt install git, or what your system has for it"
@@ -122,39 +116,21 @@ def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
     SoliError where git stops before the last, or says more or fewer than it counted.
     """
     wanted = check(path)
-    pattern = MARK + PART.join(FIELDS) + END
+    form = f"--format=tformat:{MARK + PART.join(FIELDS) + END}"
     exclude = [f":(exclude,icase,glob)**/{name}" for name in left_out]
-    words = (
-        "log",
-        "--numstat",
-        "-z",
-        "-M",
-        "--no-ext-diff",
-        "--no-textconv",
-        f"--format=tformat:{pattern}",
-        "HEAD",
-        "--",
-        ".",
-        *exclude,
-    )
+    plainly = ("-M", "--no-ext-diff", "--no-textconv")
+    words = ("log", "--numstat", "-z", *plainly, form, "HEAD", "--", ".", *exclude)
     # A path leaves out commits that touch nothing else: so those are asked for without one.
     found: dict[str, tuple[File, ...]] = {}
     for fields, files in _chunks(path, words):
         found[fields[0]] = files
     count = 0
-    for fields, _ in _chunks(path, ("log", "-z", f"--format=tformat:{pattern}", "HEAD")):
+    for fields, _ in _chunks(path, ("log", "-z", form, "HEAD")):
         hash_, parents, written, committed, message = fields
         subject, _, body = message.strip().partition("\n")
         count += 1
-        yield Commit(
-            hash_,
-            tuple(parents.split()),
-            int(written),
-            int(committed),
-            subject.strip(),
-            body.strip(),
-            found.get(hash_, ()),
-        )
+        times, files = (int(written), int(committed)), found.get(hash_, ())
+        yield Commit(hash_, tuple(parents.split()), *times, subject.strip(), body.strip(), files)
     if count != wanted:
         raise SoliError(
             "the history was not read whole", got=f"{path}: {count} of {wanted} commits", fix="git fsck"

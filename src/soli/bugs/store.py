@@ -169,19 +169,9 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
 def _insert(base: sqlite3.Connection, repo: str, commit: Commit, rules: Rules) -> None:
     rule = rules.of(commit)
     one = (repo, commit.hash)
-    base.execute(
-        "INSERT INTO change VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            *one,
-            commit.written,
-            commit.committed,
-            _text(commit.subject),
-            _text(commit.body),
-            rule.fix,
-            rule.name,
-            pull(commit.subject),
-        ),
-    )
+    said = (commit.written, commit.committed, _text(commit.subject), _text(commit.body))
+    row = (*one, *said, rule.fix, rule.name, pull(commit.subject))
+    base.execute("INSERT INTO change VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
     base.executemany(
         "INSERT OR IGNORE INTO file VALUES (?, ?, ?, ?, ?, ?, ?)",
         [(*one, _text(f.path), _text(f.was), rules.kind(f.path), f.added, f.deleted) for f in commit.files],
@@ -196,22 +186,14 @@ def _text(words: str) -> str:
     return words.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def say(
-    base: sqlite3.Connection,
-    repo: str,
-    hash_: str,
-    dimension: str,
-    word: str,
-    confidence: float | None,
-    by: str,
-    version: str,
-    evidence: Sequence[str],
-) -> None:
+Told = tuple[str, str, str, str, float | None, str, str]
+"""A verdict: a row of that table without its evidence."""
+
+
+def say(base: sqlite3.Connection, told: Told, evidence: Sequence[str]) -> None:
     """Keep a verdict; an earlier one by the same goes."""
-    base.execute(
-        "INSERT OR REPLACE INTO verdict VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (repo, hash_, dimension, word, confidence, by, version, json.dumps(list(map(_text, evidence)))),
-    )
+    row = (*told, json.dumps(list(map(_text, evidence))))
+    base.execute("INSERT OR REPLACE INTO verdict VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
 def edited(base: sqlite3.Connection, repo: str, hash_: str, done: Mapping[str, int]) -> None:

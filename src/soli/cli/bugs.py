@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, needing
 
 if TYPE_CHECKING:
     from soli.bugs.mine import Mined
@@ -79,14 +79,8 @@ def classify(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """What each fix is of: symptom, cause, strategy, stage; by rules on message and changed syntax, then by a model if there is one."""
-    try:
+    with needing("reading what commits change needs packages that are not installed", "bugs"):
         from soli.bugs import classify as of
-    except ModuleNotFoundError as error:
-        raise SoliError(
-            "reading what commits change needs packages that are not installed",
-            got=str(error),
-            fix="pip install 'soli[bugs]'",
-        ) from error
     from soli.bugs.endpoint import Endpoint
 
     if model and not endpoint:
@@ -221,14 +215,10 @@ def label(
     port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 0,
 ) -> None:
     """A page on this machine to label commits on, for two people or more; soli bugs agree says how they agree."""
-    try:
+    with needing("the page needs packages that are not installed", "bugs"):
         from soli.bugs import label_page
         from soli.bugs import labels as rows
         from soli.bugs import sample as of
-    except ModuleNotFoundError as error:
-        raise SoliError(
-            "the page needs packages that are not installed", got=str(error), fix="pip install 'soli[bugs]'"
-        ) from error
     if labels.exists():
         rows.read(labels)  # what is wrong with it is said here, and not on the page
     before = sample.exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ParamSpec
 
@@ -113,6 +114,15 @@ def raise_all(problems: Iterable[Problem], *, everywhere: bool = False) -> None:
     found = tuple(problems)
     if found:
         raise SoliError(found, everywhere=everywhere)
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Around imports of what only some who install soli have. `what`: the problem, where it is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise SoliError(what, got=str(error), fix=f"pip install 'soli[{extra}]'") from error
 
 
 def listed(names: list[str]) -> str:
