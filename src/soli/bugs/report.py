@@ -18,7 +18,10 @@ from soli.bugs.study import LINES, Share, percent
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.picture import svg
 
+Said = Mapping[str, Any]  # what study.py finds
+Selected = Mapping[str, Selection] | None
 LONG = 25  # characters of a cell that is words and no number
+KINDS = (("fixes", "fixes"), ("no fixes", "others"))  # how tables call them, and study.py
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;font-size:14px;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
 td:first-child,th:first-child,td.words{text-align:left}div{overflow-x:auto}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
@@ -51,21 +54,13 @@ class Figure:
 Block = Heading | Table | Figure | str
 
 
-def markdown(
-    said: Mapping[str, Any], judged: Sequence[Judged] = (), selected: Mapping[str, Selection] | None = None
-) -> str:
+def markdown(said: Said, judged: Sequence[Judged] = (), selected: Selected = None) -> str:
     """The report without plots."""
-    return (
-        "\n\n".join(
-            _markdown(block) for block in blocks(said, judged, selected) if not isinstance(block, Figure)
-        )
-        + "\n"
-    )
+    shown = [block for block in blocks(said, judged, selected) if not isinstance(block, Figure)]
+    return "\n\n".join(map(_markdown, shown)) + "\n"
 
 
-def page(
-    said: Mapping[str, Any], judged: Sequence[Judged] = (), selected: Mapping[str, Selection] | None = None
-) -> str:
+def page(said: Said, judged: Sequence[Judged] = (), selected: Selected = None) -> str:
     """The report as one HTML page. Nothing is fetched, nothing runs in it."""
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
@@ -89,10 +84,8 @@ def _html(block: Block) -> str:
     if isinstance(block, Table):
         head, *rows = block.rows
         titles = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-        cells = ("".join(map(_cell, row)) for row in rows)
-        return (
-            f"<div><table><tr>{titles}</tr>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table></div>"
-        )
+        cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+        return f"<div><table><tr>{titles}</tr>{cells}</table></div>"
     if isinstance(block, Figure):
         return f"<figure>{svg(block.draw)}<figcaption>{escape(block.caption)}</figcaption></figure>"
     return f"<p>{escape(block)}</p>"
@@ -102,9 +95,7 @@ def _cell(text: str) -> str:
     return f"<td{' class=words' * (len(text) > LONG)}>{escape(text)}</td>"
 
 
-def blocks(
-    said: Mapping[str, Any], judged: Sequence[Judged] = (), selected: Mapping[str, Selection] | None = None
-) -> Iterator[Block]:
+def blocks(said: Said, judged: Sequence[Judged] = (), selected: Selected = None) -> Iterator[Block]:
     """The whole report in order."""
     paper, labels = said["paper"], said["labels"]
     yield Heading(1, "Bugs of distributed training, from the fixes in git histories")
@@ -118,16 +109,11 @@ def blocks(
             f"`by labels`: of the words of labeller {labels['labeller']} ({'; '.join(labels['made_by'])}) for commits drawn from those "
             "whose message makes them a fix."
         )
+    counts = ("commits", "fixes", "others")
     yield Table(
         [["history", "commits", "fixes", "no fixes, of code", "from", "to", "HEAD"]]
         + [
-            [
-                h["repo"],
-                *(f"{h[key]:,}" for key in ("commits", "fixes", "others")),
-                h["first"],
-                h["last"],
-                h["head"][:10],
-            ]
+            [h["repo"], *(f"{h[key]:,}" for key in counts), h["first"], h["last"], h["head"][:10]]
             for h in said["histories"]
         ]
     )
@@ -151,22 +137,12 @@ def blocks(
 def _dimension(said: Mapping[str, Any], dimension: str) -> Iterator[Block]:
     table = said["words"][dimension]
     repos, labelled = list(table["repos"]), table["labels"]
-    head = [
-        dimension,
-        "fixes",
-        "share",
-        *repos,
-        *([f"by labels, {labelled['count']} fixes"] if labelled else []),
-    ]
-    rows = [head]
+    rows = [[dimension, "fixes", "share", *repos]]
+    rows[0] += [f"by labels, {labelled['count']} fixes"] if labelled else []
     for word, (count, part) in table["all"].items():
-        row = [
-            word,
-            f"{count:,}",
-            percent(part),
-            *(percent(table["repos"][repo][word][1]) for repo in repos),
-        ]
-        rows.append([*row, *([percent(labelled["words"][word][1])] if labelled else [])])
+        shares = (percent(table["repos"][repo][word][1]) for repo in repos)
+        rows.append([word, f"{count:,}", percent(part), *shares])
+        rows[-1] += [percent(labelled["words"][word][1])] if labelled else []
     yield Table(rows)
     yield Figure(
         f"Shares of each {dimension} by repository, with intervals.", lambda axes: _bars(axes, table["repos"])
@@ -217,7 +193,7 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
     lines = said["lines"]
     yield Table(
         [["source lines at most", *map(str, LINES)]]
-        + [[name, *map(percent, lines[key])] for name, key in (("fixes", "fixes"), ("no fixes", "others"))]
+        + [[name, *map(percent, lines[key])] for name, key in KINDS]
     )
     yield Figure("Share of commits of so many source lines or fewer.", lambda axes: _curves(axes, lines))
     yield Heading(3, f"Strategies of the fixes of {SMALL} source lines or fewer")
@@ -251,18 +227,12 @@ def _syntax(syntax: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _hard(said: Mapping[str, Any]) -> Iterator[Block]:
-    spread = said["spread"]
+    spread, places = said["spread"], ("one file", "one folder")
     yield Table(
         [["", "commits", "one source file", "one folder", "files, median"]]
         + [
-            [
-                name,
-                f"{spread[key]['count']:,}",
-                percent(spread[key]["one file"]),
-                percent(spread[key]["one folder"]),
-                f"{spread[key]['median']:.0f}",
-            ]
-            for name, key in (("fixes", "fixes"), ("no fixes", "others"))
+            [name, f"{of['count']:,}", *(percent(of[place]) for place in places), f"{of['median']:.0f}"]
+            for name, of in ((name, spread[key]) for name, key in KINDS)
         ]
     )
     causes = [word for word in DIMENSIONS["cause"] if any(word in row for row in said["together"].values())]
@@ -330,15 +300,8 @@ def _bars(axes: Any, repos: Mapping[str, Mapping[str, tuple[int, Share]]]) -> No
         parts = np.array([table[word][1] for word in words])
         places = np.arange(len(words)) + (i - (len(repos) - 1) / 2) * height
         errors = np.abs(parts[:, 1:].T - parts[:, 0])
-        axes.barh(
-            places,
-            parts[:, 0],
-            height=height,
-            xerr=errors,
-            color=COLORS[i % len(COLORS)],
-            label=repo,
-            error_kw={"linewidth": 0.8},
-        )
+        look = {"color": COLORS[i % len(COLORS)], "label": repo, "error_kw": {"linewidth": 0.8}}
+        axes.barh(places, parts[:, 0], height=height, xerr=errors, **look)
     axes.set(yticks=np.arange(len(words)), yticklabels=words, xlabel="share of fixes")
     axes.invert_yaxis()
     axes.legend(frameon=False)
@@ -361,21 +324,15 @@ def _small(axes: Any, sizes: Mapping[str, Any], stated: float) -> None:
             continue
         parts = np.array([part for _, part in rows])
         places = np.arange(len(rows)) + (i - 0.5) * 0.3
-        axes.bar(
-            places,
-            parts[:, 0],
-            width=0.28,
-            yerr=np.abs(parts[:, 1:].T - parts[:, 0]),
-            color=COLORS[i],
-            label=label,
-        )
+        errors = np.abs(parts[:, 1:].T - parts[:, 0])
+        axes.bar(places, parts[:, 0], width=0.28, yerr=errors, color=COLORS[i], label=label)
     axes.axhline(stated, color="black", linestyle="--", linewidth=1)
     axes.set(xticks=np.arange(len(sizes)), xticklabels=list(sizes), ylabel=f"share of {SMALL} lines or fewer")
     axes.legend(frameon=False)
 
 
 def _curves(axes: Any, lines: Mapping[str, Sequence[Share]]) -> None:
-    for i, (key, label) in enumerate((("fixes", "fixes"), ("others", "no fixes"))):
+    for i, (label, key) in enumerate(KINDS):
         parts = np.array(lines[key])
         axes.plot(LINES, parts[:, 0], marker="o", color=COLORS[i], label=label)
         axes.fill_between(LINES, parts[:, 1], parts[:, 2], color=COLORS[i], alpha=0.2)

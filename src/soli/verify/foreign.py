@@ -12,6 +12,7 @@ from soli import losses
 VOCAB, LENGTH = 37, 6
 IGNORE = losses.IGNORE
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
 
 
 def ready() -> None:
@@ -81,46 +82,22 @@ def hf_llama() -> Any:
 
 def hf_qwen2() -> Any:
     """Grouped queries with biases, a tied head, the middle of the batch padded."""
-    model = _causal(
-        "Qwen2",
-        25,
-        hidden_size=16,
-        intermediate_size=20,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = _causal("Qwen2", 25, **sizes, tie_word_embeddings=True)
     return model, losses.from_model(), _batches([8, 9, 8], masked_share=0.2, padded=True)
 
 
 def hf_mistral() -> Any:
     """A window of attention shorter than the rows; heads wider than the model over their number."""
-    model = _causal(
-        "Mistral",
-        26,
-        hidden_size=12,
-        intermediate_size=21,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=6,
-        sliding_window=3,
-    )
+    sizes = {"hidden_size": 12, "intermediate_size": 21, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = _causal("Mistral", 26, **sizes, head_dim=6, sliding_window=3)
     return model, losses.from_model(), _batches([8, 8, 7], masked_share=0.0, padded=False)
 
 
 def hf_opt() -> Any:
     """Learned positions with an offset, biases everywhere, ReLU, an embedding narrower than the model."""
-    model = _causal(
-        "OPT",
-        27,
-        hidden_size=12,
-        word_embed_proj_dim=6,
-        ffn_dim=20,
-        num_attention_heads=3,
-        dropout=0.1,
-        layerdrop=0.0,
-        pad_token_id=1,
-    )
+    sizes = {"hidden_size": 12, "word_embed_proj_dim": 6, "ffn_dim": 20, "num_attention_heads": 3}
+    model = _causal("OPT", 27, **sizes, dropout=0.1, layerdrop=0.0, pad_token_id=1)
     return model, losses.from_model(), _batches([8, 9, 8], masked_share=0.3, padded=True)
 
 
@@ -130,10 +107,7 @@ def hf_vit() -> Any:
 
     torch.manual_seed(28)
     config = ViTConfig(
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=20,
+        **SMALL,
         image_size=8,
         patch_size=4,
         num_labels=5,
@@ -154,14 +128,7 @@ def hf_bert() -> Any:
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(23)
-    config = BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=20,
-        max_position_embeddings=LENGTH,
-    )
+    config = BertConfig(**SMALL, vocab_size=VOCAB, max_position_embeddings=LENGTH)
     batches = _batches([8, 7, 9], masked_share=0.6, padded=True)
     return BertForMaskedLM(config), losses.from_model(shifted=False), batches
 
