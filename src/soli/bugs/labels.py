@@ -68,13 +68,10 @@ def read(path: Path) -> list[Label]:
         for text, got in wrong(one)
     ]
     seen: set[tuple[str, ...]] = set()
-    for number, one in enumerate(found, 2):
+    for n, one in enumerate(found, 2):
         key = (one.repo, one.commit, one.labeller)
-        problems += (
-            [Problem(f"line {number}: {one.labeller} labels this commit twice", got=one.commit)]
-            if key in seen
-            else []
-        )
+        if key in seen:
+            problems.append(Problem(f"line {n}: {one.labeller} labels this commit twice", got=one.commit))
         seen.add(key)
     raise_all(problems)
     return found
@@ -116,12 +113,11 @@ def draw(
 def wrong(one: Label) -> list[tuple[str, str]]:
     """What is wrong with a label, and what it says there."""
     found = [("'fix' says none of " + ", ".join(FIX), one.fix)] if one.fix not in FIX else []
-    found += (
-        [("'sample' says none of " + ", ".join(SAMPLES), one.sample)] if one.sample not in SAMPLES else []
-    )
+    if one.sample not in SAMPLES:
+        found.append(("'sample' says none of " + ", ".join(SAMPLES), one.sample))
     for name, known in DIMENSIONS.items():
         word = getattr(one, name)
-        if (one.fix == "yes" and word not in known) or (word and word not in known):
+        if (one.fix == "yes" or word) and word not in known:
             found.append((f"'{name}' says none of {', '.join(known)}", word))
     return found
 
@@ -196,15 +192,8 @@ def selection(
             )
         strata.append((np.array(rows, dtype=float).reshape(-1, 2), population[name] / max(len(rows), 1)))
     random = np.random.default_rng(0)
-    again = [
-        _shares(
-            [
-                (rows[random.integers(len(rows), size=len(rows))] if len(rows) else rows, weight)
-                for rows, weight in strata
-            ]
-        )
-        for _ in range(2000)
-    ]
+    drawn = lambda rows: rows[random.integers(len(rows), size=len(rows))] if len(rows) else rows
+    again = [_shares([(drawn(rows), weight) for rows, weight in strata]) for _ in range(2000)]
     found = _shares(strata)
     low, high = np.nanpercentile(np.array(again), (2.5, 97.5), axis=0)
     precision, recall = ((found[i], float(low[i]), float(high[i])) for i in (0, 1))

@@ -45,11 +45,8 @@ def hardware(
         return
     found = read_cluster(cluster)
     if as_json:
-        print(
-            json.dumps(
-                {"nodes": found.nodes, "devices": found.size, "device": asdict(found.device)}, indent=2
-            )
-        )
+        said = {"nodes": found.nodes, "devices": found.size, "device": asdict(found.device)}
+        print(json.dumps(said, indent=2))
         return
     _show([found.device])
     servers = "one server" if found.nodes == 1 else f"{found.nodes} servers"
@@ -61,12 +58,8 @@ def _networks() -> None:
     for title in ("GB/s in a server", "Gbit/s a device", "Gbit/s a server", "us"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, said in networks().items():
-        rates = (
-            said.get("link_gbs"),
-            said.get("net_gbits"),
-            said.get(SHARED),
-            said.get("link_us", said.get("net_us")),
-        )
+        own = (said.get(key) for key in ("link_gbs", "net_gbits", SHARED))
+        rates = (*own, said.get("link_us", said.get("net_us")))
         table.add_row(name, *("" if n is None else f"{n:g}" for n in rates))
     Console().print(table)
 

@@ -49,11 +49,4 @@ def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-__all__ = [
-    "FLOPS",
-    "all_gather_flat",
-    "mode_popped",
-    "process_groups",
-    "reduce_scatter_flat",
-    "run_backward",
-]
+__all__ = ["FLOPS", "all_gather_flat", "mode_popped", "process_groups", "reduce_scatter_flat", "run_backward"]

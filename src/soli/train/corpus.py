@@ -210,9 +210,7 @@ def _dataset(path: Path, field: str) -> Iterator[Document]:
         import datasets
     except ImportError as error:
         raise SoliError(
-            "a Hugging Face dataset needs the package `datasets`",
-            got=path,
-            fix="pip install 'soli[hf]'",
+            "a Hugging Face dataset needs the package `datasets`", got=path, fix="pip install 'soli[hf]'"
         ) from error
     try:
         data = datasets.load_from_disk(str(path))

@@ -86,16 +86,8 @@ class Log:
             "memory_mb": memory_mb(),
             "seconds": now - self.start,
         }
-        self._record(
-            row,
-            {
-                "loss/train": "loss",
-                "lr": "lr",
-                "grad_norm": "grad_norm",
-                "tokens_per_second": "tokens_per_second",
-                "memory_mb": "memory_mb",
-            },
-        )
+        curves = {key: key for key in ("lr", "grad_norm", "tokens_per_second", "memory_mb")}
+        self._record(row, {"loss/train": "loss", **curves})
         left = clock((self.steps - step) * tokens / self.speed) if self.steps else "?"
         words = (
             f"loss {loss:.4f} | {self.speed:,.0f} tokens/s | {row['memory_mb']:,.0f} MB a rank | lr {lr:.2e}"

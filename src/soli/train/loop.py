@@ -106,15 +106,7 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
     )
     unigram = measure.unigram(found.train, found.validation)
     from_rank_0(world, lambda: rundir.begin(folder, config, found), "the records of the run")
-    size = GPTConfig(
-        vocab=found.train.vocab,
-        dim=config.model.dim,
-        layers=config.model.layers,
-        heads=config.model.heads,
-        context=config.model.context,
-        dropout=config.model.dropout,
-        tied=config.model.tied,
-    )
+    size = GPTConfig(vocab=found.train.vocab, **asdict(config.model))
     torch.manual_seed(config.run.seed)
     model = GPT(size)
     count = sum(parameter.numel() for parameter in model.parameters())

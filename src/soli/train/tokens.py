@@ -262,14 +262,8 @@ class _Writer:
 
     def close(self, vocab: int) -> None:
         self.file.close()
-        write_header(
-            self.path,
-            dtype=self.dtype,
-            vocab=vocab,
-            tokens=self.tokens,
-            documents=self.documents,
-            bytes_=self.bytes,
-        )
+        counts = {"tokens": self.tokens, "documents": self.documents, "bytes_": self.bytes}
+        write_header(self.path, dtype=self.dtype, vocab=vocab, **counts)
 
 
 class _Ticker:
