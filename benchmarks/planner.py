@@ -26,15 +26,16 @@ from soli.planner.cost.constants import DEFAULT, SPREADS, chain, constants, repe
 from soli.planner.cost.step import step
 from soli.planner.fit import fit
 from soli.planner.measured import step_with
-from soli.planner.predict import arrays, family_of, learn_family
+from soli.planner.predict import arrays, family_of, learn_family, predict
 from soli.planner.rows import BY_EYE, TESTS, Row, read_measured
 
 HERE = Path(__file__).parent
-TABLES = (
-    "bigscience_104b_v100", "bigscience_v100_sweep", "deepspeed_posts", "llm_foundry_mpt", "megatron_2020_v100_a100",
-    "megatron_bridge_perf_summary", "megatron_ci_golden_values", "megatron_h100_weak_scaling",
-    "megatron_llama_example", "megatron_sc21", "nanotron_bench_logs", "nemo_perf_summary", "planner_vtrain_single",
-)  # fmt: skip
+NO_RUNS = {
+    "hardware_calibration": "data sheets and products, no runs",
+    "megatron_bridge_recipes_config": "plans without times",
+    "planner_calculon_fig1_memory": "values of a formula",
+}
+TABLES = tuple(p.stem for p in sorted((HERE / "published").glob("*.csv")) if p.stem not in NO_RUNS)
 CONSTANTS = HERE.parent / "src/soli/planner/cost/constants.toml"
 FOLDS = 10
 EVEN, GUESSED, READ = 150, 0.3, 0.03
@@ -251,20 +252,43 @@ def calibrated(rows: Sequence[Row], sets: Sets) -> list[dict[str, Any]]:
 
 
 def covered(
-    rows: Sequence[Row], sources: Sequence[str], by_model: Ratios, by_source: Ratios, folds: Sequence[int]
+    rows: Sequence[Row],
+    sources: Sequence[str],
+    by: tuple[Ratios, Ratios],
+    judged: Ratios,
+    groups: Sequence[Any],
+    kind: int,
 ) -> float:
-    """The share of rows whose measured time lies in an interval that was made of the other folds."""
-    inside, times = [], by_model[0]
-    for fold in sorted(set(folds)):
-        rest = [i for i, f in enumerate(folds) if f != fold]
-        part = [tuple(kind[rest] for kind in kinds) for kinds in (by_model, by_source)]
+    """The share of rows whose measured time (kind 0) or memory (1) lies in an interval that was made without their group.
+
+    `by`: ratios without the row's model and without its source. `judged`: those that are looked at."""
+    inside = []
+    for group in sorted(set(groups)):
+        rest = [i for i, g in enumerate(groups) if g != group]
+        part = [tuple(one[rest] for one in ratios) for ratios in by]
         made = spreads([rows[i] for i in rest], [sources[i] for i in rest], *part)
-        for i in (i for i, f in enumerate(folds) if f == fold and np.isfinite(times[i])):
+        for i in (i for i, g in enumerate(groups) if g == group and np.isfinite(judged[kind][i])):
             spread = dict(SPREADS)
             for name in chain(*family_of(rows[i])):
                 spread |= made.get(name, {})
-            inside.append(spread["time_low"] <= 1 / times[i] <= spread["time_high"])
+            word = ("time", "memory")[kind]
+            inside.append(spread[f"{word}_low"] <= 1 / judged[kind][i] <= spread[f"{word}_high"])
     return round(float(np.mean(inside)), 3)
+
+
+def fitting(tables: Sequence[Table]) -> dict[str, list[int]]:
+    """Of each table: runs that ran, and of these those that are called infeasible; that ran out of memory, and of these those called
+    feasible. By the constants that are shipped."""
+    found = {}
+    for table in tables:
+        said = [
+            (one.feasible, row.fits)
+            for one, row in zip(predict(table.raw), table.rows, strict=True)
+            if one.refused is None and usable(row)
+        ]
+        ran, out = [f for f, fits in said if fits], [f for f, fits in said if not fits]
+        found[table.name] = [len(ran), ran.count(False), len(out), out.count(True)]
+    return found
 
 
 def main() -> int:
@@ -290,7 +314,12 @@ def main() -> int:
         counts = {name: sum(name in chain(*family_of(row)) for row in rows) for name in sets}
         write_constants(sets, spreads(rows, sources, by_model, by_source), counts)
     if args.validate:
-        within = covered(rows, sources, by_model, by_source, folds)
+        both = by_model, by_source
+        within = {
+            f"{word}, {left} left out": covered(rows, sources, both, judged, groups, kind)
+            for kind, word in enumerate(("time", "memory"))
+            for left, judged, groups in (("model", by_model, folds), ("source", by_source, sources))
+        }
         write(tables, rows, sources, sets, by_model, by_source, within)
     return 0
 
@@ -312,14 +341,19 @@ def write(
     sets: Sets,
     by_model: tuple[np.ndarray, np.ndarray],
     by_source: tuple[np.ndarray, np.ndarray],
-    coverage: float,
+    coverage: dict[str, float],
 ) -> None:
     inside = off(rows, sets)
     kinds: dict[str, tuple[np.ndarray, np.ndarray]] = {
         "fitted": inside, "model left out": by_model, "source left out": by_source,
     }  # fmt: skip
     names = np.array(sources)
-    result: dict[str, Any] = {**record.head(), "tables": {}, "coverage of 90%": coverage}
+    result: dict[str, Any] = {
+        **record.head(),
+        "tables": {},
+        "coverage of 90%": coverage,
+        "fits": fitting(tables),
+    }
     choices: list[tuple[str, Callable[[np.ndarray], np.ndarray]]] = [
         (table.name, lambda at, name=table.name: at == name) for table in tables
     ]
@@ -371,10 +405,20 @@ def page(result: dict[str, Any]) -> str:
             if found[0]["rows"]:
                 lines.append(f"| {name} | {found[0]['rows']} | " + " | ".join(map(_said, found)) + " |")
         lines.append("")
+    inside = ", ".join(f"{name} {value:.1%}" for name, value in result["coverage of 90%"].items())
+    lines += [f"Measured inside the 90% interval (made without the row's model, or source): {inside}.", ""]
     lines += [
-        f"Measured times inside the 90% interval (made without the row's model): {result['coverage of 90%']:.1%}.",
+        "## What fits",
+        "",
+        "By the shipped constants: runs that ran and are called infeasible, runs that ran out of memory and are called feasible.",
         "",
     ]
+    lines += [
+        "| table | ran | called infeasible | out of memory | called feasible |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| {name} | {' | '.join(map(str, counts))} |" for name, counts in result["fits"].items()]
+    lines.append("")
     lines += ["## Choosing: sweeps of one workload under three plans or more", ""]
     lines += ["Regret: how much longer than the best plan the best of the first k takes; mean and worst.", ""]
     lines += ["| table | constants | sweeps | rank correlation | regret@1 | @3 | @5 |", "|---" * 7 + "|"]
@@ -401,6 +445,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         "## Rows that say too little",
         "",
+        *(f"- {name}: no table of runs: {why}" for name, why in NO_RUNS.items()),
     ]
     for name, entry in result["tables"].items():
         lines += [f"- {name}: {count} x {reason}" for reason, count in entry.get("refused", {}).items()]

@@ -127,6 +127,25 @@ def test_nothing_that_fits_is_said() -> None:
         whatif.largest(task(memory=1e8))
 
 
+def test_solis_models_are_planned_by_their_sizes() -> None:
+    """As the program that they are: traced, without weights; 12 l h^2 parameters and the tables of a GPT."""
+    for name, sizes, parameters in (
+        ("gpt", "vocab=51200,dim=1024,layers=24,heads=16", 12 * 24 * 1024**2 + (51200 + 2048) * 1024),
+        ("llama", "vocab=32000,dim=512,layers=4,heads=8,groups=2,hidden=1408,seq=4096", 2 * 32000 * 512 + 4 * 512 * (2.5 * 512 + 3 * 1408)),
+        ("vit", "classes=10,dim=256,layers=6,heads=4,size=64,patch=8", 12 * 6 * 256**2),
+    ):  # fmt: skip
+        done = soli("plan", f"{name}:{sizes}", "--cluster", "h100:8", "--global-batch", "64", "--json")
+        assert done.returncode == 0, done.stderr
+        assert abs(json.loads(done.stdout)["parameters"] / parameters - 1) < 0.03
+    for text, said in (
+        ("gpt", "the sizes of gpt are not said"),
+        ("gpt:wide=3", "gpt has no such size"),
+        ("gpt:vocab=x", "no such size"),
+    ):
+        done = soli("plan", text, "--cluster", "h100:8", "--global-batch", "64")
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
 def test_a_published_model_is_planned_by_its_name(tmp_path: Path) -> None:
     words = ["--cluster", "h100:8x8", "--global-batch", "256"]
     done = soli("plan", "llama-3-70b", *words)

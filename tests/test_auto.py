@@ -28,7 +28,7 @@ from soli.engine.rehearse import rehearse
 from soli.mesh.mesh import build_mesh
 from soli.mesh.world import join
 from soli.parallel.pipeline.run import Pipeline
-from soli.planner.candidates import bases, lighter, variants
+from soli.planner.candidates import bases, differences, lighter, variants
 from soli.planner.hollow import Call
 from soli.planner.learn import Learnt
 from soli.planner.legality import problems
@@ -67,6 +67,14 @@ def test_every_layout_is_looked_at(ranks: int) -> None:
         assert {(p.dp, p.tp, p.cp, p.pp, p.tensor, p.sp) for p in others} <= {
             (plan.dp, plan.tp, plan.cp, plan.pp, plan.tensor, plan.sp)
         }
+
+
+def test_plans_of_a_layout_differ_in_so_many_choices() -> None:
+    for one, other, choices in (
+        ("dp=4", "dp=4", 0), ("dp=4", "dp=4,zero=1", 1), ("dp=4,zero=1", "dp=4,zero=1,replicate=2", 1), ("dp=4", "dp=2,tp=2", float("inf")),
+        ("dp=2,pp=2,microbatches=2", "dp=2,zero=1,pp=2,schedule=zbv,chunks=2,microbatches=4", 3), ("dp=2,tp=2", "dp=2,tp=2,sp=on", float("inf")),
+    ):  # fmt: skip
+        assert differences(Plan.parse(one), Plan.parse(other)) == choices
 
 
 def test_no_plan_needs_more_rows_than_there_are() -> None:

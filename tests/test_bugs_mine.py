@@ -241,6 +241,20 @@ def test_a_history_that_is_not_whole_is_an_error(
     assert not out.exists() or not read(out, "SELECT * FROM change WHERE fix")
 
 
+@pytest.mark.parametrize("way", ["replace", "graft"])
+def test_what_is_said_of_other_parents_does_not_cut_a_history(way: str, repo: Path, tmp_path: Path) -> None:
+    """Commits that git would hide behind a replacement, or a graft, are read."""
+    whole = len(list(history.read(repo)))
+    head = git(repo, "rev-parse", "HEAD").strip()
+    if way == "replace":
+        git(repo, "replace", "--graft", head)
+    else:
+        (repo / ".git/info").mkdir(exist_ok=True)
+        (repo / ".git/info/grafts").write_text(head + "\n", encoding="utf-8")
+    assert git(repo, "rev-list", "--count", "HEAD").strip() == "1" != str(whole)
+    assert len(list(history.read(repo))) == whole
+
+
 def test_nothing_of_a_repository_is_run(repo: Path, tmp_path: Path) -> None:
     """External diffs, text conversions, filters, pagers and monitors that its configuration names."""
     marker = tmp_path / "run"

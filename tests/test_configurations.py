@@ -86,7 +86,6 @@ def test_a_family_that_nobody_compared_is_said(tmp_path: Path) -> None:
     [
         ({"num_key_value_heads": None}, "num_key_value_heads=32, as many as heads"),
         ({"vision_config": {"hidden_size": 8}}, "vision_config is left out, only text is planned"),
-        ({"kv_lora_rank": 512}, "its compressed keys are taken as whole ones"),
         (
             {"num_local_experts": 8, "first_k_dense_replace": 3},
             "its first 3 layers have experts as the others",

@@ -136,7 +136,7 @@ def test_written_out_attention_and_experts_are_launched_too() -> None:
 
 
 def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:
-    """Eight ranks on two servers, a token at two experts: they are in 1.5 servers in the mean."""
+    """Eight ranks on two servers, a token at two experts: they are in 1.5 servers in the mean, and on 1.875 ranks."""
     made = {"experts": 8, "active": 2, "ep": 8, "dp": 8, "node": 4, "tp": 1}
     assert [of_program(name, "hopper")["once"] for name in ("megatron", "soli", "fsdp")] == [1.0, 0.0, 0.0]
     k = usual(latency_scale=1e-9, net_share=1.0, link_share=1.0)
@@ -144,7 +144,10 @@ def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:
         communication.of_layer(point(**made, once=flag), k, NOTHING, NOTHING)[0][0] for flag in (0.0, 1.0)
     )
     size = 2048 * 2048 * 2.0 * 2  # of a token's two copies
-    assert isclose(apart - once, 2 * size * 4 / 8 / 25e9 * (1 - 0.75), rel_tol=1e-6)
+    far, near = size * 4 / 8 / 25e9 * (1 - 0.75), size * 3 / 8 / 300e9 * (1 - 1.875 / 2)
+    assert isclose(apart - once, 2 * (far + near), rel_tol=1e-6)
+    assert of_program("fsdp", "hopper", "DeepEP")["once"] == 1.0
+    assert of_program("megatron", "hopper", "alltoall dispatcher")["once"] == 0.0
 
 
 def test_sums_run_behind_products() -> None:

@@ -184,11 +184,11 @@ def test_what_is_missing_is_inferred_and_said() -> None:
         ({"dp": "", "gpus": "60"}, ["60 gpus are no multiple of tp x pp x cp = 8"]),
         ({"hidden": ""}, ["neither layers and hidden nor params_b"]),
         ({"seq_len": ""}, ["no sequence length"]),
-        ({"global_batch": ""}, ["no global_batch"]),
+        ({"global_batch": "", "microbatch": ""}, ["no global_batch"]),
         ({"global_batch": "8"}, ["less than dp x microbatch = 16"]),
         ({"gpu": "V100-32GB", "precision": "FP8"}, ["multiplies no fp8"]),
         (
-            {"seq_len": "", "global_batch": "", "dp": "4"},
+            {"seq_len": "", "global_batch": "", "microbatch": "", "dp": "4"},
             ["sequence", "tp x pp", "global_batch"],
         ),  # all at once
         ({"tp": "-8"}, ["tp: '-8' is no whole number above 0", "tp x pp x cp x dp = 16"]),
@@ -204,8 +204,10 @@ def test_what_is_missing_is_inferred_and_said() -> None:
         ({"sp": "8"}, ["sp: '8' is not understood"]),
         ({"precision": "int8"}, ["multiplies no int8"]),
         ({"precision": "bf16", "gpu": "V100-32GB"}, ["multiplies no bf16"]),
-        ({"gpu": "H100 PCIe"}, ["no device 'H100 PCIe' is known"]),
-        ({"gpu": "H100-94GB"}, ["no device 'H100-94GB' is known"]),
+        ({"gpu": "H200 PCIe"}, ["no device 'H200 PCIe' is known"]),
+        ({"gpu": "H100-120GB"}, ["no device 'H100-120GB' is known"]),
+        ({"recompute": "some of it"}, ["recompute: 'some of it' is not understood"]),
+        ({"arch": "moe"}, ["a mixture of experts, and says not of how many"]),
         ({"model": "llava-7b"}, ["a part of its model is no transformer"]),
     ],
 )
@@ -231,7 +233,7 @@ def test_every_published_table_can_be_read() -> None:
             continue
         found = predict(rows)
         assert len(found) == len(rows)
-        assert all((one.refused is None) == (one.predicted_time_s is not None) for one in found)
+        assert all((one.refused is None) == (one.predicted_memory_gb is not None) for one in found)
         if path.stem in ("planner_vtrain_single", "llm_foundry_mpt", "megatron_sc21"):
             assert not any(one.refused for one in found)
 
@@ -454,8 +456,8 @@ def test_the_command_learns_from_measured_rows(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (None, "cannot be read"),
-        ("", "no column 'gpu'"),
-        ("layers,hidden\n1,2\n", "no column 'gpu'"),
+        ("", "none of the columns that say what runs"),
+        ("width,depth\n1,2\n", "none of the columns that say what runs"),
         ("gpu,layers\nh100,1,2\n", "more cells than it has columns"),
         ('gpu,layers\n"h100\n', "no CSV file"),
         ("gpu,layers\n", "the table has no rows"),

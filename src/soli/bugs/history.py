@@ -55,6 +55,8 @@ def git(path: Path, *words: str, stdin: IO[bytes] | int = subprocess.DEVNULL) ->
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_NO_LAZY_FETCH": "1",
+        "GIT_NO_REPLACE_OBJECTS": "1",  # a replacement or a graft says that commits have other parents, or none
+        "GIT_GRAFT_FILE": os.devnull,
         "LC_ALL": "C",
     }
     call = ["git", "--no-pager", *SAFE, "-c", f"safe.directory={path.resolve()}", "-C", str(path), *words]

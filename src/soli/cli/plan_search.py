@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("bf16", "fp16", "fp8")
 MODELS = (
-    "A published model (llama-3-70b), a Hugging Face config.json, or the directory that has one; or FILE.py:NAME, a function that returns (model, batch) or "
+    "A published model (llama-3-70b), a Hugging Face config.json, or the directory that has one; one of soli's by its sizes (gpt:vocab=51200,dim=4096,layers=32,heads=32); or FILE.py:NAME, a function that returns (model, batch) or "
     "(model, batch, loss_fn), on the meta device if it is large (examples/plan_model.py:llama_8b)."
 )
 FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
@@ -79,7 +79,7 @@ def search(
     made = read_cluster(cluster)
     known, inferred = read(model)
     precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
-    tokens = seq or (known.seq if programs.named(model) else min(known.seq or 8192, 8192))
+    tokens = seq or (known.seq if programs.is_program(model) else min(known.seq or 8192, 8192))
     task = Task(
         known, made, batch, tokens, _one_of("precision", precision, PRECISIONS), _bytes(memory), explain.fixed_of(fix) if fix else {},
         _one_of("framework", framework, FRAMEWORKS),
@@ -121,7 +121,8 @@ def _shown(task: Task, found: Answer, reasons: list[str]) -> None:
 def read(text: str) -> tuple[Model, tuple[str, ...]]:
     """The dimensions of a model, and what of them was inferred: said by a configuration, or seen in a program's trace."""
     program = programs.named(text)
-    if program is None:
+    made = programs.from_file(*program) if program else programs.own(text)
+    if made is None:
         from soli.planner.models import read_model
         from soli.planner.published import named, near
 
@@ -132,7 +133,7 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
     from soli.engine.batch import Caller, rows_of, take
     from soli.planner.dimensions import read_program
 
-    model, batch, loss_fn = programs.from_file(*program)
+    model, batch, loss_fn = made
     rows_of(batch)
 
     def run(traced: Any, one: Any) -> None:
@@ -140,7 +141,7 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
         if loss_fn is not None:
             loss_fn(output, one)
 
-    return read_program(program[1], model, take(batch, 0, 1), run)
+    return read_program(program[1] if program else text, model, take(batch, 0, 1), run)
 
 
 def _say(inferred: tuple[str, ...]) -> None:

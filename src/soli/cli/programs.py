@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
 import sys
 import traceback
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +23,11 @@ def named(text: str) -> tuple[Path, str] | None:
     """The file and the function that such a text names; None: it names no program."""
     found = re.fullmatch(r"(.+\.py)(?::(.*))?", text)
     return (Path(found[1]), found[2] or "") if found else None
+
+
+def is_program(text: str) -> bool:
+    """Whether it names a program: of a file, or one of soli's models."""
+    return named(text) is not None or text.partition(":")[0] in OWN
 
 
 def from_file(path: Path, name: str) -> tuple[Any, Any, Any]:
@@ -41,14 +48,60 @@ def from_file(path: Path, name: str) -> tuple[Any, Any, Any]:
     return _checked(name, result)
 
 
+OWN = {"gpt": "GPT", "llama": "Llama", "bert": "Bert", "vit": "ViT"}
+"""Models of soli.models that a name stands for, and their classes."""
+SEQ = 2048
+"""Tokens of a row where nobody says it."""
+
+
+def own(text: str) -> tuple[Any, Any, Any] | None:
+    """One of soli's models without weights, a row for it and its loss, of "gpt:vocab=51200,dim=4096,layers=32,heads=32"; None: it names none."""
+    name, _, words = text.partition(":")
+    if name not in OWN:
+        return None
+    import torch
+
+    from soli import losses
+
+    module = importlib.import_module(f"soli.models.{name}")
+    config = getattr(module, f"{OWN[name]}Config")
+    usual = {field.name: field.default for field in fields(config) if field.type == "int"}
+    said = dict(_size(name, word, (*usual, "seq")) for word in words.split(",") if word)
+    lacking = [key for key, value in usual.items() if value is MISSING and key not in said]
+    if lacking:
+        fix = f"soli plan {name}:{','.join(f'{key}=N' for key in (*lacking, 'dim', 'layers', 'heads'))}"
+        raise SoliError(f"the sizes of {name} are not said", got=text, fix=fix)
+    seq = said.pop("seq", said.get("context", SEQ))
+    if "context" in usual:
+        said.setdefault("context", seq)
+    sizes = config(**said)
+    with torch.device("meta"):
+        model = getattr(module, OWN[name])(sizes)
+    if name == "vit":
+        rows: dict[str, Any] = {"images": torch.zeros(1, sizes.channels, sizes.size, sizes.size)}
+        rows["targets"] = torch.zeros(1, dtype=torch.int64)
+    else:
+        tokens = torch.zeros(1, seq, dtype=torch.int64)
+        rows = {"tokens": tokens, "targets": tokens, "mask": torch.ones(1, seq, dtype=torch.bool)}
+    return model, rows, losses.cross_entropy("targets")
+
+
+def _size(name: str, word: str, known: tuple[str, ...]) -> tuple[str, int]:
+    key, _, said = word.strip().partition("=")
+    if key not in known or not re.fullmatch(r"[1-9]\d{0,8}", said, re.A):
+        raise SoliError(f"{name} has no such size", got=word, allowed=", ".join(f"{one}=N" for one in known))
+    return key, int(said)
+
+
 def _loaded(path: Path) -> ModuleType:
     if not path.is_file():
         raise SoliError("there is no such file", got=str(path), allowed=FORM)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"_program_{path.stem}", path)  # a name that no library has
     if spec is None or spec.loader is None:
         raise SoliError("the file is no Python module", got=str(path))
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
+    sys.modules[module.__name__] = module  # where dataclasses look for what annotations mean
     try:
         spec.loader.exec_module(module)
     except SoliError:

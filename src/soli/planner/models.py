@@ -37,7 +37,7 @@ ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
 STRANGE = {
     "an encoder beside its decoder": r"is_encoder_decoder",
     "MLPs that its other keys do not say": r"ffn_config|interleave_moe_layer_step|shared_experts?_intermediate_size|zero_expert_num"
-    r"|moe_layer_interval|expert_layer_period|num_feedforward_networks",
+    r"|moe_layer_interval|expert_layer_period|num_feedforward_networks|mlp_only_layers",
     "attention that its other keys do not say": r"attn_config|attention_window|[qkv]_groups|entity_vocab_size",
     "layers that are no attention": r"mamba_.*|ssm_.*|conv_kernel|conv_L_cache|conv1d_width|lru_width|state_size|mem_len"
     r"|(?:short|linear)_conv_kernel_(?:dim|size)|(?:linear|kda)_.*heads|attn_layer_period|block_types|layers_block_type|hybrid_layer_ids",
@@ -145,7 +145,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         hidden=hidden,
         heads=heads,
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
-        head_size=numbers["head_size"] or hidden // heads,
+        head_size=_latent_head(said) or numbers["head_size"] or hidden // heads,
         ffn=(numbers["expert_ffn"] if experts else None) or numbers["ffn"] or 4 * hidden,
         gated=family.gated,
         vocab=vocab,
@@ -175,6 +175,12 @@ def compressed(
     return queries + keys + heads * values * hidden
 
 
+def _latent_head(said: Mapping[str, Any]) -> int:
+    """Of a head under latent attention: the mean of what its keys and its values have; 0 where there is none."""
+    keys = sum(said.get(name, usual) for name, usual in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64)))
+    return (keys + said.get("v_head_dim", 128)) // 2 if said.get("kv_lora_rank") else 0
+
+
 def _compressed(said: Mapping[str, Any], hidden: int, heads: int) -> int:
     if not said.get("kv_lora_rank"):
         return 0
@@ -194,6 +200,8 @@ def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Pr
         if said[key] and re.fullmatch(pattern, key)
     }
     keys |= {key: "a table of another width" for key in NARROW if hidden and said.get(key, hidden) != hidden}
+    if (step := said.get("decoder_sparse_step")) and step != 1:
+        keys["decoder_sparse_step"] = "layers of which some have no experts"
     kinds = said.get("layer_types")
     if isinstance(kinds, list) and not {str(kind) for kind in kinds} <= {*ATTENTION}:
         keys["layer_types"] = "layers of other kinds"

@@ -67,15 +67,12 @@ def predict(
             if rows[i].unsaid:  # they recompute what does not fit
                 memory = float(np.clip(p.capacity[place], least_of[place], memory))
             least, most = (memory * spread[name] for name in ("memory_low", "memory_high"))
-            times = (
-                (None, None, None)
-                if rows[i].timeless
-                else (time, time * float(low[place]), time * float(high[place]))
-            )
             found[i] = Prediction(
-                *times, memory / GB, least / GB, most / GB,
+                time, time * float(low[place]), time * float(high[place]), memory / GB, least / GB, most / GB,
                 feasible=bool(memory <= p.capacity[place]), inferred=tuple(rows[i].inferred),
             )  # fmt: skip
+            if rows[i].timeless:
+                found[i] = replace(found[i], predicted_time_s=None, time_low_s=None, time_high_s=None)
     return found
 
 

@@ -143,6 +143,8 @@ def read_measured(row: Mapping[str, str]) -> Row:
         found.memory = found.states = None  # of states that are shared out among a number that nobody says
     if found.timeless:
         found.time = None
+    if any(word.startswith("microbatch=") for word in found.inferred):
+        found.memory = found.states = None  # of as many sequences as nobody says
     if "by eye" in text(row, "provenance"):
         found.inferred.append(BY_EYE)
     found.fits = "oom" not in text(row, "status").lower()
@@ -220,8 +222,13 @@ def _precision(row: Mapping[str, str], device: Device, found: Row) -> str:
 
 def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) -> dict[str, float]:
     model = named(word(row, "model"))
-    if model and any(said[name] not in (None, getattr(model, name)) for name in ("layers", "hidden")):
-        model = None
+    if (
+        said["layers"]
+        and said["hidden"]
+        and model
+        and (said["layers"], said["hidden"]) != (model.layers, model.hidden)
+    ):
+        model = None  # another one of that name
     if model and said["params_b"] and abs(model.parameters / said["params_b"] / 1e9 - 1) > 0.2:
         model = None
     silent = [name for name in ("layers", "hidden", "heads", "ffn", "vocab") if said[name] is None]
@@ -388,13 +395,13 @@ def _choices(
 ) -> dict[str, float]:
     shard, recompute = text(row, "shard"), word(row, "recompute")
     states = sharding(shard)
-    by_stage = sharding(f"zero{text(row, 'zero').lower().removeprefix('zero').strip(' _-')}" if re.search(r"\d", text(row, "zero")) else text(row, "zero"))  # fmt: skip
+    by_stage = sharding(text(row, "zero"))
     if states is None or by_stage is None:
         found.refused.append(
             f"shard: '{shard if states is None else text(row, 'zero')}' is not understood (none, zero1, zero2, zero3, FULL_SHARD, ...)"
         )
         states = by_stage = Sharding()
-    zero = by_stage.zero if states.zero is None else states.zero
+    zero = states.zero if by_stage.zero is None else by_stage.zero
     if zero is None:
         zero = 3.0 if true(row, "fsdp") or true(row, "use_megatron_fsdp") else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:

@@ -130,7 +130,9 @@ def descend(
             part = part[later[part] <= worst()]
             if not len(part):
                 break
-            yield space.shards(task, space.rows_of(middle, part))
+            made = space.shards(task, space.rows_of(middle, part))
+            if space.size(made):  # copies that no group has leave nothing
+                yield made
 
 
 def thriftiest(task: Task, enough: float = -np.inf) -> tuple[Points, float]:
@@ -264,10 +266,6 @@ def with_fixed(task: Task, more: Mapping[str, float]) -> Task:
 
 
 def enough(task: Task) -> int | None:
-    """The fewest servers, a power of two, on which a plan fits; None up to MOST."""
-    nodes = 1
-    while nodes <= MOST:
-        if holds(replace(task, cluster=replace(task.cluster, nodes=nodes))):
-            return nodes
-        nodes *= 2
-    return None
+    """The fewest servers on which a plan fits, of powers of two and three times those; None up to MOST."""
+    sizes = sorted({one << n for n in range(MOST.bit_length()) for one in (1, 3) if one << n <= MOST})
+    return next((n for n in sizes if holds(replace(task, cluster=replace(task.cluster, nodes=n)))), None)

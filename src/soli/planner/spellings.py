@@ -68,21 +68,19 @@ class Sharding:
 
 def sharding(said: str) -> Sharding | None:
     """What is sharded, of words such as "zero1", "FULL_SHARD", "HSDP (replicate 4, shard 16)", "zero3 (no offload)"."""
-    words = said.lower().strip(" \"'[]{}()").replace("no shard", "no_shard")
+    words = said.lower().strip(" \"'[]{}()")
     if SILENT.fullmatch(words) and words != "none":
         return Sharding()
-    plain = words if re.fullmatch(r"not? \w+", words) else DENIED.sub(" none ", words)
+    plain = DENIED.sub(" none ", words)
     stage = STAGE.search(plain)
     kind = next((value for value, pattern in KINDS if pattern.search(plain)), None)
     zero = float(stage[1] or stage[2]) if stage else kind
-    if re.fullmatch(r"not? (?:sharded|sharding|zero)", words):
-        zero = 0.0
     offload = "offload" in plain or "infinity" in plain or "nvme" in plain
     if zero is None and not offload:
         return None
     pair = re.search(r"(\d+)\s*[x×]\s*(\d+)", plain)
     copies, size = (int(pair[1]), int(pair[2])) if pair else (0, 0)
-    group = re.search(r"(?:shards?|size|groups? of|groups?)[\s=:]*(\d+)|(?<=[a-z\d_)]) (\d+)$", plain)
+    group = re.search(r"(?:shards?|size|groups? of|groups?)[\s=:]*(\d+)|\S\s+(\d+)$", STAGE.sub(" ", plain))
     copied = bool(re.search(r"hybrid|hsdp", plain)) and zero != 0.0
     replicate = re.search(r"replicat\w*[\s=:]*(\d+)", plain)
     return Sharding(

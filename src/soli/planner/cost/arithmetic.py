@@ -20,9 +20,9 @@ HOST_ADAM = 4.0
 2.57 s beside links of 16 GB/s (ZeRO-Offload, arXiv 2101.06840, table 4). Where links are quicker, so is the host's memory."""
 ROUTED = 8.0
 """Bytes for each value of a token at an expert: there and back, in 16 bits, written and read."""
-ODD, UNALIGNED = 0.85, 1 / 16
+ODD, UNALIGNED = 0.85, 1 / 8
 """Rates of products whose rows are multiples of 8 and not of 64 elements, and of others: without tensor cores an A100 has
-a sixteenth of its flops. BigScience's GPTs show both: 128 heads of 108 took 38% more than 96 of 144, though attention has
+a sixteenth of its flops, and newer libraries use them for a part. BigScience's GPTs show both: 128 heads of 108 took 38% more than 96 of 144, though attention has
 a fortieth of the flops, and a width of 14400 38% more than one of 13824, with 8% more flops."""
 
 
