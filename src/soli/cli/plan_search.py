@@ -81,7 +81,7 @@ def search(
     precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
     tokens = seq or (known.seq if programs.is_program(model) else min(known.seq or 8192, 8192))
     task = Task(
-        known, made, batch, tokens, _one_of("precision", precision, PRECISIONS), _bytes(memory), explain.fixed_of(fix) if fix else {},
+        known, made, batch, tokens, _one_of("precision", precision, PRECISIONS), _bytes(memory), explain.fixed_of(fix, batch, precision) if fix else {},
         _one_of("framework", framework, FRAMEWORKS),
     )  # fmt: skip
     said: dict[str, Any] = {
@@ -92,7 +92,7 @@ def search(
         said["whatif"] = [_whatif(task, question) for question in whatif]
     else:
         found = explain.answer(task, count)
-        reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
+        reasons = [explain.why_not(task, explain.fixed_of(one, batch, precision)) for one in why_not or []]
         said |= {**found.asdict(), "why_not": reasons}
         if html is not None:
             _write(html, task, found, reasons, inferred)

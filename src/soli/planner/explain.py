@@ -227,17 +227,23 @@ def assumed(task: Task) -> str:
     return f"{text}, as nobody measured {task.framework} on {generation}; intervals are those of all programs and devices"
 
 
-def fixed_of(text: str) -> dict[str, float]:
-    """What the user fixes, such as "tp=8,recompute=full". SoliError with every word that cannot be."""
+def fixed_of(text: str, batch: int = 0, precision: str = "") -> dict[str, float]:
+    """What the user fixes, such as "tp=8,recompute=full", or a plan as it is printed, for a batch of so many sequences in this precision.
+    SoliError with every word that cannot be."""
     found: dict[str, float] = {}
-    wrong = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    wrong, pieces = [], 0.0
+    for word in filter(None, ("=".join(map(str.strip, part.split("="))) for part in text.split(","))):
         name, _, said = word.partition("=")
         values = WORDS.get(name, {})
-        value = (
-            values.get(said) if values else float(said) if re.fullmatch(r"[1-9]\d{0,8}", said, re.A) else None
-        )
-        if name not in FIXED:
+        number = float(said) if re.fullmatch(r"[1-9]\d{0,8}", said, re.A) else None
+        value = values.get(said) if values else number
+        if name == "recompute" and re.fullmatch(r"0\.\d+", said, re.A):
+            value = SOME  # as a plan says how much is kept
+        if name in ("accumulate", "microbatches") and number and batch:
+            pieces = number
+        elif name == "precision" and precision and said == precision:
+            continue
+        elif name not in FIXED:
             wrong.append(Problem(f"'{name}' cannot be fixed", allowed=", ".join(FIXED)))
         elif value is None:
             allowed = ", ".join(values) if values else "a whole number above 0"
@@ -245,6 +251,12 @@ def fixed_of(text: str) -> dict[str, float]:
             wrong.append(Problem(f"'{word}' cannot be", got=said or "nothing", allowed=allowed, fix=fix))
         elif found.setdefault(name, value) != value:
             wrong.append(Problem(f"'{name}' is fixed twice", got=text))
+    if pieces:
+        size = batch / (pieces * found.get("dp", 1.0))
+        if size != int(size) or found.setdefault("microbatch", size) != size:
+            wrong.append(
+                Problem(f"{pieces:g} parts do not divide what a replica has of {batch} sequences", got=text)
+            )
     if not text.strip(" ,"):
         wrong.append(Problem("nothing is said", got=repr(text), allowed="such as tp=8,recompute=full"))
     raise_all(wrong)
