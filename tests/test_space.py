@@ -328,7 +328,7 @@ def test_as_many_layers_are_recomputed_as_a_solver_would(pp: int, room: float) -
 
 def test_recomputing_some_layers_is_between_all_and_none() -> None:
     fixed = {"microbatch": 4.0, "tp": 1.0, "cp": 1.0, "pp": 1.0, "offload": 0.0}
-    asked = task(SMALL, "a100:2", batch=64, seq=2048, framework="megatron", memory=9e9, fixed=fixed)
+    asked = task(SMALL, "a100:2", batch=64, seq=2048, framework="megatron", memory=10e9, fixed=fixed)
     best = search(asked)
     assert 0 < best.points.again[0] < 12
     for level in (NONE, FULL):
