@@ -268,10 +268,13 @@ def covered(
         part = [tuple(one[rest] for one in ratios) for ratios in by]
         made = spreads([rows[i] for i in rest], [sources[i] for i in rest], *part)
         for i in (i for i, g in enumerate(groups) if g == group and np.isfinite(judged[kind][i])):
-            spread = dict(SPREADS)
-            for name in chain(*family_of(rows[i])):
-                spread |= made.get(name, {})
             word = ("time", "memory")[kind]
+            names = chain(*family_of(rows[i]))
+            if "time_low" not in made.get(names[-1], {}):
+                names = (DEFAULT,)  # as constants.spread_of has it: nobody measured this pair
+            spread = dict(SPREADS)
+            for name in names:
+                spread |= made.get(name, {})
             inside.append(spread[f"{word}_low"] <= 1 / judged[kind][i] <= spread[f"{word}_high"])
     return round(float(np.mean(inside)), 3)
 

@@ -123,6 +123,24 @@ def test_names_of_models_keep_their_points() -> None:
     assert "model=llama-3-8b" in row.inferred
 
 
+def test_a_named_mixture_has_its_experts() -> None:
+    """Of which a row says all dimensions but those of experts."""
+    sizes = {
+        "layers": "32",
+        "hidden": "4096",
+        "heads": "32",
+        "ffn": "14336",
+        "vocab": "32000",
+        "params_b": "46.7",
+        "arch": "moe",
+    }
+    point = read(ROW | sizes | {"model": "Mixtral-8x7B"}).point
+    assert [point[name] for name in ("experts", "active", "ffn", "kv_heads")] == [8, 2, 14336, 8]
+    assert read(ROW | sizes | {"model": "mine"}).refused == [
+        "it is a mixture of experts, and says not of how many (experts, topk)"
+    ]
+
+
 def test_who_shares_a_state_is_read() -> None:
     row = ROW | {"shard": "HYBRID_SHARD", "tp": "1", "pp": "1", "dp": "64", "gpus": "64"}
     assert (read(row).point["zero"], read(row).point["replicate"]) == (3.0, 8.0)  # one server's eight share

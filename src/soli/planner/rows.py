@@ -117,9 +117,8 @@ def read(row: Mapping[str, str]) -> Row:
     point |= _network(row, device)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != NANOTRON)}
     told = " ".join(text(row, name) for name in ("attn_backend", "notes", "framework"))
-    point |= of_program(found.framework, found.generation, told) | (
-        CAST if found.framework == "soli" else kept
-    )
+    point |= of_program(found.framework, found.generation, told)
+    point |= CAST if found.framework == "soli" else kept
     point |= _model(row, said, found) | _attention(row, found)
     point |= _degrees(said, point, found)
     point["longest"] = _by_cost(point) if found.framework == NANOTRON else 0.0
@@ -141,8 +140,7 @@ def read_measured(row: Mapping[str, str]) -> Row:
     )  # fmt: skip
     if DEVICES in " ".join(found.inferred) and (found.point.get("zero") or found.timeless):
         found.memory = found.states = None  # of states that are shared out among a number that nobody says
-    if found.timeless:
-        found.time = None
+    found.time = None if found.timeless else found.time
     if any(word.startswith("microbatch=") for word in found.inferred):
         found.memory = found.states = None  # of as many sequences as nobody says
     if "by eye" in text(row, "provenance"):
@@ -221,18 +219,8 @@ def _precision(row: Mapping[str, str], device: Device, found: Row) -> str:
 
 
 def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) -> dict[str, float]:
-    model = named(word(row, "model"))
-    if (
-        said["layers"]
-        and said["hidden"]
-        and model
-        and (said["layers"], said["hidden"]) != (model.layers, model.hidden)
-    ):
-        model = None  # another one of that name
-    if model and said["params_b"] and abs(model.parameters / said["params_b"] / 1e9 - 1) > 0.2:
-        model = None
-    silent = [name for name in ("layers", "hidden", "heads", "ffn", "vocab") if said[name] is None]
-    if model and silent:
+    model = _named(row, said)
+    if model:
         found.inferred.append(f"model={model.name}")
         said = of_model(model) | {name: value for name, value in said.items() if value is not None}
         said = dict.fromkeys(COLUMNS) | said
@@ -243,14 +231,13 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
                 "it has neither layers and hidden nor params_b, nor the name of a published model"
             )
             return {}
-        layers, hidden = _shape_of(
-            total * 1e9, layers, hidden, (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
-        )
+        stages = (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
+        layers, hidden = _shape_of(total * 1e9, layers, hidden, stages)
         found.inferred.append(f"layers={layers:g}, hidden={hidden:g} of {total:g}B parameters")
     take: Callable[[str, float], float] = lambda name, usual: _or(said, name, usual, found)
     heads = take("heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
     kv_heads = said["kv_heads"] or heads
-    name = " ".join([word(row, "model"), *(text(row, n) for n in ("test_case", "arch"))])
+    name = _called(row)
     experts, active, shared = _experts(said, name, found)
     seq = said["seq"]
     if seq is None and model:
@@ -279,7 +266,7 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
     said_tied = switch(text(row, "tied"))
     tied = not true(row, "untie") if "untie" in row else (not gated if said_tied is None else said_tied)
-    if model and silent:
+    if model:
         gated, tied = float(model.gated), model.tied
     return {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size,
@@ -287,6 +274,27 @@ def _model(row: Mapping[str, str], said: dict[str, float | None], found: Row) ->
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active, "shared": shared,
         "tied": float(tied), "frozen": float(bool(re.search(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", name, re.I))),
     }  # fmt: skip
+
+
+def _called(row: Mapping[str, str]) -> str:
+    """All that a row calls its model."""
+    return " ".join([word(row, "model"), *(text(row, name) for name in ("test_case", "arch"))])
+
+
+def _named(row: Mapping[str, str], said: dict[str, float | None]) -> Model | None:
+    """The published model of which a row leaves something out; None where it says all, or means another one of that name."""
+    model = named(word(row, "model"))
+    if model is None:
+        return None
+    whole = (said["layers"], said["hidden"])
+    other = all(whole) and whole != (model.layers, model.hidden)
+    if other or (said["params_b"] and abs(model.parameters / said["params_b"] / 1e9 - 1) > 0.2):
+        return None
+    needed = ["layers", "hidden", "heads", "ffn", "vocab"]
+    if model.experts:
+        needed[3:4] = [] if said["moe_ffn"] else ["ffn"]
+        needed += [] if MOE.search(_called(row)) else ["experts"]
+    return model if any(said[name] is None for name in needed) else None
 
 
 def of_model(model: Model) -> dict[str, float | None]:
@@ -372,14 +380,7 @@ def _degrees(said: dict[str, float | None], point: dict[str, float], found: Row)
             found.refused.append(f"{gpus:g} gpus are no multiple of tp x pp x cp = {tp * pp * cp:g}")
     elif gpus is not None and dp is not None and gpus != tp * pp * cp * dp:
         found.refused.append(f"tp x pp x cp x dp = {tp * pp * cp * dp:g}, and it has {gpus:g} gpus")
-    return {
-        "tp": tp,
-        "pp": pp,
-        "cp": cp,
-        "ep": ep,
-        "dp": dp or 1.0,
-        "chunks": chunks,
-    }
+    return {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp or 1.0, "chunks": chunks}
 
 
 def _by_cost(q: Mapping[str, float]) -> float:
