@@ -194,6 +194,9 @@ def test_no_plan_is_below_its_bounds(asked: Task) -> None:
     row, line = whole["row"].astype(int), whole["line"].astype(int)
     assert (bounds.time_of_layouts(asked, layouts)[row] <= times).all()
     assert (bounds.time_of_stages(asked, stages)[line] <= times).all()
+    shards, gathers = bounds.time_of_shards(asked, stages, whole), whole["zero"] >= 3
+    assert shards[~gathers] == pytest.approx(times[~gathers], rel=1e-12)
+    assert (shards[gathers] <= times[gathers]).all()
     assert (bounds.memory_of_layouts(asked, layouts)[row] <= sizes).all()
     assert (bounds.memory_of_stages(asked, stages)[line] <= sizes).all()
 
@@ -233,7 +236,8 @@ def hybrid(**changes: float) -> float:
     """Seconds that a step's gradients take."""
     p = point(**{"dp": 64, "zero": 2, "whole": 1, **changes})
     dense, experts = memory.trained(p)
-    return float(communication.of_gradients(p, ONE, dense, experts, memory.of_tables(p))[0])
+    summed = communication.sums(p, ONE, dense, experts, memory.of_tables(p))
+    return float(communication.of_gradients(p, summed)[0])
 
 
 def test_copies_sum_what_they_have_of_a_shard() -> None:

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from soli.planner.cost import arithmetic, borders, memory
+from soli.planner import space
+from soli.planner.cost import arithmetic, borders, communication, memory
 from soli.planner.cost.constants import Constants, known, spread_of
 from soli.planner.cost.points import FULL, Array, Points
-from soli.planner.cost.step import running
+from soli.planner.cost.step import following, running, sums
 from soli.planner.offers import chooses
 from soli.planner.space import Table, points_of
 from soli.planner.task import Task
@@ -51,6 +52,33 @@ def time_of_stages(task: Task, table: Table) -> Array:
     p, k = _made(task, table)
     run = running(p, k)
     return SLACK * (run.busy + run.waiting + k.step_overhead)
+
+
+def time_of_shards(task: Task, stages: Table, table: Table) -> Array:
+    """Seconds of rows that `space.shards` made of `stages`: exact but where parameters are gathered, behind as much as may be.
+
+    What a stage computes and what its copies send is the same of all ways to shard: the first is computed once a stage, the
+    other once for each number of copies.
+    """
+    run = running(*_made(task, stages))
+    begins = np.flatnonzero(np.diff(table["copies"], prepend=-1))
+    p, k = _made(task, space.rows_of(table, begins))
+    of, summed = table["stage"][begins], sums(p, k)
+    busy, backward = (run.busy + run.waiting)[of], run.layers[of] / 2
+    found = np.empty((4, 2, len(p)))
+    for zero, offload in np.ndindex(4, 2):
+        q = replace(p, zero=np.full(len(p), float(zero)), offload=np.full(len(p), float(offload)))
+        late, spent = following(q, k, summed, np.inf if zero == 3 else backward)
+        found[zero, offload] = busy + late + spent + k.step_overhead
+    found[3] += _gathering(replace(p, zero=np.full(len(p), 3.0)), k, 2 * backward / p.own_layers)
+    found[3] *= SLACK
+    return found[table["zero"].astype(int), table["offload"].astype(int), table["copies"]]
+
+
+def _gathering(p: Points, k: Constants, layer: Array) -> Array:
+    """Seconds that gathers add to a step at least, whose layers take so long without."""
+    sent = sum(communication.gathers_of_layer(p, k, *memory.of_layer(p)))
+    return p.microbatches * (p.own_layers - p.fewer) * np.maximum(sent - (1 + k.hidden_gathers) * layer, 0.0)
 
 
 def memory_of_layouts(task: Task, table: Table) -> Array:

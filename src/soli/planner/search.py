@@ -85,16 +85,17 @@ def search(task: Task, count: int = SHOWN) -> Found:
     then = lambda t: np.where(
         bounds.memory_of_stages(task, t) > task.limit, np.inf, bounds.time_of_stages(task, t)
     )
-    for table in descend(task, low, then, lambda: best.worst):
+    for part in descend(task, low, then, lambda: best.worst):
+        table = space.shards(task, part)
         looked += space.size(table)
         # Of rows that recompute some layers the time of as few as may be: no more of them are quicker.
-        table = space.rows_of(table, times(task, points_of(task, table)) <= best.worst)
+        table = space.rows_of(table, bounds.time_of_shards(task, part, table) <= best.worst)
         table = settled(task, table)
         p = points_of(task, table)
         table = space.rows_of(table, np.flatnonzero(peaks(task, p) <= task.limit))
         found = times(task, points_of(task, table))
         at = np.flatnonzero(found <= best.worst)
-        fit += len(found)
+        fit += len(at)
         kept.append((space.rows_of(table, at), found[at]))
         best.note(_keys(kept[-1][0]), found[at])
     if not fit:
@@ -107,7 +108,7 @@ def search(task: Task, count: int = SHOWN) -> Found:
 def descend(
     task: Task, first: Callable[[Table], Array], second: Callable[[Table], Array], worst: Callable[[], float]
 ) -> Iterator[Table]:
-    """Tables of whole plans, those with the least bounds first, until no other can be below what `worst` says.
+    """Tables of `stages`, those with the least bounds first, until no other can be below what `worst` says.
 
     `first`, `second`: bounds of rows of layouts, and of stages. An infinite bound leaves a row out.
     """
@@ -130,9 +131,7 @@ def descend(
             part = part[later[part] <= worst()]
             if not len(part):
                 break
-            made = space.shards(task, space.rows_of(middle, part))
-            if space.size(made):  # copies that no group has leave nothing
-                yield made
+            yield space.rows_of(middle, part)
 
 
 def thriftiest(task: Task, enough: float = -np.inf) -> tuple[Points, float]:
@@ -141,7 +140,10 @@ def thriftiest(task: Task, enough: float = -np.inf) -> tuple[Points, float]:
     found: list[Points] = []
     low = lambda table: bounds.memory_of_layouts(task, table)
     then = lambda table: bounds.memory_of_stages(task, table)
-    for table in descend(task, low, then, lambda: best.worst if best.worst > enough else -np.inf):
+    for part in descend(task, low, then, lambda: best.worst if best.worst > enough else -np.inf):
+        table = space.shards(task, part)
+        if not space.size(table):  # copies that no group has leave nothing
+            continue
         p = points_of(task, {**table, "again": table["most"]})
         sizes = peaks(task, p)
         i = int(np.argmin(sizes))

@@ -160,12 +160,14 @@ def stages(task: Task, table: Table, each: bool = False) -> Table:
 
 
 def shards(task: Task, table: Table) -> Table:
-    """Each row with each way to shard its states."""
+    """Each row with each way to shard its states. `stage`: which row it was; `copies`: the how many-th (stage, replicate) it is of."""
     ways, first, count, kind = _sharded(task, table)
     place = np.repeat(np.arange(size(table)), count[kind])
     within = np.arange(len(place)) - np.repeat(np.cumsum(count[kind]) - count[kind], count[kind])
     way = ways[first[kind][place] + within]
-    return {**rows_of(table, place), **dict(zip(SHARDING, way.T, strict=True))}
+    made = {**rows_of(table, place), **dict(zip(SHARDING, way.T, strict=True)), "stage": place}
+    begins = (np.diff(place, prepend=-1) != 0) | (np.diff(made["replicate"], prepend=0.0) != 0)
+    return {**made, "copies": np.cumsum(begins) - 1}
 
 
 def counted(task: Task) -> int:
@@ -240,8 +242,8 @@ def _ways(
     said = dict(fixed)
     found = [
         (zero, copies, offload)
-        for zero in range(4)
-        for copies in (divisors(dp) if zero else [1])
+        for copies in divisors(dp)
+        for zero in range(min(copies - 1, 1), 4)  # copies are of what is sharded
         for offload in (moved if zero else (0,))
         if (zero == 0 or dp * cp > copies) and experts % copies == 0
         if said.get("zero", zero) == zero

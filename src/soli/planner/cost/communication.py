@@ -10,6 +10,8 @@ ranks inside it has some of its ranks in one server and goes over the network wi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from soli.planner.cost import overlap, rings
@@ -27,7 +29,15 @@ def all_reduce(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> 
     local = inside(p, n, inner)
     between = n / local
     link, net = p.link * k.link_share, p.net * k.net_share
-    near = rings.all_reduce(size, local, link, p.link_latency * k.latency_scale)
+    near = np.zeros(np.broadcast(size, local).shape)
+    at = np.flatnonzero(
+        local > 1
+    )  # of most axes no two ranks are in one server, and the table's lookup takes longest
+    if len(at):
+        latency = p.link_latency * k.latency_scale
+        near[at] = rings.all_reduce(
+            *(np.broadcast_to(of, near.shape)[at] for of in (size, local, link, latency))
+        )
     far = 2 * (between - 1) / between * size / local / net
     far = far + 2 * np.log2(between) * p.net_latency * k.latency_scale
     return np.where(n > 1, near + far, 0.0)
@@ -89,6 +99,8 @@ def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> t
     Of each microbatch (arXiv 1910.02054, 7.2.2); recomputation uses what the backward gathered. Where gradients are
     whole until the step's end, they are scattered once a step, and a pipeline gathers once.
     """
+    if not (p.zero >= 3).any():
+        return np.zeros_like(p.tp), np.zeros_like(p.tp)
     one = _gather(p, k, dense * p.weight, experts * p.weight)
     once = (p.whole > 0) & (p.pp > 1)
     gathered = one / np.where(once, 2 * p.microbatches, 1.0)
@@ -110,21 +122,37 @@ def _across(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
     return np.where(p.replicate > 1, own + np.where(p.experts > 0, theirs, 0.0), 0.0)
 
 
-def of_gradients(p: Points, k: Constants, dense: Array, experts: Array, tables: Array) -> Array:
+@dataclass(frozen=True)
+class Sums:
+    """Seconds of what a step's gradients are summed by, whatever ZeRO's stage. Arrays [N]."""
+
+    scattered: Array  # gradients, over the ranks that share a state out
+    gathered: Array  # parameters, over the same
+    tables: Array  # both of the tables alone
+    across: Array  # shards, over HSDP's copies
+
+
+def sums(p: Points, k: Constants, dense: Array, experts: Array, tables: Array) -> Sums:
+    """Half of an all_reduce is a reduce_scatter, and the other half what ZeRO gathers."""
+    size = np.minimum(k.gradient_bytes, p.summed)
+    return Sums(
+        scattered=_gather(p, k, dense * size, experts * size),
+        gathered=_gather(p, k, dense * p.weight, experts * p.weight),
+        tables=gather(p, k, tables * (p.weight + size), p.shards, p.tp),
+        across=_across(p, k, dense * size, experts * size),
+    )
+
+
+def of_gradients(p: Points, summed: Sums) -> Array:
     """Seconds in which a step's gradients are summed over dp and cp, and ZeRO's parameters gathered.
 
-    Half of an all_reduce is a reduce_scatter, and the other half what ZeRO-1 and 2 gather. ZeRO-2 that keeps no whole
-    gradient scatters each microbatch's. ZeRO-3 has gathered and scattered its layers (`gathers_of_layer`); here are
-    its tables.
+    ZeRO-2 that keeps no whole gradient scatters each microbatch's. ZeRO-3 has gathered and scattered its layers
+    (`gathers_of_layer`); here are its tables.
     """
-    size = np.minimum(k.gradient_bytes, p.summed)
-    scattered = _gather(p, k, dense * size, experts * size)
-    gathered = _gather(p, k, dense * p.weight, experts * p.weight)
     times = np.where((p.zero >= 2) & (p.whole == 0), p.microbatches, 1.0)
-    sharded = scattered * times + gathered
-    third = gather(p, k, tables * (p.weight + size), p.shards, p.tp)
-    across = _across(p, k, dense * size, experts * size)
-    return across + np.where(p.zero >= 3, third, np.where(p.zero >= 1, sharded, 2 * scattered))
+    sharded = summed.scattered * times + summed.gathered
+    usual = np.where(p.zero >= 1, sharded, 2 * summed.scattered)
+    return summed.across + np.where(p.zero >= 3, summed.tables, usual)
 
 
 def send(p: Points, k: Constants) -> Array:

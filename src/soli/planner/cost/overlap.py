@@ -25,6 +25,6 @@ def gathers(k: Constants, sent: Array, computed: Array) -> Array:
     return np.maximum(sent - k.hidden_gathers * computed, 0.0)
 
 
-def gradients(k: Constants, sent: Array, backward: Array) -> Array:
+def gradients(k: Constants, sent: Array, backward: Array | float) -> Array:
     """Seconds that are left of the gradients' reduction: a share runs behind the backward, and no more than there is of it."""
     return np.maximum(sent - k.hidden_gradients * np.minimum(sent, backward), 0.0)

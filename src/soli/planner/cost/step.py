@@ -109,14 +109,24 @@ def seconds(
 ) -> tuple[Array, Running, Array, Array]:
     """A step's time: its microbatches, the gradients' reduction that nothing hides, and the update."""
     run = running(p, k, of_layers, of_tables)
+    late, spent = following(p, k, sums(p, k), run.layers / 2)
+    return run.busy + run.waiting + late + spent + k.step_overhead, run, late, spent
+
+
+def sums(p: Points, k: Constants) -> communication.Sums:
+    """What a step's gradients are summed by; `zero` and `offload` say nothing of it."""
+    return communication.sums(p, k, *memory.trained(p), memory.of_tables(p))
+
+
+def following(
+    p: Points, k: Constants, summed: communication.Sums, backward: Array | float
+) -> tuple[Array, Array]:
+    """Seconds of what follows the microbatches: the reduction that so long a backward does not hide, and the update."""
+    late = overlap.gradients(k, communication.of_gradients(p, summed), backward)
     dense, experts = memory.trained(p)
-    backward = run.layers / 2
-    reduced = communication.of_gradients(p, k, dense, experts, memory.of_tables(p))
-    late = overlap.gradients(k, reduced, backward)
     sharded = p.zero >= 1
     own = dense / np.where(sharded, p.shards, 1.0) + experts / np.where(sharded, p.expert_shards, 1.0)
-    update = arithmetic.optimizer(p, k, own)
-    return run.busy + run.waiting + late + update + k.step_overhead, run, late, update
+    return late, arithmetic.optimizer(p, k, own)
 
 
 def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
