@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 
 SILENT = re.compile(r"|-|\?|n/?a|none|null|nan|unknown|not (?:stated|known|given).*|see .*|default.*", re.I)
 """Cells that say nothing."""
-NUMBER = re.compile(r"[~≈]?\s*([+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(.*)")
+NUMBER = re.compile(
+    r"[~≈]?\s*([+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(.*)"
+)
 UNITS: dict[str, dict[str, float]] = {
     "seq": {"k": 1024, "K": 1024},
     "batch_tokens": {"k": 1e3, "K": 1e3, "M": 1e6},
@@ -61,7 +63,9 @@ def number(row: Mapping[str, str], name: str, columns: Sequence[str], problems: 
         elif value > 0:
             found[column] = value
     if len(set(found.values())) > 1 and name not in FRACTIONS:
-        problems.append(" and ".join(f"{column}={value:g}" for column, value in found.items()) + " cannot both be")
+        problems.append(
+            " and ".join(f"{column}={value:g}" for column, value in found.items()) + " cannot both be"
+        )
     return next(iter(found.values()), None)
 
 

@@ -14,11 +14,15 @@ COLUMNS: dict[str, list[str]] = _TABLES["numbers"]
 """A number's name here, and the columns that may have it."""
 WORDS: dict[str, list[str]] = _TABLES["words"]
 """The same of what is said in words."""
-OTHERS = {"use_megatron_fsdp", "test_case"}
+TIMES: dict[str, float] = _TABLES["times"]
+MEMORIES: dict[str, float] = _TABLES["memories"]
+STATES: dict[str, float] = _TABLES["states"]
+"""Columns of what was measured, and their units: seconds; bytes; and of these what is there between steps."""
+OTHERS = {"use_megatron_fsdp", "test_case", "fp8", "fp16", "bf16"}
 KNOWN = {name for columns in (*COLUMNS.values(), *WORDS.values()) for name in columns} | OTHERS
 SECTION = re.compile(r"^(?:model|training|parallelism|trainer|config|cfg|args|strategy|distributed)\.")
 MATTERS = re.compile(
-    r"parallel|degree|batch|layer|stage|expert|moe|mtp|nextn|offload|window|recompute|checkpoint|lora|tp_|pp_|cp_|dp_"
+    r"parallel|degree|batch|layer|stage|expert|moe|mtp|nextn|offload|window|recompute|checkpoint|_par_"
 )
 MEASURED = re.compile(r"time|_m?s$|per_s|flops|loss|mem|_pct|overlap|path|dispatcher")
 NO = re.compile(r"false|off|no|0|\[\]", re.I)
@@ -38,6 +42,8 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
     for name, columns in WORDS.items():
         if said := [cells[column] for column in columns if column in cells]:
             cells[name] = next(filter(None, said), "")
+    if flavor := cells.get("flavor"):
+        cells["model"] = f"{cells.get('model', '')} {flavor}"
     for column in COLUMNS["global_batch"]:
         if "tok" in cells.get(column, "").lower():
             cells[COLUMNS["batch_tokens"][0]] = cells.pop(column)

@@ -60,7 +60,7 @@ def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -
 
 def precision_of(row: Mapping[str, str], device: Device, found: Row) -> str:
     """Of linear products; empty where the device has it not, which refuses the row."""
-    said = text(row, "precision") or ("fp8" if true(row, "fp8") else "fp16" if true(row, "fp16") else "")
+    said = text(row, "precision") or next((name for name in ("fp8", "fp16", "bf16") if true(row, name)), "")
     name = precision(said)
     if not name and (SILENT.fullmatch(said) or re.search("mixed|amp", said.lower())):
         name = precision(re.sub(r"[_-]", " ", text(row, "model")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from soli.planner.cells import text, true
+from soli.planner.cells import SILENT, text, true
 from soli.planner.columns import COLUMNS
 from soli.planner.cost.programs import TESTS
 from soli.planner.models import Model, compressed
@@ -28,6 +28,7 @@ FLASH = (FSDP, "nanotron", "soli", TESTS)
 """Frameworks, and generations of devices, whose attention keeps no scores unless a row says so."""
 
 FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "cdna3", "cdna4", "ada")
+
 
 def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]:
     model = _named(row, said)
@@ -89,7 +90,8 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
 
 def _called(row: Mapping[str, str]) -> str:
     """All that a row calls its model."""
-    return " ".join([text(row, "model"), *(text(row, name) for name in ("test_case", "arch"))])
+    lora = "" if switch(text(row, "lora")) is False or SILENT.fullmatch(text(row, "lora")) else "lora"
+    return " ".join([*(text(row, name) for name in ("model", "test_case", "arch", "peft")), lora])
 
 
 def _named(row: Mapping[str, str], said: Said) -> Model | None:

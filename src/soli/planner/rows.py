@@ -12,21 +12,48 @@ from collections.abc import Mapping
 from math import ceil
 
 from soli.planner.cells import SILENT, number, text, true
-from soli.planner.columns import COLUMNS, spelt, unread
-from soli.planner.cost.points import CAST, FULL, HALF, MIXED, NONE, SELECTIVE, of_device
+from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, unread
+from soli.planner.cost.points import (
+    CAST,
+    CUBE,
+    DUALPIPEV,
+    FULL,
+    GRID,
+    HALF,
+    INTERLEAVED,
+    LINE,
+    MIXED,
+    NONE,
+    ONE,
+    RING,
+    SELECTIVE,
+    ULYSSES,
+    ZBV,
+    of_device,
+)  # fmt: skip
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, of_program
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, Row, Said
 from soli.planner.row_machine import device_of, network_of, precision_of
 from soli.planner.row_model import FLASH_SINCE, attention_of, model_of
-from soli.planner.spellings import FSDP, NANOTRON, OTHER, Sharding, program, recomputation, sharding, switch
+from soli.planner.spellings import (
+    FSDP,
+    NANOTRON,
+    OTHER,
+    Sharding,
+    context_of,
+    offloaded,
+    program,
+    recomputation,
+    schedule_of,
+    sharding,
+    switch,
+)
 
-TIMES = {"iter_time_s": 1.0, "iter_time_s_median": 1.0, "measured_ms": 1e-3, "measured_time_s": 1.0}
-MEMORIES = {"peak_mem_gb": 1e9, "peak_mem_alloc_gib": 2.0**30, "peak_memory_gb": 1e9}
-STATES = {"static_mem_alloc_gib": 2.0**30}
 SCALED = (MEGATRON, OLD, "megatron-deepspeed")
 """Frameworks whose gradients of fp16 are summed in fp16 and copied in fp32 for the optimizer, which scales them back."""
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
+
 
 def read(row: Mapping[str, str]) -> Row:
     """A row of a table, by column."""
@@ -86,8 +113,10 @@ def framework(row: Mapping[str, str]) -> str:
         return TESTS  # of toy sizes, deterministic, on shared machines
     return program(text(row, "framework"), text(row, "source"))
 
+
 def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     tp, pp, cp, ep = (said[name] or 1.0 for name in ("tp", "pp", "cp", "ep"))
+    cp = max(cp, said["ulysses"] or 1.0)
     chunks = max(said["chunks"] or 1.0, 1.0)
     if said["chunk_layers"] and "layers" in point:  # Megatron-LM's num-layers-per-virtual-pipeline-stage
         chunks = max(point["layers"] / pp / said["chunk_layers"], 1.0)
@@ -110,6 +139,44 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
     return {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp or 1.0, "chunks": chunks}
 
 
+def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
+    """The order of a pipeline's passes, how attention crosses cp, how tp's ranks share a product, how many share an expert's."""
+    order, kind, shape = (text(row, name) for name in ("schedule", "cp_kind", "tp_kind"))
+    schedule, chunks = schedule_of(order) if point["pp"] > 1 else ONE, point["chunks"]
+    if schedule is None:
+        found.refused.append(
+            f"schedule: '{order}' is not known (1f1b, interleaved, gpipe, zb-h1, zb-v, dualpipev)"
+        )
+        schedule = ONE
+    if schedule == INTERLEAVED and chunks == 1:
+        chunks = 2.0
+        found.inferred.append("vp=2")
+    if schedule > INTERLEAVED and chunks > (2 if schedule in (ZBV, DUALPIPEV) else 1):
+        found.refused.append(f"schedule: '{order}' has not {chunks:g} stages a rank")
+    context = (
+        ULYSSES
+        if said["ulysses"]
+        else context_of(f"{text(row, 'cp')} {kind}", f"{text(row, 'framework')} {text(row, 'notes')}")
+    )
+    if context is None and point["cp"] > 1:
+        found.inferred.append(f"cp_comm_type={kind} as a ring")
+    if context == ULYSSES and point.get("heads", 1.0) / point["tp"] % point["cp"]:
+        found.refused.append(
+            f"Ulysses over cp={point['cp']:g} cuts the {point['heads'] / point['tp']:g} heads of a rank"
+        )
+    rows = {"1d": 1.0, "2d": point["tp"] ** (1 / 2), "3d": point["tp"] ** (1 / 3)}.get(
+        shape.lower() or "1d", 0.5
+    )
+    if point["tp"] > 1 and not SILENT.fullmatch(shape) and abs(rows - round(rows)) > 1e-9:
+        found.refused.append(
+            f"tp_mode: '{shape}' of {point['tp']:g} ranks is not known (1d, 2d of a square, 3d of a cube)"
+        )
+    return {
+        "schedule": schedule, "chunks": 1.0 if schedule > INTERLEAVED else chunks, "context": context or RING,
+        "etp": said["etp"] or 0.0, "rows": float(round(rows)), "tensor": {"2d": GRID, "3d": CUBE}.get(shape.lower(), LINE),
+    }  # fmt: skip
+
+
 def _by_cost(q: Mapping[str, float]) -> float:
     """Layers of nanotron's first stage: until its products are more than a stage's share of all, the last one among them."""
     if q["pp"] == 1 or "layers" not in q:
@@ -118,9 +185,7 @@ def _by_cost(q: Mapping[str, float]) -> float:
     return min((q["layers"] + q["vocab"] * q["hidden"] / one) // q["pp"] + 1, q["layers"])
 
 
-def _choices(
-    row: Mapping[str, str], said: Said, point: dict[str, float], found: Row
-) -> dict[str, float]:
+def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     shard, recompute = text(row, "shard"), text(row, "recompute")
     states = sharding(shard)
     by_stage = sharding(text(row, "zero"))
@@ -131,13 +196,19 @@ def _choices(
         states = by_stage = Sharding()
     zero = states.zero if by_stage.zero is None else by_stage.zero
     if zero is None:
-        zero = 3.0 if true(row, "fsdp") or true(row, "use_megatron_fsdp") else float(true(row, "dist_opt"))
+        shards = {text(row, name) for name in ("data_parallel_shard_degree", "dp_shard")} - {
+            "",
+            "1",
+        }  # torchtitan's
+        fsdp = true(row, "fsdp") or true(row, "use_megatron_fsdp") or bool(shards)
+        zero = 3.0 if fsdp else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             found.inferred.append("zero=0")
     level, again = _recomputed(row, said, recompute, point, found)
     sp = text(row, "sp") or (
         "on" if recompute.lower().startswith("seq") else ""
     )  # Calculon's seqsel has both
+    sp = "on" if sp == f"{point['tp']:g}" else sp
     parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else switch(sp)
     if parted is None and not SILENT.fullmatch(sp):
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
@@ -148,7 +219,12 @@ def _choices(
     return {
         "zero": zero if ranks > 1 else 0.0,
         "replicate": copies if ranks % copies == 0 else 1.0,
-        "offload": float(states.offload or by_stage.offload or "infinity" in text(row, "framework").lower()),
+        "offload": float(
+            states.offload
+            or by_stage.offload
+            or offloaded(text(row, "offload"))
+            or "infinity" in text(row, "framework").lower()
+        ),
         "recompute": level,
         "again": again,
         "sp": float(bool(parted) and point["tp"] > 1),
@@ -181,9 +257,7 @@ def _recomputed(
     return level, 0.0
 
 
-def _batch(
-    row: Mapping[str, str], said: Said, point: dict[str, float], found: Row
-) -> dict[str, float]:
+def _batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     whole = _whole_batch(row, said, point, found)
     size, times, dp = said["microbatch"], said["accumulate"], point["dp"]
     if whole is None and size is None:
@@ -208,9 +282,7 @@ def _batch(
     return {"global_batch": whole, "microbatch": size}
 
 
-def _whole_batch(
-    row: Mapping[str, str], said: Said, point: dict[str, float], found: Row
-) -> float | None:
+def _whole_batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> float | None:
     """Sequences of a step, where a row says them: as such, as tokens, or as those of one replica."""
     tokens, seq = said["batch_tokens"], point.get("seq", 1.0)
     if said["global_batch"] or (said["batch"] and said["microbatch"]):
@@ -236,6 +308,8 @@ def _impossible(said: Said, q: dict[str, float]) -> list[str]:
         (q["pp"] * q["chunks"] > q["layers"] + 2,  # the tables may be stages too
              f"pp x vp = {q['pp'] * q['chunks']:g} stages share {q['layers']:g} layers"),
         (q["cp"] > q["seq"], f"cp={q['cp']:g} cuts a sequence of {q['seq']:g}"),
+        (q["ep"] * q["etp"] > q["tp"] * q["cp"] * q["dp"],
+             f"ep x etp = {q['ep'] * q['etp']:g} ranks are more than tp x cp x dp = {q['tp'] * q['cp'] * q['dp']:g}"),
         (0 < q["experts"] < q["ep"], f"ep={q['ep']:g} shares {q['experts']:g} experts"),
         (0 < q["experts"] < (said["topk"] or 0), f"a token goes to {said['topk']} of {q['experts']:g} experts"),
     )  # fmt: skip

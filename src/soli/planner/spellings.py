@@ -6,7 +6,20 @@ import re
 from dataclasses import dataclass
 
 from soli.planner.cells import SILENT
-from soli.planner.cost.points import FULL, NONE, SELECTIVE, SIZES
+from soli.planner.cost.points import (
+    DUALPIPEV,
+    FULL,
+    GPIPE,
+    INTERLEAVED,
+    NONE,
+    ONE,
+    RING,
+    SELECTIVE,
+    SIZES,
+    ULYSSES,
+    ZBH1,
+    ZBV,
+)
 from soli.planner.cost.programs import MEGATRON, OLD
 from soli.planner.hardware import devices
 from soli.planner.hardware.devices import Device
@@ -32,9 +45,14 @@ SWITCH = {
 }
 LEVELS = (
     (NONE, re.compile(r"none|no(?![a-z])|n$|false|off|0$|disabled?|without")),
-    (SELECTIVE, re.compile(r"selec|seqsel|sac\b|op\b|core_?attn|attention|(?:moe|mlp)?_?act\b|moe_act|mla_up_proj|layer_?norm|norm")),
+    (SELECTIVE, re.compile(r"selec|seqsel|sac\b|op\b|core_?attn|attn_?only|attention|(?:moe|mlp)?_?act\b|moe_act|mla_up_proj|layer_?norm|norm")),
     (FULL, re.compile(r"full|true|yes|y$|on$|1$|enabled?|uniform|block|all\b|ac\b|act\w* ?(?:checkpoint|recompu)|checkpoint|gradient checkpoint")),
 )  # fmt: skip
+ORDERS = (
+    (DUALPIPEV, "dualpipev"), (None, "dualpipe|h2|2p|bfs|interleavedzero"), (ZBV, "zbv|zerobubblev|vzerobubble"), (ZBH1, "zb|zerobubble|zero"),
+    (GPIPE, "gpipe|afab|allforward|filldrain"), (INTERLEAVED, "interleav|virtual"), (ONE, "1f1b|pipedream|flush|onef|default"),
+)  # fmt: skip
+"""Orders of a pipeline's passes, without spaces, the first that fits; None: nobody counted them."""
 TYPES = {
     "bf16": "bfloat16",
     "fp16": r"float16|\bhalf\b|16-true",
@@ -104,6 +122,30 @@ def recomputation(said: str) -> tuple[float, float, int] | None:
 def switch(said: str) -> bool | None:
     """Yes or no."""
     return next((value for value, pattern in SWITCH.items() if pattern.fullmatch(said.lower())), None)
+
+
+def schedule_of(said: str) -> float | None:
+    """The order of a pipeline's passes: "1F1B", "GPipe", "ZBVZeroBubble", "DualPipeV"; of none 1F1B."""
+    words = re.sub(r"[\s_()-]", "", said.lower())
+    return (
+        ONE
+        if SILENT.fullmatch(said)
+        else next((value for value, pattern in ORDERS if re.search(pattern, words)), None)
+    )
+
+
+def context_of(said: str, beside: str) -> float | None:
+    """How attention crosses cp: "p2p", "a2a", "8 (ulysses)", "all_gather"; None where it does both ways. `beside`: words of other things too."""
+    words = said.lower()
+    exchanged = re.search(r"ulysses|a2a|all.?to.?all", words) or "ulysses" in beside.lower()
+    return None if exchanged and re.search("p2p|ring|usp", words) else ULYSSES if exchanged else RING
+
+
+def offloaded(said: str) -> bool:
+    """Whether the optimizer's state lies in the host's memory: "True", "cpu", "1.0"."""
+    return bool(re.search(r"true|yes|on|cpu|nvme|disk|optim|1", said.lower())) and not DENIED.search(
+        said.lower()
+    )
 
 
 def precision(said: str) -> str:

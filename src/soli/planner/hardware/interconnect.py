@@ -33,7 +33,9 @@ BETWEEN = re.compile(
 INSIDE = re.compile(r"nv-?link|nv-?switch|nvl\d|xgmi|infinity fabric|intra-?node|in(?:side)? (?:a |the |each )?(?:node|server)|pcie|pci-e", re.I)  # fmt: skip
 OWN = re.compile(r"nv-?link|nv-?switch|xgmi", re.I)
 DENIED = re.compile(r"\b(?:no|without|w/o|not)[ -](?:any )?[\w-]+", re.I)
-SERVER = re.compile(r"(?:\b(?:per|a|each)[ -]|/ ?)(?:node|server|vm|host|machine|instance|box)|inter-node per node", re.I)
+SERVER = re.compile(
+    r"(?:\b(?:per|a|each)[ -]|/ ?)(?:node|server|vm|host|machine|instance|box)|inter-node per node", re.I
+)
 DEVICE = re.compile(r"(?:\b(?:per|a|each)[ -]|/ ?)(?:gpu|device|accelerator|rank)", re.I)
 SHARED = re.compile(r"\befa|ethernet|\d ?gbe|\bp[345]\w*\.|\bp[345]de?\b|\bT(?:b|B)?(?:ps|/s)", re.I)
 WHERE = re.compile(
@@ -61,7 +63,7 @@ def joined(device: Device, said: str, beside: str = "") -> tuple[Device, list[st
             device = replace(device, net_gbits=rate, net_us=_latency(clause, usual.net_us))
             if not sure and abs(rate / usual.net_gbits - 1) > 0.01:
                 odd.append(f"interconnect: '{clause}' as {rate:g} Gbit/s of a device")
-        elif link and "pci" in clause.lower() or re.search(r"(?:no|without|w/o)[ -]nv-?link", clause, re.I):
+        elif (link and "pci" in clause.lower()) or re.search(r"(?:no|without|w/o)[ -]nv-?link", clause, re.I):
             if not own and not re.search(r"\bto\b|host|cpu", clause, re.I):
                 device = replace(device, link_gbs=min(_pcie(clause, usual), usual.link_gbs), link_us=10.0)
         elif link or clause in beside or server(clause) or WHERE.search(clause):
