@@ -9,7 +9,7 @@ from soli.planner.cells import SILENT, text, true
 from soli.planner.columns import COLUMNS
 from soli.planner.cost.programs import TESTS
 from soli.planner.models import Model, compressed
-from soli.planner.published import named
+from soli.planner.published import named, plain_name
 from soli.planner.row import Row, Said
 from soli.planner.spellings import FSDP, switch
 
@@ -23,6 +23,16 @@ HEADS = (
 """Families whose head size is not hidden / heads, by their model cards; of MLA the mean of 192 for keys, 128 for values."""
 BESIDE = re.compile(r"\bvlm\b|_vlm_|multimodal|llava", re.I)
 """Models of which the columns say only a part."""
+STRANGE = re.compile(
+    r"mamba|jamba|zamba|bamba|rwkv|nemotronh|nemotronnano|nemotron3(p?5)?(nano|super|ultra|lightning)|granite4|falconh1|lfm2|qwen3next"
+    r"|qwen3p?5(vl)?\d|kimilinear|minimax(text)?(01|m1)"
+)
+"""Models with layers that are no attention: state spaces, linear attention."""
+PARTS = (
+    (re.compile(r"vl\d|vl$|vision"), "part of it sees pictures"), (re.compile("llama4maverick|17b128e"), "every second layer has experts"),
+    (re.compile("wan|flux|diffusion|dit$"), "it makes pictures"),
+)  # fmt: skip
+"""Why published models of which a row says no dimensions are not taken by their names."""
 
 FLASH = (FSDP, "nanotron", "soli", TESTS)
 """Frameworks, and generations of devices, whose attention keeps no scores unless a row says so."""
@@ -31,6 +41,10 @@ FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "cdna3", "cdna4", "ada"
 
 
 def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]:
+    name = _called(row)
+    if STRANGE.search(plain_name(name)):
+        found.refused.append("layers of its model are no attention (state spaces, linear attention)")
+        return {}
     model = _named(row, said)
     if model:
         found.inferred.append(f"model={model.name}")
@@ -39,8 +53,10 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     layers, hidden, total = said["layers"], said["hidden"], said["params_b"]
     if layers is None or hidden is None:
         if total is None:
+            why = next((why for words, why in PARTS if words.search(plain_name(text(row, "model")))), "")
             found.refused.append(
                 "it has neither layers and hidden nor params_b, nor the name of a published model"
+                + (why and f" ({why})")
             )
             return {}
         stages = (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
@@ -49,7 +65,6 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     take: Callable[[str, float], float] = lambda name, usual: found.assumed(said, name, usual)
     heads = take("heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
     kv_heads = said["kv_heads"] or heads
-    name = _called(row)
     experts, active, shared = _experts(said, name, found)
     seq = said["seq"]
     if seq is None and model:
