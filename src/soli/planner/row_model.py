@@ -11,29 +11,13 @@ from soli.planner.cost.programs import TESTS
 from soli.planner.models import Model, compressed
 from soli.planner.published import named, plain_name
 from soli.planner.row import Row, Said
-from soli.planner.spellings import FSDP, switch
+from soli.planner.spellings import FSDP, meant, switch
 
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?[\s,/]*top[\s-]*(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
 LATENT = 160.0
-HEADS = (
-    (re.compile(r"qwen-?_?3", re.I), 128.0), (re.compile(r"gpt[-_ ]?oss", re.I), 64.0),
-    (re.compile(r"gemma", re.I), 256.0), (re.compile(r"\bmla\b|deepseek-?_?v[23]|kimi-?_?k2", re.I), LATENT),
-)  # fmt: skip
-"""Families whose head size is not hidden / heads, by their model cards; of MLA the mean of 192 for keys, 128 for values."""
 BESIDE = re.compile(r"\bvlm\b|_vlm_|multimodal|llava", re.I)
 """Models of which the columns say only a part."""
-STRANGE = re.compile(
-    r"mamba|jamba|zamba|bamba|rwkv|nemotronh|nemotronnano|nemotron3(p?5)?(nano|super|ultra|lightning)|granite4|falconh1|lfm2|qwen3next"
-    r"|qwen3p?5(vl)?\d|kimilinear|minimax(text)?(01|m1)"
-)
-"""Models with layers that are no attention: state spaces, linear attention."""
-PARTS = (
-    (re.compile(r"vl\d|vl$|vision"), "part of it sees pictures"), (re.compile("llama4maverick|17b128e"), "every second layer has experts"),
-    (re.compile("wan|flux|diffusion|dit$"), "it makes pictures"),
-)  # fmt: skip
-"""Why published models of which a row says no dimensions are not taken by their names."""
-
 FLASH = (FSDP, "nanotron", "soli", TESTS)
 """Frameworks, and generations of devices, whose attention keeps no scores unless a row says so."""
 
@@ -42,8 +26,8 @@ FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "cdna3", "cdna4", "ada"
 
 def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]:
     name = _called(row)
-    if STRANGE.search(plain_name(name)):
-        found.refused.append("layers of its model are no attention (state spaces, linear attention)")
+    if strange := meant("strange", plain_name(name)):
+        found.refused.append(strange)
         return {}
     model = _named(row, said)
     if model:
@@ -53,10 +37,10 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     layers, hidden, total = said["layers"], said["hidden"], said["params_b"]
     if layers is None or hidden is None:
         if total is None:
-            why = next((why for words, why in PARTS if words.search(plain_name(text(row, "model")))), "")
+            why = meant("partly", plain_name(text(row, "model")))
             found.refused.append(
                 "it has neither layers and hidden nor params_b, nor the name of a published model"
-                + (why and f" ({why})")
+                + (f" ({why})" if why else "")
             )
             return {}
         stages = (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
@@ -156,7 +140,7 @@ def _experts(said: Said, name: str, found: Row) -> tuple[float, float, float]:
 def _head_size(said: Said, row: Mapping[str, str], share: float) -> float:
     """Of a head: hidden / heads, but for families whose heads are wider together than the model."""
     name = " ".join(text(row, n) for n in ("model", "test_case", "arch"))
-    return said["head_size"] or next((size for family, size in HEADS if family.search(name)), share)
+    return said["head_size"] or meant("heads", name.lower()) or share
 
 
 def _shape_of(
