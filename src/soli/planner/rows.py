@@ -13,24 +13,8 @@ from math import ceil
 
 from soli.planner.cells import SILENT, number, text, true
 from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, unread
-from soli.planner.cost.points import (
-    CAST,
-    CUBE,
-    DUALPIPEV,
-    FULL,
-    GRID,
-    HALF,
-    INTERLEAVED,
-    LINE,
-    MIXED,
-    NONE,
-    ONE,
-    RING,
-    SELECTIVE,
-    ULYSSES,
-    ZBV,
-    of_device,
-)  # fmt: skip
+from soli.planner.cost import points as cost
+from soli.planner.cost.points import FULL, NONE, SELECTIVE
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, of_program
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, Row, Said
 from soli.planner.row_machine import device_of, network_of, precision_of
@@ -40,14 +24,13 @@ from soli.planner.spellings import (
     NANOTRON,
     OTHER,
     Sharding,
-    context_of,
-    offloaded,
+    meant,
     program,
     recomputation,
-    schedule_of,
     sharding,
-    switch,
+    way,
 )
+from soli.planner.spellings import switch as yes
 
 SCALED = (MEGATRON, OLD, "megatron-deepspeed")
 """Frameworks whose gradients of fp16 are summed in fp16 and copied in fp32 for the optimizer, which scales them back."""
@@ -68,13 +51,13 @@ def read(row: Mapping[str, str]) -> Row:
     if found.framework == OTHER:
         found.inferred.append("framework=any")
     precision = precision_of(row, device, found)
-    point = of_device(device, precision) if precision else {}
-    kept = HALF if precision == "fp16" and found.framework in SCALED else MIXED
+    point = cost.of_device(device, precision) if precision else {}
+    kept = cost.HALF if precision == "fp16" and found.framework in SCALED else cost.MIXED
     point |= network_of(row, said, device, found)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != NANOTRON)}
     told = " ".join(text(row, name) for name in ("attn_backend", "notes", "framework"))
     point |= of_program(found.framework, found.generation, told)
-    point |= CAST if found.framework == "soli" else kept
+    point |= cost.CAST if found.framework == "soli" else kept
     point |= model_of(row, said, found) | attention_of(row, found)
     point |= _degrees(said, point, found)
     point |= _ways(row, said, point, found)
@@ -142,38 +125,27 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
 def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     """The order of a pipeline's passes, how attention crosses cp, how tp's ranks share a product, how many share an expert's."""
     order, kind, shape = (text(row, name) for name in ("schedule", "cp_kind", "tp_kind"))
-    schedule, chunks = schedule_of(order) if point["pp"] > 1 else ONE, point["chunks"]
-    if schedule is None:
-        found.refused.append(
-            f"schedule: '{order}' is not known (1f1b, interleaved, gpipe, zb-h1, zb-v, dualpipev)"
-        )
-        schedule = ONE
-    if schedule == INTERLEAVED and chunks == 1:
+    tp, cp, chunks, heads = point["tp"], point["cp"], point["chunks"], point.get("heads", 1.0) / point["tp"]
+    schedule = way("schedules", order) if point["pp"] > 1 else cost.ONE
+    if schedule is None or (schedule > cost.INTERLEAVED and chunks > 1 + (schedule >= cost.ZBV)):
+        found.refused.append(f"schedule: '{order}' of {chunks:g} stages a rank is not known")
+    elif schedule == cost.INTERLEAVED and chunks == 1:
         chunks = 2.0
         found.inferred.append("vp=2")
-    if schedule > INTERLEAVED and chunks > (2 if schedule in (ZBV, DUALPIPEV) else 1):
-        found.refused.append(f"schedule: '{order}' has not {chunks:g} stages a rank")
-    context = (
-        ULYSSES
-        if said["ulysses"]
-        else context_of(f"{text(row, 'cp')} {kind}", f"{text(row, 'framework')} {text(row, 'notes')}")
-    )
-    if context is None and point["cp"] > 1:
+    beside = "ulysses" * (bool(said["ulysses"]) or "ulysses" in f"{text(row, 'framework')} {text(row, 'notes')}".lower())
+    context = way("contexts", f"{text(row, 'cp')} {kind} {beside}") if cp > 1 else cost.RING
+    if context is None:
         found.inferred.append(f"cp_comm_type={kind} as a ring")
-    if context == ULYSSES and point.get("heads", 1.0) / point["tp"] % point["cp"]:
-        found.refused.append(
-            f"Ulysses over cp={point['cp']:g} cuts the {point['heads'] / point['tp']:g} heads of a rank"
-        )
-    rows = {"1d": 1.0, "2d": point["tp"] ** (1 / 2), "3d": point["tp"] ** (1 / 3)}.get(
-        shape.lower() or "1d", 0.5
-    )
-    if point["tp"] > 1 and not SILENT.fullmatch(shape) and abs(rows - round(rows)) > 1e-9:
-        found.refused.append(
-            f"tp_mode: '{shape}' of {point['tp']:g} ranks is not known (1d, 2d of a square, 3d of a cube)"
-        )
+    if context == cost.ULYSSES and heads % cp:
+        found.refused.append(f"Ulysses over cp={cp:g} cuts the {heads:g} heads of a rank")
+    power = {"2d": 2, "3d": 3}.get(shape.lower(), 1)
+    edge = round(tp ** (1 / power))
+    if edge**power != tp or (power == 1 and shape.lower() != "1d" and tp > 1 and not SILENT.fullmatch(shape)):
+        found.refused.append(f"tp_mode: '{shape}' of {tp:g} ranks is not known (1d, 2d, 3d)")
+    schedule = schedule or cost.ONE
     return {
-        "schedule": schedule, "chunks": 1.0 if schedule > INTERLEAVED else chunks, "context": context or RING,
-        "etp": said["etp"] or 0.0, "rows": float(round(rows)), "tensor": {"2d": GRID, "3d": CUBE}.get(shape.lower(), LINE),
+        "schedule": schedule, "chunks": 1.0 if schedule > cost.INTERLEAVED else chunks, "context": context or cost.RING,
+        "etp": said["etp"] or 0.0, "rows": float(edge) if power > 1 else 1.0, "tensor": (cost.LINE, cost.GRID, cost.CUBE)[power - 1],
     }  # fmt: skip
 
 
@@ -196,35 +168,25 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         states = by_stage = Sharding()
     zero = states.zero if by_stage.zero is None else by_stage.zero
     if zero is None:
-        shards = {text(row, name) for name in ("data_parallel_shard_degree", "dp_shard")} - {
-            "",
-            "1",
-        }  # torchtitan's
-        fsdp = true(row, "fsdp") or true(row, "use_megatron_fsdp") or bool(shards)
+        shards = {text(row, name) for name in ("data_parallel_shard_degree", "dp_shard")}  # torchtitan's
+        fsdp = true(row, "fsdp") or true(row, "use_megatron_fsdp") or bool(shards - {"", "1"})
         zero = 3.0 if fsdp else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             found.inferred.append("zero=0")
     level, again = _recomputed(row, said, recompute, point, found)
-    sp = text(row, "sp") or (
-        "on" if recompute.lower().startswith("seq") else ""
-    )  # Calculon's seqsel has both
+    sp = text(row, "sp") or ("on" if recompute.lower().startswith("seq") else "")  # Calculon's seqsel has both
     sp = "on" if sp == f"{point['tp']:g}" else sp
-    parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else switch(sp)
+    parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else yes(sp)
     if parted is None and not SILENT.fullmatch(sp):
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
-    ranks = point["dp"] * point["cp"]
+    ranks, aside = point["dp"] * point["cp"], f"{text(row, 'offload')} {text(row, 'framework')}".lower()
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
     group = said["shard_group"] or states.group or usual
     copies = said["replicate"] or states.replicate or max(ranks / group, 1.0)
     return {
         "zero": zero if ranks > 1 else 0.0,
         "replicate": copies if ranks % copies == 0 else 1.0,
-        "offload": float(
-            states.offload
-            or by_stage.offload
-            or offloaded(text(row, "offload"))
-            or "infinity" in text(row, "framework").lower()
-        ),
+        "offload": float(states.offload or by_stage.offload or bool(meant("offloaded", aside))),
         "recompute": level,
         "again": again,
         "sp": float(bool(parted) and point["tp"] > 1),
@@ -265,10 +227,8 @@ def _batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: R
         found.refused.append(f"{unsure}it has no global_batch, nor microbatch and grad_accum")
         return {}
     if whole is None and times is None:
-        times, found.timeless = (
-            point["pp"],
-            True,
-        )  # enough for what a rank keeps; how long a step takes cannot be said
+        times = point["pp"]  # enough for what a rank keeps; how long a step takes cannot be said
+        found.timeless = True
         found.inferred.append(f"grad_accum={times:g}")
     if whole is None and size is not None and times is not None:
         whole = size * times * dp

@@ -10,7 +10,6 @@ from importlib.resources import files
 from typing import Any, cast
 
 from soli.planner.cells import SILENT
-from soli.planner.cost.points import ONE, RING, ULYSSES
 from soli.planner.hardware import devices
 from soli.planner.hardware.devices import Device
 
@@ -85,24 +84,10 @@ def switch(said: str) -> bool | None:
     return cast("bool | None", meant("switch", said.lower()))
 
 
-def schedule_of(said: str) -> float | None:
-    """The order of a pipeline's passes: "1F1B", "GPipe", "ZBVZeroBubble", "DualPipeV"; of none 1F1B."""
-    found = meant("schedules", re.sub(r"[\s_()-]", "", said.lower()))
-    return ONE if SILENT.fullmatch(said) else None if found is None or found < 0 else float(found)
-
-
-def context_of(said: str, beside: str) -> float | None:
-    """How attention crosses cp: "p2p", "a2a", "8 (ulysses)", "all_gather"; None where it does both ways. `beside`: words of other things too."""
-    words = said.lower()
-    exchanged = re.search(r"ulysses|a2a|all.?to.?all", words) or "ulysses" in beside.lower()
-    return None if exchanged and re.search("p2p|ring|usp", words) else ULYSSES if exchanged else RING
-
-
-def offloaded(said: str) -> bool:
-    """Whether the optimizer's state lies in the host's memory: "True", "cpu", "1.0"."""
-    return bool(re.search(r"true|yes|on|cpu|nvme|disk|optim|1", said.lower())) and not DENIED.search(
-        said.lower()
-    )
+def way(table: str, said: str) -> float | None:
+    """Which of several ways a program goes, as cost/points.py numbers them; None where nobody counted it. "1F1B", "p2p", "a2a"."""
+    found = meant(table, re.sub(r"[\s_()-]", "", said.lower()))
+    return None if found is None or found < 0 else float(found)
 
 
 def precision(said: str) -> str:
