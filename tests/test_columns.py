@@ -36,16 +36,16 @@ BIG = ROW | {"layers": "32", "tp": "2", "pp": "2", "dp": "16", "microbatch": "1"
 @pytest.mark.parametrize(
     ("gpu", "said", "net", "link", "node"),
     [
-        ("a100", "8xHDR", 200, 300, 8), ("a100", "NVLink + 8x HDR InfiniBand", 200, 300, 8), ("h100", "NDR400", 400, 450, 8), ("a100", "HDR100", 100, 300, 8),
-        ("a100", "4x200Gb/s IB", 100, 300, 8), ("a100", "200Gbps x 4", 100, 300, 8), ("h100", "8 × NDR", 400, 450, 8), ("a100", "8 NICs of 200 Gbps", 200, 300, 8),
-        ("h100", "EFA 3.2Tbps", 400, 450, 8), ("a100", "400Gbps EFA", 50, 300, 8), ("a100", "p4d.24xlarge", 50, 300, 8), ("h100", "NVSwitch; 3200 Gbps", 400, 450, 8),
-        ("h100", "400 Gbps", 400, 450, 8), ("a100", "800Gbps", 100, 300, 8), ("a100", "1.6 Tb/s per node", 200, 300, 8), ("h100", "50 GB/s IB per GPU", 400, 450, 8),
-        ("h100", "RoCE 400G", 400, 450, 8), ("h100", "RoCEv2 8x400G", 400, 450, 8), ("a100", "100 GbE", 12.5, 300, 8), ("v100", "10GbE", 1.25, 150, 8),
+        ("v100", "8xHDR", 200, 150, 8), ("v100", "NVLink + 8x HDR InfiniBand", 200, 150, 8), ("v100", "NDR400", 400, 150, 8), ("a100", "HDR100", 100, 300, 8),
+        ("a100", "4x200Gb/s IB", 100, 300, 8), ("a100", "200Gbps x 4", 100, 300, 8), ("v100", "8 × NDR", 400, 150, 8), ("v100", "8 NICs of 200 Gbps", 200, 150, 8),
+        ("v100", "EFA 3.2Tbps", 400, 150, 8), ("a100", "400Gbps EFA", 50, 300, 8), ("a100", "p4d.24xlarge", 50, 300, 8), ("h100", "NVSwitch; 3200 Gbps", 400, 450, 8),
+        ("h100", "400 Gbps", 400, 450, 8), ("a100", "800Gbps", 100, 300, 8), ("v100", "1.6 Tb/s per node", 200, 150, 8), ("v100", "50 GB/s IB per GPU", 400, 150, 8),
+        ("a100", "RoCE 400G", 400, 300, 8), ("v100", "RoCEv2 8x400G", 400, 150, 8), ("a100", "100 GbE", 12.5, 300, 8), ("v100", "10GbE", 1.25, 150, 8),
         ("a100", "PCIe only", 200, 25, 8), ("a100", "no NVLink", 200, 25, 8), ("a100", "PCIe Gen3 x16, 25GbE", 3.125, 12.5, 8), ("l40s", "PCIe Gen4, no NVLink, 2x100GbE", 25, 25, 8),
         ("a100", "8x200Gb HDR IB per VM, PCIe to EPYC, 1.7TB host", 200, 300, 8), ("a100", "NVLink3 600GB/s, 8x200Gb HDR IB, full fat tree", 200, 300, 8),
         ("h800", "NVLink 400 GB/s + 8x 400G RoCE", 400, 200, 8), ("a100", "NVLink 600 GB/s 8x200Gb IB", 200, 300, 8), ("a100", "IB HDR, 1 NIC/node", 25, 300, 8),
         ("v100", "8x V100-SXM2 per node, NVLink2; one 100 Gb/s IB (EDR) per node", 12.5, 150, 8), ("v100", "DGX-2, 8x EDR IB", 50, 150, 16),
-        ("a100", "4x A100 per node, NVLink3, 1x HDR", 50, 300, 4), ("gb200", "NVL72 NVLink5", 400, 900, 72), ("h100", "NVLink4; IB 8x50 GB/s", 400, 450, 8),
+        ("a100", "4x A100 per node, NVLink3, 1x HDR", 50, 300, 4), ("gb200", "NVL72 NVLink5", 400, 900, 72), ("v100", "NVLink4; IB 8x50 GB/s", 400, 150, 8),
         ("h100", "NVLink in node; inter-node not stated", 400, 450, 8),
     ],
 )  # fmt: skip

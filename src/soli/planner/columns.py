@@ -18,14 +18,8 @@ TIMES: dict[str, float] = _TABLES["times"]
 MEMORIES: dict[str, float] = _TABLES["memories"]
 STATES: dict[str, float] = _TABLES["states"]
 """Columns of what was measured, and their units: seconds; bytes; and of these what is there between steps."""
-OTHERS = {"use_megatron_fsdp", "test_case", "fp8", "fp16", "bf16"}
-KNOWN = {name for columns in (*COLUMNS.values(), *WORDS.values()) for name in columns} | OTHERS
+KNOWN = {name for columns in (*COLUMNS.values(), *WORDS.values()) for name in columns}
 SECTION = re.compile(r"^(?:model|training|parallelism|trainer|config|cfg|args|strategy|distributed)\.")
-MATTERS = re.compile(
-    r"parallel|degree|batch|layer|stage|expert|moe|mtp|nextn|offload|window|recompute|checkpoint|_par_"
-)
-MEASURED = re.compile(r"time|_m?s$|per_s|flops|loss|mem|_pct|overlap|path|dispatcher")
-NO = re.compile(r"false|off|no|0|\[\]", re.I)
 
 
 def plain(name: str) -> str:
@@ -52,9 +46,7 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
 
 def unread(cells: Mapping[str, str]) -> list[str]:
     """What a row says in columns that nobody reads, whose names are of what time or memory depends on."""
-    return [
-        f"{column}={cell} is not counted"
-        for column, cell in cells.items()
-        if column not in KNOWN and MATTERS.search(column) and not MEASURED.search(column)
-        and not SILENT.fullmatch(cell) and not NO.fullmatch(cell)
-    ]  # fmt: skip
+    matters, idle, no = (re.compile(_TABLES["unread"][name]) for name in ("matters", "idle", "no"))
+    others = {column for column in cells if matters.search(column) and not idle.search(column)} - KNOWN - {*WORDS}
+    said = {column: cell for column, cell in cells.items() if column in others}
+    return [f"{c}={cell} is not counted" for c, cell in said.items() if not SILENT.fullmatch(cell) and not no.fullmatch(cell)]

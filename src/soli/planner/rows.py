@@ -169,7 +169,7 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     zero = states.zero if by_stage.zero is None else by_stage.zero
     if zero is None:
         shards = {text(row, name) for name in ("data_parallel_shard_degree", "dp_shard")}  # torchtitan's
-        fsdp = true(row, "fsdp") or true(row, "use_megatron_fsdp") or bool(shards - {"", "1"})
+        fsdp = true(row, "fsdp") or true(row, "megatron_fsdp") or bool(shards - {"", "1"})
         zero = 3.0 if fsdp else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             found.inferred.append("zero=0")

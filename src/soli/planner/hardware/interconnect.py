@@ -50,7 +50,7 @@ def joined(device: Device, said: str, beside: str = "") -> tuple[Device, list[st
         link = _has("inside", clause)
         rate, sure = _between(clause, usual)
         if rate and not (link and not _has("between", clause)):
-            device = replace(device, net_gbits=rate, net_us=_latency(clause, usual.net_us))
+            device = replace(device, net_gbits=rate, net_us=_named("slow", clause).get("net_us", usual.net_us))
             if (not sure and abs(rate / usual.net_gbits - 1) > 0.01) or rate > 2 * usual.net_gbits:
                 odd.append(f"interconnect: '{clause}' as {rate:g} Gbit/s of a device")
         elif (link and "pci" in clause.lower()) or _has("no_link", clause):
@@ -81,15 +81,10 @@ def _between(clause: str, device: Device) -> tuple[float, bool]:
         return gbits * float(count[1] or count[2]) / device.node, True
     if _has("server", clause) or _has("device", clause):
         return gbits / (1.0 if _has("device", clause) else device.node), True
-    whole = _has("shared", clause) or "server_gbits" in named or gbits == device.net_gbits * device.node
+    whole = _has("shared", clause) or "server_gbits" in named or (not glued and gbits == device.net_gbits * device.node)
     if not whole and not _has("between", clause):
         whole = gbits != device.net_gbits
     return gbits / (device.node if whole else 1.0), False
-
-
-def _latency(clause: str, usual: float) -> float:
-    """Of one message between servers, where it is known to be another one."""
-    return _named("slow", clause).get("net_us", usual)
 
 
 def _pcie(clause: str, device: Device) -> float:
