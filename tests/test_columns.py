@@ -46,7 +46,8 @@ BIG = ROW | {"layers": "32", "tp": "2", "pp": "2", "dp": "16", "microbatch": "1"
         ("h800", "NVLink 400 GB/s + 8x 400G RoCE", 400, 200, 8), ("a100", "NVLink 600 GB/s 8x200Gb IB", 200, 300, 8), ("a100", "IB HDR, 1 NIC/node", 25, 300, 8),
         ("v100", "8x V100-SXM2 per node, NVLink2; one 100 Gb/s IB (EDR) per node", 12.5, 150, 8), ("v100", "DGX-2, 8x EDR IB", 50, 150, 16),
         ("a100", "4x A100 per node, NVLink3, 1x HDR", 50, 300, 4), ("gb200", "NVL72 NVLink5", 400, 900, 72), ("v100", "NVLink4; IB 8x50 GB/s", 400, 150, 8),
-        ("h100", "NVLink in node; inter-node not stated", 400, 450, 8),
+        ("h100", "NVLink in node; inter-node not stated", 400, 450, 8), ("v100", "NVSwitch 3.6TB/s; 8 x 400 Gbit/s InfiniBand", 400, 150, 8),
+        ("v100", "GPUDirect-TCPX 4x200G", 100, 150, 8), ("v100", "PCIe 3.0 x16 / 40GbE", 5, 12.5, 8), ("v100", "NVLink 300GB/s | 4xHDR", 100, 150, 8),
     ],
 )  # fmt: skip
 def test_what_joins_devices_is_read(gpu: str, said: str, net: float, link: float, node: int) -> None:
@@ -184,6 +185,8 @@ def test_what_columns_say_against_each_other_is_refused(changes: dict[str, str],
         ({"cp": "4", "dp": "4", "cp_comm_type": "p2p"}, {"context": RING}), ({"ulysses_degree": "4", "dp": "4"}, {"context": ULYSSES, "cp": 4}),
         ({"tp_mode": "2D", "tp": "4", "dp": "8"}, {"tensor": GRID, "rows": 2}), ({"tp_mode": "3D", "tp": "8", "dp": "4"}, {"tensor": CUBE, "rows": 2}),
         ({"cpu_offload": "true", "zero_stage": "2"}, {"offload": 1, "zero": 2}), ({"cpu_offload": "false", "zero_stage": "2"}, {"offload": 0}),
+        ({"shard": "", "fsdp": "FULL_SHARD"}, {"zero": 3}), ({"shard": "", "fsdp": "8"}, {"zero": 3}), ({"shard": "", "fsdp": "SHARD_GRAD_OP"}, {"zero": 2}), ({"shard": "", "fsdp": "False"}, {"zero": 0}),
+        ({"data_parallel": "DDP", "tensor_parallel": "yes"}, {"tp": 2, "dp": 16}), ({"precision": "", "mixed_precision": "True"}, {"low": 2}),
     ],
 )  # fmt: skip
 def test_columns_of_the_plan(changes: dict[str, str], point: dict[str, float]) -> None:

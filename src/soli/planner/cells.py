@@ -58,9 +58,9 @@ def number(row: Mapping[str, str], name: str, columns: Sequence[str], problems: 
         if SILENT.fullmatch(said) or (said == "-1" and name in REST):
             continue
         value = parsed(said, name)
-        if value is None:
+        if value is None and not found:
             problems.append(f"{column}: '{said}' is no {'' if name in FRACTIONS else 'whole '}number above 0")
-        elif value > 0:
+        elif value:
             found[column] = value
     if len(set(found.values())) > 1 and name not in FRACTIONS:
         problems.append(

@@ -62,7 +62,7 @@ def precision_of(row: Mapping[str, str], device: Device, found: Row) -> str:
     """Of linear products; empty where the device has it not, which refuses the row."""
     said = text(row, "precision") or next((name for name in ("fp8", "fp16", "bf16") if true(row, name)), "")
     name = precision(said)
-    if not name and (SILENT.fullmatch(said) or re.search("mixed|amp", said.lower())):
+    if not name and (SILENT.fullmatch(said) or re.search("mixed|amp|^(true|yes|on)$", said.lower())):
         name = precision(re.sub(r"[_-]", " ", text(row, "model")))
         name = name or ("bf16" if "bf16" in device.tflops else "fp16")
         found.inferred.append(f"precision={name}")

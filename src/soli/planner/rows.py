@@ -158,7 +158,9 @@ def _by_cost(q: Mapping[str, float]) -> float:
 
 
 def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
-    shard, recompute = text(row, "shard"), text(row, "recompute")
+    shard, recompute, fsdp = (text(row, name) for name in ("shard", "recompute", "fsdp"))
+    if not shard and yes(fsdp) is None and not fsdp.isdigit():
+        shard = fsdp
     states = sharding(shard)
     by_stage = sharding(text(row, "zero"))
     if states is None or by_stage is None:
@@ -168,9 +170,10 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         states = by_stage = Sharding()
     zero = states.zero if by_stage.zero is None else by_stage.zero
     if zero is None:
-        shards = {text(row, name) for name in ("data_parallel_shard_degree", "dp_shard")}  # torchtitan's
-        fsdp = true(row, "fsdp") or true(row, "megatron_fsdp") or bool(shards - {"", "1"})
-        zero = 3.0 if fsdp else float(true(row, "dist_opt"))
+        degrees = {text(row, name) for name in ("data_parallel_shard_degree", "dp_shard")} - {"", "1"}  # torchtitan's
+        sharded = fsdp.isdigit() and fsdp not in "01"
+        sharded = sharded or any(true(row, name) for name in ("fsdp", "megatron_fsdp")) or bool(degrees)
+        zero = 3.0 if sharded else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             found.inferred.append("zero=0")
     level, again = _recomputed(row, said, recompute, point, found)

@@ -46,7 +46,7 @@ def joined(device: Device, said: str, beside: str = "") -> tuple[Device, list[st
     odd, usual = [], device
     own = _has("own", re.sub(_words()["denied"], " ", said, flags=re.I))
     said = re.sub(_words()["adapters"], " ", said, flags=re.I)
-    for clause in filter(None, map(str.strip, re.split(r"[;,+&]|\band\b|\bwith\b", f"{said};{beside}"))):
+    for clause in filter(None, map(str.strip, re.split(r"[;,+&|]| / |\band\b|\bwith\b", f"{said};{beside}"))):
         link = _has("inside", clause)
         rate, sure = _between(clause, usual)
         if rate and not (link and not _has("between", clause)):
@@ -94,9 +94,10 @@ def _pcie(clause: str, device: Device) -> float:
 
 
 def _link(clause: str, device: Device) -> float:
-    """GB/s inside a server in one direction: makers say the sum of both."""
+    """GB/s inside a server in one direction: makers say the sum of both, or that of a server."""
     rate = RATE.search(clause) if _has("own", clause) else None
     if rate is None or not rate[3]:
         return device.link_gbs
     one = float(rate[1]) * (1e3 if rate[2] in "Tt" else 1.0)
-    return one if one == device.link_gbs or _has("one_way", clause) else one / 2
+    one = one if one == device.link_gbs or _has("one_way", clause) else one / 2
+    return min(one, device.link_gbs)
