@@ -47,6 +47,7 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
 def unread(cells: Mapping[str, str]) -> list[str]:
     """What a row says in columns that nobody reads, whose names are of what time or memory depends on."""
     matters, idle, no = (re.compile(_TABLES["unread"][name]) for name in ("matters", "idle", "no"))
-    others = {column for column in cells if matters.search(column) and not idle.search(column)} - KNOWN - {*WORDS}
-    said = {column: cell for column, cell in cells.items() if column in others}
-    return [f"{c}={cell} is not counted" for c, cell in said.items() if not SILENT.fullmatch(cell) and not no.fullmatch(cell)]
+    others = [column for column in cells if matters.search(column) and not idle.search(column)]
+    said = {column: cells[column] for column in others if column not in KNOWN and column not in WORDS}
+    silent = [column for column, cell in said.items() if SILENT.fullmatch(cell) or no.fullmatch(cell)]
+    return [f"{column}={cell} is not counted" for column, cell in said.items() if column not in silent]

@@ -132,7 +132,8 @@ def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Ro
     elif schedule == cost.INTERLEAVED and chunks == 1:
         chunks = 2.0
         found.inferred.append("vp=2")
-    beside = "ulysses" * (bool(said["ulysses"]) or "ulysses" in f"{text(row, 'framework')} {text(row, 'notes')}".lower())
+    told = f"{text(row, 'framework')} {text(row, 'notes')}".lower()
+    beside = "ulysses" if said["ulysses"] or "ulysses" in told else ""
     context = way("contexts", f"{text(row, 'cp')} {kind} {beside}") if cp > 1 else cost.RING
     if context is None:
         found.inferred.append(f"cp_comm_type={kind} as a ring")
@@ -170,14 +171,14 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         states = by_stage = Sharding()
     zero = states.zero if by_stage.zero is None else by_stage.zero
     if zero is None:
-        degrees = {text(row, name) for name in ("data_parallel_shard_degree", "dp_shard")} - {"", "1"}  # torchtitan's
-        sharded = fsdp.isdigit() and fsdp not in "01"
-        sharded = sharded or any(true(row, name) for name in ("fsdp", "megatron_fsdp")) or bool(degrees)
+        degrees = [fsdp, *(text(row, name) for name in ("data_parallel_shard_degree", "dp_shard"))]
+        sharded = any(re.fullmatch(r"-1|[2-9]|\d\d+", degree) for degree in degrees)
+        sharded = sharded or true(row, "fsdp") or true(row, "megatron_fsdp")
         zero = 3.0 if sharded else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             found.inferred.append("zero=0")
     level, again = _recomputed(row, said, recompute, point, found)
-    sp = text(row, "sp") or ("on" if recompute.lower().startswith("seq") else "")  # Calculon's seqsel has both
+    sp = text(row, "sp") or "on" * recompute.lower().startswith("seq")  # Calculon's seqsel has both
     sp = "on" if sp == f"{point['tp']:g}" else sp
     parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else yes(sp)
     if parted is None and not SILENT.fullmatch(sp):

@@ -63,7 +63,8 @@ def of_layer(
     hidden = p.tokens * p.hidden * 2.0
     sums = np.where(p.tensor == LINE, overlap.sums(k, 2 * all_reduce(p, k, hidden, p.tp, one)), 0.0)
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
-    inner = np.where(p.etp > 0, p.etp, np.where(p.ep <= p.dp * p.cp, p.tp, 1.0))  # else ep takes ranks of tp too
+    inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
+    inner = np.where(p.etp > 0, p.etp, inner)
     experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner, *_crossing(p, inner)), 0.0)
     forward = sums + grid[0] + crossing[0] + experts
     backward = sums + grid[1] + crossing[1] + experts

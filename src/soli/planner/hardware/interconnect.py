@@ -50,7 +50,8 @@ def joined(device: Device, said: str, beside: str = "") -> tuple[Device, list[st
         link = _has("inside", clause)
         rate, sure = _between(clause, usual)
         if rate and not (link and not _has("between", clause)):
-            device = replace(device, net_gbits=rate, net_us=_named("slow", clause).get("net_us", usual.net_us))
+            slow = _named("slow", clause)
+            device = replace(device, net_gbits=rate, net_us=slow.get("net_us", usual.net_us))
             if (not sure and abs(rate / usual.net_gbits - 1) > 0.01) or rate > 2 * usual.net_gbits:
                 odd.append(f"interconnect: '{clause}' as {rate:g} Gbit/s of a device")
         elif (link and "pci" in clause.lower()) or _has("no_link", clause):
@@ -81,9 +82,10 @@ def _between(clause: str, device: Device) -> tuple[float, bool]:
         return gbits * float(count[1] or count[2]) / device.node, True
     if _has("server", clause) or _has("device", clause):
         return gbits / (1.0 if _has("device", clause) else device.node), True
-    whole = _has("shared", clause) or "server_gbits" in named or (not glued and gbits == device.net_gbits * device.node)
-    if not whole and not _has("between", clause):
-        whole = gbits != device.net_gbits
+    whole = _has("shared", clause) or "server_gbits" in named
+    if not whole and not glued:
+        unnamed = not _has("between", clause) and gbits != device.net_gbits
+        whole = unnamed or gbits == device.net_gbits * device.node
     return gbits / (device.node if whole else 1.0), False
 
 
