@@ -40,8 +40,8 @@ CONSTANTS = HERE.parent / "src/soli/planner/cost/constants.toml"
 FOLDS = 10
 EVEN, GUESSED, READ = 150, 0.3, 0.03
 SEEDS, CALIBRATION = 5, 48
-USUAL = ("zero=", "precision=", "heads=", "ffn=", "vocab=", "model=")
-"""What a row may leave out and be complete: no ZeRO, 16 bits, an MLP four times as wide as the model, ..."""
+USUAL = ("zero=", "precision=", "heads=", "ffn=", "vocab=", "model=", "interconnect: ")
+"""What a row may leave out and be complete: no ZeRO, 16 bits, an MLP four times as wide as the model, a usual network, ..."""
 Sets = dict[str, dict[str, float]]
 
 

@@ -139,10 +139,10 @@ def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None
 
 @pytest.mark.parametrize("name", published())
 def test_published_models_have_the_parameters_that_are_stated(name: str) -> None:
-    """Of compressed keys, which are taken as whole ones, up to nine hundredths more."""
+    """Of compressed keys, which are taken as whole ones, up to nine hundredths more; where the first layers have no experts, three."""
     model, entry = of_entry(name), published()[name]
     off = model.parameters / 1e9 / entry["billions"] - 1
-    assert -0.015 < off < (0.09 if model.head_size == 160 else 0.015)
+    assert -0.015 < off < (0.09 if model.head_size == 160 else 0.03 if "dense" in entry else 0.015)
     assert named(name) == model
     assert entry["source"]
 
@@ -153,7 +153,6 @@ def test_what_is_no_published_model_is_not_taken_for_one() -> None:
         "llama-1B",
         "Nemotron_3_Super",
         "175B",
-        "MPT-7b",
         "gpt3_mcore_te_tp2_pp2",
         "",
     ):

@@ -116,9 +116,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
         raise SoliError("the table cannot be read", got=f"{path}: {error.strerror}") from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise SoliError("the table is no CSV file", got=f"{path}: {error}") from error
-    from soli.planner.rows import COLUMNS, WORDS
+    from soli.planner.columns import KNOWN, plain
 
-    if not {column for columns in (*COLUMNS.values(), *WORDS.values()) for column in columns} & {*names}:
+    if not KNOWN & {plain(name) for name in names}:
         raise SoliError(
             "the table has none of the columns that say what runs",
             got=f"{path}: {', '.join(names) or 'an empty file'}",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 SILENT = re.compile(r"|-|\?|n/?a|none|null|nan|unknown|not (?:stated|known|given).*|see .*|default.*", re.I)
 """Cells that say nothing."""
-NUMBER = re.compile(r"[~≈]?\s*([+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(.*)")
+NUMBER = re.compile(
+    r"[~≈]?\s*([+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(.*)"
+)
 UNITS: dict[str, dict[str, float]] = {
     "seq": {"k": 1024, "K": 1024},
+    "batch_tokens": {"k": 1e3, "K": 1e3, "M": 1e6},
     "params_b": {"K": 1e-6, "M": 1e-3, "B": 1.0, "T": 1e3},
 }
 """What letters behind a number mean, by what it counts."""
@@ -26,6 +29,14 @@ MAY_BE_NONE = (
 )
 """Numbers of which 0 says that there is none."""
 FRACTIONS = ("params_b", "time", "memory", "states")
+REST = ("dp", "shard_group", "again", "local_batch", "etp")
+"""Numbers of which -1 says that they are what is left, or the usual one."""
+OTHERWISE = {
+    "gpus": "per|/|nodes", "global_batch": "per|/", "microbatch": "tok", "local_batch": "tok", "batch": "tok", "layers": "per|/",
+}  # fmt: skip
+"""Words behind a number that make another one of it: "8 per node" is not of all."""
+COUNTED = 1e6
+"""Parameters above which their number is not one of billions."""
 MOST = 1e12
 
 
@@ -39,18 +50,23 @@ def true(row: Mapping[str, str], name: str) -> bool:
     return text(row, name).lower() in ("true", "1", "yes", "on")
 
 
-def number(row: Mapping[str, str], name: str, columns: tuple[str, ...], problems: list[str]) -> float | None:
-    """The number called `name`, from the first of these columns that says one: "51200 (assumed)" is 51200."""
+def number(row: Mapping[str, str], name: str, columns: Sequence[str], problems: list[str]) -> float | None:
+    """The number called `name`, of the first of these columns that says one: "51200 (assumed)" is 51200. Others must not say another."""
+    found: dict[str, float] = {}
     for column in columns:
         said = text(row, column)
-        if SILENT.fullmatch(said):
+        if SILENT.fullmatch(said) or (said == "-1" and name in REST):
             continue
         value = parsed(said, name)
-        if value is None:
+        if value is None and not found:
             problems.append(f"{column}: '{said}' is no {'' if name in FRACTIONS else 'whole '}number above 0")
-        elif value > 0:
-            return value
-    return None
+        elif value:
+            found[column] = value
+    if len(set(found.values())) > 1 and name not in FRACTIONS:
+        problems.append(
+            " and ".join(f"{column}={value:g}" for column, value in found.items()) + " cannot both be"
+        )
+    return next(iter(found.values()), None)
 
 
 def parsed(said: str, name: str) -> float | None:
@@ -58,10 +74,15 @@ def parsed(said: str, name: str) -> float | None:
     found = NUMBER.fullmatch(said)
     if found is None or not any(c.isdigit() for c in found.group(1)):
         return None
+    behind, other = found.group(3), OTHERWISE.get(name, "(?!)")
+    if re.search(other, behind.split("(")[0], re.I) or re.match(rf"\s*\((?:{other})", behind, re.I):
+        return None
     units = UNITS.get(name, {})
     if found.group(2) and found.group(2) not in units:
         return None
     value = float(found.group(1).replace(",", "")) * units.get(found.group(2), 1.0)
+    if name == "params_b" and value > COUNTED:
+        value /= 1e9
     if value == 0 and name in MAY_BE_NONE:
         return 0.0
     whole = name in FRACTIONS or value == int(min(value, MOST))

@@ -10,11 +10,13 @@ import numpy as np
 
 from soli.core.errors import SoliError
 from soli.planner import measured
+from soli.planner.columns import TIMES
 from soli.planner.cost.constants import known, repeated, spread_of
 from soli.planner.cost.points import FULL, Array, Points, points
 from soli.planner.cost.step import Step, step
 from soli.planner.fit import Measured, fit
-from soli.planner.rows import TIMES, Row, read, read_measured
+from soli.planner.row import Row
+from soli.planner.rows import read, read_measured
 
 GB = 1e9
 FEWEST = 8

@@ -45,9 +45,16 @@ def of_entry(name: str) -> Model:
     )
 
 
+def plain_name(text: str) -> str:
+    """A name as `match` has it: without its publisher, and 1.3B is not 13B."""
+    return re.sub(
+        r"[-_ ./]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", re.sub(r"^[\w.-]+/(?=[a-z])", "", text.lower()))
+    )
+
+
 def named(text: str) -> Model | None:
     """The published model that a name means, with as many layers as the name says; None if it means none."""
-    plain = re.sub(r"[-_ ./]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", text.lower()))  # 1.3B is not 13B
+    plain = plain_name(text)
     entry = next((name for name, one in published().items() if re.search(one["match"], plain)), None)
     if re.search(r"distill|vl\d|vl$|vision", plain):  # as large as others, of other programs
         return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, cast
 
 from soli.planner.cells import SILENT
-from soli.planner.cost.points import FULL, NONE, SELECTIVE, SIZES
-from soli.planner.cost.programs import MEGATRON, OLD
 from soli.planner.hardware import devices
 from soli.planner.hardware.devices import Device
 
@@ -19,40 +21,16 @@ DENIED = re.compile(
 STAGE = re.compile(
     r"(?<![a-z])(?:zero|stage|z)(?:[\s_=:-]*(?:dp|stage))?[\s_=:-]*([0-3])(?![\da-z])|^([0-3])$"
 )
-KINDS = (
-    (3.0, re.compile(r"full_?shard|fsdp|hybrid|hsdp|zero\+\+|infinity|\bmics\b|gemini|megatron-?fsdp")),
-    (2.0, re.compile(r"shard_grad_op|zero-?offload")),
-    (1.0, re.compile(r"dist|zero-?redundancy|optimi[sz]er|hybrid zero")),
-    (0.0, re.compile(r"\bnone\b|no_shard|\bddp\b|\bdp\b|replicated|^(?:no|off|false)$")),
-)
-"""ZeRO's stage where it is not said as a number."""
-SWITCH = {
-    True: re.compile(r"=?tp|on|true|y(?:es)?|1|enabled?|megatron(?:[\s_-]?sp)?"),
-    False: re.compile(r"off|false|no?|0|disabled?|none"),
-}
-LEVELS = (
-    (NONE, re.compile(r"none|no(?![a-z])|n$|false|off|0$|disabled?|without")),
-    (SELECTIVE, re.compile(r"selec|seqsel|sac\b|op\b|core_?attn|attention|(?:moe|mlp)?_?act\b|moe_act|mla_up_proj|layer_?norm|norm")),
-    (FULL, re.compile(r"full|true|yes|y$|on$|1$|enabled?|uniform|block|all\b|ac\b|act\w* ?(?:checkpoint|recompu)|checkpoint|gradient checkpoint")),
-)  # fmt: skip
-TYPES = {
-    "bf16": "bfloat16",
-    "fp16": r"float16|\bhalf\b|16-true",
-    "fp32": "float32",
-    "fp8": "mxfp8",
-    "fp4": "nvfp4",
-}
-PROGRAMS = (
-    (FSDP, r"automodel|torchtitan|llm-?foundry|composer|accelerate|torchtune|\blingua\b|olmo-?core|lit-?gpt|(?<!megatron-)(?<!megatron )fsdp"),
-    (DEEPSPEED, r"zero-?3|deepspeed zero|zero-?infinity|zero-?offload"),
-    ("megatron-deepspeed", r"megatron[-+ _]deepspeed"),
-    (DEEPSPEED, r"\bdeepspeed"),
-    (MEGATRON, r"\bnemo|\bbridge\b|megatron-bridge|megatron[-_ ]?core|\bmcore|core[_ ]?[rv]\d|primus|transformer[ _]engine|\bte \d"),
-    (OLD, r"megatron"),
-    (NANOTRON, r"nanotron"),
-    ("soli", r"^soli\b"),
-)  # fmt: skip
-"""Families whose rows share constants, the first whose pattern is there."""
+
+
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files(__package__).joinpath("spellings.toml").read_text(encoding="utf-8"))
+
+
+def meant(table: str, said: str) -> Any:
+    """What the first pattern of a table of spellings.toml that is there says; None where none is."""
+    return next((value for pattern, value in _tables()[table].items() if re.search(pattern, said)), None)
 
 
 @dataclass(frozen=True)
@@ -73,7 +51,7 @@ def sharding(said: str) -> Sharding | None:
         return Sharding()
     plain = DENIED.sub(" none ", words)
     stage = STAGE.search(plain)
-    kind = next((value for value, pattern in KINDS if pattern.search(plain)), None)
+    kind = meant("sharding", plain)
     zero = float(stage[1] or stage[2]) if stage else kind
     offload = "offload" in plain or "infinity" in plain or "nvme" in plain
     if zero is None and not offload:
@@ -92,7 +70,7 @@ def sharding(said: str) -> Sharding | None:
 def recomputation(said: str) -> tuple[float, float, int] | None:
     """What is recomputed, the share of layers of which it is, and how many of a stage's where that is said: "full 5 of 48", "block, 4 layers"."""
     words = said.lower().strip(" \"'[]{}()")
-    level = next((value for value, pattern in LEVELS if pattern.match(words)), None)
+    level = meant("recomputed", words)
     if level is None:
         return None
     part = re.search(r"(\d+)\s*(?:of|/)\s*(\d+)", words)
@@ -103,20 +81,26 @@ def recomputation(said: str) -> tuple[float, float, int] | None:
 
 def switch(said: str) -> bool | None:
     """Yes or no."""
-    return next((value for value, pattern in SWITCH.items() if pattern.fullmatch(said.lower())), None)
+    return cast("bool | None", meant("switch", said.lower()))
+
+
+def way(table: str, said: str) -> float | None:
+    """Which of several ways a program goes, as cost/points.py numbers them; None where nobody counted it. "1F1B", "p2p", "a2a"."""
+    found = meant(table, re.sub(r"[\s_()-]", "", said.lower()))
+    return None if found is None or found < 0 else float(found)
 
 
 def precision(said: str) -> str:
     """The narrowest type that is named, but for those that are said not to be; empty where none is."""
     words = re.sub(r"\(?\b(?:no|without) \w+\)?|\(?\w+ off\)?", " ", said.lower())
     words = words.replace("tfloat32", "tf32")
-    return next((name for name in SIZES if re.search(f"{name}|{TYPES.get(name, name)}", words)), "")
+    return str(meant("types", words) or "")
 
 
 def program(framework: str, source: str) -> str:
     """Whose program ran: by its name, and by where a row is from where that is not said."""
     said = (framework or source).lower()
-    return next((family for family, pattern in PROGRAMS if re.search(pattern, said)), OTHER)
+    return str(meant("programs", said) or OTHER)
 
 
 def device(said: str) -> tuple[Device | None, float]:

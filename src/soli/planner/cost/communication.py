@@ -74,6 +74,7 @@ def of_layer(
     sums = np.where(p.tensor == LINE, overlap.sums(k, 2 * all_reduce(p, k, hidden, p.tp, one)), 0.0)
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
+    inner = np.where(p.etp > 0, p.etp, inner)
     experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner, *_crossing(p, inner)), 0.0)
     forward = sums + grid[0] + crossing[0] + experts
     backward = sums + grid[1] + crossing[1] + experts
@@ -111,14 +112,14 @@ def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> t
 def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
     """Seconds of a gather, or scatter, of bytes of which dp and cp have copies, and of experts', which fewer have."""
     own = gather(p, k, dense, p.shards, p.tp)
-    return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_shards, p.tp * p.ep), 0.0)
+    return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_shards, p.expert_stride), 0.0)
 
 
 def _across(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
     """Seconds in which HSDP's copies sum what each of their ranks has: once a step, of a shard (docs/communication.md, 2)."""
     own = all_reduce(p, k, dense / p.shards, p.replicate, p.tp * p.shards)
     copies = p.expert_replicas / p.expert_shards
-    theirs = all_reduce(p, k, experts / p.expert_shards, copies, p.tp * p.ep * p.expert_shards)
+    theirs = all_reduce(p, k, experts / p.expert_shards, copies, p.expert_stride * p.expert_shards)
     return np.where(p.replicate > 1, own + np.where(p.experts > 0, theirs, 0.0), 0.0)
 
 

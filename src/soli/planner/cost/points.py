@@ -42,6 +42,7 @@ UNSAID = {
     "once": 0.0,
     "summed": 4.0,
     "compressed": 0.0,
+    "etp": 0.0,
     "eager": 1.0,
 }
 """What is meant where a row has no such field."""
@@ -112,6 +113,7 @@ class Points:
     summed: Array  # bytes of a gradient, at most, as it is summed over ranks
     eager: Array  # bytes that move between products, by those of a program that runs operation by operation
     once: Array  # flag: a token crosses to a server once, however many of its experts are there
+    etp: Array  # ranks that share one expert's products; 0: as many of tp's as ep leaves
     again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 
     def __len__(self) -> int:
@@ -171,7 +173,12 @@ class Points:
     @property
     def expert_tp(self) -> Array:
         """Ranks that share one expert's products: those of tp, or what is left of them where ep takes some."""
-        return np.clip(self.tp * self.dp * self.cp / self.ep, 1.0, self.tp)
+        return np.where(self.etp > 0, self.etp, np.clip(self.tp * self.dp * self.cp / self.ep, 1.0, self.tp))
+
+    @property
+    def expert_stride(self) -> Array:
+        """Ranks between two that have the same experts."""
+        return np.where(self.etp > 0, self.etp, self.tp) * self.ep
 
     @property
     def expert_replicas(self) -> Array:

@@ -1,0 +1,53 @@
+"""Columns of a table by the names that others have for them (columns.toml), and those that nothing here reads."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+
+from soli.planner.cells import SILENT
+
+_TABLES = tomllib.loads(files(__package__).joinpath("columns.toml").read_text(encoding="utf-8"))
+COLUMNS: dict[str, list[str]] = _TABLES["numbers"]
+"""A number's name here, and the columns that may have it."""
+WORDS: dict[str, list[str]] = _TABLES["words"]
+"""The same of what is said in words."""
+TIMES: dict[str, float] = _TABLES["times"]
+MEMORIES: dict[str, float] = _TABLES["memories"]
+STATES: dict[str, float] = _TABLES["states"]
+"""Columns of what was measured, and their units: seconds; bytes; and of these what is there between steps."""
+KNOWN = {name for columns in (*COLUMNS.values(), *WORDS.values()) for name in columns}
+SECTION = re.compile(r"^(?:model|training|parallelism|trainer|config|cfg|args|strategy|distributed)\.")
+
+
+def plain(name: str) -> str:
+    """How names of columns are compared: "Global Batch Size", "model.hidden-size", "#GPUs"."""
+    return re.sub(r"[^a-z0-9]+", "_", SECTION.sub("", name.strip().lower())).strip("_")
+
+
+def spelt(row: Mapping[str, str]) -> dict[str, str]:
+    """A row's cells by the plain names of its columns, and by ours of what is said in words; a batch of tokens is no batch of sequences."""
+    cells: dict[str, str] = {}
+    for column, cell in row.items():
+        if isinstance(column, str) and isinstance(cell, str) and not cells.get(plain(column)):
+            cells[plain(column)] = cell.strip()
+    for name, columns in WORDS.items():
+        if said := [cells[column] for column in columns if column in cells]:
+            cells[name] = next(filter(None, said), "")
+    if flavor := cells.get("flavor"):
+        cells["model"] = f"{cells.get('model', '')} {flavor}"
+    for column in COLUMNS["global_batch"]:
+        if "tok" in cells.get(column, "").lower():
+            cells[COLUMNS["batch_tokens"][0]] = cells.pop(column)
+    return cells
+
+
+def unread(cells: Mapping[str, str]) -> list[str]:
+    """What a row says in columns that nobody reads, whose names are of what time or memory depends on."""
+    matters, idle, no = (re.compile(_TABLES["unread"][name]) for name in ("matters", "idle", "no"))
+    others = [column for column in cells if matters.search(column) and not idle.search(column)]
+    said = {column: cells[column] for column in others if column not in KNOWN and column not in WORDS}
+    silent = [column for column, cell in said.items() if SILENT.fullmatch(cell) or no.fullmatch(cell)]
+    return [f"{column}={cell} is not counted" for column, cell in said.items() if column not in silent]

@@ -1,0 +1,38 @@
+"""What one row of a table says: a point for the cost model, what was inferred where it is silent, and why it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Said = dict[str, float | None]
+"""A row's numbers, by their names here (columns.toml)."""
+RECOMPUTE, DEVICES, BY_EYE = "recompute=", "gpus=", "a time read by eye"
+
+
+@dataclass
+class Row:
+    """What one row says. `point`: the fields of Points; empty where it is refused."""
+
+    point: dict[str, float] = field(default_factory=dict)
+    framework: str = ""
+    generation: str = ""
+    inferred: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    time: float | None = None  # measured, seconds
+    memory: float | None = None  # measured, bytes
+    states: float | None = None  # of it what is there between steps
+    timeless: bool = False  # it says not how large a step is
+    fits: bool = True  # False: it is known to have run out of memory
+
+    @property
+    def unsaid(self) -> bool:
+        """Whether it leaves out what is recomputed: nothing for its time, as much as fits for its memory."""
+        return any(word.startswith(RECOMPUTE) for word in self.inferred)
+
+    def assumed(self, said: Said, name: str, usual: float) -> float:
+        """A number, or the usual one, which is said."""
+        value = said[name]
+        if value is None:
+            self.inferred.append(f"{name}={usual:g}")
+            return usual
+        return value

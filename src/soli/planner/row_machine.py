@@ -1,0 +1,72 @@
+"""The devices of a row, what joins them, and in which type they multiply."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from soli.planner.cells import SILENT, text, true
+from soli.planner.hardware import interconnect
+from soli.planner.hardware.clusters import unknown
+from soli.planner.hardware.devices import Device
+from soli.planner.row import Row, Said
+from soli.planner.spellings import device, mentioned, precision
+
+TOLD = ("model", "recipe", "notes", "source", "interconnect", "framework", "test_case", "env")
+"""Cells that may name a device where no column does."""
+
+
+def device_of(row: Mapping[str, str], found: Row) -> Device | None:
+    said = text(row, "gpu")
+    if not said:
+        elsewhere = mentioned(*(text(row, name) for name in TOLD))
+        if elsewhere is None:
+            found.refused.append("it names no gpu")
+        else:
+            found.inferred.append(f"gpu={elsewhere.name}")
+        return elsewhere
+    one, size = device(said)
+    if one is None:
+        problem = unknown(said)
+        found.refused.append(f"{problem.what}; {problem.allowed}; {problem.fix}")
+        return None
+    odd = [
+        form for form in ("pcie", "nvl") if form in re.split(r"[\s_-]", said.lower()) and form not in one.name
+    ]
+    if odd or (size and abs(size / one.memory_gib - 1) > 0.15):
+        found.refused.append(
+            f"no device '{said}' is known; {one.name} has {one.memory_gib:g} GiB, as SXM or as sold"
+        )
+        return None
+    return one
+
+
+def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -> dict[str, float]:
+    """What a row says of servers and of what joins them, where it differs from the device's usual one."""
+    cell, gpu = text(row, "interconnect"), text(row, "gpu")
+    per_node = said["per_node"] or (said["gpus"] / said["nodes"] if said["gpus"] and said["nodes"] else None)
+    node = interconnect.server(f"{cell} {gpu}") or device.node
+    if per_node and device.node <= 16:  # servers of a rack that is one domain of NVLink say nothing
+        node = max(int(per_node), 1)
+    beside = ";".join(re.findall(r"\((.*)\)", gpu))
+    device, odd = interconnect.joined(replace(device, node=node), cell, beside)
+    found.inferred += odd
+    return {
+        "node": float(node), "net": device.net_gbits * 1e9 / 8, "net_latency": device.net_us * 1e-6,
+        "link": device.link_gbs * 1e9, "link_latency": device.link_us * 1e-6,
+    }  # fmt: skip
+
+
+def precision_of(row: Mapping[str, str], device: Device, found: Row) -> str:
+    """Of linear products; empty where the device has it not, which refuses the row."""
+    said = text(row, "precision") or next((name for name in ("fp8", "fp16", "bf16") if true(row, name)), "")
+    name = precision(said)
+    if not name and (SILENT.fullmatch(said) or re.search("mixed|amp|^(true|yes|on)$", said.lower())):
+        name = precision(re.sub(r"[_-]", " ", text(row, "model")))
+        name = name or ("bf16" if "bf16" in device.tflops else "fp16")
+        found.inferred.append(f"precision={name}")
+    if name in device.tflops:
+        return name
+    found.refused.append(f"{device.name} multiplies no {name or said} (it has {', '.join(device.tflops)})")
+    return ""

@@ -1,0 +1,168 @@
+"""The model of a row, by its dimensions, its name or its number of parameters; and how it attends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from soli.planner.cells import SILENT, text, true
+from soli.planner.columns import COLUMNS
+from soli.planner.cost.programs import TESTS
+from soli.planner.models import Model, compressed
+from soli.planner.published import named, plain_name
+from soli.planner.row import Row, Said
+from soli.planner.spellings import FSDP, meant, switch
+
+MOE = re.compile(r"(\d+)\s*e(?:xperts)?[\s,/]*top[\s-]*(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
+GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
+LATENT = 160.0
+BESIDE = re.compile(r"\bvlm\b|_vlm_|multimodal|llava", re.I)
+"""Models of which the columns say only a part."""
+FLASH = (FSDP, "nanotron", "soli", TESTS)
+"""Frameworks, and generations of devices, whose attention keeps no scores unless a row says so."""
+
+FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "cdna3", "cdna4", "ada")
+
+
+def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]:
+    name = _called(row)
+    if strange := meant("strange", plain_name(name)):
+        found.refused.append(strange)
+        return {}
+    model = _named(row, said)
+    if model:
+        found.inferred.append(f"model={model.name}")
+        said = of_model(model) | {name: value for name, value in said.items() if value is not None}
+        said = dict.fromkeys(COLUMNS) | said
+    layers, hidden, total = said["layers"], said["hidden"], said["params_b"]
+    if layers is None or hidden is None:
+        if total is None:
+            why = meant("partly", plain_name(text(row, "model")))
+            found.refused.append(
+                "it has neither layers and hidden nor params_b, nor the name of a published model"
+                + (f" ({why})" if why else "")
+            )
+            return {}
+        stages = (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
+        layers, hidden = _shape_of(total * 1e9, layers, hidden, stages)
+        found.inferred.append(f"layers={layers:g}, hidden={hidden:g} of {total:g}B parameters")
+    take: Callable[[str, float], float] = lambda name, usual: found.assumed(said, name, usual)
+    heads = take("heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
+    kv_heads = said["kv_heads"] or heads
+    experts, active, shared = _experts(said, name, found)
+    seq = said["seq"]
+    if seq is None and model:
+        seq = float(model.seq)
+        found.inferred.append(f"seq={seq:g}")
+    if seq is None:
+        found.refused.append("it has no sequence length (seq_len)")
+        seq = 1.0
+    vocab = take("vocab", 51200.0)
+    if BESIDE.search(name):
+        found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
+    gated = float(true(row, "swiglu") or ("swiglu" not in row and (bool(GATED.search(name)) or experts > 0)))
+    head_size = _head_size(said, row, hidden / heads)
+    attention = hidden * hidden * (2 + 2 * kv_heads / heads)
+    latent = head_size == LATENT or true(row, "mla")
+    rest = (total or 0.0) * 1e9 - layers * attention - 2 * vocab * hidden
+    if experts:
+        ffn = said["moe_ffn"]
+        if ffn is None and rest > 0:
+            ffn = max(round(rest / (layers * experts * hidden * (2 + gated)) / 64), 1) * 64.0
+            found.inferred.append(f"an expert's width {ffn:.0f} of {total:g}B parameters")
+        ffn = ffn or said["ffn"] or 4 * hidden
+    else:
+        ffn = take("ffn", 4 * hidden)
+        if total and rest > 0:  # which of the two number of matrices gives the parameters that it has
+            gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
+    said_tied = switch(text(row, "tied"))
+    tied = not true(row, "untie") if "untie" in row else (not gated if said_tied is None else said_tied)
+    if model:
+        gated, tied = float(model.gated), model.tied
+    return {
+        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size,
+        "compressed": compressed(hidden, heads, 1536 if hidden > 2048 else 0) if latent else 0.0,
+        "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active, "shared": shared,
+        "tied": float(tied), "frozen": float(bool(re.search(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", name, re.I))),
+    }  # fmt: skip
+
+
+def _called(row: Mapping[str, str]) -> str:
+    """All that a row calls its model."""
+    lora = "" if switch(text(row, "lora")) is False or SILENT.fullmatch(text(row, "lora")) else "lora"
+    return " ".join([*(text(row, name) for name in ("model", "test_case", "arch", "peft")), lora])
+
+
+def _named(row: Mapping[str, str], said: Said) -> Model | None:
+    """The published model of which a row leaves something out; None where it says all, or means another one of that name."""
+    model = named(text(row, "model"))
+    if model is None:
+        return None
+    whole = (said["layers"], said["hidden"])
+    other = all(whole) and whole != (model.layers, model.hidden)
+    if other or (said["params_b"] and abs(model.parameters / said["params_b"] / 1e9 - 1) > 0.2):
+        return None
+    needed = ["layers", "hidden", "heads", "ffn", "vocab"]
+    if model.experts:
+        needed[3:4] = [] if said["moe_ffn"] else ["ffn"]
+        needed += [] if MOE.search(_called(row)) else ["experts"]
+    return model if any(said[name] is None for name in needed) else None
+
+
+def of_model(model: Model) -> Said:
+    """What a published model's row would say."""
+    found: Said = {
+        name: getattr(model, name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_size")
+    }  # fmt: skip
+    if model.experts:
+        routed = model.active - model.shared
+        found |= {"experts": model.experts, "topk": routed, "shared": model.shared, "moe_ffn": model.ffn}
+    return found
+
+
+def _experts(said: Said, name: str, found: Row) -> tuple[float, float, float]:
+    """Experts of a layer, those that a token goes to, and of these those that each token goes to."""
+    told = MOE.search(name)
+    parts = [float(part or 0) for part in told.groups()] if told else [0.0, 0.0, 0.0]
+    experts = said["experts"] if said["experts"] is not None else parts[0]
+    if not experts:
+        if re.search(r"(?<![a-z])moe(?![a-z])|mixture|mixtral", name, re.I):
+            found.refused.append("it is a mixture of experts, and says not of how many (experts, topk)")
+        return 0.0, 1.0, 0.0
+    shared = said["shared"] if said["shared"] is not None else parts[2]
+    routed = said["topk"] or parts[1]
+    if not routed:
+        routed = 2.0
+        found.inferred.append("topk=2")
+    return experts, routed + shared, shared
+
+
+def _head_size(said: Said, row: Mapping[str, str], share: float) -> float:
+    """Of a head: hidden / heads, but for families whose heads are wider together than the model."""
+    name = " ".join(text(row, n) for n in ("model", "test_case", "arch"))
+    return said["head_size"] or meant("heads", name.lower()) or share
+
+
+def _shape_of(
+    parameters: float, layers: float | None, hidden: float | None, stages: float
+) -> tuple[float, float]:
+    """Layers and hidden size of 12 l h^2 parameters, with h = 128 l where neither is known (arXiv 2001.08361, 3.3).
+
+    Layers are a multiple of the pipeline's stages, as programs ask for.
+    """
+    if layers is None:
+        free = (parameters / 12 / 128**2) ** (1 / 3) if hidden is None else parameters / 12 / hidden**2
+        layers = max(round(free / stages), 1) * stages
+    if hidden is None:
+        hidden = max(round((parameters / 12 / layers) ** 0.5 / 128), 1) * 128.0
+    return layers, hidden
+
+
+def attention_of(row: Mapping[str, str], found: Row) -> dict[str, float]:
+    said = " ".join(text(row, name) for name in ("attn_backend", "notes")).lower()
+    # Megatron-LM's long-term-support image has no flash attention that is deterministic.
+    old = true(row, "deterministic") and text(row, "env") == "lts" and "flash" not in said
+    if re.search(r"unfused|(?:no|without) flash", said) or text(row, "impl") == "local" or old:
+        return {"flash": 0.0}
+    known = "flash" in said or "fused" in said or found.framework in FLASH
+    return {"flash": float(known or found.generation in FLASH_SINCE)}

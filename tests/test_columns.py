@@ -1,0 +1,283 @@
+"""Columns by other programs' names, what joins devices as people write it, batches of tokens, models by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.test_predict import ROW
+
+from soli.planner.columns import KNOWN, plain
+from soli.planner.cost.points import (
+    CUBE,
+    GPIPE,
+    GRID,
+    INTERLEAVED,
+    RING,
+    SELECTIVE,
+    ULYSSES,
+    ZBH1,
+    ZBV,
+    points,
+)
+from soli.planner.hardware import interconnect
+from soli.planner.hardware.devices import devices
+from soli.planner.predict import predict
+from soli.planner.published import named
+from soli.planner.rows import read, read_measured
+from soli.planner.spellings import way
+
+BIG = ROW | {"layers": "32", "tp": "2", "pp": "2", "dp": "16", "microbatch": "1", "global_batch": "64"}
+
+
+# --- what joins devices -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said", "net", "link", "node"),
+    [
+        ("v100", "8xHDR", 200, 150, 8), ("v100", "NVLink + 8x HDR InfiniBand", 200, 150, 8), ("v100", "NDR400", 400, 150, 8), ("a100", "HDR100", 100, 300, 8),
+        ("a100", "4x200Gb/s IB", 100, 300, 8), ("a100", "200Gbps x 4", 100, 300, 8), ("v100", "8 × NDR", 400, 150, 8), ("v100", "8 NICs of 200 Gbps", 200, 150, 8),
+        ("v100", "EFA 3.2Tbps", 400, 150, 8), ("a100", "400Gbps EFA", 50, 300, 8), ("a100", "p4d.24xlarge", 50, 300, 8), ("h100", "NVSwitch; 3200 Gbps", 400, 450, 8),
+        ("h100", "400 Gbps", 400, 450, 8), ("a100", "800Gbps", 100, 300, 8), ("v100", "1.6 Tb/s per node", 200, 150, 8), ("v100", "50 GB/s IB per GPU", 400, 150, 8),
+        ("a100", "RoCE 400G", 400, 300, 8), ("v100", "RoCEv2 8x400G", 400, 150, 8), ("a100", "100 GbE", 12.5, 300, 8), ("v100", "10GbE", 1.25, 150, 8),
+        ("a100", "PCIe only", 200, 25, 8), ("a100", "no NVLink", 200, 25, 8), ("a100", "PCIe Gen3 x16, 25GbE", 3.125, 12.5, 8), ("l40s", "PCIe Gen4, no NVLink, 2x100GbE", 25, 25, 8),
+        ("a100", "8x200Gb HDR IB per VM, PCIe to EPYC, 1.7TB host", 200, 300, 8), ("a100", "NVLink3 600GB/s, 8x200Gb HDR IB, full fat tree", 200, 300, 8),
+        ("h800", "NVLink 400 GB/s + 8x 400G RoCE", 400, 200, 8), ("a100", "NVLink 600 GB/s 8x200Gb IB", 200, 300, 8), ("a100", "IB HDR, 1 NIC/node", 25, 300, 8),
+        ("v100", "8x V100-SXM2 per node, NVLink2; one 100 Gb/s IB (EDR) per node", 12.5, 150, 8), ("v100", "DGX-2, 8x EDR IB", 50, 150, 16),
+        ("a100", "4x A100 per node, NVLink3, 1x HDR", 50, 300, 4), ("gb200", "NVL72 NVLink5", 400, 900, 72), ("v100", "NVLink4; IB 8x50 GB/s", 400, 150, 8),
+        ("h100", "NVLink in node; inter-node not stated", 400, 450, 8), ("v100", "NVSwitch 3.6TB/s; 8 x 400 Gbit/s InfiniBand", 400, 150, 8),
+        ("v100", "GPUDirect-TCPX 4x200G", 100, 150, 8), ("a100-pcie", "100 GbE", 12.5, 25, 8), ("a100", "400GbE RoCE", 400, 300, 8), ("v100", "PCIe 3.0 x16 / 40GbE", 5, 12.5, 8), ("v100", "NVLink 300GB/s | 4xHDR", 100, 150, 8),
+    ],
+)  # fmt: skip
+def test_what_joins_devices_is_read(gpu: str, said: str, net: float, link: float, node: int) -> None:
+    device = replace(devices()[gpu], node=interconnect.server(said) or devices()[gpu].node)
+    found, _ = interconnect.joined(device, said)
+    assert (found.net_gbits, found.link_gbs, found.node) == (net, link, node)
+
+
+def test_what_is_guessed_or_not_understood_of_it_is_said() -> None:
+    for said, why in (
+        ("RoCE v2", "'RoCE v2' as the usual 400 Gbit/s of a device"), ("TPU ICI", "'TPU ICI' is not counted"), ("no InfiniBand", "'no InfiniBand' is not counted"),
+        ("100 GbE", "'100 GbE' as 12.5 Gbit/s of a device"), ("NVLink 4; 16x400Gb IB; Myrinet", "'Myrinet' is not counted"),
+    ):  # fmt: skip
+        row = read(ROW | {"gpu": "H100", "interconnect": said, "recompute": "full"})
+        assert f"interconnect: {why}" in row.inferred
+    sure = (
+        "NVLink4 + 8x400Gb IB (DGX assumed)",
+        "Selene",
+        "one node, NVLink5",
+        "",
+        "400 Gb/s ConnectX-7 per GPU",
+    )
+    assert [read(ROW | {"gpu": "H100", "interconnect": said}).inferred for said in sure] == [[]] * len(sure)
+
+
+def test_ethernet_takes_longer() -> None:
+    slow, usual = (read(ROW | {"interconnect": said}).point["net_latency"] for said in ("100GbE", ""))
+    assert slow > 5 * usual
+
+
+# --- columns ----------------------------------------------------------------------------------------------
+
+MODEL = {
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "seq": 4096,
+    "tp": 2,
+    "pp": 2,
+    "dp": 16,
+    "microbatch": 1,
+    "global_batch": 64,
+}
+CONFIGURATIONS = {
+    "Megatron-LM": {
+        "num-layers": "32", "hidden-size": "4096", "num-attention-heads": "32", "num-query-groups": "8", "ffn-hidden-size": "14336", "seq-length": "4096",
+        "world-size": "64", "tensor-model-parallel-size": "2", "pipeline-model-parallel-size": "2", "num-layers-per-virtual-pipeline-stage": "4",
+        "micro-batch-size": "1", "global-batch-size": "64", "recompute-granularity": "selective", "sequence-parallel": "True",
+        "use-distributed-optimizer": "True", "vocab_size": "32000", "bf16": "True",
+    },
+    "torchtitan": {
+        "model.name": "llama3", "model.flavor": "8B", "training.local_batch_size": "4", "parallelism.pipeline_parallel_microbatch_size": "1", "#GPUs": "64",
+        "training.seq_len": "4096", "parallelism.data_parallel_shard_degree": "-1", "parallelism.tensor_parallel_degree": "2",
+        "parallelism.pipeline_parallel_degree": "2", "parallelism.pipeline_parallel_schedule": "Interleaved1F1B", "activation_checkpoint.mode": "selective",
+    },
+    "DeepSpeed": {
+        "nodes": "8", "gpus_per_node": "8", "n_layers": "32", "d_model": "4096", "n_heads": "32", "max_seq_len": "4096", "train_batch_size": "64",
+        "train_micro_batch_size_per_gpu": "1", "zero_stage": "1", "offload_optimizer": "cpu", "activation_checkpointing": "True", "mp_size": "2",
+        "pipe_parallel_size": "2", "fp16": "True",
+    },
+    "calculon": {
+        "num_procs": "64", "tensor_par": "2", "pipeline_par": "2", "data_par": "16", "batch_size": "64", "microbatch_size": "1", "hidden": "4096",
+        "feedforward": "16384", "seq_size": "4096", "attn_heads": "32", "attn_size": "128", "num_blocks": "32", "datatype": "float16",
+        "activation_recompute": "attn_only", "pipeline_interleaving": "2", "optimizer_sharding": "True", "weight_offload": "True",
+    },
+    "SimuMax": {
+        "world_size": "64", "tp_size": "2", "pp_size": "2", "ep_size": "4", "etp_size": "1", "seq_len": "4096", "micro_batch_size": "1",
+        "micro_batch_num": "4", "hidden_size": "4096", "head_num": "32", "kv_head_num": "8", "intermediate_size": "14336", "layer_num": "32",
+        "vocab_size": "32000", "expert_num": "8", "topk": "2", "dtype": "bf16", "zero_state": "1", "enable_sequence_parallel": "True",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", CONFIGURATIONS)
+def test_configurations_by_their_own_names(program: str) -> None:
+    found = read({"gpu": "A100-80GB", "framework": program, **CONFIGURATIONS[program]})
+    assert not found.refused
+    assert {name: found.point[name] for name in MODEL} == MODEL
+    own = {
+        "Megatron-LM": {"kv_heads": 8, "chunks": 4, "zero": 1, "sp": 1, "recompute": SELECTIVE},
+        "torchtitan": {"zero": 3, "chunks": 2, "schedule": INTERLEAVED, "kv_heads": 8},
+        "DeepSpeed": {"zero": 1, "offload": 1, "recompute": 2}, "calculon": {"recompute": SELECTIVE, "chunks": 2, "zero": 1},
+        "SimuMax": {"experts": 8, "etp": 1, "ep": 4, "sp": 1},
+    }[program]  # fmt: skip
+    assert {name: found.point[name] for name in own} == own
+    assert ("weight_offload=True is not counted" in found.inferred) == (program == "calculon")
+
+
+def test_names_of_columns() -> None:
+    assert [plain(name) for name in ("Global Batch Size", "model.hidden-size", "#GPUs", "tokens/s/gpu")] == [
+        "global_batch_size",
+        "hidden_size",
+        "gpus",
+        "tokens_s_gpu",
+    ]
+    assert "tokens_s_gpu" not in KNOWN
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tensor_parallel": "4"}, "tp=2 and tensor_parallel=4 cannot both be"),
+        ({"nodes": "8", "gpus_per_node": "4"}, "8 nodes of 4 are 32, and it has 64 gpus"),
+        ({"gpus": "8 per node"}, "gpus: '8 per node' is no whole number above 0"),
+        ({"global_batch": "8 per GPU"}, "global_batch: '8 per GPU' is no whole number above 0"),
+        ({"microbatch": "4096 tokens"}, "microbatch: '4096 tokens' is no whole number above 0"),
+        ({"microbatch": "1,2,4"}, "microbatch: '1,2,4' is no whole number above 0"),
+        ({"global_batch": "", "microbatch": "", "batch_size": "8"}, "batch_size: of a device, or of all? it has no global_batch, nor"),
+        ({"schedule": "DualPipe"}, "schedule: 'DualPipe' of 1 stages a rank is not known"),
+        ({"schedule": "gpipe", "vp": "4"}, "schedule: 'gpipe' of 4 stages a rank is not known"),
+        ({"cp": "32", "dp": "", "gpus": "128", "cp_comm_type": "a2a"}, "Ulysses over cp=32 cuts the 16 heads of a rank"),
+        ({"tp_mode": "2.5d"}, "tp_mode: '2.5d' of 2 ranks is not known"), ({"tp_mode": "2d"}, "tp_mode: '2d' of 2 ranks is not known"),
+        ({"experts": "8", "topk": "2", "ep": "8", "etp": "8"}, "ep x etp = 64 ranks are more than tp x cp x dp = 32"),
+        ({"model": "Nemotron-H 56B"}, "layers of its model are no attention (state spaces)"),
+        ({"model": "Qwen3.5-VL-35B", "layers": ""}, "layers of its model are no attention (it is linear)"),
+        ({"model": "Llama 4 Maverick", "layers": ""}, "nor the name of a published model (only every second layer has experts)"),
+    ],
+)  # fmt: skip
+def test_what_columns_say_against_each_other_is_refused(changes: dict[str, str], reason: str) -> None:
+    assert reason in "; ".join(read(BIG | changes).refused)
+
+
+@pytest.mark.parametrize(
+    ("changes", "point"),
+    [
+        ({"nodes": "16"}, {"node": 4}), ({"gpus": "", "dp": "", "nodes": "8", "gpus_per_node": "8"}, {"dp": 16, "node": 8}),
+        ({"gpu": "GB200", "gpus_per_node": "4"}, {"node": 72}), ({"params": "6738415616", "layers": "", "hidden": ""}, {"hidden": 4224}),
+        ({"dp": "-1"}, {"dp": 16}), ({"sp": "2"}, {"sp": 1}), ({"lora_rank": "16"}, {"frozen": 1}), ({"lora_rank": "0"}, {"frozen": 0}),
+        ({"global_batch": "", "batch_size": "64"}, {"global_batch": 64}),
+        ({"global_batch": "", "microbatch": "", "local_batch_size": "2", "pp": "1", "dp": "32"}, {"global_batch": 64, "microbatch": 2}),
+        ({"global_batch": "", "microbatch": "", "batch_size_per_gpu": "2", "grad_accum": "4"}, {"global_batch": 128, "microbatch": 2}),
+        ({"schedule": "gpipe"}, {"schedule": GPIPE}), ({"schedule": "ZB-H1"}, {"schedule": ZBH1}), ({"schedule": "ZBVZeroBubble", "vp": "2"}, {"schedule": ZBV, "chunks": 1}),
+        ({"cp": "4", "dp": "4", "cp_comm_type": "a2a"}, {"context": ULYSSES}), ({"cp": "4 (ulysses)", "dp": "4"}, {"context": ULYSSES}),
+        ({"cp": "4", "dp": "4", "framework": "DeepSpeed-Ulysses"}, {"context": ULYSSES}), ({"cp": "4", "dp": "4", "notes": "alltoall"}, {"context": RING}),
+        ({"cp": "4", "dp": "4", "cp_comm_type": "p2p"}, {"context": RING}), ({"ulysses_degree": "4", "dp": "4"}, {"context": ULYSSES, "cp": 4}),
+        ({"tp_mode": "2D", "tp": "4", "dp": "8"}, {"tensor": GRID, "rows": 2}), ({"tp_mode": "3D", "tp": "8", "dp": "4"}, {"tensor": CUBE, "rows": 2}),
+        ({"cpu_offload": "true", "zero_stage": "2"}, {"offload": 1, "zero": 2}), ({"cpu_offload": "false", "zero_stage": "2"}, {"offload": 0}),
+        ({"shard": "", "fsdp": "FULL_SHARD"}, {"zero": 3}), ({"shard": "", "fsdp": "8"}, {"zero": 3}), ({"shard": "", "fsdp": "SHARD_GRAD_OP"}, {"zero": 2}), ({"shard": "", "fsdp": "False"}, {"zero": 0}),
+        ({"data_parallel": "DDP", "tensor_parallel": "yes"}, {"tp": 2, "dp": 16}), ({"precision": "", "mixed_precision": "True"}, {"low": 2}),
+    ],
+)  # fmt: skip
+def test_columns_of_the_plan(changes: dict[str, str], point: dict[str, float]) -> None:
+    row = read(BIG | changes)
+    assert not row.refused, row.refused
+    assert {name: row.point[name] for name in point} == pytest.approx(point)
+
+
+def test_what_nobody_reads_is_said() -> None:
+    for changes, said in (
+        ({"mtp_num_layers": "1"}, ["mtp_num_layers=1 is not counted"]), ({"moe_layer_freq": "2"}, ["moe_layer_freq=2 is not counted"]),
+        ({"activation_offload": "True"}, ["activation_offload=True is not counted"]), ({"mtp_num_layers": "0", "batch_time_ms": "3", "overlap_moe": "1"}, []),
+        ({"cp": "4", "dp": "4", "cp_comm_type": "a2a+p2p"}, ["cp_comm_type=a2a+p2p as a ring"]), ({"schedule": "interleaved"}, ["vp=2"]),
+    ):  # fmt: skip
+        assert read(BIG | changes).inferred == said
+
+
+def test_ways_of_a_program() -> None:
+    orders = (
+        "",
+        "1F1B",
+        "Interleaved 1F1B",
+        "GPipe",
+        "AFAB",
+        "zb-h1",
+        "ZBV",
+        "DualPipeV",
+        "DualPipe",
+        "ZB-2p",
+        "some",
+    )
+    assert [way("schedules", word) for word in orders] == [0, 0, 1, 2, 2, 3, 4, 5, None, None, None]
+    assert [way("contexts", word) for word in ("", "p2p", "all_gather", "a2a", "Ulysses", "USP")] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cells", "sequences"),
+    [
+        ({"global_batch_tokens": "4M"}, 2048), ({"global_batch": "4M tokens"}, 2048), ({"global_batch": "4194304 tokens"}, 2048),
+        ({"global_batch": "512K tokens"}, 256), ({"tokens_per_batch": "4,000,000"}, 1953), ({"global_batch": "1M toks", "seq_len": "1000"}, 1000),
+    ],
+)  # fmt: skip
+def test_batches_of_tokens(cells: dict[str, str], sequences: int) -> None:
+    """4M are 2^22 where that is so many whole sequences."""
+    row = read(BIG | {"global_batch": ""} | cells)
+    assert row.point["global_batch"] == sequences
+    assert any(word.startswith(f"global_batch={sequences} of ") for word in row.inferred)
+
+
+def test_ranks_that_share_an_expert() -> None:
+    """tp=2 and etp=1: each rank of tp has whole experts, and twice as many ranks have the same."""
+    row = BIG | {"experts": "8", "topk": "2", "ep": "4", "moe_ffn": "4096"}
+    both = points([read(row | {"etp": etp}).point for etp in ("", "1")])
+    assert [*both.expert_tp] == [2, 1]
+    assert [*both.expert_replicas] == [4, 8]
+    assert [*both.expert_stride] == [8, 4]
+    cut, own = predict([row, row | {"expert_tensor_parallel_size": "1"}])
+    assert own.predicted_memory_gb > cut.predicted_memory_gb
+
+
+def test_measured_columns_by_other_names() -> None:
+    assert read_measured(ROW | {"step_time_ms": "1500", "peak_memory_gib": "2"}).time == 1.5
+    assert read_measured(ROW | {"step_time_ms": "1500", "peak_memory_gib": "2"}).memory == 2 * 2**30
+
+
+def test_names_of_published_models() -> None:
+    known = {
+        "GPT-3 1.3B": "gpt3-1.3b", "gpt2": "gpt2", "opt-1.3b": "opt-1.3b", "BLOOM 7.1B": "bloom-7b1", "EleutherAI/pythia-12b-deduped": "pythia-12b", "MPT-7b": "mpt-7b",
+        "tiiuae/falcon-40b": "falcon-40b", "meta-llama/Llama-4-Scout-17B-16E": "llama-4-scout", "llama3.3-70b": "llama-3-70b", "Mistral-Small-3.1-24B": "mistral-small-24b",
+        "Qwen/Qwen2.5-0.5B": "qwen2.5-0.5b", "Qwen3-4B": "qwen3-4b", "qwen3_30b_a3b": "qwen3-30b-a3b", "Qwen2-57B-A14B": "qwen2-57b-a14b", "Qwen-7B": "qwen1.5-7b",
+        "deepseek-v3.1": "deepseek-v3", "google/gemma-7b": "gemma-7b", "gemma-2-27b-it": "gemma-2-27b", "gemma 3 27B": "gemma-3-27b", "phi-3-mini-128k": "phi-3-mini",
+        "Phi-4": "phi-4", "OLMo-2-7B": "olmo-2-7b", "GLM-4.5-Air": "glm-4.5-air", "starcoder2-15b": "starcoder2-15b", "internlm2_5-7b": "internlm2-7b", "Yi-34B": "yi-34b",
+        "grok-1": "grok-1", "DBRX": "dbrx", "T-NLG": "t-nlg-17b", "Nemotron-22B": "nemotron-3-22b",
+    }  # fmt: skip
+    assert {name: model.name for name in known if (model := named(name))} == known
+    others = (
+        "Llama4-Maverick",
+        "DeepSeek-V4",
+        "grok-2",
+        "gpt-4",
+        "Qwen2.5-VL-7B",
+        "gpt2-13b",
+        "tiny-yi-6b",
+        "Qwen3-Next-80B",
+        "opt-350m",
+    )
+    assert [named(name) for name in others] == [None] * len(others)
