@@ -3,8 +3,8 @@
     python benchmarks/bugs/fit.py --db bugs.db HISTORY...
 
 Regularised maximum likelihood of the labels (each dimension by itself), weights not below nothing: a rule speaks for its word or
-is silent; one that gets no weight is taken out. Whether a commit is a fix is learnt of all, and judged with each as heavy as what it
-stands for; learnt so it would be no better, since few rows would decide. What ten folds of the same labels say of it is printed; the labels that judge it (labels.csv) are not read here.
+is silent; one that gets no weight is taken out. Whether a commit is a fix is learnt of all, each as heavy as what it stands for.
+What ten folds of the same labels say of it is printed; the labels that judge it (labels.csv) are not read here.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def seen(base, repos: dict[str, Path], rows: list[labels.Label]) -> list[dict[st
     return [found[row.repo, row.commit] for row in rows]
 
 
-def fitted(hints: Hints, matched: np.ndarray, true: np.ndarray) -> Hints:
-    """The same rules with other weights and priors. `matched`: [fixes, rules]; `true`: [fixes] numbers of words."""
+def fitted(hints: Hints, matched: np.ndarray, true: np.ndarray, heavy: np.ndarray) -> Hints:
+    """The same rules with other weights and priors. `matched`: [fixes, rules]; `true`: [fixes] numbers of words; `heavy`: [fixes] how much each counts."""
     words = list(hints.prior)
     of = np.array([words.index(hint.word) for hint in hints.hints])
 
@@ -53,8 +53,9 @@ def fitted(hints: Hints, matched: np.ndarray, true: np.ndarray) -> Hints:
         chance /= chance.sum(axis=1, keepdims=True)
         wrong = chance.copy()
         wrong[np.arange(len(true)), true] -= 1
+        wrong *= heavy[:, None]
         slope = (matched * wrong[:, of]).sum(axis=0)
-        value = -np.log(chance[np.arange(len(true)), true] + 1e-300).sum()
+        value = -(heavy * np.log(chance[np.arange(len(true)), true] + 1e-300)).sum()
         value += RIDGE * (weight**2).sum() / 2 + (prior**2).sum() / 20
         return value, np.concatenate([wrong.sum(axis=0) + prior / 10, slope + RIDGE * weight])
 
@@ -109,26 +110,27 @@ def main() -> None:
         use = np.arange(len(rows)) if dimension == "fix" else np.flatnonzero(yes)
         matched = np.array([[m is not None for m in matches(hints, of[i])] for i in use], dtype=float)
         true = np.array([words.index(getattr(rows[i], dimension)) for i in use])
+        weight = heavy[use] if dimension == "fix" else np.ones(len(use))
         chances = np.zeros((len(use), len(words)))
         fold = np.random.default_rng(0).integers(FOLDS, size=len(use))
         for k in range(FOLDS):
-            there = fitted(hints, matched[fold != k], true[fold != k])
+            there = fitted(hints, matched[fold != k], true[fold != k], weight[fold != k])
             chances[fold == k] = likely(there, matched[fold == k])
         if dimension == "fix":
-            say_fix(chances[:, 0], true == 0, heavy)
+            say_fix(chances[:, 0], true == 0, weight)
         else:
             found = kappa([words[i] for i in true], [words[i] for i in chances.argmax(axis=1)])
             print(
                 f"{dimension}: {len(use)} fixes, of other folds kappa {found.value:.2f} ({found.low:.2f} to {found.high:.2f}), {found.alike:.0%} alike"
             )
-        text = written(text, dimension, fitted(hints, matched, true), words)
+        text = written(text, dimension, fitted(hints, matched, true, weight), words)
     if not args.look:
         FILE.write_text(text, encoding="utf-8")
 
 
 def say_fix(chance: np.ndarray, true: np.ndarray, weight: np.ndarray) -> None:
     """Precision and recall, of other folds, at several probabilities that a fix must have."""
-    for least in np.arange(0.3, 0.71, 0.02):
+    for least in np.arange(0.3, 0.75, 0.05):
         taken = chance >= least
         both = (weight * taken * true).sum()
         print(
