@@ -354,17 +354,8 @@ def request(number: int, closes: list[dict[str, Any]], oid: str | None = None) -
 
 
 def page(nodes: list[dict[str, Any]], cursor: str | None, more: bool) -> dict[str, Any]:
-    return {
-        "data": {
-            "repository": {
-                "pullRequests": {
-                    "totalCount": 3,
-                    "pageInfo": {"hasNextPage": more, "endCursor": cursor},
-                    "nodes": nodes,
-                }
-            }
-        }
-    }
+    requests = {"totalCount": 3, "pageInfo": {"hasNextPage": more, "endCursor": cursor}, "nodes": nodes}
+    return {"data": {"repository": {"pullRequests": requests}}}
 
 
 PAGES = {None: page([request(7, [ISSUE]), request(8, [])], "two", True), "two": page([request(99, [ISSUE], "f" * 40)], "end", False), "end": page([], "end", False)}  # fmt: skip
