@@ -335,30 +335,27 @@ def test_files_that_are_something_else(repo: Path, tmp_path: Path) -> None:
 
 # --- GitHub -----------------------------------------------------------------------------------------------
 
-ISSUE = {"number": 3, "title": "Gradients are lost", "bodyText": "It trains, and wrongly.", "createdAt": "2024-01-02T00:00:00Z", "closedAt": "2024-01-05T00:00:00Z", "labels": {"nodes": [{"name": "bug"}]}}  # fmt: skip
+
+def listed(nodes: list[Any], more: str | None = None) -> dict[str, Any]:
+    """A list as GitHub gives it; `more`: it has another page, from there on."""
+    return {"pageInfo": {"hasNextPage": more is not None, "endCursor": more}, "nodes": nodes}
+
+
+ISSUE = {"__typename": "Issue", "id": "I3", "number": 3, "title": "Gradients are lost", "bodyText": "It trains, and wrongly.", "createdAt": "2024-01-02T00:00:00Z", "closedAt": "2024-01-05T00:00:00Z", "labels": listed([{"name": "bug"}])}  # fmt: skip
 
 
 def request(number: int, closes: list[dict[str, Any]], oid: str | None = None) -> dict[str, Any]:
     review = lambda login: {"author": {"login": login} if login else None}
     return {
-        "number": number, "title": f"Request {number}", "createdAt": "2024-01-04T00:00:00Z", "mergedAt": "2024-01-05T00:00:00Z",
-        "mergeCommit": {"oid": oid} if oid else None, "labels": {"nodes": []},
-        "reviews": {"nodes": [review("a"), review("b"), review("a"), review(None)]}, "closingIssuesReferences": {"nodes": closes},
+        "__typename": "PullRequest", "id": f"P{number}", "number": number, "title": f"Request {number}", "createdAt": "2024-01-04T00:00:00Z", "mergedAt": "2024-01-05T00:00:00Z",
+        "mergeCommit": {"oid": oid} if oid else None, "labels": listed([]),
+        "reviews": listed([review("a"), review("b"), review("a"), review(None)]), "closingIssuesReferences": listed(closes),
     }  # fmt: skip
 
 
 def page(nodes: list[dict[str, Any]], cursor: str | None, more: bool) -> dict[str, Any]:
-    return {
-        "data": {
-            "repository": {
-                "pullRequests": {
-                    "totalCount": 3,
-                    "pageInfo": {"hasNextPage": more, "endCursor": cursor},
-                    "nodes": nodes,
-                }
-            }
-        }
-    }
+    requests = {"totalCount": 3, "pageInfo": {"hasNextPage": more, "endCursor": cursor}, "nodes": nodes}
+    return {"data": {"repository": {"pullRequests": requests}}}
 
 
 PAGES = {None: page([request(7, [ISSUE]), request(8, [])], "two", True), "two": page([request(99, [ISSUE], "f" * 40)], "end", False), "end": page([], "end", False)}  # fmt: skip
@@ -394,6 +391,33 @@ def test_issues_are_exported_and_joined(repo: Path, tmp_path: Path) -> None:
     # The issue was opened on the second of January, and its fix taken in on the fifth; the link is in the message and GitHub's own.
     assert read(base, "SELECT days, labels, reviewers FROM time_to_fix") == [(3.0, '["bug"]', 2)]
     assert read(base, "SELECT body FROM issue") == [("It trains, and wrongly.",)]
+
+
+def test_long_lists_come_whole(tmp_path: Path) -> None:
+    """Labels, reviews and issues come in pages of their own: all are asked for."""
+    long = [{"name": f"label {n}"} for n in range(45)]
+    issue = {**ISSUE, "labels": listed(long[:20], "20")}
+    one = {**request(7, []), "closingIssuesReferences": listed([], "c")}
+    nodes = {
+        ("P7", "c"): {"closingIssuesReferences": listed([issue])},
+        ("I3", "20"): {"labels": listed(long[20:40], "40")},
+        ("I3", "40"): {"labels": listed(long[40:])},
+    }
+
+    def said(asked: dict[str, Any]) -> tuple[int, dict[str, str], str]:
+        of = asked["variables"]
+        data = (
+            page([one], "end", False) if "id" not in of else {"data": {"node": nodes[of["id"], of["after"]]}}
+        )
+        return 200, {}, json.dumps(data)
+
+    with answering(said) as (url, asked):
+        assert github.export("owner/name", tmp_path / "out.jsonl", "secret", url, pause=0.001) == 1
+    written = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[1])
+    assert written["closes"][0]["labels"] == [label["name"] for label in long]
+    assert "on PullRequest { closingIssuesReferences(" in asked[1]["query"]
+    assert "on Issue { labels(" in asked[2]["query"]
+    assert len(asked) == 4
 
 
 def test_an_export_goes_on_where_it_stopped(tmp_path: Path) -> None:

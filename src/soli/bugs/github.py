@@ -11,7 +11,7 @@ import sqlite3
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,25 +23,38 @@ from soli.core.progress import busy
 API = "https://api.github.com/graphql"
 PAGE = 50
 TRIES = 5
-QUERY = """
-query($owner: String!, $name: String!, $after: String, $count: Int!) {
-  repository(owner: $owner, name: $name) {
-    pullRequests(states: MERGED, first: $count, after: $after, orderBy: {field: CREATED_AT, direction: ASC}) {
+FIELDS = {"labels": "name", "reviews": "author { login }"}
+"""Of the lists that requests and issues have, each in pages of its own."""
+
+
+def _list(name: str, first: int, after: str = "") -> str:
+    return (
+        f"{name}(first: {first}{after}) {{ pageInfo {{ hasNextPage endCursor }} nodes {{ {FIELDS[name]} }} }}"
+    )
+
+
+FIELDS["closingIssuesReferences"] = (
+    f"__typename id number title bodyText createdAt closedAt {_list('labels', 20)}"
+)
+QUERY = f"""
+query($owner: String!, $name: String!, $after: String, $count: Int!) {{
+  repository(owner: $owner, name: $name) {{
+    pullRequests(states: MERGED, first: $count, after: $after, orderBy: {{field: CREATED_AT, direction: ASC}}) {{
       totalCount
-      pageInfo { hasNextPage endCursor }
-      nodes {
-        number title createdAt mergedAt
-        mergeCommit { oid }
-        labels(first: 20) { nodes { name } }
-        reviews(first: 50) { nodes { author { login } } }
-        closingIssuesReferences(first: 10) {
-          nodes { number title bodyText createdAt closedAt labels(first: 20) { nodes { name } } }
-        }
-      }
-    }
-  }
-}
+      pageInfo {{ hasNextPage endCursor }}
+      nodes {{
+        __typename id number title createdAt mergedAt
+        mergeCommit {{ oid }}
+        {_list("labels", 20)}
+        {_list("reviews", 50)}
+        {_list("closingIssuesReferences", 10)}
+      }}
+    }}
+  }}
+}}
 """
+Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
+"""A query and its variables; what GitHub answers."""
 
 
 def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0) -> int:
@@ -60,12 +73,14 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
             "a token is not sent over a connection that others can read", got=api, allowed="https://"
         )
     after, count = _begun(out, repo)
+    ask: Ask = lambda query, variables: _asked(api, token, query, variables, pause)
     with out.open("a", encoding="utf-8") as file, busy(f"exporting {repo}", unit="requests") as add:
         if not out.stat().st_size:
             file.write(json.dumps({"repo": repo, "format": 1}) + "\n")
         while True:
-            page = _asked(api, token, {"owner": owner, "name": name, "after": after, "count": PAGE}, pause)
-            nodes = [_request(node) for node in page["nodes"]]
+            said = ask(QUERY, {"owner": owner, "name": name, "after": after, "count": PAGE})
+            page = said["repository"]["pullRequests"]
+            nodes = [_request(node, ask) for node in page["nodes"]]
             after = page["pageInfo"]["endCursor"]
             # a page is whole or not there: its end is written with it
             file.write("".join(json.dumps(one) + "\n" for one in [*nodes, {"cursor": after}]))
@@ -101,23 +116,35 @@ def load(base: sqlite3.Connection, path: Path) -> tuple[str, int, int]:
     return repo, found, len(requests)
 
 
-def _request(node: dict[str, Any]) -> dict[str, Any]:
-    authors = {review["author"]["login"] for review in node["reviews"]["nodes"] if review["author"]}
+def _request(node: dict[str, Any], ask: Ask) -> dict[str, Any]:
+    authors = {review["author"]["login"] for review in _whole(node, "reviews", ask) if review["author"]}
     closes = [
         {
-            "number": one["number"], "title": one["title"], "body": one["bodyText"], "labels": _labels(one),
+            "number": one["number"], "title": one["title"], "body": one["bodyText"], "labels": _labels(one, ask),
             "opened": _seconds(one["createdAt"]), "ended": _seconds(one["closedAt"]) if one["closedAt"] else None,
         }
-        for one in node["closingIssuesReferences"]["nodes"]
+        for one in _whole(node, "closingIssuesReferences", ask)
     ]  # fmt: skip
     return {
-        "number": node["number"], "hash": (node["mergeCommit"] or {}).get("oid"), "title": node["title"], "labels": _labels(node),
+        "number": node["number"], "hash": (node["mergeCommit"] or {}).get("oid"), "title": node["title"], "labels": _labels(node, ask),
         "opened": _seconds(node["createdAt"]), "merged": _seconds(node["mergedAt"]), "reviewers": len(authors), "closes": closes,
     }  # fmt: skip
 
 
-def _labels(node: dict[str, Any]) -> list[str]:
-    return [label["name"] for label in node["labels"]["nodes"]]
+def _labels(node: dict[str, Any], ask: Ask) -> list[str]:
+    return [label["name"] for label in _whole(node, "labels", ask)]
+
+
+def _whole(node: dict[str, Any], name: str, ask: Ask) -> list[dict[str, Any]]:
+    """A list of a request or an issue: its first page came with that, the others are asked for."""
+    part = node[name]
+    found = list(part["nodes"])
+    more = f"... on {node['__typename']} {{ {_list(name, 50, ', after: $after')} }}"
+    while part["pageInfo"]["hasNextPage"]:
+        of = {"id": node["id"], "after": part["pageInfo"]["endCursor"]}
+        part = ask(f"query($id: ID!, $after: String) {{ node(id: $id) {{ {more} }} }}", of)["node"][name]
+        found += part["nodes"]
+    return found
 
 
 def _seconds(text: str) -> int:
@@ -167,9 +194,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _asked(api: str, token: str, variables: dict[str, Any], pause: float) -> dict[str, Any]:
-    """A page of pull requests. What GitHub refuses for now is asked again; what it refuses is a SoliError."""
-    body = json.dumps({"query": QUERY, "variables": variables}).encode()
+def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: float) -> dict[str, Any]:
+    """What it answers. What GitHub refuses for now is asked again; what it refuses is a SoliError."""
+    body = json.dumps({"query": query, "variables": variables}).encode()
     headers = {"Authorization": f"bearer {token}", "Content-Type": "application/json", "User-Agent": "soli"}
     said = ""
     for attempt in _attempts(pause):
@@ -196,8 +223,8 @@ def _asked(api: str, token: str, variables: dict[str, Any], pause: float) -> dic
             if any(one.get("type") == "RATE_LIMITED" for one in told["errors"]) and attempt < TRIES - 1:
                 continue
             raise failure("GitHub refused the request", got=said)
-        page: dict[str, Any] = told["data"]["repository"]["pullRequests"]
-        return page
+        data: dict[str, Any] = told["data"]
+        return data
     raise failure(
         "GitHub does not answer", got=f"{said}, {TRIES} times", fix="the same command later goes on from here"
     )
