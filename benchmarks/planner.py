@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,16 +113,14 @@ def held_out(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`off`, each row by constants that were fitted without its group."""
     times, memories = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
-    for number, group in enumerate(sorted(set(groups))):
-        out = [i for i, g in enumerate(groups) if g == group]
-        rest = [i for i, g in enumerate(groups) if g != group]
-        sets = fit_sets([rows[i] for i in rest], [sources[i] for i in rest])
-        times[out], memories[out] = off([rows[i] for i in out], sets)
-        print(
-            f"  without group {number + 1} of {len(set(groups))}: {len(out)} rows",
-            file=sys.stderr,
-            flush=True,
-        )
+    each = sorted(set(groups))
+    outs = [[i for i, g in enumerate(groups) if g == group] for group in each]
+    rests = [[i for i, g in enumerate(groups) if g != group] for group in each]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        fits = pool.map(fit_sets, [[rows[i] for i in rest] for rest in rests], [[sources[i] for i in rest] for rest in rests])  # fmt: skip
+        for number, (out, sets) in enumerate(zip(outs, fits, strict=True), 1):
+            times[out], memories[out] = off([rows[i] for i in out], sets)
+            print(f"  without group {number} of {len(each)}: {len(out)} rows", file=sys.stderr, flush=True)
     return times, memories
 
 
