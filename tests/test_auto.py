@@ -472,35 +472,39 @@ def test_a_plan_that_takes_more_than_rehearsed_is_not_begun(capsys: Any) -> None
     assert engine.plan.accumulate > 1
 
 
-def begun(folder: str) -> tuple[list[str], str, bool]:
+def begun(folder: str) -> tuple[list[str], str, list[bool]]:
     """What is chosen where a step takes more than its rehearsal; whether training is that of the plan from the start."""
     os.environ["SOLI_CACHE"] = folder
     plans, weights, said = ["auto"], [], ""
-    for plan in plans:
-        torch.manual_seed(0)
-        model, rows = Hoards(), torch.randn(64 * join().size, 512)
-        engine = parallelize(
-            model, losses.mse(), optimizer=lambda p: torch.optim.AdamW(p), plan=plan, memory=60e6
-        )
-        for _ in range(2):
-            engine.step((rows, rows))
-        weights.append([*model.inner.parameters(), torch.rand(4)])
-        if engine.choice is not None:
-            assert all(o.peak < auto.TIGHT * 60e6 / 2 for o in engine.choice.options)
-            plans.append(str(engine.plan))
-            said = engine.choice.lines[2]
-    return plans, said, all(map(torch.equal, *weights))
+    bases, auto.bases = auto.bases, lambda ranks, *_, **__: [Plan(dp=ranks)]
+    try:
+        for plan in plans:
+            torch.manual_seed(0)
+            model, rows = Hoards(), torch.randn(16 * join().size, 512)
+            engine = parallelize(
+                model, losses.mse(), optimizer=lambda p: torch.optim.AdamW(p), plan=plan, memory=40e6
+            )
+            for _ in range(2):
+                engine.step((rows, rows))
+            weights.append([*engine.global_state_dict().values(), torch.rand(4)])
+            if engine.choice is not None:
+                assert all(o.peak < auto.TIGHT * 40e6 / 2 for o in engine.choice.options)
+                plans.append(str(engine.plan))
+                said = engine.choice.lines[2]
+    finally:
+        auto.bases = bases
+    return plans, said, list(map(torch.equal, *weights))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_plan_is_tried_before_it_is_begun(pool: Pool, tmp_path: Path, ranks: int) -> None:
     """Far below half of what is free by its rehearsal, and above it really: seen on a copy, with both numbers."""
     for plans, said, same in pool.run(begun, str(tmp_path), ranks=ranks, deadline=120):
-        assert "accumulate=8" in plans[1]
+        assert Plan.parse(plans[1]).pieces >= 4 * ranks
         assert re.search(
-            r"took 2\d\d MB, 2\d\d MB more than rehearsed and more than the 60 MB that are free", said
+            r"took [4-9]\d.* MB, [4-9]\d.* MB more than rehearsed and more than the 40 MB that are free", said
         )
-        assert same
+        assert same == [True] * 3
 
 
 def test_out_of_memory_on_a_copy_is_a_lighter_plan(monkeypatch: pytest.MonkeyPatch) -> None:

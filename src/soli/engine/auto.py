@@ -91,8 +91,6 @@ class Auto:
                 self._finish()
         order = self._fitting()
         while order and not order[0].taken and not self._holds(order[0]):
-            if order[0].plan not in self.broken:
-                self._look(self._layouts(), again=True)  # a lighter form of it
             order = self._fitting()
         if not order:
             return self._none()
@@ -296,6 +294,8 @@ class Auto:
         elif steps > 1:  # the first has what is looked at once
             found = replace(found, measured=seconds)
         self.options[option.plan] = found
+        if found.refused and option.plan not in self.broken:
+            self._look(self._layouts(), again=True)  # a lighter form of it
         return not found.refused
 
     def _is_tried(self, option: Option) -> bool:
@@ -305,8 +305,8 @@ class Auto:
         return bool(by_values) or self.doubted or self._need(option) > TIGHT * self.memory
 
     def _need(self, option: Option) -> float:
-        """Bytes that a plan is taken to need: what it rehearsed, and what allocators take beside."""
-        return HEADROOM * option.peak
+        """Bytes that a plan is taken to need: what it took, or what it rehearsed and what allocators take beside."""
+        return max(option.taken, HEADROOM * option.peak)
 
     def _failed(self, plan: str) -> bool:
         """Whether it was run and took more than there is."""

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import SIZES
+from soli.engine import rng
 from soli.engine.batch import Part, rows_of
 from soli.engine.taken import Taken, is_beyond
 from soli.mesh.collectives import all_reduce
@@ -107,7 +108,9 @@ def decide(engine: Engine, batch: Any, rows: int) -> None:
         engine.world_info.backend,
     )  # fmt: skip
     wish, gradients = engine._wish, [p.grad for p in engine.model.parameters()]
+    drawn = rng.state()
     choice = auto.choose(program, engine.world_info, rows, memory=wish.memory, probes=wish.probes)
+    rng.restore(drawn)
     for param, gradient in zip(engine.model.parameters(), gradients, strict=True):
         # a loss that has the model itself, and not its argument, reached it from a copy
         param.grad = gradient
