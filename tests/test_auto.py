@@ -365,6 +365,7 @@ def failing_alone(error: type[Exception]) -> tuple[bool, str, list[str]]:
         made = auto.Auto(program("gpt"), join(), 8, None, 1)
         bad, good = (Plan.parse(plan) for plan in ("dp=1,pp=2,microbatches=2", "dp=2"))
         made._look([bad, good])
+        made._look = lambda *_, **__: None  # type: ignore[method-assign]  # no lighter ones
         held = made._holds(made.options[str(bad)], 2)
         assert left == int(join().rank == 1)
         assert made._holds(made.options[str(good)], 2)
