@@ -214,7 +214,7 @@ def _bytes(text: str) -> float:
 
 
 TIMES = "GB of a device, and up to its upper bound. bubble: waiting in the pipeline. exposed: communication that nothing hides."
-KINDS = "GB by kind, at the fullest moment. gathered: parameters of other ranks, and casts. workspace: of libraries, too."
+KINDS = "GB by kind, at the fullest moment of the fullest stage. gathered: parameters of other ranks, and casts."
 
 
 def _best(choices: list[Choice]) -> None:
