@@ -214,16 +214,18 @@ def _bytes(text: str) -> float:
 
 
 TIMES = "GB of a device, and up to its upper bound. bubble: waiting in the pipeline. exposed: communication that nothing hides."
-KINDS = "GB by kind, at the fullest moment of the fullest stage. gathered: parameters of other ranks, and casts."
+KINDS = (
+    "GB by kind, at the fullest moment of the fullest stage. gathered: parameters of other ranks, and casts."
+)
 
 
 def _best(choices: list[Choice]) -> None:
-    rows = []
-    for one in choices:
-        rows.append([
+    rows = [
+        [
             f"{one.step_time_s:#.4g}".rstrip("."), f"{one.tokens_per_s:,.0f}", f"{one.mfu:.1%}", f"{one.memory_gb:.1f}",
             f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{one.exposed:.1%}",
-        ])  # fmt: skip
+        ] for one in choices
+    ]  # fmt: skip
     _table(["step s", "tokens/s", "MFU", "GB", "up to", "bubble", "exposed"], rows, TIMES)
     kinds = [[f"{part:.1f}" for part in one.memory_parts_gb.values()] for one in choices]
     _table([*choices[0].memory_parts_gb], kinds, KINDS)

@@ -83,7 +83,7 @@ class First:
         self.taken = Taken(engine.device, engine.model, engine.optimizer)
 
     def end(self, engine: Engine) -> None:
-        most = torch.tensor([self.taken.most()], dtype=torch.float64)
+        engine._watch, most = None, torch.tensor([self.taken.most()], dtype=torch.float64)
         all_reduce(most, engine.mesh.all, "max", label="bytes of the first step")
         taken, known = float(most), max(self.option.taken, self.option.peak)
         if is_beyond(taken, known):

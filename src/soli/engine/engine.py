@@ -355,7 +355,6 @@ class Engine:
         self.step_count += 1
         if self._watch is not None:
             self._watch.end(self)
-            self._watch = None
 
     def _take_step(self) -> None:
         pieces = []

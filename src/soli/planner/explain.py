@@ -149,7 +149,7 @@ def why(best: list[Choice]) -> str:
     first, second = best[0], best[1]
     less = second.step_time_s - first.step_time_s
     if less < 5e-4 * first.step_time_s:
-        return f"As quick as the second, which takes {second.memory_gb:.1f} GB; this one {first.memory_gb:.1f}"
+        return f"As quick as the second, in {first.memory_gb:.1f} GB; that one takes {second.memory_gb:.1f}"
     text = f"{less:.3g} s ({less / first.step_time_s:.1%}) less than the second: " + compared(first, second)
     if first.time_high_s > second.time_low_s:
         text += ". Less than the error: measure both"

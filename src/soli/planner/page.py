@@ -81,15 +81,7 @@ def _memory(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None
     axes.axvline(task.limit / explain.GB, color="black", linestyle="--")
     axes.set(yticks=places, yticklabels=[str(n + 1) for n in places], xlabel="GB", ylabel="plan")
     axes.invert_yaxis()
-    axes.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, 1.17),
-        ncols=7,
-        fontsize="small",
-        handlelength=1,
-        columnspacing=1,
-        frameon=False,
-    )
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.17), ncols=7, fontsize=8, columnspacing=1)
 
 
 def _first(task: Task, found: Found) -> tuple[int, int, int, float]:

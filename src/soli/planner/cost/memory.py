@@ -147,14 +147,10 @@ def kinds(p: Points, k: Constants) -> dict[str, Array]:
     at_last = (p.logged > 0) | (end + loss > begin + of_first)
     panels = grids.beside(p) if p.tensor.any() else 0.0
     return {
-        "parameters": weights,
-        "gradients": gradients,
-        "optimizer": moments,
-        "activations": np.where(at_last, end, begin),
-        "logits": np.where(at_last, loss, of_first),
-        "gathered": gathered(p) + casts(p) + panels,
-        "workspace": k.resident + k.workspace,
-    }
+        "parameters": weights, "gradients": gradients, "optimizer": moments,
+        "activations": np.where(at_last, end, begin), "logits": np.where(at_last, loss, of_first),
+        "gathered": gathered(p) + casts(p) + panels, "workspace": k.resident + k.workspace,
+    }  # fmt: skip
 
 
 def peak(p: Points, k: Constants) -> Array:
