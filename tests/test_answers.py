@@ -14,12 +14,14 @@ import pytest
 from soli.core.errors import SoliError
 from soli.planner import explain, whatif
 from soli.planner.cost import memory, pipeline
+from soli.planner.cost.constants import MEANINGS, repeated
+from soli.planner.cost.points import points
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.page import page
 from soli.planner.search import search
 from soli.planner.timeline import order, timeline
 from test_cli import soli
-from test_cost import point
+from test_cost import BASE, ONE, point
 from test_search import LLAMA, SMALL, config, task  # noqa: F401  (config is a fixture)
 
 # --- the timeline -----------------------------------------------------------------------------------------
@@ -54,6 +56,59 @@ def test_groups_of_chunks_must_be_whole() -> None:
         order(0, 4, 2, 6)
 
 
+# --- memory by kind ---------------------------------------------------------------------------------------
+
+
+def test_kinds_of_memory_are_the_peak() -> None:
+    """Of random plans of every zero, offload, recomputation and pipeline, whichever of the first and last stage is fullest."""
+    dice = np.random.default_rng(0)
+    one_of = {
+        "zero": range(4), "offload": (0, 1), "recompute": (0, 1, 2), "pp": (1, 2, 4, 8), "dp": (2, 8), "tp": (1, 2, 8), "schedule": (0, 2, 3, 4), "microbatch": (1, 4),
+        "casts": (0, 1), "whole": (0, 1), "logged": (0, 1), "vocab": (1000, 51200, 500000), "tied": (0, 1), "fewer": (0, 1), "experts": (0, 8), "seq": (512, 8192),
+    }  # fmt: skip
+    rows = [{name: float(dice.choice(of)) for name, of in one_of.items()} for _ in range(2000)]
+    p = points([BASE | {"global_batch": 256, "weight": 4, "moments": 8} | row for row in rows])
+    k = repeated(dict(zip(MEANINGS, (float(ONE.values[name][0]) for name in MEANINGS), strict=True)), len(p))
+    kinds = memory.kinds(p, k)
+    assert [*kinds] == [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "gathered",
+        "workspace",
+    ]
+    assert all((part >= 0).all() for part in kinds.values())
+    folded = (p.pp == 1) | (p.schedule == 4)
+    first = memory.activations(p, k, pipeline.in_flight(p)) + np.where(folded, memory.logits(p, k), 0.0)
+    last = memory.activations(p, k, pipeline.in_flight_last(p), p.fewer) + memory.logits(p, k)
+    assert 200 < (last > first)[(p.pp > 1) & (p.logged == 0)].sum() < (p.pp > 1).sum() - 200
+    fullest = np.where(p.logged > 0, last, np.maximum(first, last))
+    whole = memory.states(p, k) + fullest + memory.gathered(p) + memory.casts(p) + k.workspace
+    np.testing.assert_allclose(memory.peak(p, k), whole, rtol=1e-12)
+    np.testing.assert_allclose(sum(kinds.values()), whole, rtol=1e-12)
+    assert not kinds["optimizer"][p.offload > 0].any()
+    assert not kinds["gathered"][(p.zero < 3) & (p.casts == 0)].any()
+    shared = (p.zero == 3) & (p.offload == 0) & (p.experts == 0)
+    np.testing.assert_allclose(kinds["optimizer"][shared], 2 * kinds["parameters"][shared])
+
+
+def test_kinds_are_shown_and_in_json() -> None:
+    """In the table, within 80 columns, and in the answer for programs, where they are the memory that is said."""
+    words = ["plan", "llama-3-70b", "--cluster", "h100:8x8", "--global-batch", "256", "--count", "3"]
+    found = json.loads(soli(*words, "--json").stdout)["best"]
+    assert all(
+        sum(one["memory_parts_gb"].values()) == pytest.approx(one["memory_gb"], rel=1e-12) for one in found
+    )
+    shown = soli(*words).stdout
+    table = shown[: shown.index("GB by kind")].splitlines()
+    assert all(len(line) <= 80 for line in table if not line.startswith(("llama", "GB of a device")))
+    for name in (*found[0]["memory_parts_gb"], "step s", "tokens/s", "MFU", "bubble", "exposed"):
+        assert any(name in line for line in table), name
+    assert f"{found[0]['exposed']:.1%}" in shown
+
+
 # --- the page ---------------------------------------------------------------------------------------------
 
 
@@ -61,7 +116,7 @@ def test_the_page_has_the_plans_and_its_pictures_and_fetches_nothing() -> None:
     asked = task(batch=64)
     found = explain.answer(asked, 5)
     text = page(asked, found, ["tp=8: <it> costs & more"])
-    assert all(one.plan in text for one in found.choices)
+    assert all(one.plan in text.replace("<wbr>", "") for one in found.choices)
     assert "tp=8: &lt;it&gt; costs &amp; more" in text
     pictures = re.findall(r"<svg.*?</svg>", text, re.S)
     assert len(pictures) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from soli import losses
 from soli.core.errors import SoliError
+from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.versions import process_groups
 from soli.engine import auto, calibrate
@@ -362,12 +365,13 @@ def failing_alone(error: type[Exception]) -> tuple[bool, str, list[str]]:
         made = auto.Auto(program("gpt"), join(), 8, None, 1)
         bad, good = (Plan.parse(plan) for plan in ("dp=1,pp=2,microbatches=2", "dp=2"))
         made._look([bad, good])
+        made._look = lambda *_, **__: None  # type: ignore[method-assign]  # no lighter ones
         held = made._holds(made.options[str(bad)], 2)
         assert left == int(join().rank == 1)
         assert made._holds(made.options[str(good)], 2)
     finally:
         Pipeline.forward_only = forward_only
-    return held, made.options[str(bad)].refused, made._unrun()
+    return held, made.options[str(bad)].refused, made.notes + made._unrun()
 
 
 @pytest.mark.parametrize(("backend", "error"), [("local", SoliError), ("gloo", torch.OutOfMemoryError)])
@@ -385,7 +389,8 @@ def test_a_plan_that_one_rank_cannot_run_is_refused_on_all(
     assert not other
     assert "rank 1 cannot" in said
     assert why
-    assert any("did not run" in note for note in notes)
+    short = error is torch.OutOfMemoryError
+    assert any("ran out of memory, of which" in note if short else "did not run" in note for note in notes)
     if backend == "local":
         assert "rank 1 cannot" in why
 
@@ -466,6 +471,79 @@ def test_a_plan_that_takes_more_than_rehearsed_is_not_begun(capsys: Any) -> None
     refused = [o for o in engine.choice.options if "more than rehearsed" in o.refused]
     assert [o.plan for o in refused][:1] == ["dp=1"]
     assert engine.plan.accumulate > 1
+
+
+def begun(folder: str) -> tuple[list[str], str, list[bool]]:
+    """What is chosen where a step takes more than its rehearsal; whether training is that of the plan from the start."""
+    os.environ["SOLI_CACHE"] = folder
+    plans, weights, said = ["auto"], [], ""
+    bases, auto.bases = auto.bases, lambda ranks, *_, **__: [Plan(dp=ranks)]
+    try:
+        for plan in plans:
+            torch.manual_seed(0)
+            model, rows = Hoards(), torch.randn(16 * join().size, 512)
+            engine = parallelize(
+                model, losses.mse(), optimizer=lambda p: torch.optim.AdamW(p), plan=plan, memory=40e6
+            )
+            for _ in range(2):
+                engine.step((rows, rows))
+            weights.append([*engine.global_state_dict().values(), torch.rand(4)])
+            if engine.choice is not None:
+                assert all(o.peak < auto.TIGHT * 40e6 / 2 for o in engine.choice.options)
+                plans.append(str(engine.plan))
+                said = engine.choice.lines[2]
+    finally:
+        auto.bases = bases
+    return plans, said, list(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_plan_is_tried_before_it_is_begun(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    """Far below half of what is free by its rehearsal, and above it really: seen on a copy, with both numbers."""
+    for plans, said, same in pool.run(begun, str(tmp_path), ranks=ranks, deadline=120):
+        assert Plan.parse(plans[1]).pieces >= 4 * ranks
+        assert re.search(
+            r"took [4-9]\d.* MB, [4-9]\d.* MB more than rehearsed and more than the 40 MB that are free", said
+        )
+        assert same == [True] * 3
+
+
+def test_out_of_memory_on_a_copy_is_a_lighter_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next lighter plan, and what the allocator said."""
+    trial = auto.trial
+
+    def short(program: Any, plan: Plan, *more: Any) -> Any:
+        if plan.accumulate < 4:
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+        return trial(program, plan, *more)
+
+    monkeypatch.setattr(auto, "trial", short)
+    batch = (torch.randn(16, 4), torch.randn(16, 4))
+    engine = parallelize(nn.Linear(4, 4), losses.mse(), optimizer=torch.optim.SGD, plan="auto")
+    engine.step(batch)
+    assert engine.choice is not None
+    assert str(engine.plan) == "dp=1,accumulate=4"
+    assert "dp=1 ran out of memory, of which" in engine.choice.lines[2]
+
+
+def first_steps(folder: str) -> tuple[str, list[str]]:
+    """What is said of a first step whose batch is larger than the example, and of the next."""
+    os.environ["SOLI_CACHE"] = folder
+    batch = lambda rows: (torch.randn(rows, 512), torch.randn(rows, 512))
+    with redirect_stdout(io.StringIO()) as said:
+        engine = parallelize(Hoards(), losses.mse(), optimizer=torch.optim.SGD, plan="auto", example=batch(8))
+        for _ in range(2):
+            engine.step(batch(256))
+    texts = [event["text"] for event in events.of_kind("note")]
+    return said.getvalue(), [text for text in texts if "first step" in text]
+
+
+def test_a_first_step_that_takes_more_is_told_once(pool: Pool, tmp_path: Path) -> None:
+    """By how much, on every rank an event, on one a line."""
+    found = pool.run(first_steps, str(tmp_path), ranks=2, deadline=120)
+    told = r"the first step took [23]\d\d MB a rank, [23]\d\d MB more than a step of \S+ when it was chosen"
+    assert [len(re.findall(told, said)) for said, _ in found] == [1, 0]
+    assert [len(texts) for _, texts in found] == [1, 1]
 
 
 class Chooses(Hoards):

@@ -213,24 +213,32 @@ def _bytes(text: str) -> float:
     return float(found.group(1)) * (2**30 if "i" in found.group(2).lower() else 1e9)
 
 
-LEGEND = (
-    "GB of a device, and its upper bound: states between steps, kept for the backward. wait: in the pipeline. sent: "
-    "communication that nothing hides."
+TIMES = "GB of a device, and up to its upper bound. bubble: waiting in the pipeline. exposed: communication that nothing hides."
+KINDS = (
+    "GB by kind, at the fullest moment of the fullest stage. gathered: parameters of other ranks, and casts."
 )
 
 
 def _best(choices: list[Choice]) -> None:
-    table = Table(box=box.SIMPLE, caption=LEGEND, caption_justify="left", pad_edge=False)
-    table.add_column("", min_width=2, no_wrap=True)
-    for title in ("step s", "tok/s", "MFU", "GB", "to", "states", "kept", "wait", "sent"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for number, one in enumerate(choices, 1):
-        sent = (one.parts_s["exposed"] + one.parts_s["gradients"]) / one.step_time_s
-        table.add_row(
-            str(number), f"{one.step_time_s:.4g}", f"{one.tokens_per_s:,.0f}",
-            f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.states_gb:.1f}",
-            f"{one.activations_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
-        )  # fmt: skip
-    Console().print(table)
+    rows = [
+        [
+            f"{one.step_time_s:#.4g}".rstrip("."), f"{one.tokens_per_s:,.0f}", f"{one.mfu:.1%}", f"{one.memory_gb:.1f}",
+            f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{one.exposed:.1%}",
+        ] for one in choices
+    ]  # fmt: skip
+    _table(["step s", "tokens/s", "MFU", "GB", "up to", "bubble", "exposed"], rows, TIMES)
+    kinds = [[f"{part:.1f}" for part in one.memory_parts_gb.values()] for one in choices]
+    _table([*choices[0].memory_parts_gb], kinds, KINDS)
     for number, one in enumerate(choices, 1):
         print(f"  {number:<3} {one.plan}" + (f"  ({one.note})" if one.note else ""))
+
+
+def _table(titles: list[str], rows: list[list[str]], caption: str) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("", min_width=2, no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for number, row in enumerate(rows, 1):
+        table.add_row(str(number), *row)
+    Console().print(table)
+    print(caption)

@@ -3,9 +3,9 @@
 1. All ranks rehearse their share of the layouts, and then of the variants of the best ones (planner/candidates.py).
 2. What a rehearsal keeps is exact; a plan that would not fit becomes a lighter one, or none.
 3. The machine is measured once (calibrate.py), with the products that this program has; then each plan has a time.
-4. A plan that cuts blocks, or for which memory is short, is run for a few steps on a copy before it is begun: what
-   takes more than was rehearsed, or computes something else, is not begun, and what is slower than predicted says how
-   much of the others (planner/learn.py). Where one was run, what is promised to be nearly as quick is run too.
+4. No plan is begun that was not run on a copy: what takes more than there is, or computes something else, is not
+   begun. One that cuts blocks, or for which memory is short, is run for a few steps, and where it is slower than
+   predicted it says how much of the others (planner/learn.py); what is promised to be nearly as quick is run too.
    `auto=probe` so tries the best three different layouts at the least, what is beside the best in its layout, and the
    best of what was run twice more.
 """
@@ -15,10 +15,8 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,11 +27,12 @@ from torch import nn
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
-from soli.core.progress import SIZES, busy
+from soli.core.progress import busy
 from soli.engine.calibrate import CHANGED, calibrated, free_memory, with_products
-from soli.engine.deciding import Choice, Option
+from soli.engine.deciding import Choice, Option, size
 from soli.engine.engine import Engine
 from soli.engine.rehearse import Program, rehearse, unseen, widened
+from soli.engine.taken import HEADROOM, Taken, is_beyond
 from soli.mesh.collectives import all_reduce, barrier, gather_json
 from soli.mesh.mesh import Mesh, build_mesh
 from soli.mesh.world import World, passing_groups
@@ -44,10 +43,8 @@ from soli.planner.legality import plain
 from soli.planner.machine import Machine, estimate
 from soli.planner.rehearsal import Rehearsal
 
-HEADROOM = 1.15
-"""What allocators take beyond the tensors that live: fragments, and workspaces of kernels."""
 TIGHT = 0.5
-"""Of the free memory: a plan that is to take more is run once on a copy before it is begun."""
+"""Of the free memory: a plan that is to take more is run for a few steps before others are taken for slower."""
 NEAR = 1.4
 """Layouts that are up to so many times slower than the best have their variants rehearsed too."""
 LAYOUTS = 3
@@ -81,7 +78,6 @@ class Auto:
         self.varied: set[str] = set()  # layouts whose variants were looked at
         self.doubted = False  # a plan took more than rehearsed
         self.broken: dict[str, Problem] = {}  # why plans that fit did not run
-        self.parted = False  # a plan that takes the rows of a batch apart has run
 
     def choose(self) -> Choice:
         """The plan. SoliError where none fits."""
@@ -94,9 +90,7 @@ class Auto:
                 self._climb()
                 self._finish()
         order = self._fitting()
-        while order and self._is_open(order[0]) and not self._holds(order[0]):
-            if order[0].plan not in self.broken:
-                self._look(self._layouts(), again=True)  # a lighter form of it
+        while order and not order[0].taken and not self._holds(order[0]):
             order = self._fitting()
         if not order:
             return self._none()
@@ -136,7 +130,7 @@ class Auto:
             if need <= self.memory and not self._failed(option.plan):
                 self.rehearsals[option.plan] = found
                 return option
-            said = f"{_bytes(need)} a rank, and {_bytes(self.memory)} are free"
+            said = f"{size(need)} a rank, and {size(self.memory)} are free"
         return replace(option, refused=said)
 
     def _measure(self) -> None:
@@ -273,50 +267,46 @@ class Auto:
 
     def _holds(self, option: Option, steps: int = 1) -> bool:
         """Run a plan on a copy; whether it took no more memory than there is. Its time is noted. Collective."""
-        problem = None
+        problem = Problem("it failed on another rank")
+        short = seconds = taken = 0.0
         try:
-            spent = torch.tensor(
-                trial(self.program, Plan.parse(option.plan), self.world, steps), dtype=torch.float64
-            )
+            seconds, taken = trial(self.program, Plan.parse(option.plan), self.world, steps)
         except (SoliError, torch.OutOfMemoryError) as error:  # such as a block that computes something else
-            problem, spent = _problem(error), torch.full((2,), torch.inf, dtype=torch.float64)
-        if problem:
-            gc.collect()  # with the error go the trial's groups, in which others may wait
-        all_reduce(spent, self.mesh.all, "max", label="seconds and bytes of a trial")
-        seconds, taken = spent.tolist()
-        found = option
+            problem, seconds = _problem(error), torch.inf
+            short = float(isinstance(error, torch.OutOfMemoryError))
         if seconds == torch.inf:
-            self.broken[option.plan] = problem or Problem("it failed on another rank")
-            found = replace(option, refused=self.broken[option.plan].what)
-        elif taken > self.memory:
-            more = taken - option.peak
-            text = f"{option.plan} took {_bytes(taken)}, {_bytes(more)} more than rehearsed and more than the {_bytes(self.memory)} that are free"
+            gc.collect()  # with the error go the trial's groups, in which others may wait
+        said = torch.tensor([seconds, taken, short], dtype=torch.float64)
+        all_reduce(said, self.mesh.all, "max", label="seconds and bytes of a trial")
+        seconds, taken, short = said.tolist()
+        found = replace(option, taken=max(taken, option.taken))
+        if short or (seconds < torch.inf and taken > self.memory):
+            text = f"{found.told()} and more than the {size(self.memory)} that are free"
+            if short:
+                text = f"{option.plan} ran out of memory, of which {size(option.peak)} were rehearsed: {problem.what}"
             self.notes.append(text)
             events.emit("note", text=text)
-            found = replace(option, refused=text)
+            found = replace(found, refused=text)
             self.doubted = True
+        elif seconds == torch.inf:
+            self.broken[option.plan] = problem
+            found = replace(option, refused=problem.what)
         elif steps > 1:  # the first has what is looked at once
-            found = replace(option, measured=seconds)
-        self.parted |= not found.refused and Plan.parse(option.plan).pieces > 1
+            found = replace(found, measured=seconds)
         self.options[option.plan] = found
+        if found.refused and option.plan not in self.broken:
+            self._look(self._layouts(), again=True)  # a lighter form of it
         return not found.refused
 
     def _is_tried(self, option: Option) -> bool:
-        """Whether it is run on a copy before it is begun: little memory is left, rehearsals were wrong, the path
-        depends on values, buffers change, or blocks are cut, which are compared with the plain ones where there are
-        values."""
+        """Whether others are run beside it if it is the best: little memory is left, rehearsals were wrong, the path
+        depends on values, buffers change, or blocks are cut."""
         by_values = Plan.parse(option.plan).model_ranks > 1 or option.reads or option.writes
         return bool(by_values) or self.doubted or self._need(option) > TIGHT * self.memory
 
-    def _is_open(self, option: Option) -> bool:
-        """Whether it is run before it is begun: it is to be tried, or the first that takes rows of a batch apart, which may
-        depend on each other."""
-        apart = Plan.parse(option.plan).pieces > 1 and not self.parted
-        return not option.measured and (self._is_tried(option) or apart)
-
     def _need(self, option: Option) -> float:
-        """Bytes that a plan is taken to need: what it rehearsed, and what allocators take beside."""
-        return HEADROOM * option.peak
+        """Bytes that a plan is taken to need: what it took, or what it rehearsed and what allocators take beside."""
+        return max(option.taken, HEADROOM * option.peak)
 
     def _failed(self, plan: str) -> bool:
         """Whether it was run and took more than there is."""
@@ -336,7 +326,7 @@ class Auto:
         if large:
             nearest = min(large, key=self._need)
             raise SoliError(
-                f"no plan fits: the least takes {_bytes(self._need(nearest))} a rank, and {_bytes(self.memory)} are free",
+                f"no plan fits: the least takes {size(self._need(nearest))} a rank, and {size(self.memory)} are free",
                 got=f"{nearest.plan} on {self.world.size} ranks"
                 + "".join(f"; {note}" for note in self._unrun()),
                 fix="more ranks, a smaller global batch, or less beside it on these devices",
@@ -363,12 +353,14 @@ class Auto:
         beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
         refused = [o for o in self.options.values() if o.refused]
         notes = [*self.notes, *self._unrun()]
+        if is_beyond(best.taken, best.peak):
+            notes.append(best.told())
         if best.reads:
             notes.append(
                 f"layers read values, rehearsed as 0, and may take more than was said: {best.reads[:300]}"
             )
         return [
-            f"plan auto -> {best.plan}: {took} of {self.rows} rows, {_bytes(best.peak)} of {_bytes(self.memory)} a rank",
+            f"plan auto -> {best.plan}: {took} of {self.rows} rows, {size(best.peak)} of {size(self.memory)} a rank",
             f"beside it: {beside}",
             f"{len(self.options)} plans rehearsed in {time.perf_counter() - start:.1f} s, {len(refused)} cannot be" + "".join(f"; {note}" for note in notes),
         ]  # fmt: skip
@@ -398,7 +390,8 @@ def choose(
 def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float, float]:
     """Seconds of a step and bytes that it took, of a copy that is laid over the ranks, and forgotten. Collective."""
     model, optimizer = _copied(program)
-    with passing_groups(), _Watched(world.device) as taken, unseen():
+    with passing_groups(), unseen():
+        taken = Taken(world.device, model, optimizer)
         if world.size > 1:  # an error ends the groups that a trial has, and the job's is not to be among them
             world = replace(world, group=dist.new_group(timeout=timedelta(seconds=world.deadline)))
         engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
@@ -410,9 +403,10 @@ def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float
                 torch.cuda.synchronize(world.device)
             spent.append(time.perf_counter() - start)
             barrier(engine.mesh.all)
+        most = taken.most()
     del engine, model, optimizer, world
     gc.collect()  # after the groups have ended: they refer to themselves, as modules do
-    return median(spent[1:] or spent), taken()
+    return median(spent[1:] or spent), most
 
 
 def _copied(program: Program) -> Any:
@@ -421,39 +415,6 @@ def _copied(program: Program) -> Any:
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in program.model.parameters() if is_deferred(p)
     }
     return copy.deepcopy((program.model, program.optimizer), memo)
-
-
-class _Watched:
-    """Around a run: the function that it gives says afterwards how many bytes it took, beyond what was there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.before, self.most = device, 0.0, 0.0
-
-    def __enter__(self) -> Callable[[], float]:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = float(torch.cuda.memory_allocated(self.device))
-        elif _CLEAR.exists():
-            _CLEAR.write_text("5")  # Linux, proc(5): the highest resident size is counted from here
-            self.before = _status("VmRSS")
-        return lambda: self.most - self.before
-
-    def __exit__(self, *error: Any) -> None:
-        if self.device.type == "cuda":
-            self.most = float(torch.cuda.max_memory_allocated(self.device))
-        elif _CLEAR.exists():
-            self.most = _status("VmHWM")
-
-
-_CLEAR = Path("/proc/self/clear_refs")
-
-
-def _status(name: str) -> float:
-    """Bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _asked(option: Option) -> Plan:
@@ -482,11 +443,6 @@ def _told(error: Exception) -> str:
 def _problem(error: Exception) -> Problem:
     """An error in a line, and how to mend it."""
     return Problem(_told(error), fix=error.problems[0].fix if isinstance(error, SoliError) else "")
-
-
-def _bytes(count: float) -> str:
-    size, name = next((s, n) for s, n in SIZES if count >= s or s == 1)
-    return f"{count / size:.3g} {name}"
 
 
 def _seconds(count: float) -> str:

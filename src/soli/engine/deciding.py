@@ -13,7 +13,11 @@ from torch.utils.data import default_collate
 
 from soli.core.events import events
 from soli.core.plan import Plan
+from soli.core.progress import SIZES
+from soli.engine import rng
 from soli.engine.batch import Part, rows_of
+from soli.engine.taken import Taken, is_beyond
+from soli.mesh.collectives import all_reduce
 from soli.planner.legality import plain
 
 if TYPE_CHECKING:
@@ -43,9 +47,14 @@ class Option:
     seconds: float = 0.0  # predicted
     parts: dict[str, float] = field(default_factory=dict)
     measured: float = 0.0  # seconds, where it was run
+    taken: float = 0.0  # bytes, where it was run
     refused: str = ""
     reads: str = ""  # which layers read values, that a rehearsal takes for 0
     writes: str = ""  # buffers that a step changes: whether as one device would, only a run says
+
+    def told(self) -> str:
+        """What a run took beyond its rehearsal."""
+        return f"{self.plan} took {size(self.taken)}, {size(self.taken - self.peak)} more than rehearsed"
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,28 @@ class Choice:
         return json.dumps({**asdict(self), "plan": str(self.plan)}, indent=1)
 
 
+class First:
+    """The first step under a chosen plan: what it takes beyond what the plan was seen to take is said. Collective."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.option = next(one for one in choice.options if one.plan == str(choice.plan))
+        self.limit = choice.memory
+
+    def begin(self, engine: Engine) -> None:
+        self.taken = Taken(engine.device, engine.model, engine.optimizer)
+
+    def end(self, engine: Engine) -> None:
+        engine._watch, most = None, torch.tensor([self.taken.most()], dtype=torch.float64)
+        all_reduce(most, engine.mesh.all, "max", label="bytes of the first step")
+        taken, known = float(most), max(self.option.taken, self.option.peak)
+        if is_beyond(taken, known):
+            events.note(
+                f"the first step took {size(taken)} a rank, {size(taken - known)} more than a step of {self.option.plan} when it was chosen, of {size(self.limit)}"
+                " that are free: give soli.parallelize(..., example=) a batch as large as they are",
+                shown=engine.rank == 0,
+            )
+
+
 def decide(engine: Engine, batch: Any, rows: int) -> None:
     """Choose and take a plan. `rows`: of a global batch; 0: those of this one. Collective."""
     from soli.engine import auto, rehearse  # which import the engine
@@ -77,11 +108,13 @@ def decide(engine: Engine, batch: Any, rows: int) -> None:
         engine.world_info.backend,
     )  # fmt: skip
     wish, gradients = engine._wish, [p.grad for p in engine.model.parameters()]
+    drawn = rng.state()
     choice = auto.choose(program, engine.world_info, rows, memory=wish.memory, probes=wish.probes)
+    rng.restore(drawn)
     for param, gradient in zip(engine.model.parameters(), gradients, strict=True):
         # a loss that has the model itself, and not its argument, reached it from a copy
         param.grad = gradient
-    engine.choice = choice
+    engine.choice, engine._watch = choice, None if choice.plain else First(choice)
     events.emit("plan", plan=str(choice.plan), lines=choice.lines, memory=choice.memory)
     if engine.rank == 0 and (engine.world > 1 or choice.plan != Plan(dp=1) or choice.plain):
         print("\n".join(f"soli: {line}" for line in choice.lines), flush=True)
@@ -96,6 +129,12 @@ def without_batch(engine: Engine) -> None:
     if engine.rank == 0 and engine.world > 1:
         print(f"soli: {line}", flush=True)
     engine._begin(plan)
+
+
+def size(count: float) -> str:
+    """Bytes, in words."""
+    unit, name = next((s, n) for s, n in SIZES if count >= s or s == 1)
+    return f"{count / unit:.3g} {name}"
 
 
 def enough(example: Any, ranks: int) -> Any:

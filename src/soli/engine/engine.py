@@ -145,6 +145,7 @@ class Engine:
         self._save_group: Any = None
         self.saving: Any = None
         self.choice: Choice | None = None  # of plan="auto"
+        self._watch: deciding.First | None = None  # until its first step
         self._plan: Plan | None = None
         self._wish = plan if isinstance(plan, Wish) else Wish(1, None)
         if isinstance(plan, Plan):
@@ -268,6 +269,8 @@ class Engine:
         self._finish_gathers()
         if self._first.wanted(self.model, part, self.dp.size):
             self._first.check(self, part)
+        if self._watch is not None:
+            self._watch.begin(self)
         reducer = self.laid.reducer
         reducer.begin_step()
         if self.loss_scale is not None:
@@ -350,6 +353,8 @@ class Engine:
             self._take_step()
         self._count, self._norm, self._factor, self._seed_scale = 0.0, None, 1.0, 1.0
         self.step_count += 1
+        if self._watch is not None:
+            self._watch.end(self)
 
     def _take_step(self) -> None:
         pieces = []

@@ -14,7 +14,7 @@ from soli.planner.cost.constants import chain, measured, sets, spread_of
 from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
 from soli.planner.offers import SCHEDULES, SOME
-from soli.planner.search import Found, different, enough, plan_of, search
+from soli.planner.search import Found, constants_of, different, enough, plan_of, search
 from soli.planner.space import CONTEXTS, LEVELS, OFFLOADS, TENSORS
 from soli.planner.task import FIXED, Task, problems
 
@@ -42,9 +42,9 @@ class Choice:
     mfu: float
     memory_gb: float
     memory_high_gb: float
-    states_gb: float
-    activations_gb: float
+    memory_parts_gb: dict[str, float]  # by memory.kinds; together memory_gb
     bubble: float
+    exposed: float  # communication that nothing hides
     parts_s: dict[str, float]
     note: str  # what the plan's text does not say
 
@@ -94,6 +94,7 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
     spread = spread_of(task.framework, task.cluster.device.generation)
     time, size = float(cost.time[i]), float(cost.memory[i])
     tokens = task.batch * task.seq
+    kinds = memory.kinds(p.take([i]), constants_of(task, 1))
     parts = {name: float(getattr(cost, name)[i]) for name in PARTS if name != "computing"}
     return Choice(
         plan=str(plan_of(p, i, task.precision)),
@@ -105,9 +106,9 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
         mfu=flops(p, i) * tokens / (time * task.cluster.size * float(p.peak[i])),
         memory_gb=size / GB,
         memory_high_gb=size * spread["memory_high"] / GB,
-        states_gb=float(cost.states[i]) / GB,
-        activations_gb=float(cost.activations[i]) / GB,
-        bubble=float(cost.waiting[i]) / time,
+        memory_parts_gb={name: float(part[0]) / GB for name, part in kinds.items()},
+        bubble=parts["waiting"] / time,
+        exposed=(parts["exposed"] + parts["gradients"]) / time,
         parts_s={"computing": time - sum(parts.values()), **parts},
         note=note(p, i),
     )
@@ -147,6 +148,8 @@ def why(best: list[Choice]) -> str:
         return "No plan of another layout fits"
     first, second = best[0], best[1]
     less = second.step_time_s - first.step_time_s
+    if less < 5e-4 * first.step_time_s:
+        return f"As quick as the second, in {first.memory_gb:.1f} GB; that one takes {second.memory_gb:.1f}"
     text = f"{less:.3g} s ({less / first.step_time_s:.1%}) less than the second: " + compared(first, second)
     if first.time_high_s > second.time_low_s:
         text += ". Less than the error: measure both"

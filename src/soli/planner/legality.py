@@ -193,7 +193,7 @@ def resolve(plan: Plan, world: int) -> Plan:
 def nearest(plan: Plan, world: int) -> Plan:
     """The legal plan that keeps the most of what was asked.
 
-    Distance: the number of keys that change, then how far degrees move.
+    Distance: the number of keys that change, then how far degrees move, those that cut the model first.
     """
     base: dict[str, Any] = {
         key: (value if value in BUILT.get(key, (value,)) else BUILT[key][0])
@@ -232,10 +232,10 @@ def nearest(plan: Plan, world: int) -> Plan:
     ]
     asked = asdict(plan)
 
-    def distance(option: dict[str, Any]) -> tuple[int, int]:
+    def distance(option: dict[str, Any]) -> tuple[int, int, int]:
         changed = sum(asked[key] != value for key, value in option.items())
         moved = sum(abs(option[k] - asked[k]) for k in ("replicate", "tp", "pp", "cp"))
-        return changed, moved + abs((option["dp"] or world) - (plan.dp or world))
+        return changed, moved, abs((option["dp"] or world) - (plan.dp or world))
 
     ordered = (Plan(**option) for option in sorted(options, key=distance))
     return next(option for option in ordered if not problems(option, world))

@@ -17,16 +17,14 @@ from soli.planner.timeline import Work, timeline
 
 LIMITS = 12
 DRAWN = 24  # microbatches and stages of a timeline that can be read
-COLORS = {
-    "states": "#4c72b0",
-    "kept for the backward": "#dd8452",
-    "logits, casts, workspace": "#bbbbbb",
-    "F": "#4c72b0",
-    "B": "#dd8452",
-}
+COLORS = {"F": "#4c72b0", "B": "#dd8452"}
+KINDS = {
+    "parameters": "#4c72b0", "gradients": "#8da9d6", "optimizer": "#c5d3ec", "activations": "#dd8452", "logits": "#f0c2a4", "gathered": "#55a868", "workspace": "#bbbbbb",
+}  # fmt: skip
+"""Colors of memory.kinds."""
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;font-size:14px}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
-td.plan{text-align:left;font-family:monospace;overflow-wrap:anywhere;min-width:18em}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
+td.plan{text-align:left;font-family:monospace;min-width:18em}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
 
 
 def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple[str, ...] = ()) -> str:
@@ -57,40 +55,33 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
 
 
 def _table(answer: explain.Answer) -> str:
-    titles = ("", "plan", "step s", "from", "to", "tokens/s", "MFU", "GB", "up to", "wait", "exposed")
+    titles = ("", "plan", "step s", "from", "to", "tokens/s", "MFU", "GB", "up to", "bubble", "exposed")
     rows = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
     for number, one in enumerate(answer.choices, 1):
-        sent = (one.parts_s["exposed"] + one.parts_s["gradients"]) / one.step_time_s
         cells = (
-            f"{one.step_time_s:.4g}", f"{one.time_low_s:.4g}", f"{one.time_high_s:.4g}", f"{one.tokens_per_s:,.0f}",
-            f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{sent:.1%}",
+            *(f"{s:#.4g}".rstrip(".") for s in (one.step_time_s, one.time_low_s, one.time_high_s)), f"{one.tokens_per_s:,.0f}",
+            f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{one.exposed:.1%}",
         )  # fmt: skip
         said = "".join(f"<td>{cell}</td>" for cell in cells)
         rows.append(
-            f"<tr><td>{number}</td><td class=plan>{escape(one.plan)}<br>{escape(one.note)}</td>{said}</tr>"
+            f"<tr><td>{number}</td><td class=plan>{escape(one.plan).replace(',', ',<wbr>')}<br>{escape(one.note)}</td>{said}</tr>"
         )
     return "<table>" + "".join(rows) + "</table>"
 
 
 def _memory(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
     places = np.arange(len(answer.choices))
-    states = np.array([one.states_gb for one in answer.choices])
-    kept = np.array([one.activations_gb for one in answer.choices])
-    whole = np.array([one.memory_gb for one in answer.choices])
     bottom = np.zeros(len(places))
-    for name, size in (
-        ("states", states),
-        ("kept for the backward", kept),
-        ("logits, casts, workspace", whole - states - kept),
-    ):
-        axes.barh(places, np.maximum(size, 0), left=bottom, color=COLORS[name], label=name, height=0.6)
-        bottom = bottom + np.maximum(size, 0)
+    for name, color in KINDS.items():
+        size = np.array([one.memory_parts_gb[name] for one in answer.choices])
+        axes.barh(places, size, left=bottom, color=color, label=name, height=0.6)
+        bottom = bottom + size
     for place, one in zip(places, answer.choices, strict=True):
         axes.plot([one.memory_gb, one.memory_high_gb], [place, place], color="black", linewidth=1.2)
     axes.axvline(task.limit / explain.GB, color="black", linestyle="--")
     axes.set(yticks=places, yticklabels=[str(n + 1) for n in places], xlabel="GB", ylabel="plan")
     axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.17), ncols=7, fontsize=8, columnspacing=1)
 
 
 def _first(task: Task, found: Found) -> tuple[int, int, int, float]:
@@ -160,6 +151,7 @@ def _devices(axes: Any, task: Task, answer: explain.Answer, found: Found) -> Non
         xticklabels=map(str, sizes),
     )
     axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False)
 
 
@@ -170,3 +162,5 @@ def _front(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
     best = [float(search(replace(task, memory=float(limit)), 1).cost.time[0]) for limit in limits]
     axes.step(limits / explain.GB, best, where="post", marker="o", color="#c44e52")
     axes.set(xlabel="GB of a device, upper bound", ylabel="s a step", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")

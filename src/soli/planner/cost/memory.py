@@ -62,15 +62,22 @@ def parameters(p: Points) -> Array:
     )
 
 
+def of_states(p: Points, k: Constants) -> tuple[Array, Array, Array]:
+    """Bytes of parameters, gradients, and what the optimizer has of them."""
+    weights = gradients = moments = np.zeros_like(p.dp)
+    for count, learnt, over in zip(of_stage(p), trained(p), (p.shards, p.expert_shards), strict=True):
+        weights = weights + count * p.weight / np.where(p.zero >= 3, over, 1.0)
+        apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
+        gradients = gradients + learnt * (k.gradient_bytes / np.where(apart, over, 1.0))
+        own = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
+        moments = moments + learnt * own
+    return weights, gradients, moments
+
+
 def states(p: Points, k: Constants) -> Array:
     """Bytes of parameters, gradients, optimizer, and what else stays between steps."""
-    total = np.zeros_like(p.dp)
-    for count, learnt, over in zip(of_stage(p), trained(p), (p.shards, p.expert_shards), strict=True):
-        kept = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
-        apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
-        gradient = k.gradient_bytes / np.where(apart, over, 1.0)
-        total = total + learnt * (kept + gradient) + count * p.weight / np.where(p.zero >= 3, over, 1.0)
-    return total + k.resident
+    weights, gradients, moments = of_states(p, k)
+    return weights + gradients + moments + k.resident
 
 
 def gathered(p: Points) -> Array:
@@ -131,10 +138,21 @@ def logits(p: Points, k: Constants) -> Array:
     return p.tokens * p.vocab / p.tp * k.logit_kept
 
 
-def peak(p: Points, k: Constants) -> Array:
-    """Bytes at the fullest moment of the fullest rank (or of the last stage's, see Points.logged)."""
-    last = activations(p, k, in_flight_last(p), p.fewer) + logits(p, k)
-    first = activations(p, k, in_flight(p)) + np.where((p.pp == 1) | in_a_v(p), logits(p, k), 0.0)
-    fullest = np.where(p.logged > 0, last, np.maximum(first, last))
+def kinds(p: Points, k: Constants) -> dict[str, Array]:
+    """Bytes of each kind at the fullest moment of the fullest rank (or of the last stage's, see Points.logged)."""
+    weights, gradients, moments = of_states(p, k)
+    begin, end = activations(p, k, in_flight(p)), activations(p, k, in_flight_last(p), p.fewer)
+    loss = logits(p, k)
+    of_first = np.where((p.pp == 1) | in_a_v(p), loss, 0.0)
+    at_last = (p.logged > 0) | (end + loss > begin + of_first)
     panels = grids.beside(p) if p.tensor.any() else 0.0
-    return states(p, k) + fullest + gathered(p) + casts(p) + panels + k.workspace
+    return {
+        "parameters": weights, "gradients": gradients, "optimizer": moments,
+        "activations": np.where(at_last, end, begin), "logits": np.where(at_last, loss, of_first),
+        "gathered": gathered(p) + casts(p) + panels, "workspace": k.resident + k.workspace,
+    }  # fmt: skip
+
+
+def peak(p: Points, k: Constants) -> Array:
+    """Bytes at the fullest moment."""
+    return sum(kinds(p, k).values(), np.zeros(()))

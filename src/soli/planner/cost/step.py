@@ -17,7 +17,7 @@ image without and with it (0.312 to 0.329 s and 0.278 to 0.280 s a step)."""
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step of each point and what they go to; bytes at its peak and what they are. Arrays [N]."""
+    """Seconds of a step of each point and what they go to; bytes at its peak and between steps. Arrays [N]."""
 
     time: Array
     layers: Array  # of all microbatches, with the collectives inside them
@@ -28,7 +28,6 @@ class Step:
     update: Array
     memory: Array
     states: Array
-    activations: Array
 
 
 def layer(p: Points, k: Constants) -> tuple[Array, Array]:
@@ -142,5 +141,4 @@ def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Arr
         update=update,
         memory=memory.peak(p, k),
         states=memory.states(p, k),
-        activations=memory.activations(p, k, pipeline.in_flight(p)),
     )
