@@ -131,15 +131,15 @@ def test_grids_are_chosen_where_they_send_less() -> None:
     model = replace(SMALL, heads=64, kv_heads=64, head_size=64, hidden=4096, ffn=16384)
     asked = task(model, "h100:1x64", batch=64, seq=2048, fixed=fixed)
     found = search(asked)
-    assert plan_of(found.points, 0, "bf16").tensor == "3d"
+    assert plan_of(found.points, 0).tensor == "3d"
     line = search(asked.with_fixed({"tensor": 0.0}))
     assert line.cost.time[0] > found.cost.time[0]
     near = search(task(model, "h100:8x8", batch=64, seq=2048))
-    assert plan_of(near.points, 0, "bf16").tensor == "1d"
+    assert plan_of(near.points, 0).tensor == "1d"
     for word, kind in (("2d", GRID), ("3d", CUBE)):
         only = search(asked.with_fixed(explain.fixed_of(f"tensor={word}")))
         assert set(only.points.tensor) == {kind}
-        assert Plan.parse(str(plan_of(only.points, 0, "bf16"))).tensor == word
+        assert Plan.parse(str(plan_of(only.points, 0))).tensor == word
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ BASE = {
     "layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "head_size": 128, "ffn": 8192, "gated": 0, "seq": 2048,
     "vocab": 51200, "experts": 0, "active": 1, "tied": 1, "flash": 0, "frozen": 0, "global_batch": 64, "microbatch": 1,
     "tp": 1, "sp": 0, "cp": 1, "pp": 1, "chunks": 1, "dp": 1, "zero": 0, "ep": 1, "recompute": NONE, "offload": 0,
-    "low": 2, "peak": 312e12, "peak_wide": 312e12, "capacity": 80 * 2**30, "bandwidth": 2e12, "node": 8, "link": 300e9,
+    "precision": 2, "low": 2, "peak": 312e12, "peak_wide": 312e12, "capacity": 80 * 2**30, "bandwidth": 2e12, "node": 8, "link": 300e9,
     "weight": 2, "moments": 12, "whole": 0, "casts": 0, "logged": 0, "link_latency": 6e-6, "net": 25e9, "net_latency": 5e-6, "host": 25e9,
 }  # fmt: skip
 

@@ -171,11 +171,11 @@ def test_what_has_words_can_be_fixed() -> None:
 
 
 def test_a_plan_that_was_printed_can_be_asked_about() -> None:
-    """Its parts of a batch are a microbatch of sequences; what a task says already is no choice."""
+    """Its parts of a batch are a microbatch of sequences."""
     plan = "dp=8, zero=1,tp = 4,sp=on,accumulate=8,precision=bf16"
-    fixed = {"dp": 8.0, "zero": 1.0, "tp": 4.0, "sp": 1.0, "microbatch": 4.0}
-    assert explain.fixed_of(plan, 256, "bf16") == fixed
-    assert explain.fixed_of("pp=8,microbatches=16,recompute=0.523", 256, "bf16") == {
+    fixed = {"dp": 8.0, "zero": 1.0, "tp": 4.0, "sp": 1.0, "microbatch": 4.0, "precision": explain.WORDS["precision"]["bf16"]}
+    assert explain.fixed_of(plan, 256) == fixed
+    assert explain.fixed_of("pp=8,microbatches=16,recompute=0.523", 256) == {
         "pp": 8.0,
         "recompute": 3.0,
         "microbatch": 16.0,
@@ -185,9 +185,9 @@ def test_a_plan_that_was_printed_can_be_asked_about() -> None:
         (plan.replace("=8", "=7"), "7 parts do not divide"),
     ):
         with pytest.raises(SoliError, match=said):
-            explain.fixed_of(text, 256, "bf16")
-    with pytest.raises(SoliError, match="'precision' cannot be fixed"):
-        explain.fixed_of(plan, 256, "fp8")
+            explain.fixed_of(text, 256)
+    with pytest.raises(SoliError, match="precision=bf16 is fixed, and fp8 is asked for"):
+        search(task(precision="fp8", framework="megatron", fixed=explain.fixed_of("precision=bf16")))
 
 
 @pytest.mark.parametrize(

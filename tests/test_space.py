@@ -204,7 +204,7 @@ def test_no_plan_is_below_its_bounds(asked: Task) -> None:
 def test_every_plan_is_one_that_the_engine_takes() -> None:
     for asked in (task(cluster="h100:8x2", batch=64), task(MOE, "h100:8x2", batch=64, seq=2048)):
         p = spaces(asked)
-        plans = {plan_of(p, i, "bf16") for i in range(len(p))}
+        plans = {plan_of(p, i) for i in range(len(p))}
         assert len(plans) > 1000
         for plan in plans:
             assert not legality.problems(plan, 16), str(plan)
@@ -271,7 +271,7 @@ def test_gathers_stay_inside_servers_where_copies_let_them() -> None:
     alone = search(asked.with_fixed({"replicate": 1.0}))
     assert found.cost.exposed[0] <= alone.cost.exposed[0]
     assert found.cost.memory[0] > alone.cost.memory[0]
-    assert "replicate=" in str(plan_of(found.points, 0, "bf16"))
+    assert "replicate=" in str(plan_of(found.points, 0))
     with pytest.raises(SoliError, match="copies are of sharded states"):
         search(task(fixed={"replicate": 2.0, "zero": 0.0}))
     with pytest.raises(SoliError, match="replicate=3 does not divide dp=8"):
@@ -342,7 +342,7 @@ def test_recomputing_some_layers_is_between_all_and_none() -> None:
         explain.answer(asked, 1).choices[0].note
         == f"{best.points.again[0]:g} of a rank's 12 layers computed again"
     )
-    said = plan_of(best.points, 0, "bf16").recompute
+    said = plan_of(best.points, 0).recompute
     assert 0 < float(said) < 1
     assert "recompute=some" in explain.why_not(asked, {"recompute": 3.0})
     with pytest.raises(SoliError, match="soli does not run recompute=some"):
@@ -379,7 +379,7 @@ def test_where_keys_are_many_heads_are_exchanged() -> None:
         asked = task(model, "h100:8x1", batch=16, seq=8192, fixed=same)
         best = search(asked)
         assert best.points.context[0] == ULYSSES
-        assert plan_of(best.points, 0, "bf16").context == "ulysses"
+        assert plan_of(best.points, 0).context == "ulysses"
         assert search(asked.with_fixed({"context": RING})).cost.time[0] > best.cost.time[0]
     with pytest.raises(SoliError, match="context=ulysses and cp=1 contradict"):
         search(task(fixed={"context": ULYSSES, "cp": 1.0}))
@@ -415,7 +415,7 @@ def test_the_optimizer_moves_to_the_host_where_nothing_else_fits() -> None:
     tight = replace(asked, memory=(less + more) / 2)
     assert not holds(tight.with_fixed({"offload": 0.0}))
     found = search(tight)
-    assert plan_of(found.points, 0, "bf16").offload == "optimizer"
+    assert plan_of(found.points, 0).offload == "optimizer"
     with pytest.raises(SoliError, match="soli does not run offload=optimizer"):
         search(replace(tight, framework="soli", fixed={"offload": 1.0}))
 
@@ -424,7 +424,18 @@ def test_eight_bits_are_quicker_where_the_program_has_them() -> None:
     wide = task(framework="megatron", batch=128)
     best, narrow = search(wide), search(replace(wide, precision="fp8"))
     assert narrow.cost.time[0] < best.cost.time[0]
-    assert plan_of(narrow.points, 0, "fp8").precision == "fp8"
+    assert plan_of(narrow.points, 0).precision == "fp8"
+
+
+def test_a_precision_is_chosen_among_those_that_are_asked_for() -> None:
+    one, other, both = (search(task(framework="megatron", batch=128, precision=said), 20) for said in ("bf16", "fp8", "bf16,fp8"))  # fmt: skip
+    assert both.counted == one.counted + other.counted
+    times = sorted((*one.cost.time[different(one, 20)], *other.cost.time[different(other, 20)]))[:20]
+    assert both.cost.time[different(both, 20)] == pytest.approx(times, rel=1e-12)
+    assert plan_of(both.points, 0).precision == "fp8"
+    assert search(both.task.with_fixed(explain.fixed_of("precision=bf16"))).cost.time[0] == one.cost.time[0]
+    asked = task(framework="megatron", batch=128)
+    assert "precision=fp8: at best" in explain.why_not(asked, explain.fixed_of("precision=fp8"))
 
 
 # --- experts ----------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def search(
         ),
     ] = 0,
     precision: Annotated[
-        str, typer.Option(help="bf16, fp16 or fp8; else bf16 where the device has it.")
+        str,
+        typer.Option(help="bf16, fp16, fp8, or several: bf16,fp8; else bf16 where the device has it."),
     ] = "",
     memory: Annotated[str, typer.Option(help="Of a device, such as 70GB; else all that it has.")] = "",
     fix: Annotated[str, typer.Option(help="What every plan must have, such as tp=8,recompute=full.")] = "",
@@ -79,9 +80,10 @@ def search(
     made = read_cluster(cluster)
     known, inferred = read(model)
     precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
+    asked = ",".join(_one_of("precision", name.strip(), PRECISIONS) for name in precision.split(","))
     tokens = seq or (known.seq if programs.is_program(model) else min(known.seq or 8192, 8192))
     task = Task(
-        known, made, batch, tokens, _one_of("precision", precision, PRECISIONS), _bytes(memory), explain.fixed_of(fix, batch, precision) if fix else {},
+        known, made, batch, tokens, asked, _bytes(memory), explain.fixed_of(fix, batch) if fix else {},
         _one_of("framework", framework, FRAMEWORKS),
     )  # fmt: skip
     said: dict[str, Any] = {
@@ -92,7 +94,7 @@ def search(
         said["whatif"] = [_whatif(task, question) for question in whatif]
     else:
         found = explain.answer(task, count)
-        reasons = [explain.why_not(task, explain.fixed_of(one, batch, precision)) for one in why_not or []]
+        reasons = [explain.why_not(task, explain.fixed_of(one, batch)) for one in why_not or []]
         said |= {**found.asdict(), "why_not": reasons}
         if html is not None:
             _write(html, task, found, reasons, inferred)

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.planner import space
 from soli.planner.cost import memory
 from soli.planner.cost.constants import chain, measured, sets, spread_of
-from soli.planner.cost.points import Points
+from soli.planner.cost.points import PRECISIONS, Points
 from soli.planner.cost.step import Step
 from soli.planner.offers import SCHEDULES, SOME
 from soli.planner.search import Found, constants_of, different, enough, plan_of, search
@@ -97,7 +99,7 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
     kinds = memory.kinds(p.take([i]), constants_of(task, 1))
     parts = {name: float(getattr(cost, name)[i]) for name in PARTS if name != "computing"}
     return Choice(
-        plan=str(plan_of(p, i, task.precision)),
+        plan=str(plan_of(p, i)),
         microbatch=int(p.microbatch[i]),
         step_time_s=time,
         time_low_s=time * spread["time_low"],
@@ -131,14 +133,8 @@ def flops(p: Points, i: int) -> float:
     one = p.take([i])
     table = one.vocab * one.hidden
     whole = memory.parameters(one) - (2 - one.tied) * table
-    unused = (
-        one.layers
-        * one.matrices
-        * one.hidden
-        * one.ffn
-        * (one.experts + one.shared - one.active)
-        * (one.experts > 0)
-    )
+    away = np.where(one.experts > 0, one.experts + one.shared - one.active, 0.0)
+    unused = one.layers * one.matrices * one.hidden * one.ffn * away
     return float((6 * (whole - unused + table) + 6 * one.layers * one.seq * one.attention_width)[0])
 
 
@@ -202,7 +198,7 @@ def lacking(found: Found) -> str:
     """What the plan that takes least lacks."""
     over = (found.least - found.task.limit) / GB
     assert found.nearest is not None
-    plan = plan_of(found.nearest, 0, found.task.precision)
+    plan = plan_of(found.nearest, 0)
     return f"The nearest, {plan}, takes up to {found.least / GB:.1f} GB a device and lacks {over:.1f} GB"
 
 
@@ -230,8 +226,8 @@ def assumed(task: Task) -> str:
     return f"{text}, as nobody measured {task.framework} on {generation}; intervals are those of all programs and devices"
 
 
-def fixed_of(text: str, batch: int = 0, precision: str = "") -> dict[str, float]:
-    """What the user fixes, such as "tp=8,recompute=full", or a plan as it is printed, for a batch of so many sequences in this precision.
+def fixed_of(text: str, batch: int = 0) -> dict[str, float]:
+    """What the user fixes, such as "tp=8,recompute=full", or a plan as it is printed, for a batch of so many sequences.
     SoliError with every word that cannot be."""
     found: dict[str, float] = {}
     wrong, pieces = [], 0.0
@@ -244,8 +240,6 @@ def fixed_of(text: str, batch: int = 0, precision: str = "") -> dict[str, float]
             value = SOME  # as a plan says how much is kept
         if name in ("accumulate", "microbatches") and number and batch:
             pieces = number
-        elif name == "precision" and precision and said == precision:
-            continue
         elif name not in FIXED:
             wrong.append(Problem(f"'{name}' cannot be fixed", allowed=", ".join(FIXED)))
         elif value is None:
@@ -267,7 +261,7 @@ def fixed_of(text: str, batch: int = 0, precision: str = "") -> dict[str, float]
 
 
 WORDS: dict[str, dict[str, float]] = {
-    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "precision": {name: float(i) for i, name in enumerate(PRECISIONS)}, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
 }  # fmt: skip
 """What is no number above 0."""
 SAME = {"tensor=2.5d": "tensor=2d: each of its copies is one of dp's ranks, which the search has too"}

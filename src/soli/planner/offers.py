@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from soli.core.errors import Problem
 from soli.core.plan import RECOMPUTE
@@ -12,14 +12,7 @@ from soli.planner.legality import BUILT
 SOLI = "soli"
 SOME = 3.0
 """Of `recompute`, where it is fixed: some layers of each stage are computed again, and some not."""
-SCHEDULES = {
-    "1f1b": ONE,
-    "interleaved": INTERLEAVED,
-    "gpipe": GPIPE,
-    "zbh1": ZBH1,
-    "zbv": ZBV,
-    "dualpipev": DUALPIPEV,
-}
+SCHEDULES = {"1f1b": ONE, "interleaved": INTERLEAVED, "gpipe": GPIPE, "zbh1": ZBH1, "zbv": ZBV, "dualpipev": DUALPIPEV}  # fmt: skip
 LACKS = {
     "ep": len(BUILT["ep"]) == 1,
     "some": not any(value not in RECOMPUTE for value in BUILT["recompute"]),
@@ -42,20 +35,16 @@ def chooses(framework: str, name: str) -> bool:
     return not LACKS.get(name, False) if framework == SOLI else name in CHOOSES.get(framework, ())
 
 
-def unable(framework: str, fixed: Mapping[str, float], precision: str) -> list[Problem]:
+def unable(framework: str, fixed: Mapping[str, float], precisions: Sequence[str]) -> list[Problem]:
     """What is fixed that the program does not run."""
     return [
         Problem(f"{framework} does not run {what} yet", allowed="another --framework")
         for name, what, asked in (
             ("ep", f"ep={fixed.get('ep', 1):g}", fixed.get("ep", 1) != 1),
             ("ulysses", "context=ulysses", fixed.get("context", RING) != RING),
-            (
-                "schedules",
-                "other schedules than 1f1b and interleaved",
-                fixed.get("schedule", ONE) > INTERLEAVED,
-            ),
+            ("schedules", "schedules beside 1f1b and interleaved", fixed.get("schedule", ONE) > INTERLEAVED),
             ("offload", "offload=optimizer", fixed.get("offload", 0) != 0),
-            ("fp8", "precision=fp8", precision == "fp8"),
+            ("fp8", "precision=fp8", "fp8" in precisions),
             ("grids", "tensor=2d or 3d", fixed.get("tensor", LINE) != LINE),
             ("some", "recompute=some", fixed.get("recompute") == SOME),
         )

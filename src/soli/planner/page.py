@@ -88,12 +88,8 @@ def _first(task: Task, found: Found) -> tuple[int, int, int, float]:
     """Stages, chunks, microbatches and seconds of a microbatch on a rank of the first plan."""
     p, cost = found.points, found.cost
     times = float(p.microbatches[0])
-    return (
-        int(p.pp[0]),
-        int(p.chunks[0]),
-        int(times),
-        float((cost.layers[0] + cost.tables[0] / p.pp[0]) / times),
-    )
+    each = (cost.layers[0] + cost.tables[0] / p.pp[0]) / times
+    return int(p.pp[0]), int(p.chunks[0]), int(times), float(each)
 
 
 def _drawn(stages: int, chunks: int) -> int:
@@ -103,7 +99,7 @@ def _drawn(stages: int, chunks: int) -> int:
 
 def _said_of_timeline(task: Task, found: Found) -> str:
     stages, chunks, times, _ = _first(task, found)
-    text = f"{plan_of(found.points, 0, task.precision)}: blue forward, orange backward; white is waiting."
+    text = f"{plan_of(found.points, 0)}: blue forward, orange backward; white is waiting."
     if chunks > 1:
         text += f" Each rank has {chunks} stages; paler ones are later in the model."
     if times > _drawn(stages, chunks) or stages > DRAWN:

@@ -17,7 +17,7 @@ from soli.core.plan import Plan
 from soli.planner import bounds, space
 from soli.planner.bounds import constants_of, high
 from soli.planner.cost import memory
-from soli.planner.cost.points import FULL, GRID, INTERLEAVED, NONE, Array, Points
+from soli.planner.cost.points import FULL, GRID, INTERLEAVED, NONE, PRECISIONS, Array, Points
 from soli.planner.cost.step import Step, seconds, step
 from soli.planner.offers import SCHEDULES
 from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Table, points_of, spaces
@@ -29,10 +29,10 @@ PIECE = 1 << 13
 FEW = 16
 """Layouts that are looked at first; then twice as many, ..."""
 SHOWN = 10
-KEY = ("tp", "cp", "pp", "dp", "ep", "tensor")
+KEY = ("tp", "cp", "pp", "dp", "ep", "tensor", "precision")
 """Plans that differ in one of these, or in whether parameters are sharded, lay the ranks out otherwise."""
 
-__all__ = ["FIXED", "LEVELS", "Found", "Task", "constants_of", "costs", "different", "enough", "peaks", "plan_of", "problems", "search", "spaces", "with_fixed"]  # fmt: skip
+__all__ = ["FIXED", "LEVELS", "Found", "Task", "constants_of", "costs", "different", "enough", "peaks", "plan_of", "problems", "search", "spaces"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _none(task: Task) -> Problem:
 # --- plans ------------------------------------------------------------------------------------------------
 
 
-def plan_of(p: Points, i: int, precision: str) -> Plan:
+def plan_of(p: Points, i: int) -> Plan:
     """The plan at a place, as the engine takes it."""
     level = next(name for name, value in LEVELS.items() if value == p.recompute[i])
     if p.again[i] > 0:
@@ -245,7 +245,7 @@ def plan_of(p: Points, i: int, precision: str) -> Plan:
         dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
         chunks=int(p.chunks[i]) if p.schedule[i] <= INTERLEAVED else 1, schedule=next(name for name, value in SCHEDULES.items() if value == p.schedule[i]), ep=int(p.ep[i]), replicate=int(p.replicate[i]),
         offload="optimizer" if p.offload[i] else "none", context=next(name for name, value in CONTEXTS.items() if value == p.context[i]),
-        microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=precision,
+        microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=PRECISIONS[int(p.precision[i])],
     )  # fmt: skip
 
 
@@ -260,11 +260,6 @@ def different(found: Found, count: int) -> list[int]:
     """Places of the quickest plans, no two of which lay the ranks out alike."""
     _, places = np.unique(_keys(found.points), axis=0, return_index=True)
     return sorted(places.tolist())[:count]
-
-
-def with_fixed(task: Task, more: Mapping[str, float]) -> Task:
-    """The task with more that is fixed."""
-    return task.with_fixed(more)
 
 
 def enough(task: Task) -> int | None:

@@ -1,6 +1,6 @@
 """Every plan of a task, in three steps: how its ranks lie, in what order its stages run, and what ZeRO shards.
 
-    layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; tp's line, grid or cube; sp; context; the microbatch
+    layouts   tp, cp, pp, dp, ep whose ranks the model can be cut by; tp's line, grid or cube; sp; context; microbatch; precision
     stages    schedule and chunks; recompute: of all layers, or of how many        what can be chosen of a layout depends on nothing that follows
     shards    zero; replicate (HSDP); offload of the optimizer's state
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from soli.planner.cost import borders
 from soli.planner.cost.grids import shapes as shapes_of
-from soli.planner.cost.points import (
+from soli.planner.cost.points import (  # fmt: skip
     CAST,
     CUBE,
     DUALPIPEV,
@@ -31,6 +31,7 @@ from soli.planner.cost.points import (
     MIXED,
     NONE,
     ONE,
+    PRECISIONS,
     RING,
     SELECTIVE,
     ULYSSES,
@@ -108,10 +109,11 @@ def shared_out(ep: int, tp: int, copies: int) -> bool:
 
 
 def layouts(task: Task) -> Table:
-    """How the ranks can lie, with sp and the microbatch."""
+    """How the ranks can lie, with sp, the microbatch and what products are computed in."""
     fixed = dict(task.fixed or {})
     ways = (RING, ULYSSES) if chooses(task.framework, "ulysses") else (RING,)
-    values = {"sp": (0.0, 1.0), "context": ways, "microbatch": MICROBATCHES}
+    asked = tuple(float(PRECISIONS.index(name)) for name in task.precisions)
+    values = {"sp": (0.0, 1.0), "context": ways, "microbatch": MICROBATCHES, "precision": asked}
     axes = [np.array([fixed[name]] if name in fixed else own, dtype=float) for name, own in values.items()]
     inner = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")])
     mesh = meshes(task)
@@ -263,15 +265,18 @@ def spaces(task: Task) -> Points:
 
 def points_of(task: Task, table: Mapping[str, Array]) -> Points:
     """Rows as points; what is not chosen yet as USUAL; the borders of a pipeline as the program places them."""
-    same = {
-        **UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precision), "seq": task.seq,
+    same: dict[str, float | Array] = {
+        **UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precisions[0]), "seq": task.seq,
         **of_program(task.framework, task.cluster.device.generation),
         "global_batch": task.batch, "logged": 0.0, **(CAST if task.framework == SOLI else MIXED), **USUAL,
     }  # fmt: skip
     count = len(table["tp"])
+    for name in task.precisions[1:]:
+        other, chosen = of_device(task.cluster.device, name), table["precision"] == PRECISIONS.index(name)
+        same |= {key: np.where(chosen, value, same[key]) for key, value in other.items()}
     found = Points(
         **{
-            f.name: table[f.name] if f.name in table else np.broadcast_to(float(same[f.name]), (count,))
+            f.name: table[f.name] if f.name in table else np.broadcast_to(np.float64(same[f.name]), (count,))
             for f in fields(Points)
         }
     )

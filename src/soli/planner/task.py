@@ -8,28 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from soli.core.errors import Problem, listing
-from soli.planner.cost.points import INTERLEAVED, ONE, ZBH1
+from soli.planner.cost.points import INTERLEAVED, ONE, PRECISIONS, ZBH1
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.models import Model
 from soli.planner.offers import SCHEDULES, unable
 
-FIXED = (
-    "tp",
-    "sp",
-    "cp",
-    "pp",
-    "chunks",
-    "dp",
-    "zero",
-    "recompute",
-    "microbatch",
-    "ep",
-    "replicate",
-    "context",
-    "offload",
-    "schedule",
-    "tensor",
-)
+FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch", "ep", "replicate", "context", "offload", "schedule", "tensor", "precision")  # fmt: skip
 """What the user may fix; `microbatch` is in sequences."""
 
 
@@ -41,10 +25,16 @@ class Task:
     cluster: Cluster
     batch: int
     seq: int
-    precision: str = "bf16"
+    precision: str = "bf16"  # or several, such as bf16,fp8, of which a plan has one
     memory: float = 0.0  # bytes of a device that may be used; 0: all
     fixed: Mapping[str, float] | None = None
     framework: str = "soli"  # whose program runs the plan
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """What products may be computed in."""
+        said = (self.fixed or {}).get("precision")
+        return tuple(self.precision.split(",")) if said is None else (PRECISIONS[int(said)],)
 
     @property
     def limit(self) -> float:
@@ -52,8 +42,9 @@ class Task:
         return self.memory or self.cluster.device.memory
 
     def with_fixed(self, more: Mapping[str, float]) -> Task:
-        """The task with more that is fixed."""
-        return replace(self, fixed={**(self.fixed or {}), **more})
+        """The task with more that is fixed; a precision beside those that it asks for is asked for too."""
+        found = replace(self, fixed={**(self.fixed or {}), **more})
+        return replace(found, precision=found.precisions[0]) if "precision" in more else found
 
 
 @listing
@@ -76,8 +67,11 @@ def _of_devices(task: Task) -> Iterator[Problem]:
             f"{task.memory / 1e9:.1f} GB are more than {device.name} has",
             allowed=f"{device.memory / 1e9:.1f} GB",
         )
-    if task.precision not in device.tflops:
-        yield Problem(f"{device.name} does not multiply {task.precision}", allowed=", ".join(device.tflops))
+    if not set(task.precisions) <= set(task.precision.split(",")):
+        yield Problem(f"precision={task.precisions[0]} is fixed, and {task.precision} is asked for")
+    for name in task.precisions:
+        if name not in device.tflops:
+            yield Problem(f"{device.name} does not multiply {name}", allowed=", ".join(device.tflops))
 
 
 def _of_degrees(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
@@ -115,5 +109,5 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
         f"ep={fixed.get('ep', 1):g} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,
     }  # fmt: skip
     return [Problem(what) for what, wrong in rules.items() if wrong] + unable(
-        task.framework, fixed, task.precision
+        task.framework, fixed, task.precisions
     )

@@ -80,7 +80,8 @@ class Points:
     ep: Array
     recompute: Array  # NONE, SELECTIVE, FULL
     offload: Array  # flag: the optimizer's state lies in the host's memory
-    low: Array  # bytes of an element that linear products read: 2, 1 (fp8), 0.5 (fp4)
+    precision: Array  # of linear products: the place in PRECISIONS
+    low: Array  # bytes of an element that they read: 2, 1 (fp8), 0.5 (fp4)
     # how the program keeps its states
     weight: Array  # bytes of a parameter, and of what is gathered of it
     moments: Array  # bytes of the optimizer's a parameter, a copy in fp32 among them where there is one
@@ -207,6 +208,7 @@ class Points:
 
 SIZES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 """Bytes of a number."""
+PRECISIONS = tuple(SIZES)
 
 
 def of_device(device: Device, precision: str) -> dict[str, float]:
@@ -214,7 +216,7 @@ def of_device(device: Device, precision: str) -> dict[str, float]:
     peak = device.tflops[precision]
     wide = device.tflops.get("bf16", device.tflops.get("fp16", peak))
     return {
-        "peak": peak * 1e12, "peak_wide": min(peak, wide) * 1e12, "low": SIZES[precision],
+        "precision": PRECISIONS.index(precision), "peak": peak * 1e12, "peak_wide": min(peak, wide) * 1e12, "low": SIZES[precision],
         "capacity": device.memory, "bandwidth": device.memory_gbs * 1e9, "node": device.node,
         "link": device.link_gbs * 1e9, "link_latency": device.link_us * 1e-6, "net": device.net_gbits * 1e9 / 8,
         "net_latency": device.net_us * 1e-6, "host": device.host_gbs * 1e9,
