@@ -62,7 +62,7 @@ def test_unequal_stages_take_what_a_simulation_takes(m: int, last: float) -> Non
 def test_a_large_vocabulary_moves_layers_from_the_last_stage() -> None:
     wide = replace(LLAMA, vocab=512000)
     said = {"pp": 8.0, "chunks": 1.0, "schedule": 0.0, "tp": 1.0, "cp": 1.0}
-    asked = task(wide, "h100:8x2", batch=64, seq=4096, fixed=said)
+    asked = task(wide, "h100:8x2", batch=64, seq=2048, fixed=said)
     found = search(asked)
     assert found.points.fewer[0] > 0
     assert "the last of" in explain.note(found.points, 0)

@@ -173,7 +173,14 @@ def test_what_has_words_can_be_fixed() -> None:
 def test_a_plan_that_was_printed_can_be_asked_about() -> None:
     """Its parts of a batch are a microbatch of sequences."""
     plan = "dp=8, zero=1,tp = 4,sp=on,accumulate=8,precision=bf16"
-    fixed = {"dp": 8.0, "zero": 1.0, "tp": 4.0, "sp": 1.0, "microbatch": 4.0, "precision": explain.WORDS["precision"]["bf16"]}
+    fixed = {
+        "dp": 8.0,
+        "zero": 1.0,
+        "tp": 4.0,
+        "sp": 1.0,
+        "microbatch": 4.0,
+        "precision": explain.WORDS["precision"]["bf16"],
+    }
     assert explain.fixed_of(plan, 256) == fixed
     assert explain.fixed_of("pp=8,microbatches=16,recompute=0.523", 256) == {
         "pp": 8.0,

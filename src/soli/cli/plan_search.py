@@ -35,8 +35,7 @@ def search(
     seq: Annotated[
         int,
         typer.Option(
-            min=0,
-            help="Tokens of a sequence; 0: what the model was made for, 8192 at most; of a program, its batch's.",
+            min=0, help="Tokens of a sequence; 0: the model's own, 8192 at most; of a program, its batch's."
         ),
     ] = 0,
     precision: Annotated[
@@ -51,9 +50,7 @@ def search(
     ] = None,
     framework: Annotated[
         str,
-        typer.Option(
-            help="Whose program runs the plans: soli, megatron, megatron-deepspeed, deepspeed, fsdp."
-        ),
+        typer.Option(help="Whose program runs it: soli, megatron, megatron-deepspeed, deepspeed, fsdp."),
     ] = "soli",
     count: Annotated[int, typer.Option(min=1, help="Plans that are shown.")] = 10,
     whatif: Annotated[

@@ -54,25 +54,25 @@ def time_of_stages(task: Task, table: Table) -> Array:
     return SLACK * (run.busy + run.waiting + k.step_overhead)
 
 
-def time_of_shards(task: Task, stages: Table, table: Table) -> Array:
-    """Seconds of rows that `space.shards` made of `stages`: exact but where parameters are gathered, behind as much as may be.
+def time_of_shards(task: Task, stages: Table, ways: Table) -> Array:
+    """Seconds of rows of `stages` with their `space.ways`: exact but where parameters are gathered, behind as much as may be.
 
     What a stage computes and what its copies send is the same of all ways to shard: the first is computed once a stage, the
     other once for each number of copies.
     """
     run = running(*_made(task, stages))
-    begins = np.flatnonzero(np.diff(table["copies"], prepend=-1))
-    p, k = _made(task, space.rows_of(table, begins))
-    of, summed = table["stage"][begins], sums(p, k)
+    each = space.rows_of(ways, np.flatnonzero(np.diff(ways["copies"], prepend=-1)))
+    p, k = _made(task, space.sharded(stages, each))
+    of, summed = each["stage"], sums(p, k)
     busy, backward = (run.busy + run.waiting)[of], run.layers[of] / 2
     found = np.empty((4, 2, len(p)))
-    for zero, offload in np.ndindex(4, 2):
+    for zero, offload in ((n, moved) for n in range(4) for moved in (0, 1) if n or not moved):
         q = replace(p, zero=np.full(len(p), float(zero)), offload=np.full(len(p), float(offload)))
         late, spent = following(q, k, summed, np.inf if zero == 3 else backward)
         found[zero, offload] = busy + late + spent + k.step_overhead
     found[3] += _gathering(replace(p, zero=np.full(len(p), 3.0)), k, 2 * backward / p.own_layers)
     found[3] *= SLACK
-    return found[table["zero"].astype(int), table["offload"].astype(int), table["copies"]]
+    return found[ways["zero"].astype(int), ways["offload"].astype(int), ways["copies"]]
 
 
 def _gathering(p: Points, k: Constants, layer: Array) -> Array:

@@ -22,12 +22,9 @@ from soli.planner.task import FIXED, Task, problems
 
 GB = 1e9
 PARTS = {
-    "computing": "computing",
-    "exposed": "communication inside layers that nothing hides",
-    "waiting": "waiting in the pipeline",
-    "gradients": "reducing gradients",
-    "update": "the optimizer",
-}
+    "computing": "computing", "exposed": "communication inside layers that nothing hides", "waiting": "waiting in the pipeline",
+    "gradients": "reducing gradients", "update": "the optimizer",
+}  # fmt: skip
 """What a step's time goes to."""
 
 
@@ -155,9 +152,8 @@ def why(best: list[Choice]) -> str:
 def compared(a: Choice, b: Choice) -> str:
     """Where a step of a spends less than one of b, and where more."""
     gaps = {PARTS[name]: b.parts_s[name] - a.parts_s[name] for name in PARTS}
-    told = sorted(
-        (gap for gap in gaps.items() if abs(gap[1]) >= 0.001 * a.step_time_s), key=lambda g: -abs(g[1])
-    )
+    felt = [gap for gap in gaps.items() if abs(gap[1]) >= 0.001 * a.step_time_s]
+    told = sorted(felt, key=lambda gap: -abs(gap[1]))
     words = [f"{abs(gap):.3g} s {'less' if gap > 0 else 'more'} {name}" for name, gap in told[:3]]
     return ", ".join(words) or "in no part by more than 0.1%"
 
@@ -189,9 +185,8 @@ def why_not(task: Task, wanted: Mapping[str, float]) -> str:
 def spelt(fixed: Mapping[str, float]) -> str:
     """What is fixed, as `fixed_of` reads it."""
     names = {name: {value: word for word, value in values.items()} for name, values in WORDS.items()}
-    return ", ".join(
-        f"{name}={names.get(name, {}).get(value, f'{value:g}')}" for name, value in fixed.items()
-    )
+    said = (f"{name}={names.get(name, {}).get(value, f'{value:g}')}" for name, value in fixed.items())
+    return ", ".join(said)
 
 
 def lacking(found: Found) -> str:

@@ -162,14 +162,23 @@ def stages(task: Task, table: Table, each: bool = False) -> Table:
 
 
 def shards(task: Task, table: Table) -> Table:
-    """Each row with each way to shard its states. `stage`: which row it was; `copies`: the how many-th (stage, replicate) it is of."""
-    ways, first, count, kind = _sharded(task, table)
+    """Each row with each way to shard its states."""
+    return sharded(table, ways(task, table))
+
+
+def sharded(table: Table, chosen: Table) -> Table:
+    """Rows with some of their ways."""
+    return {**rows_of(table, chosen["stage"].astype(np.int64)), **chosen}
+
+
+def ways(task: Task, table: Table) -> Table:
+    """Of each row each way to shard its states. `stage`: which row it is of; `copies`: the how many-th (stage, replicate)."""
+    every, first, count, kind = _sharded(task, table)
     place = np.repeat(np.arange(size(table)), count[kind])
     within = np.arange(len(place)) - np.repeat(np.cumsum(count[kind]) - count[kind], count[kind])
-    way = ways[first[kind][place] + within]
-    made = {**rows_of(table, place), **dict(zip(SHARDING, way.T, strict=True)), "stage": place}
-    begins = (np.diff(place, prepend=-1) != 0) | (np.diff(made["replicate"], prepend=0.0) != 0)
-    return {**made, "copies": np.cumsum(begins) - 1}
+    found = dict(zip(SHARDING, every[first[kind][place] + within].T, strict=True))
+    begins = (np.diff(place, prepend=-1) != 0) | (np.diff(found["replicate"], prepend=0.0) != 0)
+    return {**found, "stage": place, "copies": np.cumsum(begins) - 1}
 
 
 def counted(task: Task) -> int:
