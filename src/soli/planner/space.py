@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from soli.planner.cost import borders
 from soli.planner.cost.grids import shapes as shapes_of
-from soli.planner.cost.points import (  # fmt: skip
+from soli.planner.cost.points import (
     CAST,
     CUBE,
     DUALPIPEV,

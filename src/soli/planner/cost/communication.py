@@ -30,14 +30,10 @@ def all_reduce(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> 
     between = n / local
     link, net = p.link * k.link_share, p.net * k.net_share
     near = np.zeros(np.broadcast(size, local).shape)
-    at = np.flatnonzero(
-        local > 1
-    )  # of most axes no two ranks are in one server, and the table's lookup takes longest
-    if len(at):
-        latency = p.link_latency * k.latency_scale
-        near[at] = rings.all_reduce(
-            *(np.broadcast_to(of, near.shape)[at] for of in (size, local, link, latency))
-        )
+    # Of most axes no two ranks are in one server, and the table's lookup takes longest.
+    if len(at := np.flatnonzero(local > 1)):
+        each = (size, local, link, p.link_latency * k.latency_scale)
+        near[at] = rings.all_reduce(*(np.broadcast_to(one, near.shape)[at] for one in each))
     far = 2 * (between - 1) / between * size / local / net
     far = far + 2 * np.log2(between) * p.net_latency * k.latency_scale
     return np.where(n > 1, near + far, 0.0)
