@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path += [str(ROOT / "network"), str(ROOT)]  # both have a launch.py: the lab's is tested here
+sys.path[:0] = [str(ROOT / "network"), str(ROOT)]  # both have a launch.py: the lab's is tested here
 
 import forms  # noqa: E402
 import torch  # noqa: E402

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks" / "network"))
+# Before benchmarks, which other tests put there and which has a launch.py too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks" / "network"))
 
 import commands
 import lab
