@@ -21,7 +21,18 @@ from soli.planner.cost.step import layers as layers_of
 from soli.planner.cost.step import step
 from soli.planner.models import Model
 from soli.planner.offers import SCHEDULES
-from soli.planner.search import costs, different, holds, peaks, plan_of, search, spaces, thriftiest
+from soli.planner.search import (  # fmt: skip
+    FEW_WAYS,
+    begun,
+    costs,
+    different,
+    holds,
+    peaks,
+    plan_of,
+    search,
+    spaces,
+    thriftiest,
+)
 from soli.planner.space import TENSORS
 from soli.planner.task import Task
 from test_cost import BASE, ONE, point
@@ -199,6 +210,21 @@ def test_no_plan_is_below_its_bounds(asked: Task) -> None:
     assert (shards[gathers] <= times[gathers]).all()
     assert (bounds.memory_of_layouts(asked, layouts)[row] <= sizes).all()
     assert (bounds.memory_of_stages(asked, stages)[line] <= sizes).all()
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda t: f"{t.model.name}-{t.cluster}-{t.framework}")
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_a_search_begins_at_what_a_few_plans_take(asked: Task, count: int) -> None:
+    """The last of so many layouts, which is a plan of the space: the best ones are no slower."""
+    few = asked.with_fixed(FEW_WAYS)
+    if not space.counted(few):  # of one device there is nothing to shard
+        assert begun(asked, count) == np.inf
+        return
+    found = search(few, count)
+    places = different(found, count)
+    last = found.cost.time[places[-1]] if len(places) == count else np.inf
+    assert begun(asked, count) == pytest.approx(last, rel=1e-8)
+    assert begun(asked, count) >= last
 
 
 def test_every_plan_is_one_that_the_engine_takes() -> None:

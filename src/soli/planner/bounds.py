@@ -14,7 +14,7 @@ from soli.planner import space
 from soli.planner.cost import arithmetic, borders, communication, memory
 from soli.planner.cost.constants import Constants, known, spread_of
 from soli.planner.cost.points import FULL, Array, Points
-from soli.planner.cost.step import following, running, sums
+from soli.planner.cost.step import late, running, sums, update
 from soli.planner.offers import chooses
 from soli.planner.space import Table, points_of
 from soli.planner.task import Task
@@ -65,12 +65,14 @@ def time_of_shards(task: Task, stages: Table, ways: Table) -> Array:
     p, k = _made(task, space.sharded(stages, each))
     of, summed = each["stage"], sums(p, k)
     busy, backward = (run.busy + run.waiting)[of], run.layers[of] / 2
+    flag = lambda value: np.full(len(p), float(value))
+    whole = update(replace(p, zero=flag(0)), k)
+    parts = np.stack([update(replace(p, zero=flag(1), offload=flag(moved)), k) for moved in (0, 1)])
     found = np.empty((4, 2, len(p)))
-    for zero, offload in ((n, moved) for n in range(4) for moved in (0, 1) if n or not moved):
-        q = replace(p, zero=np.full(len(p), float(zero)), offload=np.full(len(p), float(offload)))
-        late, spent = following(q, k, summed, np.inf if zero == 3 else backward)
-        found[zero, offload] = busy + late + spent + k.step_overhead
-    found[3] += _gathering(replace(p, zero=np.full(len(p), 3.0)), k, 2 * backward / p.own_layers)
+    for zero in range(4):
+        reduced = late(replace(p, zero=flag(zero)), k, summed, np.inf if zero == 3 else backward)
+        found[zero] = busy + reduced + (parts if zero else whole) + k.step_overhead
+    found[3] += _gathering(replace(p, zero=flag(3)), k, 2 * backward / p.own_layers)
     found[3] *= SLACK
     return found[ways["zero"].astype(int), ways["offload"].astype(int), ways["copies"]]
 

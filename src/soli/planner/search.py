@@ -79,7 +79,7 @@ def search(task: Task, count: int = SHOWN) -> Found:
     if not whole:
         raise_all([_none(task)])
     best = Best(count)
-    best.worst = _begun(task, count)
+    best.worst = begun(task, count)
     kept, looked, fit = _explored(task, best)
     if not fit:
         nearest, least = thriftiest(task)
@@ -88,7 +88,7 @@ def search(task: Task, count: int = SHOWN) -> Found:
     return Found(task, p, costs(task, p), whole, looked, fit, None, float(peaks(task, p).min()))
 
 
-def _begun(task: Task, count: int) -> float:
+def begun(task: Task, count: int) -> float:
     """Seconds that no plan has to be slower than: those of the last layout among a few plans of each."""
     few = task.with_fixed(FEW_WAYS)
     if FEW_WAYS.keys() & (task.fixed or {}).keys() or problems(few):

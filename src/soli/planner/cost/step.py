@@ -108,8 +108,8 @@ def seconds(
 ) -> tuple[Array, Running, Array, Array]:
     """A step's time: its microbatches, the gradients' reduction that nothing hides, and the update."""
     run = running(p, k, of_layers, of_tables)
-    late, spent = following(p, k, sums(p, k), run.layers / 2)
-    return run.busy + run.waiting + late + spent + k.step_overhead, run, late, spent
+    reduced, spent = late(p, k, sums(p, k), run.layers / 2), update(p, k)
+    return run.busy + run.waiting + reduced + spent + k.step_overhead, run, reduced, spent
 
 
 def sums(p: Points, k: Constants) -> communication.Sums:
@@ -117,28 +117,30 @@ def sums(p: Points, k: Constants) -> communication.Sums:
     return communication.sums(p, k, *memory.trained(p), memory.of_tables(p))
 
 
-def following(
-    p: Points, k: Constants, summed: communication.Sums, backward: Array | float
-) -> tuple[Array, Array]:
-    """Seconds of what follows the microbatches: the reduction that so long a backward does not hide, and the update."""
-    late = overlap.gradients(k, communication.of_gradients(p, summed), backward)
+def late(p: Points, k: Constants, summed: communication.Sums, backward: Array | float) -> Array:
+    """Seconds of the gradients' reduction that so long a backward does not hide."""
+    return overlap.gradients(k, communication.of_gradients(p, summed), backward)
+
+
+def update(p: Points, k: Constants) -> Array:
+    """Seconds of the optimizer. Of `zero` it matters whether states are shared out at all."""
     dense, experts = memory.trained(p)
     sharded = p.zero >= 1
     own = dense / np.where(sharded, p.shards, 1.0) + experts / np.where(sharded, p.expert_shards, 1.0)
-    return late, arithmetic.optimizer(p, k, own)
+    return arithmetic.optimizer(p, k, own)
 
 
 def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
     """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
-    time, run, late, update = seconds(p, k, of_layers, of_tables)
+    time, run, reduced, spent = seconds(p, k, of_layers, of_tables)
     return Step(
         time=time,
         layers=p.microbatches * run.layers,
         tables=p.microbatches * run.tables,
         exposed=p.microbatches * run.exposed,
         waiting=run.waiting,
-        gradients=late,
-        update=update,
+        gradients=reduced,
+        update=spent,
         memory=memory.peak(p, k),
         states=memory.states(p, k),
     )
