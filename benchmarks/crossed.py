@@ -44,7 +44,7 @@ launches and products were measured alone."""
 LAWS = ("product_half", "product_half_inner")
 """Constants that shape a law: well known of one device, and a pair with runs of its own follows those."""
 COUNTED = {
-    MEGATRON: {"logit_bytes": 24.0, "hidden_sums": 0.6, "hidden_gradients": 0.7},
+    MEGATRON: {"logit_bytes": 24.0, "waited_sums": 0.6, "hidden_gradients": 0.7},
     OLD: {"element_bytes": 27.0, "logit_bytes": 62.0, "hidden_gradients": 0.1},
     "megatron-deepspeed": {"element_bytes": 27.0, "logit_bytes": 62.0, "hidden_gradients": 0.1},
     TESTS: {"logit_bytes": 62.0},

@@ -150,9 +150,9 @@ def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:
     assert of_program("megatron", "hopper", "alltoall dispatcher")["once"] == 0.0
 
 
-def test_sums_run_behind_products() -> None:
-    open_, hidden = (step(point(tp=8), usual(hidden_sums=share)).exposed[0] for share in (0.2, 0.6))
-    assert isclose(hidden, open_ / 2)
+def test_sums_run_behind_products_or_wait() -> None:
+    hidden, waited = (step(point(tp=8), usual(waited_sums=by)).exposed[0] for by in (0.4, 1.6))
+    assert isclose(hidden, waited / 4)
 
 
 def test_collectives_between_servers_are_rings() -> None:

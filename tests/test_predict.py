@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -257,8 +258,8 @@ def test_predictions_are_in_order_and_inside_their_intervals() -> None:
         assert one.memory_low_gb < one.predicted_memory_gb < one.memory_high_gb
 
 
-def test_what_does_not_say_that_it_recomputes_takes_no_more_than_there_is() -> None:
-    """Where it can: full recomputation must fit. Its time is that of a run that recomputes nothing."""
+def test_what_does_not_say_that_it_recomputes_does_so_of_the_layers_that_do_not_fit() -> None:
+    """And of no more: with a layer less it would not fit. Where nothing fits, nobody says that it does."""
     unsaid = {"recompute": "see recipe", "attn_backend": "flash", "shard": "dist-optimizer"}
     unsaid |= {"tp": "1", "pp": "1", "dp": "64", "global_batch": "1024"}
     none, full, said, huge = predict(
@@ -271,10 +272,50 @@ def test_what_does_not_say_that_it_recomputes_takes_no_more_than_there_is() -> N
     )
     capacity = 80 * 2**30 / 1e9
     assert none.predicted_memory_gb > capacity > full.predicted_memory_gb
-    assert said.predicted_memory_gb == pytest.approx(capacity)
-    assert said.predicted_time_s == none.predicted_time_s
+    (word,) = (word for word in said.inferred if word.startswith("recompute="))
+    again, layers = (int(number) for number in re.findall(r"\d+", word))
+    assert 0 < again < layers
+    more, less = predict(
+        [ROW | unsaid | {"recompute": f"full-{n}of{layers}", "microbatch": "16"} for n in (again, again - 1)]
+    )
+    assert (said.predicted_time_s, said.predicted_memory_gb) == (
+        more.predicted_time_s,
+        more.predicted_memory_gb,
+    )
+    assert more.predicted_memory_gb <= capacity < less.predicted_memory_gb
+    assert none.predicted_time_s < said.predicted_time_s < full.predicted_time_s
     assert said.feasible
+    assert "recompute=full" in huge.inferred
     assert not huge.feasible
+
+
+def test_a_microbatch_that_nobody_says_is_one_that_fits() -> None:
+    unsaid = {"tp": "1", "pp": "1", "dp": "64", "global_batch": "1024", "microbatch": ""}
+    unsaid |= {"layers": "16", "attn_backend": "flash", "shard": "dist-optimizer"}
+    short, long = predict([ROW | unsaid | {"recompute": "none", "seq_len": seq} for seq in ("512", "8192")])
+    assert "microbatch=8" in short.inferred
+    (word,) = (word for word in long.inferred if word.startswith("microbatch="))
+    size = int(word.removeprefix("microbatch="))
+    assert size < 8
+    twice = predict([ROW | unsaid | {"recompute": "none", "seq_len": "8192", "microbatch": str(2 * size)}])[0]
+    assert long.feasible
+    assert not twice.feasible
+
+
+def test_stages_that_are_not_alike_leave_the_last_a_layer_less() -> None:
+    """So that the last product, where it takes longest, waits for a layer less of each microbatch."""
+    rows = [
+        ROW | {"layers": layers, "tp": "1", "pp": "8", "dp": "8", "vocab": "500000"}
+        for layers in ("23", "24")
+    ]
+    less, more = (read(row) for row in rows)
+    assert (less.point["fewer"], more.point["fewer"]) == (1, 0)
+    p, _ = arrays([less, more])
+    cost = step(p, repeated(known(more.framework, more.generation), 2))
+    layer = cost.layers[1] / p.microbatches[1] / p.own_layers[1]
+    assert cost.time[1] - cost.time[0] == pytest.approx(p.microbatches[1] * layer, rel=0.15)
+    whole = replace(p, fewer=np.zeros(2))
+    assert step(whole, repeated(known(more.framework, more.generation), 2)).time[0] > cost.time[0]
 
 
 def test_only_what_fits_is_feasible() -> None:

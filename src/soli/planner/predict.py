@@ -12,7 +12,7 @@ from soli.core.errors import SoliError
 from soli.planner import measured
 from soli.planner.columns import TIMES
 from soli.planner.cost.constants import known, repeated, spread_of
-from soli.planner.cost.points import FULL, Array, Points, points
+from soli.planner.cost.points import Array, Points, points
 from soli.planner.cost.step import Step, step
 from soli.planner.fit import Measured, fit
 from soli.planner.row import Row
@@ -62,12 +62,9 @@ def predict(
         at = [i for i, row in enumerate(rows) if not row.refused and family_of(row) == family]
         p = points([rows[i].point for i in at])
         cost, low, high = costs(p, family, learnt)
-        least_of = costs(replace(p, recompute=np.full(len(p), FULL)), family, learnt)[0].memory
         spread = spread_of(*family)
         for place, i in enumerate(at):
             time, memory = float(cost.time[place]), float(cost.memory[place])
-            if rows[i].unsaid:  # they recompute what does not fit
-                memory = float(np.clip(p.capacity[place], least_of[place], memory))
             least, most = (memory * spread[name] for name in ("memory_low", "memory_high"))
             found[i] = Prediction(
                 time, time * float(low[place]), time * float(high[place]), memory / GB, least / GB, most / GB,

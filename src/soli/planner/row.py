@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 Said = dict[str, float | None]
 """A row's numbers, by their names here (columns.toml)."""
-RECOMPUTE, DEVICES, BY_EYE = "recompute=", "gpus=", "a time read by eye"
+RECOMPUTE, SIZE, DEVICES, BY_EYE = "recompute=", "microbatch=", "gpus=", "a time read by eye"
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Row:
 
     @property
     def unsaid(self) -> bool:
-        """Whether it leaves out what is recomputed: nothing for its time, as much as fits for its memory."""
+        """Whether it leaves out what is recomputed."""
         return any(word.startswith(RECOMPUTE) for word in self.inferred)
 
     def assumed(self, said: Said, name: str, usual: float) -> float:

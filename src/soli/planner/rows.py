@@ -16,7 +16,8 @@ from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, unread
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, of_program
-from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, Row, Said
+from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
+from soli.planner.row_fit import fitted
 from soli.planner.row_machine import device_of, network_of, precision_of
 from soli.planner.row_model import FLASH_SINCE, attention_of, model_of
 from soli.planner.spellings import (
@@ -62,6 +63,9 @@ def read(row: Mapping[str, str]) -> Row:
     point |= _degrees(said, point, found)
     point |= _ways(row, said, point, found)
     point["longest"] = _by_cost(point) if found.framework == NANOTRON else 0.0
+    # Stages that cannot be alike: the last, which has the last product, is among the shorter ones.
+    uneven = point["pp"] > 1 and point.get("layers", 0.0) % (point["pp"] * point["chunks"]) > 0
+    point["fewer"] = float(uneven and found.framework != NANOTRON)
     point |= _choices(row, said, point, found)
     point |= _batch(row, said, point, found)
     found.inferred += unread(row)
@@ -69,6 +73,7 @@ def read(row: Mapping[str, str]) -> Row:
         found.refused += _impossible(said, point)
     if not found.refused:
         found.point = point
+        fitted(found)
     return found
 
 
@@ -82,7 +87,7 @@ def read_measured(row: Mapping[str, str]) -> Row:
     if DEVICES in " ".join(found.inferred) and (found.point.get("zero") or found.timeless):
         found.memory = found.states = None  # of states that are shared out among a number that nobody says
     found.time = None if found.timeless else found.time
-    if any(word.startswith("microbatch=") for word in found.inferred):
+    if any(word.startswith(SIZE) for word in found.inferred):
         found.memory = found.states = None  # of as many sequences as nobody says
     if "by eye" in text(row, "provenance"):
         found.inferred.append(BY_EYE)
@@ -240,7 +245,7 @@ def _batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: R
     if size is None:
         size = whole / dp / times if times else min(whole / dp, USUAL if point["pp"] == 1 else 1.0)
         size = float(max(int(size), 1))
-        found.inferred.append(f"microbatch={size:g}")
+        found.inferred.append(f"{SIZE}{size:g}")
     if whole < dp * size:
         found.refused.append(f"global_batch={whole:g} is less than dp x microbatch = {dp * size:g}")
     return {"global_batch": whole, "microbatch": size}

@@ -54,7 +54,7 @@ MEANINGS: dict[str, Meaning] = {
     "send_share": Meaning(0.3, 0.05, 1.0, "of either that a stage's send reaches"),
     "latency_scale": Meaning(2.0, 0.5, 9.0, "latency of a collective's step, in the device's"),
     "hidden_gradients": Meaning(0.3, 0.02, 1.0, "of the gradients' reduction that runs behind the backward"),
-    "hidden_sums": Meaning(0.1, 0.02, 1.0, "of what tp sends in a layer that runs behind its products"),
+    "waited_sums": Meaning(1.5, 0.1, 5.0, "time that what tp sends takes in a layer, by what it takes alone"),
     "hidden_gathers": Meaning(0.8, 0.0, 1.0, "of a layer's time behind which its parameters are gathered"),
     "optimizer_bytes": Meaning(32.0, 12.0, 120.0, "moved for each parameter's update"),
     "gradient_bytes": Meaning(4.0, 2.0, 4.0, "of a gradient that is kept"),

@@ -138,10 +138,19 @@ def logits(p: Points, k: Constants) -> Array:
     return p.tokens * p.vocab / p.tp * k.logit_kept
 
 
+def _early(p: Points, k: Constants) -> Array:
+    """Bytes of the first stage's microbatches; or of the second's, where stages lack so many layers that the first is shorter too."""
+    under_way = in_flight(p)
+    lacking = p.pp * p.own_layers - p.layers - p.fewer
+    short = (p.pp > 2) & (p.chunks == 1) & (p.longest == 0) & (p.fewer > 0) & (lacking >= 1)
+    first = activations(p, k, under_way, np.where(short, 1.0, 0.0))
+    return np.where(short, np.maximum(first, activations(p, k, np.maximum(under_way - 1, 1.0))), first)
+
+
 def kinds(p: Points, k: Constants) -> dict[str, Array]:
     """Bytes of each kind at the fullest moment of the fullest rank (or of the last stage's, see Points.logged)."""
     weights, gradients, moments = of_states(p, k)
-    begin, end = activations(p, k, in_flight(p)), activations(p, k, in_flight_last(p), p.fewer)
+    begin, end = _early(p, k), activations(p, k, in_flight_last(p), p.fewer)
     loss = logits(p, k)
     of_first = np.where((p.pp == 1) | in_a_v(p), loss, 0.0)
     at_last = (p.logged > 0) | (end + loss > begin + of_first)

@@ -16,8 +16,9 @@ from soli.planner.cost.points import Array
 
 
 def sums(k: Constants, sent: Array) -> Array:
-    """Seconds that are left of what tp sends in a layer: a share of it is, however long the products take."""
-    return sent * (1 - k.hidden_sums)
+    """Seconds that what tp sends adds to a layer: less than it takes alone where pieces run behind products, more where
+    ranks wait for the slowest, twice a layer and each way (docs/log.md, what tp waits for)."""
+    return sent * k.waited_sums
 
 
 def gathers(k: Constants, sent: Array, computed: Array) -> Array:

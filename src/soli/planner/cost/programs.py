@@ -26,7 +26,7 @@ OTHERS = SHARES["hopper"]
 
 UNFUSED = ("fsdp", "soli")
 """Programs that run the operations that a model is written in."""
-SHORT = ("fsdp", "deepspeed", "other")
+SHORT = ("fsdp", "deepspeed", "jax", "other")
 """Programs that sum gradients as wide as parameters unless they are told otherwise: torch's FSDP, DeepSpeed, and most others.
 Megatron sums those of bf16 in fp32."""
 COMPILER = re.compile(r"(\b(?:no|without)\s+(?:torch\.)?)?compiled?\b|\bjax\b|\bxla\b", re.I)
