@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from soli.core.functions import in_place
+from soli.core.tables import table
 from soli.parallel.tensor.cut import (
     Run,
     added,
@@ -22,30 +23,15 @@ from soli.parallel.tensor.cut import (
 )
 from soli.parallel.tensor.split import Misfit, Split
 
-KNOWN = {
-    "where", "masked_fill", "masked_fill_", "type", "float", "half", "double", "bfloat16", "int",
-    "long", "bool", "contiguous", "clone", "detach", "zeros_like", "ones_like", "empty_like", "full_like", "dropout",
-    "requires_grad_", "softplus", "silu", "gelu", "relu", "mish", "nan_to_num", "fill_", "zero_", "copy_", "cpu",
-    "clamp", "clip", "lerp", "addcmul", "addcdiv", "gelu_",
-    "hardswish", "leaky_relu", "elu", "selu", "celu", "logsigmoid", "softsign", "tanhshrink", "softshrink", "hardtanh",
-    "relu6", "threshold",
-}  # fmt: skip
-_DUNDER = {
-    "__add__": "add", "__radd__": "add", "__iadd__": "add", "__sub__": "sub", "__rsub__": "rsub", "__isub__": "sub",
-    "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul", "__truediv__": "div", "__rtruediv__": "div", "__div__": "div",
-    "__rdiv__": "div", "__itruediv__": "div", "__idiv__": "div", "__pow__": "pow", "__rpow__": "pow", "__ipow__": "pow",
-    "__neg__": "neg", "__pos__": "add", "__abs__": "abs", "__invert__": "bitwise_not", "__and__": "bitwise_and",
-    "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__rand__": "bitwise_and", "__ror__": "bitwise_or", "__eq__": "eq",
-    "__ne__": "ne", "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge", "__floordiv__": "div",
-    "__rfloordiv__": "div", "__mod__": "remainder",
-}  # fmt: skip
+NAMES = table(__package__, "functions.toml")
+"""Functions of torch by what answers them, for rules.py too."""
 
 
 def is_pointwise(name: str) -> bool:
     """Whether torch says so of its operator of this name (the tag), or we do."""
-    if name in KNOWN:
+    if name in NAMES["pointwise"]:
         return True
-    name = _DUNDER.get(name, name)
+    name = NAMES["operators"].get(name, name)
     packet = getattr(torch.ops.aten, name.rstrip("_") if not hasattr(torch.ops.aten, name) else name, None)
     if packet is None:
         return False
