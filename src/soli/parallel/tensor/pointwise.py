@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -139,10 +140,7 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     if name == "sum":
         return total
     shape = shape_of(x)
-    divisor = 1
-    for d in over:
-        divisor *= shape[d]
-    return total / divisor
+    return total / prod(shape[d] for d in over)
 
 
 def _variance(x: Tensor, given: dict[str, Any], keep: bool) -> Tensor:
