@@ -22,7 +22,7 @@ from soli.parallel.tensor.cut import (
     split_of,
     whole,
 )
-from soli.parallel.tensor.split import Misfit, Split
+from soli.parallel.tensor.split import Misfit, Split, origins_of
 
 NAMES = table(__package__, "functions.toml")
 """Functions of torch by what answers them, for rules.py too."""
@@ -94,8 +94,7 @@ def met(leaves: list[Tensor], dims: int, run: Run) -> Split | None:
     splits = [s.at(s.dim + dims - x.dim()) for x in leaves if (s := split_of(x))]
     owned = [s for s in splits if s.origins] or splits[:1]
     if len({s.dim for s in owned}) > 1:
-        origins = frozenset().union(*(s.origins for s in owned))
-        raise Misfit(origins, "tensors meet that are cut along different dims")
+        raise Misfit(origins_of(owned), "tensors meet that are cut along different dims")
     return agreed(run, owned) if owned else None
 
 

@@ -13,6 +13,7 @@ rank owns, and a slice of it keeps what is left of each.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd, prod
@@ -86,6 +87,11 @@ class Split:
 
     def join(self, other: Split) -> Split:
         return replace(self, origins=self.origins | other.origins)
+
+
+def origins_of(splits: Iterable[Split]) -> frozenset[str]:
+    """The parameters whose layout led to any of these cuts."""
+    return frozenset().union(*(split.origins for split in splits))
 
 
 class Misfit(Exception):  # noqa: N818 - it is no error: a finder answers it with another layout
