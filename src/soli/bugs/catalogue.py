@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
-from importlib.resources import files
 
 from soli.core.errors import SoliError
+from soli.core.tables import table
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Mechanism:
 @cache
 def mechanisms() -> dict[str, Mechanism]:
     """All, by name."""
-    said = tomllib.loads(files("soli.bugs").joinpath("catalogue.toml").read_text(encoding="utf-8"))
+    said = table(__package__, "catalogue.toml")
     made = [
         Mechanism(**{**one, "fixes": tuple(Fix(**fix) for fix in one["fixes"])}) for one in said["mechanism"]
     ]

@@ -123,9 +123,7 @@ def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
     plainly = ("-M", "--no-ext-diff", "--no-textconv")
     words = ("log", "--numstat", "-z", *plainly, form, "HEAD", "--", ".", *exclude)
     # A path leaves out commits that touch nothing else: so those are asked for without one.
-    found: dict[str, tuple[File, ...]] = {}
-    for fields, files in _chunks(path, words):
-        found[fields[0]] = files
+    found = {fields[0]: files for fields, files in _chunks(path, words)}
     count = 0
     for fields, _ in _chunks(path, ("log", "-z", form, "HEAD")):
         hash_, parents, written, committed, message = fields

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from soli.bugs import store
 from soli.bugs.agreement import Kappa, confusion, kappa
-from soli.bugs.labels import Label
+from soli.bugs.labels import Label, by_labeller
 from soli.bugs.mine import share
 from soli.bugs.taxonomy import DIMENSIONS
 
@@ -40,10 +40,7 @@ def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
                 "SELECT repo, hash, dimension, word, confidence FROM class"
             )
         }
-    by: dict[str, dict[tuple[str, str], Label]] = {}
-    for one in labels:
-        by.setdefault(one.labeller, {})[one.repo, one.commit] = one
-    found = []
+    by, found = by_labeller(labels), []
     for dimension in DIMENSIONS:
         words = {
             who: {key: getattr(one, dimension) for key, one in theirs.items() if one.fix == "yes"}

@@ -133,12 +133,17 @@ class Pair:
     differ: list[tuple[Label, Label]]
 
 
-def pairs(labels: Iterable[Label]) -> list[Pair]:
-    """Every two labellers, on the commits that both have."""
+def by_labeller(labels: Iterable[Label]) -> dict[str, dict[tuple[str, str], Label]]:
+    """Each labeller's, by repository and commit."""
     by: dict[str, dict[tuple[str, str], Label]] = {}
     for one in labels:
         by.setdefault(one.labeller, {})[one.repo, one.commit] = one
-    found = []
+    return by
+
+
+def pairs(labels: Iterable[Label]) -> list[Pair]:
+    """Every two labellers, on the commits that both have."""
+    by, found = by_labeller(labels), []
     for first, second in combinations(sorted(by), 2):
         both = [(by[first][key], by[second][key]) for key in by[first] if key in by[second]]
         agreed = [(a, b) for a, b in both if a.fix == b.fix == "yes"]

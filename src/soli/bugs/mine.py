@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from scipy.stats import binomtest
 
@@ -31,10 +30,6 @@ class Mined:
     rejected: dict[str, int]
     median: float
     small: dict[str, tuple[float, float, float]]
-
-    def asdict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[Mined]:

@@ -7,11 +7,9 @@ are of the fixes by their message: the rules on syntax know how large a commit i
 from __future__ import annotations
 
 import sqlite3
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from soli.bugs.labels import Label, selection
 from soli.bugs.mine import SMALL, share
 from soli.bugs.taxonomy import DIMENSIONS, UNKNOWN
 from soli.core.errors import SoliError
+from soli.core.tables import table
 
 Share = tuple[float, float, float]
 LINES = (1, 5, 10, 20, 50, 100)
@@ -32,7 +31,7 @@ def study(
 ) -> dict[str, Any]:
     """All tables as plain data. `population`: how many commits each sample of labels was drawn from. SoliError where nothing was mined or
     classified."""
-    paper = tomllib.loads(files("soli.bugs").joinpath("study.toml").read_text(encoding="utf-8"))
+    paper = table(__package__, "study.toml")
     with store.opened(mined) as base:
         _whole(base, mined)
         said = {

@@ -14,47 +14,11 @@ from dataclasses import dataclass
 from ast_grep_py import SgNode, SgRoot
 
 from soli.bugs.changes import Change
+from soli.core.tables import table
 
 LONG = 200  # characters of a text that are kept
-# Kind of node -> what it is, the field that names it, the field that may change.
-KINDS: dict[str, dict[str, tuple[str, str, str]]] = {
-    "python": {
-        "if_statement": ("condition", "", "condition"),
-        "elif_clause": ("condition", "", "condition"),
-        "while_statement": ("condition", "", "condition"),
-        "conditional_expression": ("condition", "", ""),
-        "assert_statement": ("check", "", ""),
-        "raise_statement": ("check", "", ""),
-        "except_clause": ("handler", "", ""),
-        "call": ("call", "function", "arguments"),
-        "import_statement": ("import", "", ""),
-        "import_from_statement": ("import", "", ""),
-        "assignment": ("value", "left", "right"),
-        "augmented_assignment": ("value", "left", "right"),
-        "delete_statement": ("release", "", ""),
-        "function_definition": ("function", "name", "parameters"),
-        "class_definition": ("class", "name", "superclasses"),
-        "return_statement": ("return", "", ""),
-        "for_statement": ("loop", "left", "right"),
-    },
-    "cpp": {
-        "if_statement": ("condition", "", "condition"),
-        "while_statement": ("condition", "", "condition"),
-        "conditional_expression": ("condition", "", ""),
-        "throw_statement": ("check", "", ""),
-        "catch_clause": ("handler", "", ""),
-        "call_expression": ("call", "function", "arguments"),
-        "preproc_include": ("import", "", ""),
-        "preproc_if": ("version", "", "condition"),
-        "preproc_ifdef": ("version", "", "name"),
-        "assignment_expression": ("value", "left", "right"),
-        "init_declarator": ("value", "declarator", "value"),
-        "delete_expression": ("release", "", ""),
-        "function_declarator": ("function", "declarator", "parameters"),
-        "return_statement": ("return", "", ""),
-        "for_statement": ("loop", "", "condition"),
-    },
-}
+KINDS: dict[str, dict[str, list[str]]] = table(__package__, "syntax.toml")
+"""Of each language, by the kind of a node: what it is, the field that names it, the field that may change."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def mine(
     found = read(repos, out, rules)
     joined = [take_in(out, path) for path in issues or []]
     if as_json:
-        print(json.dumps([one.asdict() for one in found], indent=1))
+        print(json.dumps([asdict(one) for one in found], indent=1))
         return
     _show(found)
     for repo, known, whole in joined:

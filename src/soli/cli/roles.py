@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def table(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, eve
     for (shown, shape, kind, cut), names in kinds.items():
         why = found[names[0]].why
         rows.add_row(shown, str(len(names)), " x ".join(map(str, shape)), kind, cut, why)
-    numel = {name: _numel(shape) for name, shape in sizes.items()}
+    numel = {name: math.prod(shape) for name, shape in sizes.items()}
     whole = sum(numel.values())
     cut_count = sum(numel[name] for name, role in found.items() if role.split is not None)
     console = Console(width=None if sys.stdout.isatty() else 200)
@@ -77,13 +78,6 @@ def table(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, eve
         f"{capture.get().rstrip()}\n\n{cut_count:,} of {whole:,} parameters ({cut_count / max(whole, 1):.0%}) are cut over "
         f"tp={tp}; a rank holds about {whole - cut_count + cut_count // tp:,}"
     )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _cut(role: Any) -> str:

@@ -33,7 +33,7 @@ from soli.engine.deciding import Choice, Option, size
 from soli.engine.engine import Engine
 from soli.engine.rehearse import Program, rehearse, unseen, widened
 from soli.engine.taken import HEADROOM, Taken, is_beyond
-from soli.mesh.collectives import all_reduce, barrier, gather_json
+from soli.mesh.collectives import all_reduce, barrier, extreme, gather_json
 from soli.mesh.mesh import Mesh, build_mesh
 from soli.mesh.world import World, passing_groups
 from soli.parallel.init import is_deferred
@@ -168,10 +168,10 @@ class Auto:
             return machine
         alone = World(0, 1, 0, self.world.device, "single", self.world.deadline)
         barrier(self.mesh.all)
-        spent = torch.tensor([trial(share, Plan(dp=1), alone, PACE_STEPS)[0]], dtype=torch.float64)
-        all_reduce(spent, self.mesh.all, "max", label="seconds of a step alone")
+        spent = trial(share, Plan(dp=1), alone, PACE_STEPS)[0]
+        spent = extreme(spent, self.mesh.all, "max", label="seconds of a step alone")
         made = estimate(found, machine)
-        self.paced = min(max((float(spent) - made.products) / made.others, 0.5), 50.0)
+        self.paced = min(max((spent - made.products) / made.others, 0.5), 50.0)
         return replace(machine, launch=machine.launch * self.paced, stream=machine.stream / self.paced)
 
     def _alone(self, share: Program) -> Rehearsal | None:

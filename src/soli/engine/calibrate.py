@@ -35,6 +35,7 @@ from soli.mesh.collectives import (
     barrier,
     broadcast,
     exchange,
+    extreme,
     gather_json,
     receive,
     reduce_scatter,
@@ -166,10 +167,9 @@ def _collectives(world: World, mesh: Mesh, device: torch.device) -> dict[str, li
         for axis in axes:
             calls = _calls(axis, device, size)
             tables = [found.setdefault(f"{name} {axis.size}x{_stride(axis)}", []) for name in calls]
-            spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-            all_reduce(spent, mesh.all, "max", label="seconds")
+            spent = extreme(time.perf_counter() - start, mesh.all, "max", label="seconds")
             needed = (RUNS + 2) * sum(_expected(table, size) for table in tables)
-            if float(spent) + needed > BUDGET and not (number < 2 and axis.size == world.size):
+            if spent + needed > BUDGET and not (number < 2 and axis.size == world.size):
                 continue
             share = min(SECONDS, BUDGET / 2 / (len(axes) * len(SIZES) * len(calls)))
             for table, call in zip(tables, calls.values(), strict=True):
@@ -279,18 +279,16 @@ def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, second
     """
     call()
     once = _clock(call, device)
-    often = torch.tensor([min(max(seconds / RUNS / max(once, 1e-7), 1), 1000)], dtype=torch.float64)
-    all_reduce(often, everyone, "min", label="how often")
-    times = int(often)
+    often = min(max(seconds / RUNS / max(once, 1e-7), 1), 1000)
+    times = int(extreme(often, everyone, "min", label="how often"))
 
     def some() -> None:
         for _ in range(times):
             call()
 
     barrier(everyone)
-    spent = torch.tensor([median(_clock(some, device) / times for _ in range(RUNS))], dtype=torch.float64)
-    all_reduce(spent, everyone, "max", label="seconds")
-    return float(spent)
+    spent = median(_clock(some, device) / times for _ in range(RUNS))
+    return extreme(spent, everyone, "max", label="seconds")
 
 
 def _clock(call: Callable[[], Any], device: torch.device) -> float:
@@ -306,11 +304,10 @@ def _clock(call: Callable[[], Any], device: torch.device) -> float:
 def _alone(call: Callable[[], Any], device: torch.device, everyone: Axis) -> float:
     """Seconds of a call on the first rank while the others wait."""
     barrier(everyone)
-    spent = torch.zeros(1, dtype=torch.float64)
+    spent = 0.0
     if everyone.index == 0:
-        spent += median(_clock(lambda: [call() for _ in range(10)], device) / 10 for _ in range(RUNS))
-    all_reduce(spent, everyone, "max", label="seconds alone")
-    return float(spent)
+        spent = median(_clock(lambda: [call() for _ in range(10)], device) / 10 for _ in range(RUNS))
+    return extreme(spent, everyone, "max", label="seconds alone")
 
 
 def _hidden(product: Callable[[], Any], once: float, everyone: Axis, device: torch.device) -> float:
@@ -338,9 +335,7 @@ def with_products(world: World, mesh: Mesh, machine: Machine, wanted: dict[str, 
     found: dict[str, float] = {}
     start = time.perf_counter()
     for key in new:
-        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        all_reduce(spent, mesh.all, "max", label="seconds")
-        if float(spent) > PRODUCTS_SECONDS:
+        if extreme(time.perf_counter() - start, mesh.all, "max", label="seconds") > PRODUCTS_SECONDS:
             break
         call = _again(key, world.device)
         if call is not None:
@@ -383,9 +378,7 @@ def free_memory(world: World, mesh: Mesh) -> float:
         free = float(torch.cuda.mem_get_info(world.device)[0])
     else:
         free = _free_of_host()
-    least = torch.tensor([free / sharing], dtype=torch.float64)
-    all_reduce(least, mesh.all, "min", label="free memory")
-    return float(least)
+    return extreme(free / sharing, mesh.all, "min", label="free memory")
 
 
 def _free_of_host() -> float:

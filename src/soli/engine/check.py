@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from soli.core.errors import SoliError
 from soli.engine.batch import Part, take, to_device
@@ -100,8 +101,6 @@ def _modes(model: nn.Module) -> list[bool]:
 
 
 def _doubled(data: Any) -> Any:
-    from torch.utils._pytree import tree_map
-
     return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.dim() else x, data)
 
 

@@ -17,7 +17,7 @@ from soli.core.progress import SIZES
 from soli.engine import rng
 from soli.engine.batch import Part, rows_of
 from soli.engine.taken import Taken, is_beyond
-from soli.mesh.collectives import all_reduce
+from soli.mesh.collectives import extreme
 from soli.planner.legality import plain
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ class First:
         self.taken = Taken(engine.device, engine.model, engine.optimizer)
 
     def end(self, engine: Engine) -> None:
-        engine._watch, most = None, torch.tensor([self.taken.most()], dtype=torch.float64)
-        all_reduce(most, engine.mesh.all, "max", label="bytes of the first step")
-        taken, known = float(most), max(self.option.taken, self.option.peak)
+        engine._watch = None
+        taken = extreme(self.taken.most(), engine.mesh.all, "max", label="bytes of the first step")
+        known = max(self.option.taken, self.option.peak)
         if is_beyond(taken, known):
             events.note(
                 f"the first step took {size(taken)} a rank, {size(taken - known)} more than a step of {self.option.plan} when it was chosen, of {size(self.limit)}"

@@ -13,7 +13,7 @@ from soli.core.layout import even_parts
 from soli.engine import microbatch
 from soli.engine.batch import Part, part_of, to_device
 from soli.engine.layout import Runner
-from soli.mesh.collectives import all_reduce, gather_json
+from soli.mesh.collectives import all_reduce, extreme, gather_json
 from soli.parallel.pipeline import schedules, stages, table, watch
 from soli.parallel.pipeline.run import Cutting, Pipeline, needs_of
 from soli.parallel.pipeline.units import Unit, can_be_finer, units
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 def cutting_of(engine: Engine, batch: Any) -> Cutting:
     """Run the whole model on a few rows, in training and in evaluation, and cut it into balanced stages. Collective."""
     part = part_of(batch, 1, 0)
-    fewest = torch.tensor([part.rows])
-    all_reduce(fewest, engine.mesh.all, "min", label="rows of the first batch")
-    if not int(fewest):
+    if not extreme(part.rows, engine.mesh.all, "min", label="rows of the first batch"):
         raise SoliError(
             "the model is cut into stages on the first batch, and some ranks have no row of it",
             fix="give soli.parallelize(..., example=batch), or a first batch with a row for each rank of dp",

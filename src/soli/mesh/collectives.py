@@ -343,6 +343,13 @@ def raise_together(check: Callable[[], None], axis: Axis, *, label: str = "") ->
             raise other
 
 
+def extreme(number: float, axis: Axis, op: str, *, label: str) -> float:
+    """The largest ("max") or least ("min") of all ranks' numbers, on every rank."""
+    found = torch.tensor([number], dtype=torch.float64)
+    all_reduce(found, axis, op, label=label)
+    return float(found)
+
+
 def barrier(axis: Axis, *, label: str = "barrier") -> None:
     """Return once every rank of the axis has called it."""
     all_reduce(torch.zeros(1), axis, label=label)

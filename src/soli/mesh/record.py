@@ -150,36 +150,14 @@ def watching() -> bool:
     return bool(_watchers) and not getattr(_issuing, "depth", 0)
 
 
-_OPERATIONS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "barrier": "barrier",
-}
+_OF_WORDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_OF_A_WORD = ("broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier")
+
+
+def _operation(name: str) -> str | None:
+    """Of c10d's names and those of functional collectives (allreduce_coalesced_, _allgather_base_), what they all are."""
+    plain = name.replace("_", "")
+    return next((one for one in (*_OF_WORDS, *_OF_A_WORD) if plain.startswith(one.replace("_", ""))), None)
 
 
 class _TorchCollectives(TorchDispatchMode):
@@ -191,7 +169,7 @@ class _TorchCollectives(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         with issuing():  # a backend in Python would record it once more
             result = func(*args, **(kwargs or {}))
-        if not getattr(_issuing, "depth", 0) and (operation := _OPERATIONS.get(name[1].split(".")[0])):
+        if not getattr(_issuing, "depth", 0) and (operation := _operation(name[1])):
             axis, ranks = _group_of(args)
             recorder.add(operation, axis, _whole_bytes((*args, result)), ranks, "", "torch")
         return result

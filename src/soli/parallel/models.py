@@ -16,6 +16,7 @@ from soli.parallel import hooks
 def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """All of it."""
     named = list(model.named_parameters())
+    that = lambda wanted: [name or "the model" for name, module in model.named_modules() if wanted(module)]
     if not named:
         yield Problem(
             "the model has no parameters", got=type(model).__name__, fix="there is nothing to train"
@@ -24,33 +25,26 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         yield Problem(
             "parameters have no shape yet", got=listed(lazy), fix="run the model once before, on one batch"
         )
-    if compiled := [
-        name or "the model" for name, m in model.named_modules() if isinstance(m, jit.ScriptModule)
-    ]:
+    if compiled := that(lambda module: isinstance(module, jit.ScriptModule)):
         yield Problem(
             "TorchScript computes out of sight: random numbers, gathers and stages cannot be put into it",
             got=listed(compiled),
             fix="use the module that it was made from",
         )
-    traced = [name or "the model" for name, m in model.named_modules() if _is_traced(m)]
-    if plan.tp * plan.cp > 1 and traced:
+    if plan.tp * plan.cp > 1 and (traced := that(_is_traced)):
         yield Problem(
             "torch.compile cannot look into tensors of which each rank has a part",
             got=listed(traced),
             fix="leave out torch.compile, or use plans with tp=1 and cp=1",
         )
-    hooked = [
-        name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks
-    ]
+    hooked = that(lambda module: module._backward_hooks or module._backward_pre_hooks)
     if plan.pp > 1 and hooked:
         yield Problem(
             "hooks on the backward of modules are not put into a pipeline's stages",
             got=listed(hooked),
             fix="hook tensors inside of a block's forward, or use pp=1",
         )
-    norms = [
-        n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
-    ]
+    norms = that(lambda module: isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training)
     if plan.pieces > 1 and norms:
         yield Problem(
             "batch normalisation couples the rows of a batch, so no part of it can be computed alone",

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
@@ -35,6 +35,14 @@ def computing(plan: Plan, device: torch.device) -> AbstractContextManager[object
     """The context of forward and loss."""
     dtype = AUTOCAST.get(plan.precision)
     return torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
+
+
+def lowered(x: Tensor) -> Tensor:
+    """What autocast makes of a product's operand, which may be sent: then it is as small as what is computed with."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 @dataclass

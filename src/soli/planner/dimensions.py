@@ -7,6 +7,7 @@ MLP. What comes of it is checked: the dimensions give as many parameters as the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +145,7 @@ def _heads(name: str, trace: Trace, stack: Stack, hidden: int) -> Heads:
     own = _inside(trace, block)
     made_of = sorted(n for kind, n in one.reads if kind == "product" and n in own)
     out = next((n for n, p in own.items() if ("attention", number) in p.reads), None)
-    tokens = _numel(trace.inputs[block][0]) // hidden
+    tokens = math.prod(trace.inputs[block][0]) // hidden
     heads, rest = divmod(one.queries, one.width * tokens)
     if out is None or rest or not heads or any(own[n].goes[0] != hidden for n in made_of):
         raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
@@ -229,10 +230,3 @@ def _odd(name: str, where: str, got: str, allowed: str) -> SoliError:
 
 def _said(own: dict[int, Product]) -> str:
     return ", ".join(f"{p.weight} {p.goes[0]} to {p.goes[1]}" for p in own.values())[:600] or "no products"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -10,20 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PLAIN_TIED = (
-    "bert", "bert-generation", "biogpt", "bloom", "camembert", "data2vec-text", "deberta", "deberta-v2", "ernie", "falcon",
-    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "ibert", "jina_embeddings_v3", "megatron-bert", "mpnet",
-    "openai-gpt", "opt", "roberta", "roberta-prelayernorm", "roformer", "starcoder2", "xlm-roberta", "xlm-roberta-xl",
-)  # fmt: skip
-_PLAIN = ("apertus", "arcee", "codegen", "gpt_neox", "gptj", "jais2", "nanochat", "persimmon", "phi")
-_GATED_TIED = (
-    "cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "modernbert", "nomic_bert", "smollm3", "vaultgemma",
-)  # fmt: skip
-_GATED = (
-    "bitnet", "cwm", "diffllama", "dots1", "eurobert", "exaone4", "glm", "glm4", "gpt_oss", "granite", "granitemoe", "helium",
-    "hyperclovax", "internlm3", "llama", "minimax_m2", "ministral3", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe",
-    "phi3", "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "solar_open", "stablelm",
-)  # fmt: skip
+from soli.core.tables import table
 
 
 @dataclass(frozen=True)
@@ -35,8 +22,7 @@ class Family:
 
 
 FAMILIES = {
-    **dict.fromkeys(_PLAIN_TIED, Family(gated=False, tied=True)),
-    **dict.fromkeys(_PLAIN, Family(gated=False, tied=False)),
-    **dict.fromkeys(_GATED_TIED, Family(gated=True, tied=True)),
-    **dict.fromkeys(_GATED, Family(gated=True, tied=False)),
+    kind: Family(one["gated"], one["tied"])
+    for one in table(__package__, "families.toml")["family"]
+    for kind in one["of"]
 }

@@ -10,42 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.tables import table
 from soli.planner.cost import memory
 from soli.planner.cost.points import Points, points
 from soli.planner.families import FAMILIES, Family
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "vocab": ("vocab_size",),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_size": ("head_dim", "d_kv"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "dff"),
-    "expert_ffn": ("moe_intermediate_size",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "routed": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
-    "shared": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    "seq": ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
-}
+_KEYS = table(__package__, "configurations.toml")
+NAMES: dict[str, list[str]] = _KEYS["dimensions"]
 """A dimension, and the keys under which configurations have it."""
 MOST = 10**9
 NEEDED = ("layers", "hidden", "heads", "vocab")
 GATED = ("silu", "swiglu", "gelu_pytorch_tanh", "swigluoai")
-"""Activations whose MLPs mostly have a gate, for families that nobody compared (families.py)."""
+"""Activations whose MLPs mostly have a gate, for families that nobody compared (families.toml)."""
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
-STRANGE = {
-    "an encoder beside its decoder": r"is_encoder_decoder",
-    "MLPs that its other keys do not say": r"ffn_config|interleave_moe_layer_step|shared_experts?_intermediate_size|zero_expert_num"
-    r"|moe_layer_interval|expert_layer_period|num_feedforward_networks|mlp_only_layers",
-    "attention that its other keys do not say": r"attn_config|attention_window|[qkv]_groups|entity_vocab_size",
-    "layers that are no attention": r"mamba_.*|ssm_.*|conv_kernel|conv_L_cache|conv1d_width|lru_width|state_size|mem_len"
-    r"|(?:short|linear)_conv_kernel_(?:dim|size)|(?:linear|kda)_.*heads|attn_layer_period|block_types|layers_block_type|hybrid_layer_ids",
-    "layers that share their weights": r"num_hidden_groups|H_cycles|num_mem_blocks",
-    "tables beside the first": r"hidden_size_per_layer_input|per_layer_config|pronunciation_vocab_size",
-    "a second decoder": r"depth_decoder_config",
-    "adapters": r"adapter_reduction_factor",
-}
+STRANGE = {what: "|".join(patterns) for what, patterns in _KEYS["strange"].items()}
 """What models have whose layers are not all alike, or are not what the dimensions say; and the keys that tell of it."""
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 NARROW = ("embedding_size", "input_embedding_size", "output_embedding_size")
@@ -235,7 +213,7 @@ def _inferred(
     return found
 
 
-def _number(said: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+def _number(said: Mapping[str, Any], keys: Sequence[str]) -> int | None:
     found = (said[key] for key in keys if key in said)
     whole = (int(n) for n in found if isinstance(n, int | float) and not isinstance(n, bool) and n == n // 1)
     return next((n for n in whole if 0 < n < MOST), None)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from soli.core.tables import table
 from soli.planner.models import Model
 
 LAYERS = re.compile(r"(?:^|[-_ ])l(\d+)\b|\b(\d+)[-_ ]?layers?\b", re.I)
@@ -19,7 +18,7 @@ LAYERS = re.compile(r"(?:^|[-_ ])l(\d+)\b|\b(\d+)[-_ ]?layers?\b", re.I)
 @cache
 def published() -> dict[str, dict[str, Any]]:
     """The entries of published.toml."""
-    return tomllib.loads(files(__package__).joinpath("published.toml").read_text(encoding="utf-8"))
+    return table(__package__, "published.toml")
 
 
 def of_entry(name: str) -> Model:

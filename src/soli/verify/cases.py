@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soli import losses
+from soli.core.tables import table
 from soli.losses import LossFn
 from soli.models.bert import Bert, BertConfig
 from soli.models.gpt import GPT, GPTConfig
@@ -171,105 +172,12 @@ def vit() -> Any:
     return model, losses.cross_entropy("targets"), batches
 
 
+MAKERS = (gpt, gpt_dropout, gpt_ragged, gpt_masked, gpt_start, llama, bert, t5, vit, odd, skipping)
 CASES = {
-    name: Case(name, make, adamw)
-    for name, make in {
-        "gpt": gpt,
-        "gpt-dropout": gpt_dropout,
-        "gpt-ragged": gpt_ragged,
-        "gpt-masked": gpt_masked,
-        "gpt-start": gpt_start,
-        "llama": llama,
-        "bert": bert,
-        "t5": t5,
-        "vit": vit,
-        "odd": odd,
-        "skipping": skipping,
-        "hf-gpt2": foreign.hf_gpt2,
-        "hf-llama": foreign.hf_llama,
-        "hf-bert": foreign.hf_bert,
-        "hf-t5": foreign.hf_t5,
-        "hf-qwen2": foreign.hf_qwen2,
-        "hf-mistral": foreign.hf_mistral,
-        "hf-opt": foreign.hf_opt,
-        "hf-vit": foreign.hf_vit,
-    }.items()
+    case.name: case
+    for case in (Case(make.__name__.replace("_", "-"), make, adamw) for make in (*MAKERS, *foreign.MAKERS))
 }
-PLANS: dict[int, tuple[str, ...]] = {
-    1: ("dp=1", "dp=1,accumulate=4"),
-    2: (
-        *(f"dp=2,zero={z},accumulate={a}" for z in range(4) for a in (1, 4)),
-        "tp=2",
-        "tp=2,sp=on",
-        "tp=2,sp=on,accumulate=3",
-        "tp=2,recompute=selective",
-        "dp=2,zero=3,accumulate=2,recompute=selective",
-        "pp=2",
-        "pp=2,microbatches=4",
-        "pp=2,microbatches=3,schedule=gpipe",
-        "pp=2,microbatches=4,schedule=interleaved,chunks=2,recompute=full",
-        "pp=2,microbatches=4,schedule=zbh1,recompute=full",
-        "pp=2,microbatches=5,schedule=zbv",
-        "pp=2,microbatches=4,schedule=dualpipev",
-        "cp=2",
-        "cp=2,zero=2,accumulate=3,recompute=full",
-        "cp=2,context=ulysses,zero=1",
-        "cp=2,context=ulysses,zero=3,recompute=selective",
-        "cp=2,context=scores,zero=3,accumulate=2",
-        "cp=2,context=scores,recompute=full",
-    ),
-    4: (
-        *(f"dp=4,zero={z}" for z in range(4)),
-        *(f"dp=4,replicate=2,zero={z}" for z in (1, 2, 3)),
-        "tp=4",
-        "tp=4,sp=on",
-        *(f"dp=2,tp=2,zero={z}" for z in range(4)),
-        *(f"dp=2,tp=2,sp=on,zero={z},accumulate=2" for z in range(4)),
-        "dp=2,tp=2,sp=on,zero=3,recompute=full",
-        "dp=2,tp=2,sp=on,zero=2,recompute=selective",
-        "pp=4,microbatches=4",
-        *(f"dp=2,pp=2,zero={z},microbatches=2" for z in range(4)),
-        "dp=2,pp=2,zero=3,microbatches=2,accumulate=2,schedule=zbv",
-        "pp=2,tp=2,microbatches=2,schedule=gpipe",
-        "pp=2,tp=2,microbatches=4,schedule=zbv,recompute=selective",
-        "pp=2,tp=2,sp=on,microbatches=2,schedule=zbh1",
-        "pp=2,tp=2,sp=on,microbatches=4,schedule=dualpipev,recompute=full",
-        "cp=4,context=ulysses",
-        "dp=2,cp=2,zero=3,accumulate=2,recompute=selective",
-        "dp=2,cp=2,replicate=2,zero=1,context=scores",
-        "cp=2,tp=2,zero=1",
-        "cp=2,tp=2,sp=on,context=ulysses,zero=3,recompute=full",
-        "cp=2,tp=2,sp=on,context=scores,zero=2",
-        "cp=2,pp=2,microbatches=2",
-        "cp=2,pp=2,microbatches=2,schedule=gpipe,context=scores",
-        "cp=2,pp=2,microbatches=4,schedule=zbh1,context=ulysses,zero=1",
-        "cp=2,pp=2,microbatches=4,schedule=zbv,zero=3,recompute=full",
-        "tp=4,tensor=2d",
-        "tp=4,tensor=2d,accumulate=2,recompute=full",
-        "dp=2,tp=2,tensor=2d,rows=2,zero=3,recompute=selective",
-        "pp=2,tp=2,tensor=2d,rows=2,microbatches=2",
-    ),
-    8: (
-        "dp=4,tp=2,zero=3",
-        "dp=4,replicate=2,tp=2,zero=2",
-        "dp=2,pp=2,tp=2,zero=1,microbatches=2",
-        "dp=2,pp=2,tp=2,sp=on,zero=3,microbatches=2,schedule=zbv,recompute=full",
-        "dp=2,pp=4,zero=2,microbatches=4",
-        "pp=4,tp=2,sp=on,microbatches=4,schedule=zbh1,recompute=selective",
-        "dp=2,cp=4,zero=2",
-        "dp=2,cp=2,tp=2,sp=on,zero=3",
-        "cp=2,pp=2,tp=2,microbatches=4,schedule=dualpipev,context=ulysses,recompute=selective",
-        "dp=2,cp=2,pp=2,zero=1,microbatches=2,schedule=interleaved,chunks=2,context=scores",
-        "dp=2,tp=4,tensor=2d,zero=1",
-        "cp=2,tp=4,tensor=2d",
-        "tp=8,tensor=2d,rows=2,recompute=selective",
-        "tp=8,tensor=2.5d,depth=2,zero=2",
-        "tp=8,tensor=3d",
-        "tp=8,tensor=3d,accumulate=2,recompute=full",
-    ),
-    9: ("tp=9,tensor=2d",),
-    16: ("dp=2,tp=8,tensor=3d,zero=3", "pp=2,tp=8,tensor=3d,microbatches=2"),
-}
+PLANS: dict[int, list[str]] = {int(ranks): plans for ranks, plans in table(__package__, "plans.toml").items()}
 
 
 def refused(name: str, plan: str) -> bool:

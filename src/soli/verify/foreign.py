@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -17,15 +18,10 @@ SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "i
 
 def ready() -> None:
     """Import what the cases need, which takes longer than a case may."""
-    import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama
-    import transformers.models.mistral.modeling_mistral
-    import transformers.models.opt.modeling_opt
-    import transformers.models.qwen2.modeling_qwen2
-    import transformers.models.t5.modeling_t5
-    import transformers.models.vit.modeling_vit
+    import transformers
 
+    for kind in ("bert", "gpt2", "llama", "mistral", "opt", "qwen2", "t5", "vit"):
+        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     transformers.utils.logging.set_verbosity_error()
 
 
@@ -151,3 +147,6 @@ def hf_t5() -> Any:
     )
     batches = _batches([8, 8, 9], masked_share=0.2, padded=True)
     return T5ForConditionalGeneration(config), losses.from_model(shifted=False), batches
+
+
+MAKERS = (hf_gpt2, hf_llama, hf_bert, hf_t5, hf_qwen2, hf_mistral, hf_opt, hf_vit)

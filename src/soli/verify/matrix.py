@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
 
 from soli.core.errors import SoliError
 from soli.verify import cases, foreign
 from soli.verify.cases import CASES, PLANS
 from soli.verify.parity import BOUND, Row, check
 from soli.verify.pool import Pool
+from soli.verify.results import write_page, write_rows
 
 
 def _one(name: str, plan: str, ranks: int) -> Row:
@@ -49,17 +47,9 @@ def main() -> int:
 
 
 def _write(rows: list[Row]) -> None:
-    results = Path("benchmarks/results/parity.json")
-    results.parent.mkdir(parents=True, exist_ok=True)
-    data = {
-        "command": "make parity",
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "bound": BOUND,
-        "rows": [asdict(row) for row in rows],
-    }
-    results.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    lines = [
+    results, about = Path("benchmarks/results/parity.json"), {"machine": platform.machine(), "bound": BOUND}
+    write_rows(results, "make parity", [asdict(row) for row in rows], **about)
+    words = [
         "# Parity",
         "",
         "Each row trains one model for three steps of AdamW with clipping, in float64, under a plan on real ranks,",
@@ -67,13 +57,9 @@ def _write(rows: list[Row]) -> None:
         f"program in plain PyTorch. The worst relative error must stay below {BOUND:g}. Made by `make parity`.",
         "The rows of `skipping` choose among its blocks, those of `odd` whether a layer is used: ranks of a grid with",
         "other rows would call other products, and `skipping` has no pipeline; neither has a sequence for cp to cut.",
-        "",
-        "| model | plan | ranks | worst relative error | of |",
-        "|---|---|---|---|---|",
-        *(f"| {r.model} | `{r.plan}` | {r.ranks} | {r.worst:.1e} | {r.tensor} |" for r in rows),
-        "",
     ]
-    Path("docs/parity.md").write_text("\n".join(lines), encoding="utf-8")
+    cells = (f"{r.model} | `{r.plan}` | {r.ranks} | {r.worst:.1e} | {r.tensor}" for r in rows)
+    write_page(Path("docs/parity.md"), words, "model | plan | ranks | worst relative error | of", cells)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from soli.planner.rehearsal import Rehearsal
 from soli.verify import cases, foreign
 from soli.verify.cases import CASES
 from soli.verify.pool import Pool
+from soli.verify.results import write_page, write_rows
 
 BOUND = 0.01
 RESULTS = Path("benchmarks/results/memory-rehearsed")
@@ -184,16 +185,10 @@ def _write(found: list[Row], exact: int, *, every: bool) -> None:
         if every
         else "rows that cover every pair of the parity matrix' choices"
     )
-    said = {
-        "command": command,
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "bound": BOUND,
-        "rows": [asdict(one) for one in found],
-    }
-    RESULTS.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    about = {"machine": platform.machine(), "bound": BOUND}
+    write_rows(RESULTS.with_suffix(".json"), command, [asdict(one) for one in found], **about)
     over = [one for one in found if one.error > BOUND]
-    lines = [
+    words = [
         "# Memory: rehearsed, and tracked in a real run",
         "",
         "Bytes of the rank that has the most, between the second step and the first (states) and at a step's fullest",
@@ -205,17 +200,14 @@ def _write(found: list[Row], exact: int, *, every: bool) -> None:
         "target in every place, and of one in which some have none (masked), which may take less, and no more.",
         "`reads`: this model chooses its path by values, and the rehearsal says so. In `skipping` the rows of a batch",
         "choose which layers run, and those of another rank choose others.",
-        "",
-        "| model | plan | ranks | states | rehearsed | peak | rehearsed | masked | off | reads |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(
-            f"| {r.model} | `{r.plan}` | {r.ranks} | {r.states} | {r.states_rehearsed} | {r.peak} | {r.peak_rehearsed} | "
-            f"{r.given or ''} | {r.error:.2%} | {r.reads} |"
-            for r in found
-        ),
-        "",
     ]
-    RESULTS.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+    titles = "model | plan | ranks | states | rehearsed | peak | rehearsed | masked | off | reads"
+    cells = (
+        f"{r.model} | `{r.plan}` | {r.ranks} | {r.states} | {r.states_rehearsed} | {r.peak} | {r.peak_rehearsed} | "
+        f"{r.given or ''} | {r.error:.2%} | {r.reads}"
+        for r in found
+    )
+    write_page(RESULTS.with_suffix(".md"), words, titles, cells)
 
 
 if __name__ == "__main__":

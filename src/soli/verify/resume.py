@@ -8,7 +8,6 @@ in float64 below parity's bound, in float32 below machine epsilon times depth (v
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from soli.models.gpt import GPT, GPTConfig
 from soli.verify import tolerance
 from soli.verify.parity import BOUND
 from soli.verify.pool import Pool
+from soli.verify.results import write_page, write_rows
 
 STEPS, BATCH, ROWS, CONTEXT, VOCAB = 100, 8, 62, 16, 61
 RANKS = 4
@@ -146,30 +146,20 @@ def rows() -> list[dict[str, Any]]:
 def main() -> int:
     """Run the figure in the repository that is the working directory; 1 if a row is over its bound."""
     found = rows()
-    about = {
-        "command": "python -m soli.verify.resume",
-        "torch": torch.__version__,
-        "steps": STEPS,
-        "rows": found,
-    }
-    out = Path("benchmarks/results")
-    (out / "resume.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    lines = [
+    out, command = Path("benchmarks/results"), "python -m soli.verify.resume"
+    write_rows(out / "resume.json", command, found, steps=STEPS)
+    words = [
         f"# {STEPS} steps straight, and {STEPS // 2} + stop + {STEPS // 2}",
         "",
         "The first half runs under one plan and saves; new processes load and go on under the second. Worst",
         "relative difference of any loss, parameter or optimizer tensor from the straight run under the first plan.",
-        "0 is bitwise equality. `python -m soli.verify.resume`, " + f"torch {torch.__version__}.",
-        "",
-        "| first half | second half | dtype | worst | of | allowed |",
-        "|---|---|---|---|---|---|",
-        *(
-            f"| `{r['first']}` | `{r['second']}` | {r['dtype']} | {r['worst']:.1e} | {r['of']} | {r['allowed']:.1e} |"
-            for r in found
-        ),
-        "",
+        f"0 is bitwise equality. `{command}`, torch {torch.__version__}.",
     ]
-    (out / "resume.md").write_text("\n".join(lines), encoding="utf-8")
+    cells = (
+        f"`{r['first']}` | `{r['second']}` | {r['dtype']} | {r['worst']:.1e} | {r['of']} | {r['allowed']:.1e}"
+        for r in found
+    )
+    write_page(out / "resume.md", words, "first half | second half | dtype | worst | of | allowed", cells)
     bad = [r for r in found if not r["worst"] <= r["allowed"]]
     print(f"{len(found)} rows, {len(bad)} over their bound")
     return 1 if bad else 0

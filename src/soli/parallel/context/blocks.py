@@ -103,15 +103,6 @@ def sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What a product takes, in autocast's type where that is on."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    low = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(low) for x in tensors)
-
-
 def _plain(x: Tensor) -> Tensor:
     """With a stride of 1 in the last dim."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis, exchange
 from soli.parallel.context import blocks
+from soli.parallel.precision import lowered
 
 Range = tuple[int, int]
 Spans = tuple[tuple[Range, ...], ...]
@@ -285,7 +286,7 @@ def attention(
     work = _Work(
         of_q, of_k, causal, q.shape[-1] ** -0.5 if scale is None else scale, rings(axis, inner, outer)
     )
-    q, k, v = blocks.lowered(q, k, v)
+    q, k, v = lowered(q), lowered(k), lowered(v)
     _check(q, k, v, mask, work)
     lead, (heads, rows) = q.shape[:-3], q.shape[-3:-1]
     if mask is not None:

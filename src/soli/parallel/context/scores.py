@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis
-from soli.parallel.context.blocks import lowered, sums
+from soli.parallel.context.blocks import sums
 from soli.parallel.context.ring import Range, Spans, length, passed_on, rings, travel
+from soli.parallel.precision import lowered
 
 KEYS = "keys or values of a ring"
 GRADIENTS = "gradient of keys or values of a ring"
@@ -35,7 +36,7 @@ def ring_av(a: Tensor, v: Tensor, spans_v: Spans, axis: Axis) -> Tensor:
 
 
 def _product(x: Tensor, y: Tensor, spans: Spans, axis: Axis, of_keys: bool) -> Tensor:
-    x, y = lowered(x, y)
+    x, y = lowered(x), lowered(y)
     with torch.autocast(x.device.type, enabled=False):
         return _Ring.apply(x, y, spans, axis, of_keys)
 

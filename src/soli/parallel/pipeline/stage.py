@@ -155,13 +155,12 @@ class Stage(PipelineStage):
         flight.gradients = [g if g is None else g.to(self.pipeline.device) for g in flight.gradients]
         kind = "B" if full_backward else "I"
         with self.pipeline.timed(kind, self.stage_index, bwd_chunk_id), self.pipeline.backward(flight):
+            outputs, gradients = _differentiable(flight)
             if full_backward:
-                outputs, gradients = _differentiable(flight)
                 if outputs:
                     torch.autograd.backward(outputs, gradients)
                 flight.passed = [leaf.grad for leaf in flight.leaves]
             else:
-                outputs, gradients = _differentiable(flight)
                 seeds = [
                     torch.ones_like(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)
                 ]

@@ -8,6 +8,7 @@ and is used from then on; a stage passes on what only later ones use.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
 
@@ -72,9 +73,7 @@ def balanced(costs: list[float], parts: int, limit: int | None = None) -> list[i
 
     Among those, the one whose squares add up to least: the others are even too. The last starts at `limit` or before.
     """
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    total = list(accumulate(costs, initial=0.0))
     count = len(costs)
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
     for part in range(1, parts + 1):

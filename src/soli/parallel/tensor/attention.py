@@ -10,7 +10,7 @@ from torch import Tensor
 from soli.parallel.context import attention as context
 from soli.parallel.tensor import norms
 from soli.parallel.tensor.cut import Run, agreed, cut, entered, part_of, shape_of, split_of, whole
-from soli.parallel.tensor.split import Misfit
+from soli.parallel.tensor.split import Misfit, origins_of
 
 
 def layer_norm(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -48,7 +48,7 @@ def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         return func(*(whole(run, x) for x in args), **{n: whole(run, x) for n, x in kwargs.items()})
     inner = [s for s in splits if s.dim >= dims - 2]
     if inner or len({s.dim for s in splits}) > 1:
-        blamed = frozenset().union(*(s.origins for s in inner or splits))
+        blamed = origins_of(inner or splits)
         raise Misfit(blamed, "it cannot be cut inside a head: too few heads for the ranks")
     heads = splits[0].dim == dims - 3
     if split_of(k) is None and split_of(v) is None:

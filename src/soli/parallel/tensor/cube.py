@@ -24,9 +24,10 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis
 from soli.parallel.keep import carried
+from soli.parallel.precision import lowered
 from soli.parallel.tensor.moves import collected_later, scattered_later
 from soli.parallel.tensor.split import Split
-from soli.parallel.tensor.summa import GRADIENT_OF_W, GRADIENT_OF_X, lowered, plainly
+from soli.parallel.tensor.summa import GRADIENT_OF_W, GRADIENT_OF_X, plainly
 
 INPUT, WEIGHT = "input of a product", "a weight"
 OUTPUT, GRADIENT = "output of a product", "gradient of an output"

@@ -37,7 +37,7 @@ from soli.core.functions import in_place, name_of
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor import moves
 from soli.parallel.tensor.reads import keep_read, read_of, version_of, was_read
-from soli.parallel.tensor.split import Misfit, Split
+from soli.parallel.tensor.split import Misfit, Split, origins_of
 
 if TYPE_CHECKING:
     from soli.parallel.reduce import Reducer
@@ -223,7 +223,7 @@ def _refuse_grids(run: Run, name: str, args: tuple) -> None:
     leaves = [x for x in tree_leaves(args) if type(x) is CutParameter]
     found = [x.cuts for x in leaves if DEPTH in x.cuts or (run.row is not None and ROW in x.cuts)]
     if found:
-        everyone = frozenset().union(*(split.origins for cuts in found for split in cuts.values()))
+        everyone = origins_of(split for cuts in found for split in cuts.values())
         raise Misfit(everyone, f"{name} reads a weight that a grid has cut both ways", flat=True)
 
 
@@ -279,7 +279,7 @@ def unknown(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     splits = [s for x in tree_leaves((args, kwargs)) if (s := split_of(x)) is not None]
     if not splits:
         return func(*args, **kwargs)
-    raise Misfit(frozenset().union(*(s.origins for s in splits)), "nothing is known of it on cut tensors")
+    raise Misfit(origins_of(splits), "nothing is known of it on cut tensors")
 
 
 def note(run: Run, text: str) -> None:
@@ -446,7 +446,7 @@ def agreed(run: Run, splits: list[Split]) -> Split:
         same = all(
             tuple(p * s.size for p in first.parts) == tuple(p * first.size for p in s.parts) for s in splits
         )
-        everyone = frozenset().union(*(s.origins for s in splits))
+        everyone = origins_of(splits)
         if not same:
             raise Misfit(everyone, "tensors meet that are cut in other places")
         least = gcd(*atoms)

@@ -28,7 +28,7 @@ from soli.parallel.tensor.cut import (
     whole,
 )
 from soli.parallel.tensor.pointwise import along, pointwise
-from soli.parallel.tensor.split import Misfit, Split
+from soli.parallel.tensor.split import Misfit, Split, origins_of
 
 
 def softmax(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -243,6 +243,6 @@ def elementwise_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     reduction = kwargs.pop("reduction", "mean")
     if len(args) > 3 or not isinstance(reduction, str):
         splits = [s for x in args if isinstance(x, Tensor) and (s := split_of(x))]
-        raise Misfit(frozenset().union(*(s.origins for s in splits)), "a loss with reduction by position")
+        raise Misfit(origins_of(splits), "a loss with reduction by position")
     each = pointwise(run, func, args, {**kwargs, "reduction": "none"})
     return each if reduction == "none" else call(torch.sum if reduction == "sum" else torch.mean, each)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from soli.core.functions import in_place
+from soli.core.tables import table
 from soli.parallel.tensor.cut import (
     Run,
     added,
@@ -20,32 +22,17 @@ from soli.parallel.tensor.cut import (
     split_of,
     whole,
 )
-from soli.parallel.tensor.split import Misfit, Split
+from soli.parallel.tensor.split import Misfit, Split, origins_of
 
-KNOWN = {
-    "where", "masked_fill", "masked_fill_", "type", "float", "half", "double", "bfloat16", "int",
-    "long", "bool", "contiguous", "clone", "detach", "zeros_like", "ones_like", "empty_like", "full_like", "dropout",
-    "requires_grad_", "softplus", "silu", "gelu", "relu", "mish", "nan_to_num", "fill_", "zero_", "copy_", "cpu",
-    "clamp", "clip", "lerp", "addcmul", "addcdiv", "gelu_",
-    "hardswish", "leaky_relu", "elu", "selu", "celu", "logsigmoid", "softsign", "tanhshrink", "softshrink", "hardtanh",
-    "relu6", "threshold",
-}  # fmt: skip
-_DUNDER = {
-    "__add__": "add", "__radd__": "add", "__iadd__": "add", "__sub__": "sub", "__rsub__": "rsub", "__isub__": "sub",
-    "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul", "__truediv__": "div", "__rtruediv__": "div", "__div__": "div",
-    "__rdiv__": "div", "__itruediv__": "div", "__idiv__": "div", "__pow__": "pow", "__rpow__": "pow", "__ipow__": "pow",
-    "__neg__": "neg", "__pos__": "add", "__abs__": "abs", "__invert__": "bitwise_not", "__and__": "bitwise_and",
-    "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__rand__": "bitwise_and", "__ror__": "bitwise_or", "__eq__": "eq",
-    "__ne__": "ne", "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge", "__floordiv__": "div",
-    "__rfloordiv__": "div", "__mod__": "remainder",
-}  # fmt: skip
+NAMES = table(__package__, "functions.toml")
+"""Functions of torch by what answers them, for rules.py too."""
 
 
 def is_pointwise(name: str) -> bool:
     """Whether torch says so of its operator of this name (the tag), or we do."""
-    if name in KNOWN:
+    if name in NAMES["pointwise"]:
         return True
-    name = _DUNDER.get(name, name)
+    name = NAMES["operators"].get(name, name)
     packet = getattr(torch.ops.aten, name.rstrip("_") if not hasattr(torch.ops.aten, name) else name, None)
     if packet is None:
         return False
@@ -107,8 +94,7 @@ def met(leaves: list[Tensor], dims: int, run: Run) -> Split | None:
     splits = [s.at(s.dim + dims - x.dim()) for x in leaves if (s := split_of(x))]
     owned = [s for s in splits if s.origins] or splits[:1]
     if len({s.dim for s in owned}) > 1:
-        origins = frozenset().union(*(s.origins for s in owned))
-        raise Misfit(origins, "tensors meet that are cut along different dims")
+        raise Misfit(origins_of(owned), "tensors meet that are cut along different dims")
     return agreed(run, owned) if owned else None
 
 
@@ -153,10 +139,7 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     if name == "sum":
         return total
     shape = shape_of(x)
-    divisor = 1
-    for d in over:
-        divisor *= shape[d]
-    return total / divisor
+    return total / prod(shape[d] for d in over)
 
 
 def _variance(x: Tensor, given: dict[str, Any], keep: bool) -> Tensor:

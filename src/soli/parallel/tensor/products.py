@@ -40,7 +40,7 @@ from soli.parallel.tensor.cut import (
     whole,
 )
 from soli.parallel.tensor.reads import first_by, keep_read, was_read
-from soli.parallel.tensor.split import Misfit, Split
+from soli.parallel.tensor.split import Misfit, Split, origins_of
 
 
 def contraction(
@@ -89,11 +89,7 @@ def _one_letter(run: Run, inputs: list[Tensor], letters: list[str], out: str) ->
     # A cut along the summed dim of one input alone gives way first: heads that are too few end there.
     cuts = [(word[s.dim], s) for x, word in zip(inputs, letters, strict=True) if (s := split_of(x))]
     blamed = [s for letter, s in cuts if letter not in out] or [s for _, s in cuts]
-    raise Misfit(_joined(blamed), "a product of tensors that are cut along different dims")
-
-
-def _joined(splits: list[Split]) -> frozenset[str]:
-    return frozenset().union(*(s.origins for s in splits))
+    raise Misfit(origins_of(blamed), "a product of tensors that are cut along different dims")
 
 
 def finished(run: Run, result: Tensor, split: Split | None, partial: bool) -> Tensor:
@@ -293,7 +289,7 @@ def _spelt(equation: str, dims: list[int]) -> tuple[list[str], str]:
 
 
 def _origins(args: Any) -> frozenset[str]:
-    return frozenset().union(*(s.origins for x in args if isinstance(x, Tensor) and (s := split_of(x))))
+    return origins_of(s for x in args if isinstance(x, Tensor) and (s := split_of(x)))
 
 
 def looked_up(indices: Tensor, weight: Tensor, own: tuple[int, int], size: int, pad: int | None) -> Tensor:

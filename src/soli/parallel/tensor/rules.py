@@ -10,6 +10,7 @@ import torch
 from soli.core.functions import name_of
 from soli.parallel.tensor import attention, losses, pointwise, products, shapes
 from soli.parallel.tensor.cut import Rule, Run, body, shape_of
+from soli.parallel.tensor.pointwise import NAMES
 
 ALWAYS: dict[str, Rule] = {
     "linear": products.linear, "matmul": products.matmul, "__matmul__": products.matmul,
@@ -18,38 +19,8 @@ ALWAYS: dict[str, Rule] = {
 }  # fmt: skip
 """Rules that also see parameters whose layout is still to be chosen."""
 
-GRID_READS = {"linear", "matmul", "__matmul__", "mm", "addmm", "embedding", "__get__", "__set__", "__delete__", "size",
-              "dim", "numel", "__len__", "__hash__", "is_floating_point", "__repr__", "__format__"}  # fmt: skip
+GRID_READS = frozenset(NAMES["grid"])
 """Functions that may read a weight that a grid has cut both ways."""
-
-_REDUCTIONS = (
-    "sum",
-    "mean",
-    "any",
-    "all",
-    "amax",
-    "amin",
-    "prod",
-    "var",
-    "std",
-    "count_nonzero",
-    "max",
-    "min",
-)
-_ALONG = ("cumsum", "cumprod", "sort", "argsort", "topk", "cummax", "cummin", "glu")
-_LOSSES = (
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
-    "binary_cross_entropy", "kl_div", "soft_margin_loss",
-)  # fmt: skip
-_WHOLE = ("argmax", "argmin", "equal", "allclose", "item", "tolist", "numpy", "__bool__", "__float__", "__int__",
-          "__index__", "__contains__", "__array__", "__format__", "__repr__", "__str__", "unique", "nonzero")  # fmt: skip
-_LOCAL = (
-    "dim", "is_floating_point", "is_complex", "element_size", "get_device", "is_contiguous", "data_ptr",
-    "requires_grad_", "register_hook", "retain_grad", "backward", "__hash__", "is_leaf", "storage", "untyped_storage",
-    "register_post_accumulate_grad_hook", "is_inference", "_is_view", "is_pinned", "ndimension",
-    "__reduce_ex__", "is_nested", "is_sparse", "storage_offset",
-)  # fmt: skip
-"""What a local part answers as the whole would."""
 
 
 def _shape(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -103,9 +74,9 @@ CUT: dict[str, Rule] = {
     **{n: shapes.pieces for n in ("split", "split_with_sizes", "chunk")}, "unbind": shapes.unbind,
     "select": shapes.select_, "__getitem__": shapes.getitem, "cat": shapes.cat, "concat": shapes.cat,
     "concatenate": shapes.cat, "stack": shapes.stack, "__iter__": _items,
-    **dict.fromkeys(_REDUCTIONS, pointwise.reduction), **dict.fromkeys(_ALONG, pointwise.along),
-    **dict.fromkeys(_LOSSES, losses.elementwise_loss), **dict.fromkeys(_WHOLE, shapes.gathered),
-    **dict.fromkeys(_LOCAL, _local), "softmax": losses.softmax, "log_softmax": losses.softmax,
+    **dict.fromkeys(NAMES["reductions"], pointwise.reduction), **dict.fromkeys(NAMES["along"], pointwise.along),
+    **dict.fromkeys(NAMES["losses"], losses.elementwise_loss), **dict.fromkeys(NAMES["whole"], shapes.gathered),
+    **dict.fromkeys(NAMES["local"], _local), "softmax": losses.softmax, "log_softmax": losses.softmax,
     "logsumexp": losses.logsumexp, "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
     "where": pointwise.where, "gather": losses.gather, "take_along_dim": losses.gather, "layer_norm": attention.layer_norm,
     "rms_norm": attention.layer_norm, "scaled_dot_product_attention": attention.attention, "size": _size,
@@ -115,13 +86,7 @@ CUT: dict[str, Rule] = {
 
 GETTERS: dict[str, Rule] = {
     "shape": _shape, **dict.fromkeys(("T", "mT"), shapes.transpose), "data": pointwise.cast,
-    **dict.fromkeys(
-        ("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_meta", "ndim", "is_cuda", "is_cpu",
-         "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "is_mkldnn", "is_vulkan", "_version", "names",
-         "output_nr", "_backward_hooks", "itemsize", "grad", "_grad", "is_xla", "is_ipu", "is_mtia",
-         "is_ort", "is_maia", "retains_grad"),
-        _local,
-    ),
+    **dict.fromkeys(NAMES["attributes"], _local),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from soli.parallel.tensor.cut import Run, agreed, call, cut, part_of, shape_of, split_of, whole
-from soli.parallel.tensor.split import Misfit, Split, sliced, viewed
+from soli.parallel.tensor.split import Misfit, Split, origins_of, sliced, viewed
 
 
 def view(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -311,7 +311,7 @@ def cat(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     dim %= max(len(shape_of(x)) for x in tensors)
     splits = [s for x in tensors if (s := split_of(x))]
     dims = {s.dim for s in splits}
-    origins = frozenset().union(*(s.origins for s in splits))
+    origins = origins_of(splits)
     if len(dims) > 1:
         raise Misfit(origins, "tensors are joined that are cut along different dims")
     if dims != {dim}:
@@ -328,10 +328,7 @@ def stack(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     dim = kwargs.get("dim", rest[0] if rest else 0) % (len(shape_of(tensors[0])) + 1)
     splits = [s for x in tensors if (s := split_of(x))]
     if len({s.dim for s in splits}) > 1:
-        raise Misfit(
-            frozenset().union(*(s.origins for s in splits)),
-            "tensors are stacked that are cut along different dims",
-        )
+        raise Misfit(origins_of(splits), "tensors are stacked that are cut along different dims")
     split = agreed(run, splits)
     local = torch.stack([_like(run, x, split) for x in tensors], dim)
     return cut(local, split.at(split.dim + (dim <= split.dim)))

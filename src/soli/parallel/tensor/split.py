@@ -13,7 +13,9 @@ rank owns, and a slice of it keeps what is left of each.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import gcd, prod
 
 import torch
@@ -85,6 +87,11 @@ class Split:
 
     def join(self, other: Split) -> Split:
         return replace(self, origins=self.origins | other.origins)
+
+
+def origins_of(splits: Iterable[Split]) -> frozenset[str]:
+    """The parameters whose layout led to any of these cuts."""
+    return frozenset().union(*(split.origins for split in splits))
 
 
 class Misfit(Exception):  # noqa: N818 - it is no error: a finder answers it with another layout
@@ -191,9 +198,7 @@ def _group(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> tuple[int, i
 
 def sliced(split: Split, start: int, stop: int) -> Split:
     """The cut of elements [start, stop) of the cut dim: whole parts only."""
-    borders = [0]
-    for part in split.parts:
-        borders.append(borders[-1] + part)
+    borders = list(accumulate(split.parts, initial=0))
     if start in borders and stop in borders:
         return replace(split, parts=split.parts[borders.index(start) : borders.index(stop)], lead=())
     if split.spans and len(split.parts) == 1:

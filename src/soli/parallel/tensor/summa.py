@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import NOTHING, Axis, broadcast, reduce
 from soli.parallel.keep import alias, carried
+from soli.parallel.precision import lowered
 from soli.parallel.tensor.moves import Later
 from soli.parallel.tensor.split import Split
 
@@ -67,14 +68,6 @@ def linear(x: Tensor, w: Tensor, of_x: Split, of_w: Split, row: Axis, col: Axis)
     if (x.shape[-1], w.shape[1]) != sizes:
         raise ValueError(f"x {list(x.shape)} and W {list(w.shape)} do not have the rank's {sizes} columns")
     return _Linear.apply(x, w, of_x, of_w, row, col)
-
-
-def lowered(x: Tensor) -> Tensor:
-    """What autocast makes of a product's operand. Here, so that what is sent is as small as what is computed with."""
-    device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib.resources import files
 from typing import Any
+
+from soli.core.tables import table
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
@@ -44,8 +44,7 @@ NUMBERS = tuple(field.name for field in fields(Device) if field.type in ("float"
 @cache
 def devices() -> dict[str, Device]:
     """All that are known, by name, in the order of the table."""
-    text = files(__package__).joinpath("devices.toml").read_text(encoding="utf-8")
-    return {name: _device(name, entry) for name, entry in tomllib.loads(text).items()}
+    return {name: _device(name, entry) for name, entry in table(__package__, "devices.toml").items()}
 
 
 def named(name: str) -> Device | None:

@@ -8,12 +8,11 @@ device's whole server. What is guessed so, and what is not understood, is said.
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from soli.core.tables import table
 from soli.planner.hardware.devices import Device
 from soli.planner.hardware.networks import networks
 
@@ -22,7 +21,7 @@ RATE = re.compile(r"(\d+(?:\.\d+)?)[ -]?([TGtg])(?:(B/s|Bps)|b(?:its?)?(?:/s|ps|
 
 @cache
 def _words() -> dict[str, Any]:
-    return tomllib.loads(files(__package__).joinpath("interconnect.toml").read_text(encoding="utf-8"))
+    return table(__package__, "interconnect.toml")
 
 
 def _has(name: str, clause: str) -> re.Match[str] | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from soli.core.errors import Problem
+from soli.core.tables import table
 from soli.planner.hardware.devices import Device
 
 SHARED = "server_gbits"
@@ -19,7 +18,7 @@ SHARED = "server_gbits"
 @cache
 def networks() -> dict[str, dict[str, float]]:
     """The entries of networks.toml."""
-    return tomllib.loads(files(__package__).joinpath("networks.toml").read_text(encoding="utf-8"))
+    return table(__package__, "networks.toml")
 
 
 def joined(device: Device, names: Sequence[str]) -> tuple[Device, list[Problem]]:
