@@ -22,12 +22,15 @@ from soli.planner.cost.constants import DEFAULT, MEANINGS, NAMES, Constants
 from soli.planner.cost.points import Array, Points
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS
 from soli.planner.cost.step import step
-from soli.planner.fit import BOUNDS, Measured, logs, residuals_of
+from soli.planner.fit import BOUNDS, TIME_ERROR, Measured, logs, residuals_of
 
 Family = tuple[str, str]
 OTHER = "other"
 """A framework that nobody measured: rows that name none (rows.py) follow it."""
 PAIR = 0.2
+SOURCE = 0.1
+"""How far a source's times may be off together, as a logarithm: its machines, its versions and how it measures are its own, and
+rows of one source are not so many witnesses (random effects; Searle et al. 1992, 3)."""
 ROUNDS, SMALL = 40, 1e-4
 DEVICE = (
     "product_share", "product_half", "product_half_inner", "low_share", "attention_share", "stream_share", "link_share",
@@ -37,7 +40,7 @@ DEVICE = (
 KNOWN = {
     "stream_share": 0.4, "product_share": 0.6, "score_bytes": 0.5, "logit_bytes": 0.5, "latency_scale": 0.5,
     "layer_floor": 0.25, "step_overhead": 0.5, "microbatch_overhead": 0.5, "collective_floor": 0.3, "attention_share": 0.5,
-    "product_half": 0.15, "product_half_inner": 0.15,
+    "link_share": 0.4, "element_bytes": 0.4, "product_half": 0.15, "product_half_inner": 0.15,
 }  # fmt: skip
 """Constants whose default is better known than others', and by how much: what kernels move can be counted, and bandwidths,
 launches and products were measured alone."""
@@ -104,22 +107,32 @@ def parts_of(family: Family) -> tuple[tuple[str, str], ...]:
     return ("default", ""), ("generation", generation), ("framework", framework), ("pair", " ".join(family))
 
 
-def fit_crossed(points: Points, measured: Measured, families: Sequence[Family], weights: Array) -> Crossed:
-    """The parts of all families. `weights` [5, N]: of what rows say, as `residuals_of` has it."""
+def fit_crossed(
+    points: Points, measured: Measured, families: Sequence[Family], sources: Sequence[str], weights: Array
+) -> Crossed:
+    """The parts of all families. `weights` [5, N]: of what rows say, as `residuals_of` has it.
+
+    What the times of a source are off by together is found beside them, and kept by nobody: the next source has another.
+    """
     kinds = [part for family in sorted(set(families)) for part in parts_of(family)]
     names = {part: i for i, part in enumerate(dict.fromkeys(kinds))}
     members = np.array([[names[part] for part in parts_of(family)] for family in families])
     scale = 1 / np.array([[deviation(kind, name) for name in NAMES] for kind, _ in names]) ** 2
     start = np.stack([begin(framework) for framework, _ in families])
     low, high = BOUNDS.T
+    own = np.unique(np.array(sources), return_inverse=True)[1]
+    timed, shifts = np.isfinite(measured.times), np.zeros(own.max() + 1)
 
     def rows_off(at: Array) -> Array:
         one = Constants({name: np.exp(at[:, c]) for c, name in enumerate(NAMES)})
-        return residuals_of(step(points, one), points, measured)
+        found = residuals_of(step(points, one), points, measured)
+        found[0] += np.where(timed, shifts[own] / TIME_ERROR, 0.0)
+        return found
 
     def loss(parts: Array) -> float:
         off = rows_off(np.clip(start + parts[members].sum(1), low, high))
-        return float((weights * 2 * (np.sqrt(1 + off**2) - 1)).sum() + (parts**2 * scale).sum())
+        held = (parts**2 * scale).sum() + (shifts**2).sum() / SOURCE**2
+        return float((weights * 2 * (np.sqrt(1 + off**2) - 1)).sum() + held)
 
     parts = np.zeros((len(names), len(NAMES)))
     best, damping, still = loss(parts), 1e-2, 0
@@ -127,6 +140,10 @@ def fit_crossed(points: Points, measured: Measured, families: Sequence[Family], 
         free = start + parts[members].sum(1)
         at = np.clip(free, low, high)
         off = rows_off(at)
+        sure = np.where(timed, weights[0] / np.sqrt(1 + off[0] ** 2), 0.0)
+        alone = np.bincount(own, sure * (off[0] * TIME_ERROR - shifts[own]))
+        shifts[:] = -alone / (np.bincount(own, sure) + (TIME_ERROR / SOURCE) ** 2)
+        off, best = rows_off(at), loss(parts)
         slopes = _slopes(rows_off, at, off) * np.where((free >= low) & (free <= high), 1.0, 0.1)
         gram, pull = _normal(slopes, off, weights / np.sqrt(1 + off**2), members, len(names))
         pull = pull + parts * scale

@@ -69,7 +69,7 @@ def fit_sets(rows: Sequence[Row], sources: Sequence[str]) -> Sets:
     families = [family_of(row) for row in rows]
     # Of tests of toy sizes on shared machines memory says something of others, time does not.
     common = [replace(row, time=None) if row.framework == TESTS else row for row in rows]
-    shared = fit_crossed(*arrays(common), families, weights)
+    shared = fit_crossed(*arrays(common), families, sources, weights)
     sets = {DEFAULT: shared.of()}
     generations = sorted({generation for _, generation in families})
     for framework in sorted({name for name, _ in families} | {OTHER}):

@@ -153,6 +153,15 @@ def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:
 def test_sums_run_behind_products_or_wait() -> None:
     hidden, waited = (step(point(tp=8), usual(waited_sums=by)).exposed[0] for by in (0.4, 1.6))
     assert isclose(hidden, waited / 4)
+    alone, two, four = (step(point(tp=n), usual(waited_sums=1.0)).exposed[0] for n in (8, 2, 4))
+    for n, plain, by in ((2, two, 2.0), (4, four, 4.0), (8, alone, 8.0)):  # the more ranks, the longer
+        assert isclose(step(point(tp=n), usual(waited_sums=8.0)).exposed[0], plain * by)
+    assert (
+        of_program("fsdp", "hopper", "compile; AsyncTP")["behind"]
+        > of_program("fsdp", "hopper", "no AsyncTP")["behind"]
+        == 0
+    )
+    assert isclose(step(point(tp=8, behind=0.4), usual(waited_sums=1.0)).exposed[0], 0.6 * alone)
 
 
 def test_collectives_between_servers_are_rings() -> None:

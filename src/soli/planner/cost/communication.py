@@ -67,7 +67,7 @@ def of_layer(
     """
     one = np.ones_like(p.tp)
     hidden = p.tokens * p.hidden * 2.0
-    sums = np.where(p.tensor == LINE, overlap.sums(k, 2 * all_reduce(p, k, hidden, p.tp, one)), 0.0)
+    sums = np.where(p.tensor == LINE, overlap.sums(p, k, 2 * all_reduce(p, k, hidden, p.tp, one)), 0.0)
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
     inner = np.where(p.etp > 0, p.etp, inner)

@@ -35,7 +35,7 @@ class Meaning:
 # Defaults: 183 products that SimuMax measured on an A100 (MooreThreads/SimuMax@4dcaae5, configs/system/a100_pcie.json) reach
 # 0.79 M/(M + 161) N/(N + 161) K/(K + 129) of the peak, 4.9% off; torch's cross entropy of 16 bits reads and writes 38 bytes a logit.
 MEANINGS: dict[str, Meaning] = {
-    "product_share": Meaning(0.75, 0.4, 0.92, "of the peak that a large product reaches"),
+    "product_share": Meaning(0.75, 0.3, 0.92, "of the peak that a large product reaches"),
     "product_half": Meaning(161.0, 1.0, 4000.0, "rows of a product at which it reaches half of that"),
     "product_half_inner": Meaning(129.0, 1.0, 2000.0, "columns, and summed elements, at which it does"),
     "low_share": Meaning(0.75, 0.3, 1.2, "of product_share that a product of 8 bits or fewer reaches"),
@@ -54,7 +54,9 @@ MEANINGS: dict[str, Meaning] = {
     "send_share": Meaning(0.3, 0.05, 1.0, "of either that a stage's send reaches"),
     "latency_scale": Meaning(2.0, 0.5, 9.0, "latency of a collective's step, in the device's"),
     "hidden_gradients": Meaning(0.3, 0.02, 1.0, "of the gradients' reduction that runs behind the backward"),
-    "waited_sums": Meaning(1.5, 0.1, 5.0, "time that what tp sends takes in a layer, by what it takes alone"),
+    "waited_sums": Meaning(
+        1.5, 0.1, 5.0, "time that what 8 ranks of tp send takes in a layer, by what it takes alone"
+    ),
     "hidden_gathers": Meaning(0.8, 0.0, 1.0, "of a layer's time behind which its parameters are gathered"),
     "optimizer_bytes": Meaning(32.0, 12.0, 120.0, "moved for each parameter's update"),
     "gradient_bytes": Meaning(4.0, 2.0, 4.0, "of a gradient that is kept"),

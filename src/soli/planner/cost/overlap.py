@@ -12,13 +12,13 @@ from __future__ import annotations
 import numpy as np
 
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import Array
+from soli.planner.cost.points import Array, Points
 
 
-def sums(k: Constants, sent: Array) -> Array:
-    """Seconds that what tp sends adds to a layer: less than it takes alone where pieces run behind products, more where
-    ranks wait for the slowest, twice a layer and each way (docs/log.md, what tp waits for)."""
-    return sent * k.waited_sums
+def sums(p: Points, k: Constants, sent: Array) -> Array:
+    """Seconds that what tp sends adds to a layer: less than it takes alone where pieces run behind products; more where ranks wait
+    for the slowest, the more of them there are: `waited_sums` is of 8 (docs/log.md, what tp waits for)."""
+    return sent * k.waited_sums ** (np.log2(p.tp) / 3) * (1 - p.behind)
 
 
 def gathers(k: Constants, sent: Array, computed: Array) -> Array:

@@ -44,6 +44,7 @@ UNSAID = {
     "compressed": 0.0,
     "etp": 0.0,
     "eager": 1.0,
+    "behind": 0.0,
 }
 """What is meant where a row has no such field."""
 
@@ -113,6 +114,9 @@ class Points:
     compressed: Array  # parameters of a layer's attention whose keys and values are made of one smaller vector (MLA); 0: they are not
     summed: Array  # bytes of a gradient, at most, as it is summed over ranks
     eager: Array  # bytes that move between products, by those of a program that runs operation by operation
+    behind: (
+        Array  # of what tp sends in a layer the share that runs behind products, where a program is told so
+    )
     once: Array  # flag: a token crosses to a server once, however many of its experts are there
     etp: Array  # ranks that share one expert's products; 0: as many of tp's as ep leaves
     again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others

@@ -29,11 +29,19 @@ UNFUSED = ("fsdp", "soli")
 SHORT = ("fsdp", "deepspeed", "jax", "other")
 """Programs that sum gradients as wide as parameters unless they are told otherwise: torch's FSDP, DeepSpeed, and most others.
 Megatron sums those of bf16 in fp32."""
-COMPILER = re.compile(r"(\b(?:no|without)\s+(?:torch\.)?)?compiled?\b|\bjax\b|\bxla\b", re.I)
+COMPILER = re.compile(
+    r"(\b(?:no|without)\s+(?:torch\.)?)?compiled?\b|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]engine\b",
+    re.I,
+)
 EAGER = 2.1
-"""Bytes that move between products where torch runs a Llama operation by operation, by those where a compiler or kernels made by hand fuse
+"""(Transformer Engine's layers, which NeMo AutoModel has, are such kernels.) Bytes that move between products where torch runs a Llama operation by operation, by those where a compiler or kernels made by hand fuse
 them: Llama 3 8B on 8 and 128 H100 takes 16% longer without torch.compile (pytorch/torchtitan,
 benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3)."""
+
+ASYNC = re.compile(r"(?<!no )async[ -]?tp", re.I)
+BEHIND = 0.4
+"""Of what tp sends the share that torch's AsyncTP runs behind products: Llama 3 70B of tp=8 takes 18.7 s a step with it, 19.8 s without
+(pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 4), where the sums take some 3 s."""
 
 
 def attends(framework: str, generation: str, said: str = "") -> float:
@@ -57,5 +65,6 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
             or (framework == MEGATRON and "alltoall" not in said)
         ),
         "eager": EAGER if framework in UNFUSED and not compiled else 1.0,
+        "behind": BEHIND if ASYNC.search(said) else 0.0,
         "summed": 2.0 if framework in SHORT and not re.search("fp32 (?:grad )?reduce", said, re.I) else 4.0,
     }
