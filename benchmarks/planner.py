@@ -143,29 +143,27 @@ Ratios = tuple[np.ndarray, np.ndarray]
 
 
 def spreads(rows: Sequence[Row], sources: Sequence[str], by_model: Ratios, by_source: Ratios) -> Sets:
-    """SPREADS of each set, of what was measured by what was predicted: without the row's model, and without its source.
+    """SPREADS, of what was measured by what was predicted: of all rows without their source; of Megatron's tests, which no other source
+    is like, without the row's model.
 
     Runs of one source are off alike, and the next table's may be a new source's: of n rows of a source each counts as
     1 / sqrt(n). One more than there are, as wide as the widest: the next row is as likely to be it (weighted conformal
     prediction, Tibshirani et al. 2019, arXiv 1904.06019, lemma 3).
     """
-    names = np.array(sources)
+    names, tests = np.array(sources), np.array([row.framework == TESTS for row in rows])
     found: Sets = {}
-    for name in dict.fromkeys(name for row in rows for name in chain(*family_of(row))):
-        at = np.array([i for i, row in enumerate(rows) if name in chain(*family_of(row))])
-        entry = {}
-        for kind, left, out in zip(("time", "memory"), by_model, by_source, strict=True):
-            logs = -np.log(np.concatenate([left[at], out[at]]))
-            told = np.tile(names[at], 2)[np.isfinite(logs)]
-            logs = logs[np.isfinite(logs)]
-            if len(logs) < 16:
+    for name, at, ratios in ((DEFAULT, ~tests, by_source), (TESTS, tests, by_model)):
+        found[name] = {}
+        for kind, one in zip(("time", "memory"), ratios, strict=True):
+            told = at & np.isfinite(one)
+            if told.sum() < 16:
                 continue
-            _, place, times = np.unique(told, return_inverse=True, return_counts=True)
+            logs = -np.log(one[told])
+            _, place, times = np.unique(names[told], return_inverse=True, return_counts=True)
             weights = times[place] ** -0.5
             level = max(0.05 - 0.95 * (weights**2).sum() / weights.sum() ** 2, 0.0)
-            low, high = (_quantile(logs, weights, share) for share in (level, 1 - level))
-            entry |= {f"{kind}_low": float(np.exp(low)), f"{kind}_high": float(np.exp(high))}
-        found[name] = {key: float(f"{value:.4g}") for key, value in entry.items()}
+            for word, share in (("low", level), ("high", 1 - level)):
+                found[name][f"{kind}_{word}"] = float(f"{np.exp(_quantile(logs, weights, share)):.4g}")
     return found
 
 
@@ -277,12 +275,7 @@ def covered(
         made = spreads([rows[i] for i in rest], [sources[i] for i in rest], *part)
         for i in (i for i, g in enumerate(groups) if g == group and np.isfinite(judged[kind][i])):
             word = ("time", "memory")[kind]
-            names = chain(*family_of(rows[i]))
-            if "time_low" not in made.get(names[-1], {}):
-                names = (DEFAULT,)  # as constants.spread_of has it: nobody measured this pair
-            spread = dict(SPREADS)
-            for name in names:
-                spread |= made.get(name, {})
+            spread = SPREADS | made[DEFAULT] | made.get(rows[i].framework, {})
             inside[i] = bool(spread[f"{word}_low"] <= 1 / judged[kind][i] <= spread[f"{word}_high"])
     return inside
 

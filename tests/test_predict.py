@@ -363,7 +363,9 @@ def test_what_is_a_devices_and_what_is_a_programs() -> None:
     seen = [pair for pair in truths if pair != ("b", "y")]
     many = Points(**{f.name: np.tile(getattr(p, f.name), 3) for f in fields(Points)})
     told = Measured(np.concatenate([made[pair] for pair in seen]), *(np.tile(nothing, 3) for _ in range(3)))
-    found = fit_crossed(many, told, [pair for pair in seen for _ in range(len(p))], np.ones((5, 3 * len(p))))
+    pairs = [pair for pair in seen for _ in range(len(p))]
+    sources = [f"source {i % 40}" for i in range(len(pairs))]  # none of which is off by itself
+    found = fit_crossed(many, told, pairs, sources, np.ones((5, len(pairs))))
     off = lambda pair: np.abs(step(p, repeated(found.of(*pair), len(p))).time / made[pair] - 1).mean()
     assert all(off(pair) < 0.01 for pair in seen)
     assert off(("b", "y")) < 0.3 * np.abs(made["a", "x"] / made["b", "y"] - 1).mean()

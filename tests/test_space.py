@@ -358,7 +358,9 @@ def test_as_many_layers_are_recomputed_as_a_solver_would(pp: int, room: float) -
 
 def test_recomputing_some_layers_is_between_all_and_none() -> None:
     fixed = {"microbatch": 4.0, "tp": 1.0, "cp": 1.0, "pp": 1.0, "offload": 0.0}
-    asked = task(SMALL, "a100:2", batch=64, seq=2048, framework="megatron", memory=10e9, fixed=fixed)
+    roomy = task(SMALL, "a100:2", batch=64, seq=2048, framework="megatron", fixed=fixed)
+    ends = [search(roomy.with_fixed({"recompute": level})).cost.memory[0] for level in (NONE, FULL)]
+    asked = replace(roomy, memory=float(np.mean(ends)) * bounds.high(roomy))
     best = search(asked)
     assert 0 < best.points.again[0] < 12
     for level in (NONE, FULL):
@@ -427,7 +429,7 @@ def test_the_optimizer_moves_to_the_host_where_nothing_else_fits() -> None:
         "recompute": FULL,
         "microbatch": 1.0,
     }
-    asked = task(cluster="h100:8x1", batch=64, framework="megatron", fixed=fixed)
+    asked = task(cluster="h200:8x1", batch=64, framework="megatron", fixed=fixed)
     moved, kept = (search(asked.with_fixed({"offload": n})) for n in (1.0, 0.0))
     p, k = moved.points.take([0]), bounds.constants_of(asked, 1)
     count = memory.trained(p)[0][0]

@@ -31,7 +31,7 @@ def constants_of(task: Task, count: int) -> Constants:
 
 def high(task: Task) -> float:
     """The upper bound of a memory, by what is predicted."""
-    return spread_of(task.framework, task.cluster.device.generation)["memory_high"]
+    return spread_of(task.framework)["memory_high"]
 
 
 def time_of_layouts(task: Task, table: Table) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.planner import space
 from soli.planner.cost import memory
-from soli.planner.cost.constants import chain, measured, sets, spread_of
+from soli.planner.cost.constants import chain, sets, spread_of
 from soli.planner.cost.points import PRECISIONS, Points
 from soli.planner.cost.step import Step
 from soli.planner.offers import SCHEDULES, SOME
@@ -90,7 +90,7 @@ def answer(task: Task, count: int = 10) -> Answer:
 
 def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
     """The plan at a place."""
-    spread = spread_of(task.framework, task.cluster.device.generation)
+    spread = spread_of(task.framework)
     time, size = float(cost.time[i]), float(cost.memory[i])
     tokens = task.batch * task.seq
     kinds = memory.kinds(p.take([i]), constants_of(task, 1))
@@ -215,10 +215,12 @@ def assumed(task: Task) -> str:
     """On what measurements the constants and the intervals stand."""
     generation = task.cluster.device.generation
     name = next(one for one in reversed(chain(task.framework, generation)) if sets().get(one, {}).get("rows"))
-    text = f"constants are those of {sets()[name]['rows']:g} published runs ({name})"
-    if measured(task.framework, generation):
-        return f"{text}, and intervals too"
-    return f"{text}, as nobody measured {task.framework} on {generation}; intervals are those of all programs and devices"
+    unlike = (
+        ""
+        if name == f"{task.framework} {generation}"
+        else f", as nobody measured {task.framework} on {generation}"
+    )
+    return f"constants are those of {sets()[name]['rows']:g} published runs ({name}){unlike}; intervals are those of all programs and devices"
 
 
 def fixed_of(text: str, batch: int = 0) -> dict[str, float]:

@@ -62,7 +62,7 @@ def predict(
         at = [i for i, row in enumerate(rows) if not row.refused and family_of(row) == family]
         p = points([rows[i].point for i in at])
         cost, low, high = costs(p, family, learnt)
-        spread = spread_of(*family)
+        spread = spread_of(family[0])
         for place, i in enumerate(at):
             time, memory = float(cost.time[place]), float(cost.memory[place])
             least, most = (memory * spread[name] for name in ("memory_low", "memory_high"))
@@ -86,7 +86,7 @@ def costs(
     """The points' costs, and between what multiples of their times 90% are measured."""
     mine = learnt.get(family)
     if mine is None:
-        spread = spread_of(*family)
+        spread = spread_of(family[0])
         low, high = (np.full(len(p), spread[name]) for name in ("time_low", "time_high"))
         return step(p, repeated(known(*family), len(p))), low, high
     cost = measured.step_with(p, repeated(mine.constants, len(p)), mine.factors)

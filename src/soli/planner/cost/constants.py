@@ -110,17 +110,17 @@ def known(framework: str, generation: str) -> dict[str, float]:
     return found
 
 
-def measured(framework: str, generation: str) -> bool:
-    """Whether enough runs of this very program on such devices were published to say how far it is off."""
-    return framework not in LIKE and "time_low" in sets().get(f"{framework} {generation}", {})
+def spread_of(framework: str) -> dict[str, float]:
+    """See SPREADS: how far all sources are off that were left out, whatever their program; but Megatron's tests, which no other is like.
 
-
-def spread_of(framework: str, generation: str) -> dict[str, float]:
-    """See SPREADS. Where a framework was not measured on such devices, what holds of all: others are a guess."""
-    found = dict(SPREADS)
-    for name in chain(framework, generation) if measured(framework, generation) else (DEFAULT,):
-        found |= {key: value for key, value in sets().get(name, {}).items() if key in SPREADS}
-    return found
+    A program's own are no narrower where four sources or more tell them, and hold too little where fewer do (docs/log.md).
+    """
+    return SPREADS | {
+        key: value
+        for name in (DEFAULT, framework)
+        for key, value in sets().get(name, {}).items()
+        if key in SPREADS
+    }
 
 
 def constants(of: Sequence[dict[str, float]]) -> Constants:
