@@ -31,7 +31,7 @@ PAIR = 0.2
 SOURCE = 0.1
 """How far a source's times may be off together, as a logarithm: its machines, its versions and how it measures are its own, and
 rows of one source are not so many witnesses (random effects; Searle et al. 1992, 3)."""
-ROUNDS, SMALL = 40, 1e-4
+ROUNDS, SMALL, SETTLED = 40, 1e-4, 4
 DEVICE = (
     "product_share", "product_half", "product_half_inner", "low_share", "attention_share", "stream_share", "link_share",
     "net_share", "send_share", "latency_scale",
@@ -121,16 +121,13 @@ def fit_crossed(
     start = np.stack([begin(framework) for framework, _ in families])
     low, high = BOUNDS.T
     own = np.unique(np.array(sources), return_inverse=True)[1]
-    timed, shifts = np.isfinite(measured.times), np.zeros(own.max() + 1)
 
     def rows_off(at: Array) -> Array:
         one = Constants({name: np.exp(at[:, c]) for c, name in enumerate(NAMES)})
-        found = residuals_of(step(points, one), points, measured)
-        found[0] += np.where(timed, shifts[own] / TIME_ERROR, 0.0)
-        return found
+        return residuals_of(step(points, one), points, measured)
 
     def loss(parts: Array) -> float:
-        off = rows_off(np.clip(start + parts[members].sum(1), low, high))
+        off, _, shifts = _together(rows_off(np.clip(start + parts[members].sum(1), low, high)), weights, own)
         held = (parts**2 * scale).sum() + (shifts**2).sum() / SOURCE**2
         return float((weights * 2 * (np.sqrt(1 + off**2) - 1)).sum() + held)
 
@@ -139,13 +136,11 @@ def fit_crossed(
     for _ in range(ROUNDS):
         free = start + parts[members].sum(1)
         at = np.clip(free, low, high)
-        off = rows_off(at)
-        sure = np.where(timed, weights[0] / np.sqrt(1 + off[0] ** 2), 0.0)
-        alone = np.bincount(own, sure * (off[0] * TIME_ERROR - shifts[own]))
-        shifts[:] = -alone / (np.bincount(own, sure) + (TIME_ERROR / SOURCE) ** 2)
-        off, best = rows_off(at), loss(parts)
-        slopes = _slopes(rows_off, at, off) * np.where((free >= low) & (free <= high), 1.0, 0.1)
+        plain = rows_off(at)
+        slopes = _slopes(rows_off, at, plain) * np.where((free >= low) & (free <= high), 1.0, 0.1)
+        off, sure, _ = _together(plain, weights, own)
         gram, pull = _normal(slopes, off, weights / np.sqrt(1 + off**2), members, len(names))
+        gram = gram - _followed(slopes[0], sure, own, members, len(names))
         pull = pull + parts * scale
         while damping < 1e6:
             moved = parts + np.clip(_solve(gram, pull, scale, damping), -1.0, 1.0)
@@ -159,6 +154,33 @@ def fit_crossed(
         if still >= 3:
             break
     return Crossed(names, parts)
+
+
+def _together(off: Array, weights: Array, own: NDArray[np.int64]) -> tuple[Array, Array, Array]:
+    """Residuals without what each source's times are off by together; how much each of these counts; and what that is, as a
+    logarithm: the best there is (soft L1 by weights that follow it)."""
+    timed, found, shifts = off[0] != 0, off.copy(), np.zeros(own.max() + 1)
+    for _ in range(SETTLED):
+        sure = np.where(timed, weights[0] / np.sqrt(1 + found[0] ** 2), 0.0)
+        shifts = (
+            -TIME_ERROR
+            * np.bincount(own, sure * off[0])
+            / (np.bincount(own, sure) + (TIME_ERROR / SOURCE) ** 2)
+        )
+        found[0] = np.where(timed, off[0] + shifts[own] / TIME_ERROR, 0.0)
+    return found, sure, shifts
+
+
+def _followed(
+    slopes: Array, sure: Array, own: NDArray[np.int64], members: NDArray[np.int64], sets: int
+) -> Array:
+    """What the normal equations lose as each source's shift follows the parts: its Schur complement. `slopes` [N, constants]: of times."""
+    moved = np.zeros((own.max() + 1, sets, slopes.shape[1]))
+    for part in members.T:
+        np.add.at(moved, (own, part), sure[:, None] * slopes)
+    flat = moved.reshape(len(moved), -1)
+    held = np.bincount(own, sure) + (TIME_ERROR / SOURCE) ** 2
+    return (flat.T @ (flat / held[:, None])).reshape(sets, -1, sets, slopes.shape[1])
 
 
 def _slopes(rows_off: Callable[[Array], Array], at: Array, off: Array) -> Array:

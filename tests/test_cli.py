@@ -104,6 +104,8 @@ def test_env_says_what_works_and_what_does_not() -> None:
     )
     assert facts["torch"].startswith(torch.__version__)
     assert facts["packages"]["torch"] == version("torch")
+    assert {"soli", "scipy", "transformers", "openai"} <= facts["packages"].keys()
+    assert "pytest" not in facts["packages"]
     assert any(problem.startswith("CUDA") for problem in facts["problems"]) == (not torch.cuda.is_available())
 
 

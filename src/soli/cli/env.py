@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Annotated, Any
 
 import typer
@@ -15,19 +16,7 @@ import typer
 from soli.core.errors import SoliError
 from soli.mesh.backends import cores, cpu_backend
 
-PACKAGES: tuple[str, ...] = (
-    "soli",
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "rich",
-    "typer",
-    "psutil",
-    "tensorboard",
-)
-PACKAGES += ("matplotlib", "transformers", "datasets")
-OPTIONAL = {"transformers", "datasets"}
+REQUIREMENT = re.compile(r"([\w.-]+)(?:.*extra == ['\"](\w+))?")
 FEW_FILES, LITTLE_SHM = 1024, 64 * 2**20
 
 
@@ -61,7 +50,7 @@ def gather() -> dict[str, Any]:
         "ulimit -n": _open_files(problems),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
         "python": f"{platform.python_version()} at {sys.executable}",
-        "packages": {name: _version(name, problems) for name in PACKAGES},
+        "packages": {name: _version(name, extra, problems) for name, extra in _packages().items()},
     }
     facts |= _torch(problems)
     return facts | {"problems": problems}
@@ -155,9 +144,15 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _version(name: str, problems: list[str]) -> str:
+def _packages() -> dict[str, str]:
+    """soli, what it needs, and what its extras need beside it, each with its extra; but for what only development does."""
+    said = [REQUIREMENT.match(text) for text in ["soli", *(requires("soli") or [])]]
+    return {found[1]: found[2] or "" for found in said if found and found[2] != "dev"}
+
+
+def _version(name: str, extra: str, problems: list[str]) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        problems.append(f"{name} is not installed" + (" (optional: soli[hf])" if name in OPTIONAL else ""))
+        problems.append(f"{name} is not installed" + (f" (optional: soli[{extra}])" if extra else ""))
         return "not installed"

@@ -17,26 +17,21 @@ def fitted(found: Row) -> None:
     A microbatch that was inferred is halved until the run fits, if all layers have to be computed again for it where nobody
     says which; then as many are as do not fit otherwise.
     """
-    point, sized = found.point, any(word.startswith(SIZE) for word in found.inferred)
-    take = lambda **changes: _peak(found, point | changes)
-    while sized and point["microbatch"] > 1:
-        if take(**({"recompute": FULL} if found.unsaid else {})) <= point["capacity"]:
-            break
-        point["microbatch"] = point["microbatch"] // 2
-    if sized:
-        found.inferred = [
-            f"{SIZE}{point['microbatch']:g}" if w.startswith(SIZE) else w for w in found.inferred
+    point, words = found.point, found.inferred
+    fits = lambda **changes: _peak(found, point | changes) <= point["capacity"]
+    least = {"recompute": FULL} if found.unsaid else {}
+    if any(word.startswith(SIZE) for word in words):
+        while point["microbatch"] > 1 and not fits(**least):
+            point["microbatch"] //= 2
+        found.inferred = words = [
+            f"{SIZE}{point['microbatch']:g}" if w.startswith(SIZE) else w for w in words
         ]
-    if not found.unsaid:
-        return
-    own = ceil(point["layers"] / point["pp"])
-    if take() <= point["capacity"]:
-        return
-    fits = (n for n in range(1, own) if take(again=float(n)) <= point["capacity"])
-    count = next(fits, own)
-    point |= {"again": float(count)} if count < own else {"recompute": FULL}
-    said = f"full-{count}of{own}" if count < own else "full"
-    found.inferred = [RECOMPUTE + said if w.startswith(RECOMPUTE) else w for w in found.inferred]
+    if found.unsaid and not fits():
+        own = ceil(point["layers"] / point["pp"])
+        again = next((n for n in range(1, own) if fits(again=float(n))), own)
+        point |= {"again": float(again)} if again < own else {"recompute": FULL}
+        said = f"full-{again}of{own}" if again < own else "full"
+        found.inferred = [RECOMPUTE + said if w.startswith(RECOMPUTE) else w for w in words]
 
 
 def _peak(found: Row, point: Mapping[str, float]) -> float:

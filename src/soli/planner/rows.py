@@ -62,10 +62,7 @@ def read(row: Mapping[str, str]) -> Row:
     point |= model_of(row, said, found) | attention_of(row, found)
     point |= _degrees(said, point, found)
     point |= _ways(row, said, point, found)
-    point["longest"] = _by_cost(point) if found.framework == NANOTRON else 0.0
-    # Stages that cannot be alike: the last, which has the last product, is among the shorter ones.
-    uneven = point["pp"] > 1 and point.get("layers", 0.0) % (point["pp"] * point["chunks"]) > 0
-    point["fewer"] = float(uneven and found.framework != NANOTRON)
+    point |= _borders(point, found)
     point |= _choices(row, said, point, found)
     point |= _batch(row, said, point, found)
     found.inferred += unread(row)
@@ -155,12 +152,16 @@ def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Ro
     }  # fmt: skip
 
 
-def _by_cost(q: Mapping[str, float]) -> float:
-    """Layers of nanotron's first stage: until its products are more than a stage's share of all, the last one among them."""
-    if q["pp"] == 1 or "layers" not in q:
-        return 0.0
+def _borders(q: Mapping[str, float], found: Row) -> dict[str, float]:
+    """Layers of the longest stage, where it is not as short as can be, and how many less the last has, which has the last product.
+
+    nanotron's first stage ends where its products are more than a stage's share of all, the last one among them.
+    """
+    layers, stages = q.get("layers", 0.0), q["pp"] * q["chunks"]
+    if found.framework != NANOTRON or q["pp"] == 1 or not layers:
+        return {"longest": 0.0, "fewer": float(q["pp"] > 1 and layers % stages > 0)}
     one = q["hidden"] * (4 * q["hidden"] + (2 + q["gated"]) * q["ffn"])
-    return min((q["layers"] + q["vocab"] * q["hidden"] / one) // q["pp"] + 1, q["layers"])
+    return {"longest": min((layers + q["vocab"] * q["hidden"] / one) // q["pp"] + 1, layers), "fewer": 0.0}
 
 
 def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:

@@ -34,8 +34,8 @@ COMPILER = re.compile(
     re.I,
 )
 EAGER = 2.1
-"""(Transformer Engine's layers, which NeMo AutoModel has, are such kernels.) Bytes that move between products where torch runs a Llama operation by operation, by those where a compiler or kernels made by hand fuse
-them: Llama 3 8B on 8 and 128 H100 takes 16% longer without torch.compile (pytorch/torchtitan,
+"""Bytes that move between products where torch runs a Llama operation by operation, by those where a compiler or kernels made by hand
+(Transformer Engine's, which NeMo AutoModel has) fuse them: Llama 3 8B on 8 and 128 H100 takes 16% longer without torch.compile (pytorch/torchtitan,
 benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3)."""
 
 ASYNC = re.compile(r"(?<!no )async[ -]?tp", re.I)
