@@ -271,11 +271,11 @@ def test_copies_sum_what_they_have_of_a_shard() -> None:
     p = point(dp=64, zero=2, whole=1)
     count = memory.trained(p)[0]
     eight, one = np.array([8.0]), np.array([1.0])
-    inside = communication.gather(p, ONE, count * ONE.gradient_bytes, eight, one) + communication.gather(p, ONE, count * 2, eight, one)  # fmt: skip
-    between = communication.all_reduce(p, ONE, count * ONE.gradient_bytes / 8, eight, eight)
+    inside = communication.gather(p, ONE, count * p.summed, eight, one) + communication.gather(p, ONE, count * 2, eight, one)  # fmt: skip
+    between = communication.all_reduce(p, ONE, count * p.summed / 8, eight, eight)
     assert hybrid(replicate=8) == pytest.approx(float((inside + between)[0]))
     third = point(dp=64, zero=3, whole=1, replicate=8)
-    tables = communication.gather(third, ONE, memory.of_tables(third) * (2 + ONE.gradient_bytes), eight, one)
+    tables = communication.gather(third, ONE, memory.of_tables(third) * (2 + third.summed), eight, one)
     assert hybrid(zero=3, replicate=8) == pytest.approx(float((tables + between)[0]))
 
 
@@ -404,7 +404,7 @@ def test_where_keys_are_many_heads_are_exchanged() -> None:
     assert len(set(spaces(task(cluster="h100:8x2", batch=16, seq=8192)).context)) == 2
     same = {"cp": 8.0, "pp": 1.0, "tp": 1.0, "microbatch": 1.0, "dp": 1.0}
     for model in (LLAMA, replace(LLAMA, kv_heads=32)):
-        asked = task(model, "h100:8x1", batch=16, seq=8192, fixed=same)
+        asked = task(model, "h200:8x1", batch=16, seq=8192, fixed=same)
         best = search(asked)
         assert best.points.context[0] == ULYSSES
         assert plan_of(best.points, 0).context == "ulysses"

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 
 Said = dict[str, float | None]
 """A row's numbers, by their names here (columns.toml)."""
-RECOMPUTE, SIZE, DEVICES, BY_EYE = "recompute=", "microbatch=", "gpus=", "a time read by eye"
+RECOMPUTE, SIZE, DEVICES, GROUP, BY_EYE = (
+    "recompute=",
+    "microbatch=",
+    "gpus=",
+    "shard_group=",
+    "a time read by eye",
+)
 
 
 @dataclass
@@ -22,6 +28,7 @@ class Row:
     memory: float | None = None  # measured, bytes
     states: float | None = None  # of it what is there between steps
     timeless: bool = False  # it says not how large a step is
+    grouped: bool = False  # states are shared out in groups, and it says not of how many
     fits: bool = True  # False: it is known to have run out of memory
 
     @property

@@ -8,18 +8,23 @@ from math import ceil
 from soli.planner.cost import memory
 from soli.planner.cost.constants import known, repeated
 from soli.planner.cost.points import FULL, points
-from soli.planner.row import RECOMPUTE, SIZE, Row
+from soli.planner.row import GROUP, RECOMPUTE, SIZE, Row
 
 
 def fitted(found: Row) -> None:
-    """Settles a row's microbatch, and how many of its layers are computed again, where it says neither, or one of them.
+    """Settles a row's microbatch, and how many of its layers are computed again, where it says neither, or one of them; and HSDP's groups.
 
+    Groups of states whose size nobody says are servers, or twice as many ranks until the run fits.
     A microbatch that was inferred is halved until the run fits, if all layers have to be computed again for it where nobody
     says which; then as many are as do not fit otherwise.
     """
     point, words = found.point, found.inferred
     fits = lambda **changes: _peak(found, point | changes) <= point["capacity"]
     least = {"recompute": FULL} if found.unsaid else {}
+    if found.grouped and not fits(**least):
+        while point["replicate"] % 2 == 0 and not fits(**least):
+            point["replicate"] /= 2
+        words.append(f"{GROUP}{point['dp'] * point['cp'] / point['replicate']:g}")
     if any(word.startswith(SIZE) for word in words):
         while point["microbatch"] > 1 and not fits(**least):
             point["microbatch"] //= 2

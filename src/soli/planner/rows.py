@@ -16,6 +16,7 @@ from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, unread
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, of_program
+from soli.planner.cost.states import of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import device_of, network_of, precision_of
@@ -33,8 +34,6 @@ from soli.planner.spellings import (
 )
 from soli.planner.spellings import switch as yes
 
-SCALED = (MEGATRON, OLD, "megatron-deepspeed")
-"""Frameworks whose gradients of fp16 are summed in fp16 and copied in fp32 for the optimizer, which scales them back."""
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
 
@@ -53,14 +52,13 @@ def read(row: Mapping[str, str]) -> Row:
         found.inferred.append("framework=any")
     precision = precision_of(row, device, found)
     point = cost.of_device(device, precision) if precision else {}
-    kept = cost.HALF if precision == "fp16" and found.framework in SCALED else cost.MIXED
     point |= network_of(row, said, device, found)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != NANOTRON)}
     told = " ".join(text(row, name) for name in ("attn_backend", "notes", "framework"))
     point |= of_program(found.framework, found.generation, told)
-    point |= cost.CAST if found.framework == "soli" else kept
     point |= model_of(row, said, found) | attention_of(row, found)
     point |= _degrees(said, point, found)
+    point |= of_states(found.framework, precision or "", point["pp"] > 1, told)
     point |= _ways(row, said, point, found)
     point |= _borders(point, found)
     point |= _choices(row, said, point, found)
@@ -191,8 +189,10 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
     ranks, aside = point["dp"] * point["cp"], f"{text(row, 'offload')} {text(row, 'framework')}".lower()
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
-    group = said["shard_group"] or states.group or usual
-    copies = said["replicate"] or states.replicate or max(ranks / group, 1.0)
+    group = said["shard_group"] or states.group
+    copies = said["replicate"] or states.replicate
+    found.grouped = states.copied and not group and not copies
+    copies = copies or max(ranks / (group or usual), 1.0)
     return {
         "zero": zero if ranks > 1 else 0.0,
         "replicate": copies if ranks % copies == 0 else 1.0,

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from soli.planner.cost import borders
 from soli.planner.cost.grids import shapes as shapes_of
 from soli.planner.cost.points import (
-    CAST,
     CUBE,
     DUALPIPEV,
     FULL,
@@ -28,7 +27,6 @@ from soli.planner.cost.points import (
     GRID,
     INTERLEAVED,
     LINE,
-    MIXED,
     NONE,
     ONE,
     PRECISIONS,
@@ -43,6 +41,7 @@ from soli.planner.cost.points import (
     of_device,
 )
 from soli.planner.cost.programs import of_program
+from soli.planner.cost.states import of_states
 from soli.planner.legality import divisors
 from soli.planner.offers import SOLI, SOME, chooses
 from soli.planner.task import Task
@@ -277,7 +276,7 @@ def points_of(task: Task, table: Mapping[str, Array]) -> Points:
     same: dict[str, float | Array] = {
         **UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precisions[0]), "seq": task.seq,
         **of_program(task.framework, task.cluster.device.generation),
-        "global_batch": task.batch, "logged": 0.0, **(CAST if task.framework == SOLI else MIXED), **USUAL,
+        "global_batch": task.batch, "logged": 0.0, **of_states(task.framework), **USUAL,
     }  # fmt: skip
     count = len(table["tp"])
     for name in task.precisions[1:]:

@@ -131,7 +131,7 @@ class Sums:
 
 def sums(p: Points, k: Constants, dense: Array, experts: Array, tables: Array) -> Sums:
     """Half of an all_reduce is a reduce_scatter, and the other half what ZeRO gathers."""
-    size = np.minimum(k.gradient_bytes, p.summed)
+    size = p.summed
     return Sums(
         scattered=_gather(p, k, dense * size, experts * size),
         gathered=_gather(p, k, dense * p.weight, experts * p.weight),

@@ -30,8 +30,8 @@ class Meaning:
 
 # The bounds are what devices do: the best products that were measured reach 78 to 87% of the peak, nccl-tests' sums 60 to
 # 76% of NVLink, with 46 to 79 us for 2 to 8 ranks (benchmarks/published). Without them one source's constants are absurd
-# where another's runs go: a network at a twentieth of its rate, fitted to rows that know none. Of memory: a gradient of 4 bytes
-# is what programs of 16 bits sum in; the workspace is cuBLAS', 32 MiB on Hopper and under CUBLAS_WORKSPACE_CONFIG=:4096:8.
+# where another's runs go: a network at a twentieth of its rate, fitted to rows that know none. The
+# workspace is cuBLAS', 32 MiB on Hopper and under CUBLAS_WORKSPACE_CONFIG=:4096:8.
 # Defaults: 183 products that SimuMax measured on an A100 (MooreThreads/SimuMax@4dcaae5, configs/system/a100_pcie.json) reach
 # 0.79 M/(M + 161) N/(N + 161) K/(K + 129) of the peak, 4.9% off; torch's cross entropy of 16 bits reads and writes 38 bytes a logit.
 MEANINGS: dict[str, Meaning] = {
@@ -59,7 +59,6 @@ MEANINGS: dict[str, Meaning] = {
     ),
     "hidden_gathers": Meaning(0.8, 0.0, 1.0, "of a layer's time behind which its parameters are gathered"),
     "optimizer_bytes": Meaning(32.0, 12.0, 120.0, "moved for each parameter's update"),
-    "gradient_bytes": Meaning(4.0, 2.0, 4.0, "of a gradient that is kept"),
     "logit_kept": Meaning(6.0, 2.0, 18.0, "bytes that a logit takes at the peak"),
     "activation_scale": Meaning(1.0, 0.5, 2.0, "kept activations by those that the formulas count"),
     "resident": Meaning(

@@ -68,10 +68,16 @@ def of_states(p: Points, k: Constants) -> tuple[Array, Array, Array]:
     for count, learnt, over in zip(of_stage(p), trained(p), (p.shards, p.expert_shards), strict=True):
         weights = weights + count * p.weight / np.where(p.zero >= 3, over, 1.0)
         apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
-        gradients = gradients + learnt * (k.gradient_bytes / np.where(apart, over, 1.0))
+        gradients = gradients + learnt * (p.gradient / np.where(apart, over, 1.0))
         own = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
         moments = moments + learnt * own
     return weights, gradients, moments
+
+
+def copies(p: Points) -> Array:
+    """Bytes that only the update has: a copy of the gradients of which the rank has the optimizer's state."""
+    own = zip(trained(p), (p.shards, p.expert_shards), strict=True)
+    return sum((count * p.copied / np.where(p.zero >= 1, over, 1.0) for count, over in own), np.zeros(()))
 
 
 def states(p: Points, k: Constants) -> Array:
@@ -102,9 +108,14 @@ def activations_of_layer(p: Points) -> Array:
     outside = 10.0 * p.hidden
     # q, k, v and what the output's product reads; what the MLP's products give and read.
     inside = 2.0 * width * (2 + 2 * p.kv_share) + 2.0 * p.ffn * active * (2 + p.gated)
-    # Of a token at its experts what they read and what they give, for the gradient of its weights, each in the order of tokens
-    # and in that of experts; and what the router reads, in fp32.
-    inside = inside + np.where(p.experts > 0, 8.0 * p.hidden * active + 4.0 * p.hidden, 0.0)
+    # Of a token at its experts what they read and give, and what the router reads, in fp32.
+    inside = inside + np.where(p.experts > 0, p.routed * p.hidden * active + 4.0 * p.hidden, 0.0)
+    if (
+        p.low < 2
+    ).any():  # what products of 8 bits read is kept so, attention's result beside what attention keeps of it
+        less, read = 2.0 - p.low, np.where(p.experts > 0, p.hidden * active, 0.0)
+        outside = outside - less * 2.0 * p.hidden
+        inside = inside - less * (p.ffn * active + read) + np.where(p.low < 2, p.low, 0.0) * width
     # Scores, softmax and its dropout's bytes; of a kernel that keeps none one fp32 number a query.
     scores = np.where(p.recompute == NONE, 5.0 * p.heads * p.seq, 0.0)
     scores = np.where(p.flash > 0, 4.0 * p.heads, scores)
@@ -155,11 +166,20 @@ def kinds(p: Points, k: Constants) -> dict[str, Array]:
     of_first = np.where((p.pp == 1) | in_a_v(p), loss, 0.0)
     at_last = (p.logged > 0) | (end + loss > begin + of_first)
     panels = grids.beside(p) if p.tensor.any() else 0.0
-    return {
+    found = {
         "parameters": weights, "gradients": gradients, "optimizer": moments,
         "activations": np.where(at_last, end, begin), "logits": np.where(at_last, loss, of_first),
         "gathered": gathered(p) + casts(p) + panels, "workspace": k.resident + k.workspace,
     }  # fmt: skip
+    return _updating(p, found) if p.copied.any() else found
+
+
+def _updating(p: Points, found: dict[str, Array]) -> dict[str, Array]:
+    """The kinds of `kinds` at the update, where its copies are more than what the passes keep, which is gone by then."""
+    passing, copied = ("activations", "logits", "gathered"), copies(p)
+    fuller = copied > sum((found[kind] for kind in passing), np.zeros(()))
+    less = {kind: np.where(fuller, 0.0, found[kind]) for kind in passing}
+    return found | less | {"optimizer": found["optimizer"] + np.where(fuller, copied, 0.0)}
 
 
 def peak(p: Points, k: Constants) -> Array:

@@ -13,13 +13,6 @@ from soli.planner.hardware.devices import Device
 
 Array = NDArray[np.float64]
 
-MIXED = {"weight": 2.0, "moments": 12.0, "whole": 0.0, "casts": 0.0}
-"""How programs keep their states: parameters in 16 bits, with a copy in fp32 among the optimizer's."""
-HALF = MIXED | {"moments": 14.0, "summed": 2.0}
-"""Programs of fp16: gradients of 2 bytes, and their copy in fp32 beside the optimizer's, where MIXED has the 4 of one alone."""
-CAST = {"weight": 4.0, "moments": 8.0, "whole": 1.0, "casts": 1.0}
-"""How soli does: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
-
 NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
@@ -40,7 +33,7 @@ UNSAID = {
     "rows": 1.0,
     "kernel": 0.5,
     "once": 0.0,
-    "summed": 4.0,
+    "routed": 4.0,
     "compressed": 0.0,
     "etp": 0.0,
     "eager": 1.0,
@@ -85,6 +78,9 @@ class Points:
     low: Array  # bytes of an element that they read: 2, 1 (fp8), 0.5 (fp4)
     # how the program keeps its states
     weight: Array  # bytes of a parameter, and of what is gathered of it
+    gradient: Array  # bytes of a gradient that is kept until the update
+    summed: Array  # bytes of a gradient as it is summed over ranks
+    copied: Array  # bytes of a gradient's copy that only the update has
     moments: Array  # bytes of the optimizer's a parameter, a copy in fp32 among them where there is one
     whole: Array  # flag: gradients are whole until the step's last microbatch, gathered parameters until a pipeline's
     logged: Array  # flag: the memory that is asked for is the last stage's, whose rank writes Megatron's log
@@ -112,12 +108,12 @@ class Points:
     fewer: Array  # layers that the last stage has less than the longest (borders.py)
     kernel: Array  # of the peak what attention that keeps no scores reaches alone (programs.py)
     compressed: Array  # parameters of a layer's attention whose keys and values are made of one smaller vector (MLA); 0: they are not
-    summed: Array  # bytes of a gradient, at most, as it is summed over ranks
     eager: Array  # bytes that move between products, by those of a program that runs operation by operation
     behind: (
         Array  # of what tp sends in a layer the share that runs behind products, where a program is told so
     )
     once: Array  # flag: a token crosses to a server once, however many of its experts are there
+    routed: Array  # bytes a hidden unit that are kept of a token at each of its experts
     etp: Array  # ranks that share one expert's products; 0: as many of tp's as ep leaves
     again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
 

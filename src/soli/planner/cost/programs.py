@@ -26,9 +26,6 @@ OTHERS = SHARES["hopper"]
 
 UNFUSED = ("fsdp", "soli")
 """Programs that run the operations that a model is written in."""
-SHORT = ("fsdp", "deepspeed", "jax", "other")
-"""Programs that sum gradients as wide as parameters unless they are told otherwise: torch's FSDP, DeepSpeed, and most others.
-Megatron sums those of bf16 in fp32."""
 COMPILER = re.compile(
     r"(\b(?:no|without)\s+(?:torch\.)?)?compiled?\b|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]engine\b",
     re.I,
@@ -42,6 +39,11 @@ ASYNC = re.compile(r"(?<!no )async[ -]?tp", re.I)
 BEHIND = 0.4
 """Of what tp sends the share that torch's AsyncTP runs behind products: Llama 3 70B of tp=8 takes 18.7 s a step with it, 19.8 s without
 (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 4), where the sums take some 3 s."""
+
+ROUTED = {MEGATRON: 2.0, TESTS: 8.0}
+"""Bytes a hidden unit that programs keep of a token at its expert: what the expert reads, where the permutation is fused and its weight is
+applied inside (Megatron-Core's recipes); that and what it gives; or both, in the order of tokens and in that of experts (the tests, whose
+memory was measured, docs/log.md)."""
 
 
 def attends(framework: str, generation: str, said: str = "") -> float:
@@ -64,7 +66,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
             bool(re.search(r"deepep|hybridep", said, re.I))
             or (framework == MEGATRON and "alltoall" not in said)
         ),
+        "routed": ROUTED.get(framework, 4.0),
         "eager": EAGER if framework in UNFUSED and not compiled else 1.0,
         "behind": BEHIND if ASYNC.search(said) else 0.0,
-        "summed": 2.0 if framework in SHORT and not re.search("fp32 (?:grad )?reduce", said, re.I) else 4.0,
     }
