@@ -110,9 +110,8 @@ def activations_of_layer(p: Points) -> Array:
     inside = 2.0 * width * (2 + 2 * p.kv_share) + 2.0 * p.ffn * active * (2 + p.gated)
     # Of a token at its experts what they read and give, and what the router reads, in fp32.
     inside = inside + np.where(p.experts > 0, p.routed * p.hidden * active + 4.0 * p.hidden, 0.0)
-    if (
-        p.low < 2
-    ).any():  # what products of 8 bits read is kept so, attention's result beside what attention keeps of it
+    # What products of 8 bits read is kept so, attention's result beside what attention keeps of it.
+    if (p.low < 2).any():
         less, read = 2.0 - p.low, np.where(p.experts > 0, p.hidden * active, 0.0)
         outside = outside - less * 2.0 * p.hidden
         inside = inside - less * (p.ffn * active + read) + np.where(p.low < 2, p.low, 0.0) * width
