@@ -196,6 +196,19 @@ def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:
     assert of_program("megatron", "hopper", "alltoall dispatcher")["once"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("said", "fused"),
+    [
+        ("torch.compile", True), ("torch_compile=True", True), ("compiled, FSDP2", True), ("no compile", False),
+        ("without torch.compile", False), ("not compiled", False), ("no_compile", False), ("float8nocompile, eager", False),
+        ("no compile; later rows torch.compile", True), ("", False),
+    ],
+)  # fmt: skip
+def test_whether_a_compiler_ran_is_read_of_words_that_are_whole(said: str, fused: bool) -> None:
+    """What moves between products is more where nothing fuses it."""
+    assert (of_program("fsdp", "hopper", said)["eager"] == 1.0) == fused
+
+
 def test_sums_run_behind_products_or_wait() -> None:
     hidden, waited = (step(point(tp=8), usual(waited_sums=by)).exposed[0] for by in (0.4, 1.6))
     assert isclose(hidden, waited / 4)

@@ -27,7 +27,7 @@ OTHERS = SHARES["hopper"]
 UNFUSED = ("fsdp", "soli")
 """Programs that run the operations that a model is written in."""
 COMPILER = re.compile(
-    r"(\b(?:no|without)\s+(?:torch\.)?)?compiled?\b|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]engine\b",
+    r"(\b(?:no|not|without)[\s_-]+(?:torch\.)?)?(?<![a-z])compiled?\b|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]engine\b",
     re.I,
 )
 EAGER = 2.1
