@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check study parity golden bench bench-backend bench-split bench-context network-bench regret memory pictures gpu-check fit-planner validate-planner compare-planners clean
+.PHONY: train test check sweep study parity golden bench bench-backend bench-split bench-context network-bench regret memory pictures gpu-check fit-planner validate-planner compare-planners clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -19,12 +19,15 @@ export OMP_NUM_THREADS ?= 1
 train: .venv/installed          ## the main job: a small GPT on Python's own standard library
 	$(BIN)/soli train
 
-test: .venv/developed check     ## everything: style, types, structure, and all tests
-	$(BIN)/python -m pytest
+test: .venv/developed check     ## everything: style, types, structure, and all tests but those of `make sweep`
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: .venv/developed
 	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/mypy -p soli
+
+sweep: .venv/developed          ## the cases that `make test` leaves out: more of the same, on more ranks, or slower -> benchmarks/results/sweep.json
+	$(BIN)/python benchmarks/sweep.py
 
 parity: .venv/developed         ## every case under every plan -> docs/parity.md, benchmarks/results/parity.json
 	$(BIN)/python -m soli.verify.matrix
@@ -89,7 +92,7 @@ study: .venv/developed          ## the bug study of whole clones: make study HIS
 regret: .venv/developed        ## plan=auto beside every plan measured, on three networks: needs root, an hour -> benchmarks/results/
 	$(BIN)/python benchmarks/regret.py
 
-memory: .venv/developed        ## rehearsed memory beside tracked memory, rows that cover every pair -> benchmarks/results/
+memory: .venv/developed        ## rehearsed memory beside tracked memory, rows that cover every pair of choices -> benchmarks/results/
 	$(BIN)/python -m soli.verify.memory
 
 network-bench: .venv/developed  ## layouts over slow networks, in network namespaces: needs root -> benchmarks/results/

@@ -20,9 +20,9 @@ from soli.planner.hardware.clusters import read_cluster
 from soli.planner.page import page
 from soli.planner.search import search
 from soli.planner.timeline import order, timeline
-from test_cli import soli
 from test_cost import BASE, ONE, point
 from test_search import LLAMA, SMALL, config, task  # noqa: F401  (config is a fixture)
+from typed import soli
 
 # --- the timeline -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ from soli.planner.rehearsal import Action, RankRun, Rehearsal, Sent
 from soli.verify.cases import CASES
 from soli.verify.parity import BOUND, compare, expected_of, under_plan
 from soli.verify.pool import Pool
+from sweep import swept
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +217,26 @@ def chosen(
     return str(found.plan), options, found.lines
 
 
+@pytest.fixture(scope="module")
+def machine(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with this machine as two ranks measured it, once for all tests that measure something else."""
+    folder = tmp_path_factory.mktemp("machine")
+    pool.run(calibrated_for, str(folder), ranks=2, deadline=120)
+    return folder
+
+
+def calibrated_for(folder: str) -> None:
+    os.environ["SOLI_CACHE"] = folder
+    auto.Auto(program("gpt"), join(), 8, None, 1)._look([Plan.parse("dp=2")])
+
+
+@pytest.fixture
+def known(machine: Path, tmp_path: Path) -> str:
+    """A cache of the test's own, with the machine in it."""
+    shutil.copytree(machine, tmp_path, dirs_exist_ok=True)
+    return str(tmp_path)
+
+
 def test_all_ranks_choose_the_same(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(chosen, 1, None, str(tmp_path), ranks=2, deadline=120)
     assert found[0][0] == found[1][0]
@@ -229,8 +251,8 @@ def test_all_ranks_choose_the_same(pool: Pool, tmp_path: Path) -> None:
     assert list(tmp_path.glob("machine-*.json"))
 
 
-def test_probes_are_run_and_the_quickest_taken(pool: Pool, tmp_path: Path) -> None:
-    plan, options, lines = pool.run(chosen, 3, None, str(tmp_path), ranks=2, deadline=240)[0]
+def test_probes_are_run_and_the_quickest_taken(pool: Pool, known: str) -> None:
+    plan, options, lines = pool.run(chosen, 3, None, known, ranks=2, deadline=240)[0]
     measured = {name: seconds for name, _, seconds, _ in options if seconds}
     assert len(measured) >= 3
     assert plan == min(measured, key=lambda name: measured[name])
@@ -249,9 +271,9 @@ def finished(folder: str) -> dict[str, float]:
     return {plan: option.measured for plan, option in made.options.items()}
 
 
-def test_what_a_probe_measured_by_luck_does_not_stand(pool: Pool, tmp_path: Path) -> None:
+def test_what_a_probe_measured_by_luck_does_not_stand(pool: Pool, known: str) -> None:
     """What was nearly as quick as the best is run twice more, and has the median; what was slower is not."""
-    found = pool.run(finished, str(tmp_path), ranks=2, deadline=120)[0]
+    found = pool.run(finished, known, ranks=2, deadline=120)[0]
     assert found["dp=1,pp=2,microbatches=2"] == 1.3e-6
     assert min(found["dp=2"], found["dp=2,zero=1"]) > 1e-4
 
@@ -269,7 +291,7 @@ def climbed(folder: str, predicted: dict[str, float]) -> dict[str, float]:
     return {plan: option.measured for plan, option in made.options.items() if option.measured}
 
 
-def test_what_is_beside_the_best_is_run(pool: Pool, tmp_path: Path) -> None:
+def test_what_is_beside_the_best_is_run(pool: Pool, known: str) -> None:
     """Other forms of its layout that differ in one choice, whatever is nearer by prediction; not what is much slower."""
     pipe = "dp=1,pp=2,microbatches=2"
     predicted = {
@@ -281,7 +303,7 @@ def test_what_is_beside_the_best_is_run(pool: Pool, tmp_path: Path) -> None:
         f"{pipe},schedule=zbh1": 2.4e-6,
     }
     predicted = {str(Plan.parse(plan)): seconds for plan, seconds in predicted.items()}
-    found = pool.run(climbed, str(tmp_path), predicted, ranks=2, deadline=120)[0]
+    found = pool.run(climbed, known, predicted, ranks=2, deadline=120)[0]
     run = {plan for plan, seconds in found.items() if seconds != 1e-6}
     assert run == {str(Plan.parse(plan)) for plan in (pipe, f"{pipe},schedule=zbv,chunks=2")}
     assert min(found[plan] for plan in run) > 1e-4
@@ -309,11 +331,11 @@ def following(folder: str, predicted: float, probes: int) -> list[str]:
         found.append(option.plan)
 
 
-def test_data_parallelism_is_run_beside_what_cuts_blocks(pool: Pool, tmp_path: Path) -> None:
+def test_data_parallelism_is_run_beside_what_cuts_blocks(pool: Pool, known: str) -> None:
     """However far its prediction is off, within what a calibration can be; all its forms where plans are probed."""
     both = ["dp=2", "dp=2,zero=1"]
     for predicted, probes, then in ((2.4, 1, both[:1]), (2.4, 3, both), (2.6, 1, []), (2.6, 3, [])):
-        run = pool.run(following, str(tmp_path), predicted, probes, ranks=2, deadline=120)[0]
+        run = pool.run(following, known, predicted, probes, ranks=2, deadline=120)[0]
         assert sorted(run) == then
 
 
@@ -374,7 +396,7 @@ def failing_alone(error: type[Exception]) -> tuple[bool, str, list[str]]:
     return held, made.options[str(bad)].refused, made.notes + made._unrun()
 
 
-@pytest.mark.parametrize(("backend", "error"), [("local", SoliError), ("gloo", torch.OutOfMemoryError)])
+@pytest.mark.parametrize(("backend", "error"), [("local", SoliError), swept("gloo", torch.OutOfMemoryError)])
 def test_a_plan_that_one_rank_cannot_run_is_refused_on_all(
     monkeypatch: pytest.MonkeyPatch, backend: str, error: type[Exception]
 ) -> None:
@@ -411,17 +433,17 @@ def test_trials_leave_no_group_behind(pool: Pool) -> None:
         assert last == first
 
 
-def test_where_memory_is_short_plans_are_lighter(pool: Pool, tmp_path: Path) -> None:
+def test_where_memory_is_short_plans_are_lighter(pool: Pool, known: str) -> None:
     """As rehearsed: with the memory of a step in two pieces and not of a whole one, the whole one is not begun."""
     made = program("gpt")
     whole = rehearse(made, Plan(dp=2)).peak
     least = min(rehearse(made, p).peak for p in lighter(Plan(dp=2), 2, 8))
     memory = auto.HEADROOM * (whole + least) / 2
-    options = pool.run(looked, memory, str(tmp_path), ranks=2, deadline=120)[0]
+    options = pool.run(looked, memory, known, ranks=2, deadline=120)[0]
     assert "dp=2" not in [plan for plan, peak, refused in options if not refused]
     assert all(peak * auto.HEADROOM <= memory for _, peak, refused in options if not refused)
     with pytest.raises(SoliError, match="no plan fits: the least takes"):
-        pool.run(chosen, 1, least / 4, str(tmp_path), ranks=1, deadline=120)
+        pool.run(chosen, 1, least / 4, known, ranks=1, deadline=120)
 
 
 def looked(memory: float, folder: str) -> list[tuple[str, float, str]]:
@@ -437,8 +459,8 @@ def trained(folder: str) -> tuple[float, str, str]:
     return (*compare(under_plan(case, "auto"), expected_of(case)), "")
 
 
-def test_training_under_auto_is_sequential_training(pool: Pool, tmp_path: Path) -> None:
-    for worst, tensor, _ in pool.run(trained, str(tmp_path), ranks=2, deadline=120):
+def test_training_under_auto_is_sequential_training(pool: Pool, known: str) -> None:
+    for worst, tensor, _ in pool.run(trained, known, ranks=2, deadline=120):
         assert worst <= BOUND, tensor
 
 
@@ -538,9 +560,9 @@ def first_steps(folder: str) -> tuple[str, list[str]]:
     return said.getvalue(), [text for text in texts if "first step" in text]
 
 
-def test_a_first_step_that_takes_more_is_told_once(pool: Pool, tmp_path: Path) -> None:
+def test_a_first_step_that_takes_more_is_told_once(pool: Pool, known: str) -> None:
     """By how much, on every rank an event, on one a line."""
-    found = pool.run(first_steps, str(tmp_path), ranks=2, deadline=120)
+    found = pool.run(first_steps, known, ranks=2, deadline=120)
     told = r"the first step took [23]\d\d MB a rank, [23]\d\d MB more than a step of \S+ when it was chosen"
     assert [len(re.findall(told, said)) for said, _ in found] == [1, 0]
     assert [len(texts) for _, texts in found] == [1, 1]

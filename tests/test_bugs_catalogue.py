@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from soli.bugs.catalogue import mechanism, mechanisms
 from soli.bugs.taxonomy import DIMENSIONS, UNKNOWN
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
+from typed import soli
 
 PACKAGE = Path(__file__).parent.parent / "src" / "soli"
 
@@ -74,7 +73,7 @@ def test_an_error_says_where_it_was_seen_before() -> None:
 
 
 def test_show() -> None:
-    run = lambda *words: subprocess.run([sys.executable, "-m", "soli.cli.main", "bugs", "show", *words], capture_output=True, text=True, check=False)  # fmt: skip
+    run = lambda *words: soli("bugs", "show", *words)
     listed = run().stdout
     assert all(name in listed for name in mechanisms())
     one = run("wrong-group").stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from soli.bugs.syntax import Edit
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import SoliError
 from test_bugs_mine import commit, git
+from typed import soli
 
 UNKNOWN = "\n".join(f'[{name}."unknown"]\nprior = 0.0' for name in DIMENSIONS)
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks" / "bugs"))
@@ -346,11 +346,7 @@ def test_instructions_have_every_word() -> None:
 
 def test_the_command_goes_on_without_the_model_and_says_so(mined: tuple[Path, Path]) -> None:
     repo, db = mined
-    run = lambda *more: subprocess.run(
-        [sys.executable, "-m", "soli.cli.main", "bugs", "classify", str(repo), "--db", str(db), *more],
-        capture_output=True,
-        text=True,
-    )
+    run = lambda *more: soli("bugs", "classify", str(repo), "--db", str(db), *more)
     done = run("--endpoint", "http://127.0.0.1:9/v1", "--model", "m")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("was not asked any more, and the rules' words stand: it does not answer") == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from soli.bugs.labels import Label, draw, pairs, read, selection, write
 from soli.core.errors import SoliError
+from typed import soli
 
 ONE = Label("a/b", "1" * 40, "fix", "A", "a person", "2026-01-01", "yes", "crash", "API misuse", "call", "training", "", "it says, \"so\"")  # fmt: skip
 
@@ -136,7 +135,7 @@ def test_the_labels_that_are_kept() -> None:
 
 
 def test_agree_as_typed(tmp_path: Path) -> None:
-    run = lambda *words: subprocess.run([sys.executable, "-m", "soli.cli.main", "bugs", "agree", *words], capture_output=True, text=True, check=False)  # fmt: skip
+    run = lambda *words: soli("bugs", "agree", *words)
     done = run(str(LABELS / "labels.csv"))
     assert (done.returncode, done.stderr) == (0, "")
     assert "A and B: 460 commits" in done.stdout

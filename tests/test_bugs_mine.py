@@ -7,7 +7,6 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from soli.bugs import github, history, store
 from soli.bugs.mine import mine, name, share, take_in
 from soli.bugs.selection import pull, rules, tag
 from soli.core.errors import SoliError
+from typed import soli
 
 # --- histories --------------------------------------------------------------------------------------------
 
@@ -484,7 +484,7 @@ def test_exports_that_cannot_be(
 
 
 def test_the_commands(repo: Path, tmp_path: Path) -> None:
-    run = lambda *words, **env: subprocess.run([sys.executable, "-m", "soli.cli.main", "bugs", *words], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **env}, check=False)  # fmt: skip
+    run = lambda *words, **env: soli("bugs", *words, cwd=tmp_path, env={**os.environ, **env})
     done = run("mine", str(repo), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0]["fixes"] == 8

@@ -25,6 +25,7 @@ from soli.bugs.labels import Label, read
 from soli.bugs.mine import mine
 from test_bugs_labels import ONE
 from test_bugs_mine import commit, git
+from typed import soli
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 browser_only = pytest.mark.skipif(
@@ -193,10 +194,8 @@ def test_the_page_is_closed_to_whoever_lacks_its_token(mined: tuple[Path, Path])
 
 def test_what_cannot_be_labelled_is_said(mined: tuple[Path, Path]) -> None:
     repo, folder = mined
-    run = lambda *more: subprocess.run(
-        [sys.executable, "-m", "soli.cli.main", "bugs", "label", str(repo), "--labeller", "Ann", "--db", str(folder / "bugs.db"), "--sample", str(folder / "s.json"), *more],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    known = ("--labeller", "Ann", "--db", str(folder / "bugs.db"), "--sample", str(folder / "s.json"))
+    run = lambda *more: soli("bugs", "label", str(repo), *known, *more)
     assert "not so many commits to draw from (fix)" in run("--fixes", "3").stderr
     assert not (folder / "s.json").exists()
     (folder / "s.json").write_text("{}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import SoliError
 from test_bugs_labels import ONE
 from test_bugs_mine import commit, git
+from typed import soli
 
 
 @pytest.fixture
@@ -160,7 +159,7 @@ def test_the_report_is_written_twice(classified: Path, tmp_path: Path) -> None:
                 for r, h in base.execute("SELECT repo, hash FROM change WHERE fix")
             ],
         )
-    run = lambda *words: subprocess.run([sys.executable, "-m", "soli.cli.main", "bugs", "report", *words], capture_output=True, text=True, check=False)  # fmt: skip
+    run = lambda *words: soli("bugs", "report", *words)
     done = run("--db", str(db), "--labels", str(labels), "--out", str(tmp_path / "study"))
     assert done.returncode == 0, done.stderr
     assert "48% of the fixes are 10 lines or fewer." in done.stdout

@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from soli.core.plan import Plan
-
-
-def soli(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "soli.cli.main", *args], capture_output=True, text=True, timeout=120
-    )
+from typed import soli
 
 
 def test_neither_help_nor_the_launcher_imports_torch() -> None:

@@ -13,7 +13,7 @@ from packaging.version import Version
 from soli.core.errors import SoliError
 from soli.planner.families import FAMILIES
 from soli.planner.models import Model, read_model
-from test_cli import soli
+from typed import soli
 
 NEAR = 0.03
 NEEDS = {

@@ -31,6 +31,7 @@ from soli.parallel.context.ulysses import shared_heads
 from soli.verify.cases import CASES
 from soli.verify.parity import BOUND, adamw, compare, expected_of, under_plan
 from soli.verify.pool import Pool
+from sweep import spread
 
 TOKENS = losses.cross_entropy("targets")
 ROWS, LENGTH, WIDTH, HEADS, LAYERS = 8, 7, 12, 3, 3  # of the case "gpt"
@@ -55,8 +56,8 @@ OTHERS = [name for name in sequences.PARTS if name not in ATTENTION]
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        *((name, plan) for name in ATTENTION for plan in (RING, HEADWISE, SCORES)),
-        *((name, plan) for name in OTHERS for plan in (RING, HEADWISE)),
+        *spread([(name,) for name in ATTENTION], [(RING,), (HEADWISE,), (SCORES,)]),
+        *spread([(name,) for name in OTHERS], [(RING,), (HEADWISE,)]),
         *((name, RING) for name in sequences.ENDS),
         ("place", SCORES),
     ],

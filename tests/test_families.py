@@ -7,17 +7,17 @@ import pytest
 import families
 from soli.verify.parity import BOUND, check
 from soli.verify.pool import Pool
+from sweep import spread
 
 
 def one(name: str, plan: str, ranks: int):
     return check(families.case(name), plan, ranks)
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
-@pytest.mark.parametrize(
-    ("plan", "ranks"),
-    [("tp=2", 2), ("pp=2,microbatches=3,schedule=zbh1", 2), ("pp=2,tp=2,sp=on,microbatches=2", 4)],
-)
+PLANS = [("tp=2", 2), ("pp=2,microbatches=3,schedule=zbh1", 2), ("pp=2,tp=2,sp=on,microbatches=2", 4)]
+
+
+@pytest.mark.parametrize(("name", "plan", "ranks"), spread([(name,) for name in families.FAMILIES], PLANS))
 def test_families_equal_sequential(pool: Pool, name: str, plan: str, ranks: int) -> None:
     for row in pool.run(one, name, plan, ranks, ranks=ranks, deadline=60):
         assert row.worst <= BOUND, row

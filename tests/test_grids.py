@@ -5,8 +5,6 @@ A grid has r rows and c columns; 2.5D has d copies of it; a cube has the edge q.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,12 @@ from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
 from soli.parallel.tensor import cube, moves, norms, summa
 from soli.planner.legality import nearest, problems, resolve
-from soli.verify import foreign
 from soli.verify.cases import CASES
 from soli.verify.parity import BOUND, Case, adamw, check, compare, expected_of, under_plan
 from soli.verify.pool import Pool
 from soli.verify.tolerance import bound
+from sweep import swept
+from typed import soli
 
 DEADLINE = 60
 GRID, WIDE, DEEP, CUBE = (
@@ -37,11 +36,6 @@ GRID, WIDE, DEEP, CUBE = (
     "tp=8,tensor=2.5d,depth=2",
     "tp=8,tensor=3d",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _foreign_ready(pool: Pool) -> None:
-    pool.run(foreign.ready, ranks=4, deadline=120)
 
 
 @pytest.fixture
@@ -59,29 +53,29 @@ def one(name: str, plan: str, ranks: int):
 
 ROWS = [
     # A square: four ranks, each with half of the rows, of the hidden size and of every weight's sums.
-    ("gpt-dropout", GRID + ",zero=1,recompute=selective", 4),
+    swept("gpt-dropout", GRID + ",zero=1,recompute=selective", 4),
     ("gpt-ragged", GRID + ",zero=2,accumulate=2", 4),
-    ("gpt-masked", GRID + ",zero=3,recompute=full", 4),
-    ("llama", GRID + ",zero=3,accumulate=3", 4),
-    ("t5", GRID + ",zero=2", 4),
-    ("vit", GRID + ",zero=3", 4),
-    ("hf-gpt2", GRID + ",zero=1", 4),
+    swept("gpt-masked", GRID + ",zero=3,recompute=full", 4),
+    swept("llama", GRID + ",zero=3,accumulate=3", 4),
+    swept("t5", GRID + ",zero=2", 4),
+    swept("vit", GRID + ",zero=3", 4),
+    swept("hf-gpt2", GRID + ",zero=1", 4),
     # Other shapes, with data parallelism, stages and a cut sequence.
-    ("hf-vit", "dp=2,tp=2,tensor=2d,rows=2,replicate=2,zero=3,recompute=selective", 4),
+    swept("hf-vit", "dp=2,tp=2,tensor=2d,rows=2,replicate=2,zero=3,recompute=selective", 4),
     ("llama", "dp=2,tp=2,tensor=2d,rows=1,zero=2", 4),
-    ("gpt-ragged", "pp=2,tp=2,tensor=2d,rows=2,microbatches=2,schedule=gpipe,zero=1", 4),
-    ("gpt-masked", "pp=2,tp=2,tensor=2d,rows=2,microbatches=2", 4),
+    swept("gpt-ragged", "pp=2,tp=2,tensor=2d,rows=2,microbatches=2,schedule=gpipe,zero=1", 4),
+    swept("gpt-masked", "pp=2,tp=2,tensor=2d,rows=2,microbatches=2", 4),
     ("bert", "pp=2,tp=2,tensor=2d,rows=2,microbatches=2,schedule=interleaved,chunks=2,zero=3", 4),
     ("gpt-start", "cp=2,tp=2,tensor=2d,rows=2,zero=1", 4),
-    ("t5", "cp=2,tp=2,tensor=2d,rows=1,zero=3,recompute=full", 4),
-    ("llama", WIDE + ",zero=3", 6),
+    swept("t5", "cp=2,tp=2,tensor=2d,rows=1,zero=3,recompute=full", 4),
+    swept("llama", WIDE + ",zero=3", 6),
     # Copies of a grid.
     ("gpt-dropout", DEEP + ",zero=2", 8),
     # A cube. Every model under one, and nine ranks in a square: `make parity`.
-    ("gpt-masked", CUBE + ",zero=3,accumulate=2", 8),
+    swept("gpt-masked", CUBE + ",zero=3,accumulate=2", 8),
     ("vit", CUBE + ",zero=3", 8),
     # Stages of cubes: with dropout its attention is written out, and what leaves it is cut otherwise.
-    ("vit", "pp=2," + CUBE + ",microbatches=2", 16),
+    swept("vit", "pp=2," + CUBE + ",microbatches=2", 16),
 ]
 
 
@@ -201,7 +195,7 @@ def bytes_3d(q: int) -> dict[tuple[str, str], int]:
     [
         (GRID, 4, bytes_2d(2, 2)),
         ("tp=2,tensor=2d,rows=2", 2, bytes_2d(2, 1)),
-        ("tp=8,tensor=2d,rows=2", 8, bytes_2d(2, 4)),
+        swept("tp=8,tensor=2d,rows=2", 8, bytes_2d(2, 4)),
         (CUBE, 8, bytes_3d(2)),
     ],
 )
@@ -239,7 +233,7 @@ def held(plan: str, dim: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "ranks", "columns", "each"), [(GRID, 4, 2, 4), (DEEP, 8, 2, 8), (CUBE, 8, 2, 8)]
+    ("plan", "ranks", "columns", "each"), [(GRID, 4, 2, 4), swept(DEEP, 8, 2, 8), (CUBE, 8, 2, 8)]
 )
 def test_memory(ranks_of: Callable[[int], Pool], plan: str, ranks: int, columns: int, each: int) -> None:
     """Parameters and states have a closed form. What is saved is a line in the hidden size: its slope falls by
@@ -334,11 +328,6 @@ def test_every_plan_that_is_accepted_uses_every_rank() -> None:
                     assert Plan.parse(str(plan)) == plan
 
 
-def soli(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "soli.cli.main", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-
 @pytest.mark.parametrize("words", [("train", "--plan"), ("plan",)])
 def test_the_command_refuses_a_grid_before_a_rank_starts(words: tuple[str, ...]) -> None:
     done = soli(*words, "tp=6,tensor=2d,sp=on", "-n", "6")
@@ -368,7 +357,7 @@ def too_few(plan: str, least: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("plan", "ranks", "least"),
-    [(GRID, 4, 2), ("dp=2,tp=2,tensor=2d,rows=2", 4, 4), (DEEP, 8, 4), (CUBE, 8, 2)],
+    [(GRID, 4, 2), ("dp=2,tp=2,tensor=2d,rows=2", 4, 4), swept(DEEP, 8, 4), swept(CUBE, 8, 2)],
 )
 def test_too_few_rows_are_refused(ranks_of: Callable[[int], Pool], plan: str, ranks: int, least: int) -> None:
     for first, ragged, evaluated in ranks_of(ranks).run(too_few, plan, least, ranks=ranks, deadline=DEADLINE):
@@ -398,7 +387,7 @@ def saved_or_loaded(plan: str, path: str, load: str) -> tuple[dict[str, Tensor],
 CHECKPOINTS = [(GRID, 4), ("dp=1", 1), ("tp=2", 2), ("dp=4,zero=3", 4), (GRID + ",zero=3", 4), (CUBE, 8), (CUBE + ",zero=1", 8)]  # fmt: skip
 
 
-@pytest.mark.parametrize("writer", [GRID + ",zero=1", "dp=4,zero=3", CUBE + ",zero=3"])
+@pytest.mark.parametrize("writer", [swept(GRID + ",zero=1"), "dp=4,zero=3", swept(CUBE + ",zero=3")])
 def test_checkpoints_go_from_any_plan_to_any(
     ranks_of: Callable[[int], Pool], tmp_path: Path, writer: str
 ) -> None:
@@ -429,10 +418,12 @@ def norms_of(plan: str) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
-        *((f"{GRID},zero={z}", 4) for z in (0, 3)),
-        ("dp=2,tp=2,tensor=2d,rows=1,zero=1", 4),
+        swept(f"{GRID},zero=0", 4),
+        (f"{GRID},zero=3", 4),
+        swept("dp=2,tp=2,tensor=2d,rows=1,zero=1", 4),
         ("dp=2,tp=2,tensor=2d,rows=2,zero=3", 4),
-        *((f"{CUBE},zero={z}", 8) for z in (0, 3)),
+        swept(f"{CUBE},zero=0", 8),
+        (f"{CUBE},zero=3", 8),
     ],
 )
 def test_the_norm_of_the_gradient(ranks_of: Callable[[int], Pool], plan: str, ranks: int) -> None:
@@ -520,10 +511,10 @@ def broken(how: Callable[[], Any], plan: str, looked_at: bool) -> str:
     ("how", "plan", "ranks"),
     [
         (drops_a_panel, GRID, 4),
-        (forgets_to_add_up_a_norm, GRID, 4),
+        swept(forgets_to_add_up_a_norm, GRID, 4),
         (forgets_a_gradient, GRID, 4),
-        (forgets_to_add_up_a_norm, CUBE, 8),
-        (scatters_to_the_wrong_rank, CUBE, 8),
+        swept(forgets_to_add_up_a_norm, CUBE, 8),
+        swept(scatters_to_the_wrong_rank, CUBE, 8),
         (does_not_gather_over_depth, CUBE, 8),
     ],
 )
@@ -545,8 +536,8 @@ def losses_in(plan: str) -> list[float]:
     return [float(engine.step(tokens(seed=seed))) for seed in range(4)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("plan", "ranks"), [(GRID, 4), (CUBE, 8)])
+@pytest.mark.parametrize("precision", [swept("fp32"), "bf16"])
+@pytest.mark.parametrize(("plan", "ranks"), [swept(GRID, 4), (CUBE, 8)])
 def test_other_precisions(ranks_of: Callable[[int], Pool], plan: str, ranks: int, precision: str) -> None:
     """As near to one rank as the roundings on the longest path through a step allow."""
     expected = ranks_of(1).run(losses_in, f"dp=1,precision={precision}", ranks=1)[0]
@@ -719,9 +710,13 @@ def odd(name: str, plan: str, ranks: int):
 @pytest.mark.parametrize(
     ("name", "plan", "ranks"),
     [
-        *((name, GRID + ",zero=1", 4) for name in ODD),
-        ("time first, sizes that nothing divides", WIDE, 6),
-        *((name, CUBE + ",zero=1", 8) for name in ODD),
+        swept("batch first", GRID + ",zero=1", 4),
+        swept("time first, sizes that nothing divides", GRID + ",zero=1", 4),
+        ("pictures", GRID + ",zero=1", 4),
+        swept("time first, sizes that nothing divides", WIDE, 6),
+        swept("batch first", CUBE + ",zero=1", 8),
+        ("time first, sizes that nothing divides", CUBE + ",zero=1", 8),
+        swept("pictures", CUBE + ",zero=1", 8),
     ],
 )
 def test_odd_models(ranks_of: Callable[[int], Pool], name: str, plan: str, ranks: int) -> None:
@@ -733,7 +728,7 @@ def one_row_each(plan: str, ranks: int):
     return check(of_odd("batch first", (2, 2, 3)), plan, ranks)
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [(GRID, 4), (CUBE, 8)])
+@pytest.mark.parametrize(("plan", "ranks"), [swept(GRID, 4), (CUBE, 8)])
 def test_one_row_of_the_batch_for_each_part(ranks_of: Callable[[int], Pool], plan: str, ranks: int) -> None:
     """In a cube ranks of row or tp then have no row at all."""
     for row in ranks_of(ranks).run(one_row_each, plan, ranks, ranks=ranks, deadline=DEADLINE):

@@ -13,8 +13,9 @@ import soli.backend  # noqa: F401
 import test_local
 from soli.mesh.local import identity
 from soli.verify.pool import Pool
+from sweep import swept
 
-LAYOUTS = ("aabb", "abab", "abb", "abc", "ab")
+LAYOUTS = ("aabb", swept("abab"), "abb", swept("abc"), "ab")
 """The host of each rank."""
 
 

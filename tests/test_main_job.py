@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sweep import swept
 from test_launch import clean_environment
 
 SOLI = [sys.executable, "-m", "soli.cli.main"]
@@ -79,7 +80,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["text", "folder", "jsonl", "dataset", "tokens"])
+@pytest.mark.parametrize("kind", ["text", swept("folder"), swept("jsonl"), swept("dataset"), swept("tokens")])
 def test_ones_own_data(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, kind)
     done = train(tmp_path, "my.toml", "--plan", "dp=2,zero=3", "--steps", "30", "--data", str(path))
@@ -102,9 +103,9 @@ def test_ones_own_data(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path) -> None:
-    """kill -9 of every process after step 100's checkpoint; resumed, it equals the run that was left alone."""
+    """kill -9 of every process after step 50's checkpoint; resumed, it equals the run that was left alone."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    arguments = ("my.toml", "--plan", "dp=2,zero=3", "--steps", "200", "--data")
+    arguments = ("my.toml", "--plan", "dp=2,zero=3", "--steps", "100", "--data")
     for folder in (whole, killed):
         folder.mkdir()
         write(folder, "text")
@@ -119,7 +120,7 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path) -> None:
         env=clean_environment(),
     )
     until = time.monotonic() + 60
-    while not list(killed.glob("runs/*/checkpoints/000100/manifest.json")):
+    while not list(killed.glob("runs/*/checkpoints/000050/manifest.json")):
         assert job.poll() is None
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -131,13 +132,13 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path) -> None:
     expected = {row["step"]: row["loss"] for row in metrics(the_run(whole)) if row["kind"] == "train"}
     rows = [row for row in metrics(run) if row["kind"] == "train"]
     assert {row["step"]: row["loss"] for row in rows} == expected
-    assert len(rows) == len(expected) == 200
+    assert len(rows) == len(expected) == 100
     a, b = (json.loads((path / "summary.json").read_text()) for path in (the_run(whole), run))
     assert a["validation"] == b["validation"]
     assert (the_run(whole) / "sample.txt").read_text() == (run / "sample.txt").read_text()
-    done = train(killed, "--resume", str(run), "--plan", "dp=2", "--steps", "210")
+    done = train(killed, "--resume", str(run), "--plan", "dp=2", "--steps", "110")
     assert done.returncode == 0, done.stderr  # on to more steps, under another plan
-    assert metrics(run)[-1]["step"] == 210
+    assert metrics(run)[-1]["step"] == 110
     done = train(killed, "--resume", str(killed / "runs" / "none"))
     assert (done.returncode, "there is no run to resume" in done.stderr) == (2, True)
 

@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 from soli.engine import engine as engine_module
 from soli.parallel.lift import lifted
 from soli.parallel.reduce import Reducer
-from soli.verify import foreign
-from soli.verify.cases import CASES, choices, refused, rows, selection
+from soli.verify.cases import CASES, WAYS, choices, refused, rows, selection
 from soli.verify.parity import BOUND, check, compare, expected_of, under_plan
 from soli.verify.pool import Pool
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _foreign_ready(pool: Pool) -> None:
-    pool.run(foreign.ready, ranks=4, deadline=120)
 
 
 def one(name: str, plan: str, ranks: int):
@@ -55,12 +49,19 @@ def test_drawn_plans_equal_sequential(
 
 
 def test_the_selection_leaves_no_pair_out() -> None:
-    def pairs(chosen):
-        each = [choices(name, plan) for name, plan, ranks in chosen if ranks <= 4]
-        return {frozenset((a, b)) for found in each for a in found for b in found}
+    """Every two choices of a plan together, and every model cut, sharded and recomputed in each way."""
+    chosen, small = selection(most_ranks=4), [row for row in rows() if row[2] <= 4]
 
-    assert pairs(selection(most_ranks=4)) == pairs(rows())
-    assert len(selection(most_ranks=4)) < len(rows()) / 2
+    def pairs(found):
+        each = [choices(plan) for _, plan, _ in found]
+        return {frozenset((a, b)) for keys in each for a in keys for b in keys}
+
+    def ways(found):
+        return {(name, key.split("=")[0]) for name, plan, _ in found for key in choices(plan)}
+
+    assert pairs(chosen) == pairs(small)
+    assert {(name, key) for name, key in ways(small) if key in WAYS} <= ways(chosen)
+    assert len(chosen) < len(small) / 20
 
 
 def broken(how: str):

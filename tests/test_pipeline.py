@@ -26,6 +26,7 @@ from soli.planner.legality import nearest, problems
 from soli.verify.cases import CASES
 from soli.verify.parity import BOUND, Case, adamw, compare, expected_of, under_plan
 from soli.verify.pool import Pool
+from sweep import spread
 
 # --- where a model is cut -------------------------------------------------------------------------------
 
@@ -248,8 +249,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Glue, Sharing, Frozen, Returning])
-@pytest.mark.parametrize(("ranks", "plan"), PLANS)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "plan"), spread([(Glue,), (Sharing,), (Frozen,), (Returning,)], PLANS)
+)
 def test_what_stands_between_blocks(pool: Pool, kind: type[nn.Module], ranks: int, plan: str) -> None:
     if kind is Returning and "recompute" in plan:
         plan = plan.replace(",recompute=full", "")  # it writes into a block's input (tests/test_recompute.py)

@@ -20,27 +20,28 @@ from soli.planner.hollow import Tracker
 from soli.verify.cases import CASES, Case
 from soli.verify.parity import BOUND, adamw, check
 from soli.verify.pool import Pool
+from sweep import spread
 
 
 def one(name: str, plan: str, ranks: int):
     return check(CASES[name], plan, ranks)
 
 
-@pytest.mark.parametrize("name", ["gpt-dropout", "llama", "t5", "vit", "hf-gpt2", "skipping"])
-@pytest.mark.parametrize(
-    ("plan", "ranks"),
-    [
-        ("dp=1,recompute=full", 1),
-        ("dp=1,recompute=selective", 1),
-        ("dp=1,recompute=full,accumulate=2", 1),
-        ("dp=2,zero=3,recompute=full", 2),
-        ("dp=2,zero=2,recompute=full", 2),
-        ("tp=2,recompute=full", 2),
-        ("tp=2,sp=on,recompute=full", 2),
-        ("tp=2,sp=on,recompute=selective", 2),
-        ("dp=2,tp=2,zero=3,sp=on,recompute=full", 4),
-    ],
-)
+NAMES = [(name,) for name in ("gpt-dropout", "llama", "t5", "vit", "hf-gpt2", "skipping")]
+PLANS = [
+    ("dp=1,recompute=full", 1),
+    ("dp=1,recompute=selective", 1),
+    ("dp=1,recompute=full,accumulate=2", 1),
+    ("dp=2,zero=3,recompute=full", 2),
+    ("dp=2,zero=2,recompute=full", 2),
+    ("tp=2,recompute=full", 2),
+    ("tp=2,sp=on,recompute=full", 2),
+    ("tp=2,sp=on,recompute=selective", 2),
+    ("dp=2,tp=2,zero=3,sp=on,recompute=full", 4),
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "ranks"), spread(NAMES, PLANS))
 def test_recomputed_plans_equal_sequential(pool: Pool, name: str, plan: str, ranks: int) -> None:
     for row in pool.run(one, name, plan, ranks, ranks=ranks, deadline=60):
         assert row.worst <= BOUND, row
@@ -264,10 +265,10 @@ def bytes_after_steps(name: str, plan: str) -> list[int]:
     return kept
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize(
-    ("name", "plan"), [("hf-gpt2", "dp=1"), ("hf-bert", "tp=2"), ("hf-t5", "tp=2,sp=on")]
-)
+CACHING = [("hf-gpt2", "dp=1"), ("hf-bert", "tp=2"), ("hf-t5", "tp=2,sp=on")]
+
+
+@pytest.mark.parametrize(("name", "plan", "recompute"), spread(CACHING, [("selective",), ("full",)]))
 def test_a_microbatch_without_targets_leaves_nothing_behind(
     pool: Pool, name: str, plan: str, recompute: str
 ) -> None:

@@ -22,10 +22,11 @@ from soli.models.gpt import GPT, GPTConfig
 from soli.planner.hollow import Hollow, Tracker, hollowed
 from soli.planner.legality import resolve
 from soli.planner.where import here
-from soli.verify import foreign, memory
+from soli.verify import memory
 from soli.verify.cases import CASES
 from soli.verify.memory import BOUND
 from soli.verify.pool import Pool
+from sweep import swept
 
 ROWS = [
     ("gpt", "dp=1,recompute=selective", 1),
@@ -35,25 +36,20 @@ ROWS = [
     ("gpt", "tp=2", 2),
     ("bert", "cp=2,zero=2,accumulate=3,recompute=full", 2),
     ("gpt", "tp=4,tensor=2d", 4),
-    ("gpt-masked", "dp=2,cp=2,replicate=2,zero=1,context=scores", 4),
+    swept("gpt-masked", "dp=2,cp=2,replicate=2,zero=1,context=scores", 4),
     ("llama", "dp=2,tp=2,sp=on,zero=2,recompute=selective", 4),
     ("gpt", "dp=2,pp=2,zero=3,microbatches=2,accumulate=2,schedule=zbv", 4),
-    ("llama", "cp=2,pp=2,microbatches=2,schedule=gpipe,context=scores", 4),
+    swept("llama", "cp=2,pp=2,microbatches=2,schedule=gpipe,context=scores", 4),
     ("gpt-start", "pp=2,microbatches=4,schedule=interleaved,chunks=2,recompute=full", 2),
     ("gpt-masked", "pp=2,tp=2,sp=on,microbatches=4,schedule=dualpipev,recompute=full", 4),
-    ("vit", "cp=2,pp=2,microbatches=4,schedule=zbv,zero=3,recompute=full", 4),
+    swept("vit", "cp=2,pp=2,microbatches=4,schedule=zbv,zero=3,recompute=full", 4),
     # A rank without a target keeps no graph while it waits for others.
     ("hf-t5", "dp=2,zero=3,accumulate=1", 2),
-    ("hf-bert", "tp=4,tensor=2d", 4),
+    swept("hf-bert", "tp=4,tensor=2d", 4),
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _foreign_ready(pool: Pool) -> None:
-    pool.run(foreign.ready, ranks=4, deadline=120)
-
-
-@pytest.mark.parametrize(("name", "plan", "ranks"), ROWS, ids=[f"{n} {p}" for n, p, _ in ROWS])
+@pytest.mark.parametrize(("name", "plan", "ranks"), ROWS)
 def test_memory_is_what_is_tracked(pool: Pool, name: str, plan: str, ranks: int) -> None:
     """A hundredth at most of the peak. States but for the steps of AdamW of another rank's parameters, 4 bytes each."""
     row = memory.row(pool, name, plan, ranks)

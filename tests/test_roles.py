@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,10 @@ from soli.engine.layout import Runner
 from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
 from soli.parallel.tensor import products
-from soli.verify import foreign
 from soli.verify.cases import CASES
 from soli.verify.parity import adamw
 from soli.verify.pool import Pool
+from typed import soli
 
 
 def roles(model: nn.Module, batch: Any, ranks: int, loss=None, hints=None) -> dict[str, tuple]:
@@ -353,11 +351,6 @@ def test_bytes_of_a_step_with_a_cut_sequence(pool: Pool, recompute: str) -> None
         assert found["all_reduce"] == whole + 4 * b * 7 * float32 + 2 * 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _foreign_ready(pool: Pool) -> None:
-    pool.run(foreign.ready, ranks=4, deadline=120)
-
-
 def tensors_alive(plan: str) -> tuple[list[int], int]:
     """Tensors after each of three steps without a garbage collection, and what the collector then finds of them."""
     model, loss_fn, batches = CASES["gpt"].make()
@@ -408,15 +401,10 @@ def half():
 """
 
 
-def soli_roles(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "soli.cli.main", "roles", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text(PROGRAM, encoding="utf-8")
-    done = soli_roles(f"{file}:make", "--tp", "3", "--json", "--role", "layers.1.0=replicated")
+    done = soli("roles", f"{file}:make", "--tp", "3", "--json", "--role", "layers.1.0=replicated")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["layers.0.0.weight"]["cut"] == {"dim": 0, "parts": [10], "atoms": 10}
@@ -426,7 +414,7 @@ def test_the_command(tmp_path: Path) -> None:
         "cut": None,
         "why": "you said so",
     }
-    text = soli_roles(f"{file}:make").stdout
+    text = soli("roles", f"{file}:make").stdout
     assert "layers.*.2.weight" in text
     assert "390 of 408 parameters (96%) are cut over tp=2" in text
 
@@ -443,7 +431,7 @@ def test_the_command(tmp_path: Path) -> None:
 )
 def test_the_command_refuses(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     (tmp_path / "net.py").write_text(PROGRAM, encoding="utf-8")
-    done = soli_roles(str(tmp_path / words[0]), *words[1:])
+    done = soli("roles", str(tmp_path / words[0]), *words[1:])
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

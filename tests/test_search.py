@@ -18,7 +18,7 @@ from soli.planner.cost.points import FULL, NONE
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.models import Model, read_model
 from soli.planner.search import Task, different, enough, search, spaces
-from test_cli import soli
+from typed import soli
 
 LLAMA = Model("llama", 32, 4096, 32, 8, 128, 14336, True, 128256, 0, 1, False, 8192)
 SMALL = Model("small", 12, 1024, 16, 16, 64, 4096, False, 51200, 0, 1, True, 2048)
@@ -33,7 +33,7 @@ def task(
 # --- the best ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from(["tp", "pp", "dp", "zero", "microbatch"]), st.sampled_from([1, 2]), st.floats(1.0, 3.0)
 )

@@ -205,25 +205,35 @@ SOME = ("dp", "microbatches", "accumulate")
 """Keys whose number changes how often the same code runs, not which code."""
 
 
-def choices(name: str, plan: str) -> list[str]:
-    """The model and the keys of a plan with their values; of those in SOME, only that they are there."""
+def choices(plan: str) -> list[str]:
+    """The keys of a plan with their values; of those in SOME, only that they are there."""
     keys = [key.split("=") for key in plan.split(",")]
-    return [name, *(key if key in SOME else f"{key}={value}" for key, value in keys)]
+    return [key if key in SOME else f"{key}={value}" for key, value in keys]
+
+
+WAYS = ("tp", "tensor", "sp", "cp", "context", "pp", "zero", "recompute")
+"""Keys that every model is to be under, whatever their value."""
+
+
+def covered(name: str, plan: str) -> set[frozenset[str]]:
+    """What a row shows together: every two of its plan's choices, and the model with each of its ways."""
+    chosen = choices(plan)
+    models = {
+        frozenset((name, key)) for key in WAYS if any(choice.startswith(f"{key}=") for choice in chosen)
+    }
+    return {frozenset(pair) for pair in combinations(chosen, 2)} | models
 
 
 def selection(most_ranks: int) -> list[tuple[str, str, int]]:
-    """Rows that cover, together, every pair of `choices` that the matrix has.
+    """Rows that cover, together, all that the matrix's rows of so many ranks do.
 
-    Greedy: the row that covers the most that is left, and so on.
+    Greedy: the row that covers the most that is left, the one of fewest ranks of several, and so on.
     """
-    pairs: dict[tuple[str, str, int], set[frozenset[str]]] = {}
-    for name, plan, ranks in rows():
-        if ranks <= most_ranks:
-            pairs[name, plan, ranks] = {frozenset(pair) for pair in combinations(choices(name, plan), 2)}
+    pairs = {row: covered(*row[:2]) for row in rows() if row[2] <= most_ranks}
     left: set[frozenset[str]] = set().union(*pairs.values())
     chosen = []
     while left:
-        best = max(pairs, key=lambda row: len(pairs[row] & left))
+        best = max(pairs, key=lambda row: (len(pairs[row] & left), -row[2]))
         chosen.append(best)
         left -= pairs[best]
     return chosen

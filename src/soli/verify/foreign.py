@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -14,15 +13,6 @@ VOCAB, LENGTH = 37, 6
 IGNORE = losses.IGNORE
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
-
-
-def ready() -> None:
-    """Import what the cases need, which takes longer than a case may."""
-    import transformers
-
-    for kind in ("bert", "gpt2", "llama", "mistral", "opt", "qwen2", "t5", "vit"):
-        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    transformers.utils.logging.set_verbosity_error()
 
 
 def _batches(rows: list[int], *, masked_share: float, padded: bool) -> list[dict[str, Tensor]]:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from soli.core.errors import SoliError
-from soli.verify import cases, foreign
+from soli.verify import cases
 from soli.verify.cases import CASES, PLANS
 from soli.verify.parity import BOUND, Row, check
 from soli.verify.pool import Pool
@@ -25,7 +25,6 @@ def main() -> int:
     A table is written of rows that all ran. What a row said that did not is printed, and the others go on.
     """
     pool, rows, failed = Pool(max(PLANS)), [], []
-    pool.run(foreign.ready, ranks=max(PLANS), deadline=120)
     for name, plan, ranks in cases.rows():
         try:
             row = max(pool.run(_one, name, plan, ranks, ranks=ranks, deadline=120), key=lambda r: r.worst)

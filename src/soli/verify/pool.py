@@ -1,8 +1,9 @@
 """A pool of ranks that are started once and run functions sent to them, each with a deadline.
 
-Importing torch costs seconds, so tests share the ranks. Each call makes a fresh process group over the
-ranks it needs. A call that does not end in time is a failure with the stacks of every rank, never a stuck
-suite: the ranks are killed and started anew.
+Importing torch and what cases need costs seconds, so tests share the ranks, and ranks share the imports: they
+are forks of one process that has them. Each call makes a fresh process group over the ranks it needs. A call
+that does not end in time is a failure with the stacks of every rank, never a stuck suite: the ranks are killed
+and started anew.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from soli.core.errors import failure
 from soli.mesh.backends import cpu_backend
 
 DEADLINE_SECONDS = 20.0
+IMPORTED = ["soli.verify.cases", "soli.verify.imported"]
+"""By the process that ranks are forks of."""
 
 
 class Pool:
@@ -36,12 +39,13 @@ class Pool:
         self._ranks: list[tuple[Any, Connection]] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, theirs, str(self._stacks(rank))), daemon=True
+                target=_serve, args=(theirs, str(self._stacks(rank)), dict(os.environ)), daemon=True
             )
             process.start()
             theirs.close()
@@ -117,10 +121,12 @@ class Pool:
         self._ranks = []
 
 
-def _serve(rank: int, pipe: Connection, stacks: str) -> None:
-    """One rank of the pool: imports torch once, then runs what it is sent."""
+def _serve(pipe: Connection, stacks: str, environment: dict[str, str]) -> None:
+    """One rank of the pool: runs what it is sent. `environment`: of now; the fork has that of when the first pool began."""
     import torch
 
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     file = open(stacks, "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

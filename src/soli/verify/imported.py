@@ -1,0 +1,9 @@
+"""What of Hugging Face the ranks of a pool have imported when they begin (pool.py): it takes longer than a case may."""
+
+import importlib
+
+import transformers
+
+for kind in ("bert", "gpt2", "llama", "mistral", "opt", "qwen2", "t5", "vit"):
+    importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+transformers.utils.logging.set_verbosity_error()
