@@ -70,7 +70,7 @@ def test_switches_types_and_programs() -> None:
         "megatron-2020": ("Megatron-LM", "Megatron-LM (2020)"),
         "fsdp": ("torchtitan", "NeMo AutoModel (FSDP2)", "fms-fsdp (PyTorch FSDP)", "HF Accelerate", "llm-foundry (Composer+PyTorch FSDP)"),
         "deepspeed": ("DeepSpeed", "DeepSpeed ZeRO-3 + CPU offload (Megatron-DeepSpeed)"), "megatron-deepspeed": ("Megatron-DeepSpeed",),
-        "other": ("InternEvo", "Colossal-AI", "in-house"), "soli": ("soli 0.1",),
+        "other": ("InternEvo", "Colossal-AI", "in-house", "AA-Scaling (Megatron-style)", "Megatron-like"), "soli": ("soli 0.1",),
     }  # fmt: skip
     assert {
         name: program(name, "a consolidated list of fsdp runs")
