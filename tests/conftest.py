@@ -15,31 +15,17 @@ os.environ.setdefault("SOLI_CACHE", tempfile.mkdtemp(prefix="soli-cache-"))  # w
 
 from soli.verify.pool import Pool
 
-STARTS = {
-    "auto",
-    "documents",
-    "engine_input",
-    "launch",
-    "local_faults",
-    "local_hosts",
-    "local_namespaces",
-    "main_job",
-    "network_lab",
-}
-"""Files whose tests start ranks of their own."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of ranks run one after another, in one worker (pytest-xdist): together they would wait for each other's cores."""
-    for item in items:
-        if {"pool", "many"} & set(getattr(item, "fixturenames", ())) or item.path.stem.removeprefix(
-            "test_"
-        ) in STARTS:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
+    made = Pool(4, "forkserver")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def launched() -> Iterator[Pool]:
+    """Ranks that order their sets each in its own way: what is decided by such an order, they decide differently."""
     made = Pool(4)
     yield made
     made.close()
@@ -48,7 +34,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def many() -> Iterator[Pool]:
     """For what takes more than four; started when it is first asked for."""
-    made = Pool(16)
+    made = Pool(16, "forkserver")
     yield made
     made.close()
 

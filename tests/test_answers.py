@@ -22,7 +22,7 @@ from soli.planner.search import search
 from soli.planner.timeline import order, timeline
 from test_cost import BASE, ONE, point
 from test_search import LLAMA, SMALL, config, task  # noqa: F401  (config is a fixture)
-from typed import soli
+from typed import soli, soli_anew
 
 # --- the timeline -----------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ def test_solis_models_are_planned_by_their_sizes() -> None:
 
 def test_a_published_model_is_planned_by_its_name(tmp_path: Path) -> None:
     words = ["--cluster", "h100:8x8", "--global-batch", "256"]
-    done = soli("plan", "llama-3-70b", *words)
+    done = soli_anew("plan", "llama-3-70b", *words)
     assert done.returncode == 0, done.stderr
     assert "70.56 billion parameters, 256 sequences of 8192 tokens" in done.stdout
     assert "its dimensions are those of the published llama-3-70b" in done.stdout

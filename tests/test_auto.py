@@ -237,8 +237,8 @@ def known(machine: Path, tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_all_ranks_choose_the_same(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(chosen, 1, None, str(tmp_path), ranks=2, deadline=120)
+def test_all_ranks_choose_the_same(launched: Pool, tmp_path: Path) -> None:
+    found = launched.run(chosen, 1, None, str(tmp_path), ranks=2, deadline=120)
     assert found[0][0] == found[1][0]
     plan, options, lines = found[0]
     assert options[0][0] == plan
@@ -402,7 +402,7 @@ def test_a_plan_that_one_rank_cannot_run_is_refused_on_all(
 ) -> None:
     """Long before the deadline: the other rank waits for what does not come."""
     monkeypatch.setenv("SOLI_BACKEND", backend)
-    ranks = Pool(2)
+    ranks = Pool(2, "forkserver")
     try:
         (other, why, notes), (own, said, _) = ranks.run(failing_alone, error, ranks=2, deadline=60)
     finally:
@@ -459,8 +459,8 @@ def trained(folder: str) -> tuple[float, str, str]:
     return (*compare(under_plan(case, "auto"), expected_of(case)), "")
 
 
-def test_training_under_auto_is_sequential_training(pool: Pool, known: str) -> None:
-    for worst, tensor, _ in pool.run(trained, known, ranks=2, deadline=120):
+def test_training_under_auto_is_sequential_training(launched: Pool, known: str) -> None:
+    for worst, tensor, _ in launched.run(trained, known, ranks=2, deadline=120):
         assert worst <= BOUND, tensor
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from soli.core.plan import Plan
-from typed import soli
+from typed import soli, soli_anew
 
 
 def test_neither_help_nor_the_launcher_imports_torch() -> None:
@@ -118,7 +118,7 @@ def test_checkpoint_verbs(tmp_path: Path) -> None:
 
     save_file({"w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "in.safetensors")
     made, out = str(tmp_path / "checkpoint"), tmp_path / "out.safetensors"
-    assert soli("checkpoint", "import", str(tmp_path / "in.safetensors"), made).returncode == 0
+    assert soli_anew("checkpoint", "import", str(tmp_path / "in.safetensors"), made).returncode == 0
     assert "2 x 3" in soli("checkpoint", "show", made).stdout
     assert soli("checkpoint", "check", made).returncode == 0
     assert soli("checkpoint", "export", made, str(out)).stdout.strip() == str(out)

@@ -202,6 +202,7 @@ def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:
         ("torch.compile", True), ("torch_compile=True", True), ("compiled, FSDP2", True), ("no compile", False),
         ("without torch.compile", False), ("not compiled", False), ("no_compile", False), ("float8nocompile, eager", False),
         ("no compile; later rows torch.compile", True), ("", False),
+        ("torch_compile=False", False), ("compile: off", False), ("non-compiled", False), ("not yet compiled", False),
     ],
 )  # fmt: skip
 def test_whether_a_compiler_ran_is_read_of_words_that_are_whole(said: str, fused: bool) -> None:

@@ -39,12 +39,12 @@ def test_plan_equals_sequential(pool: Pool, name: str, plan: str, ranks: int) ->
     model=st.sampled_from(["", "tp=2", "tp=2,sp=on", "pp=2,microbatches=3", "pp=2,schedule=zbv"]),
 )
 def test_drawn_plans_equal_sequential(
-    pool: Pool, name: str, ranks: int, zero: int, accumulate: int, model: str
+    launched: Pool, name: str, ranks: int, zero: int, accumulate: int, model: str
 ) -> None:
     ranks = 4 if model else ranks
     plan = f"dp={2 if model else ranks},zero={zero},accumulate={accumulate}" + (f",{model}" if model else "")
     assume(not refused(name, plan))
-    for row in pool.run(one, name, plan, ranks, ranks=ranks):
+    for row in launched.run(one, name, plan, ranks, ranks=ranks):
         assert row.worst <= BOUND, row
 
 

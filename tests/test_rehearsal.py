@@ -36,7 +36,7 @@ ROWS = [
     ("gpt", "tp=2", 2),
     ("bert", "cp=2,zero=2,accumulate=3,recompute=full", 2),
     ("gpt", "tp=4,tensor=2d", 4),
-    swept("gpt-masked", "dp=2,cp=2,replicate=2,zero=1,context=scores", 4),
+    ("gpt-masked", "dp=2,cp=2,replicate=2,zero=1,context=scores", 4),
     ("llama", "dp=2,tp=2,sp=on,zero=2,recompute=selective", 4),
     ("gpt", "dp=2,pp=2,zero=3,microbatches=2,accumulate=2,schedule=zbv", 4),
     swept("llama", "cp=2,pp=2,microbatches=2,schedule=gpipe,context=scores", 4),

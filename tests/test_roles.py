@@ -24,7 +24,7 @@ from soli.parallel.tensor import products
 from soli.verify.cases import CASES
 from soli.verify.parity import adamw
 from soli.verify.pool import Pool
-from typed import soli
+from typed import soli, soli_anew
 
 
 def roles(model: nn.Module, batch: Any, ranks: int, loss=None, hints=None) -> dict[str, tuple]:
@@ -404,7 +404,7 @@ def half():
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text(PROGRAM, encoding="utf-8")
-    done = soli("roles", f"{file}:make", "--tp", "3", "--json", "--role", "layers.1.0=replicated")
+    done = soli_anew("roles", f"{file}:make", "--tp", "3", "--json", "--role", "layers.1.0=replicated")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["layers.0.0.weight"]["cut"] == {"dim": 0, "parts": [10], "atoms": 10}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -21,8 +22,17 @@ def soli(
     context.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory(prefix="soli-typed-") as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
+        out.touch()
+        err.touch()
         process = context.Process(
-            target=_typed, args=(words, str(cwd or Path.cwd()), dict(env or os.environ), str(out), str(err))
+            target=_typed,
+            args=(
+                words,
+                str(cwd or Path.cwd()),
+                dict(os.environ if env is None else env),
+                str(out),
+                str(err),
+            ),
         )
         process.start()
         process.join(timeout)
@@ -32,6 +42,12 @@ def soli(
             raise TimeoutExpired(["soli", *words], timeout, out.read_text(), err.read_text())
         assert process.exitcode is not None
         return CompletedProcess(["soli", *words], process.exitcode, out.read_text(), err.read_text())
+
+
+def soli_anew(*words: str) -> CompletedProcess[str]:
+    """The same in a new interpreter: what a command does not import itself, nothing has imported for it."""
+    command = [sys.executable, "-m", "soli.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 def _typed(words: tuple[str, ...], cwd: str, env: dict[str, str], out: str, err: str) -> None:

@@ -1,9 +1,8 @@
 """A pool of ranks that are started once and run functions sent to them, each with a deadline.
 
-Importing torch and what cases need costs seconds, so tests share the ranks, and ranks share the imports: they
-are forks of one process that has them. Each call makes a fresh process group over the ranks it needs. A call
-that does not end in time is a failure with the stacks of every rank, never a stuck suite: the ranks are killed
-and started anew.
+Importing torch and what cases need costs seconds, so tests share the ranks, and most of them ranks that are forks of
+one process that has the imports. Each call makes a fresh process group over the ranks it needs. A call that does not
+end in time is a failure with the stacks of every rank, never a stuck suite: the ranks are killed and started anew.
 """
 
 from __future__ import annotations
@@ -17,29 +16,33 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from soli.core.errors import failure
 from soli.mesh.backends import cpu_backend
 
 DEADLINE_SECONDS = 20.0
 IMPORTED = ["soli.verify.cases", "soli.verify.imported"]
-"""By the process that ranks are forks of."""
+"""By the process that ranks are forks of, or by each of them."""
 
 
 class Pool:
     """`run(function, *args, ranks=n)` -> the results of n ranks, in order. Functions are module-level ones."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, start: Literal["spawn", "forkserver"] = "spawn") -> None:
+        """`start`: "spawn" for new interpreters, each with sets in an order of its own, as launched ranks are; "forkserver" for
+        forks of one process, which start at once and have one order."""
         self.size = size
+        self.start = start
         self._folder = Path(tempfile.mkdtemp(prefix="soli-pool-"))
         self._calls = 0
         self._ranks: list[tuple[Any, Connection]] = []
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
+        context: Any = mp.get_context(self.start)
         context.set_forkserver_preload(IMPORTED)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(self.size):
@@ -127,6 +130,8 @@ def _serve(pipe: Connection, stacks: str, environment: dict[str, str]) -> None:
 
     os.environ.clear()
     os.environ.update(environment)
+    for name in IMPORTED:  # already there in a fork
+        import_module(name)
     torch.set_num_threads(1)
     file = open(stacks, "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

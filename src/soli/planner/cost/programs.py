@@ -27,7 +27,7 @@ OTHERS = SHARES["hopper"]
 UNFUSED = ("fsdp", "soli")
 """Programs that run the operations that a model is written in."""
 COMPILER = re.compile(
-    r"(\b(?:no|not|without)[\s_-]+(?:torch\.)?)?(?<![a-z])compiled?\b|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]engine\b",
+    r"(\b(?:no|non|not|without)[\s_-]+(?:yet[\s_-]+)?(?:torch\.)?)?(?<![a-z])compiled?\b(\s*[=:]\s*(?:false|off|no|none|0)\b)?|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]engine\b",
     re.I,
 )
 EAGER = 2.1
@@ -59,7 +59,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
 
     Megatron-Core sends a token once to each server and rank that has experts of it (DeepEP, HybridEP), others once an expert.
     """
-    compiled = any(not match[1] for match in COMPILER.finditer(said))
+    compiled = any(not (match[1] or match[2]) for match in COMPILER.finditer(said))
     return {
         "kernel": attends(framework, generation, said),
         "once": float(
