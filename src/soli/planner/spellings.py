@@ -15,12 +15,17 @@ from soli.planner.hardware.devices import Device
 
 OTHER, NANOTRON, FSDP, DEEPSPEED = "other", "nanotron", "fsdp", "deepspeed"
 DENIED = re.compile(
-    r"\b(?:no|not|without|w/o)[\s_-]+[a-z]+(?:[\s_-]?\d\b)?|\b[a-z]+\d?[\s=:]+(?:off|false|disabled)\b"
+    r"\b(?:no|non|not|without|w/o)[\s_-]+(?:yet\s+)?[a-z]+(?:\.[a-z]+)*(?:[\s_-]?\d\b)?|\b[a-z_.]+\d?[\s=:]+(?:off|false|disabled)\b"
 )
-"""What is said not to be: "no offload", "fsdp off"."""
+"""What is said not to be: "no offload", "fsdp off", "torch_compile=False"."""
 STAGE = re.compile(
     r"(?<![a-z])(?:zero|stage|z)(?:[\s_=:-]*(?:dp|stage))?[\s_=:-]*([0-3])(?![\da-z])|^([0-3])$"
 )
+
+
+def affirmed(said: str) -> str:
+    """What is said, in lower case, without what is said not to be."""
+    return DENIED.sub(" none ", said.lower())
 
 
 @cache
@@ -49,7 +54,7 @@ def sharding(said: str) -> Sharding | None:
     words = said.lower().strip(" \"'[]{}()")
     if SILENT.fullmatch(words) and words != "none":
         return Sharding()
-    plain = DENIED.sub(" none ", words)
+    plain = affirmed(words)
     stage = STAGE.search(plain)
     kind = meant("sharding", plain)
     zero = float(stage[1] or stage[2]) if stage else kind

@@ -218,10 +218,8 @@ WAYS = ("tp", "tensor", "sp", "cp", "context", "pp", "zero", "recompute")
 def covered(name: str, plan: str) -> set[frozenset[str]]:
     """What a row shows together: every two of its plan's choices, and the model with each of its ways."""
     chosen = choices(plan)
-    models = {
-        frozenset((name, key)) for key in WAYS if any(choice.startswith(f"{key}=") for choice in chosen)
-    }
-    return {frozenset(pair) for pair in combinations(chosen, 2)} | models
+    ways = {frozenset((name, key)) for key in (choice.split("=")[0] for choice in chosen) if key in WAYS}
+    return {frozenset(pair) for pair in combinations(chosen, 2)} | ways
 
 
 def selection(most_ranks: int) -> list[tuple[str, str, int]]:

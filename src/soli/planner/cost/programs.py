@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from soli.planner.spellings import affirmed
+
 MEGATRON, OLD, TESTS = "megatron", "megatron-2020", "megatron-tests"
 """Megatron-Core, of 2023 and later; Megatron-LM before it; and Megatron-LM's own tests."""
 
@@ -26,16 +28,13 @@ OTHERS = SHARES["hopper"]
 
 UNFUSED = ("fsdp", "soli")
 """Programs that run the operations that a model is written in."""
-COMPILER = re.compile(
-    r"(\b(?:no|non|not|without)[\s_-]+(?:yet[\s_-]+)?(?:torch\.)?)?(?<![a-z])compiled?\b(\s*[=:]\s*(?:false|off|no|none|0)\b)?|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]engine\b",
-    re.I,
-)
+COMPILER = re.compile(r"(?<![a-z])compiled?\b|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]engine\b")
 EAGER = 2.1
 """Bytes that move between products where torch runs a Llama operation by operation, by those where a compiler or kernels made by hand
 (Transformer Engine's, which NeMo AutoModel has) fuse them: Llama 3 8B on 8 and 128 H100 takes 16% longer without torch.compile (pytorch/torchtitan,
 benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3)."""
 
-ASYNC = re.compile(r"(?<!no )async[ -]?tp", re.I)
+ASYNC = re.compile(r"async[ -]?tp")
 BEHIND = 0.4
 """Of what tp sends the share that torch's AsyncTP runs behind products: Llama 3 70B of tp=8 takes 18.7 s a step with it, 19.8 s without
 (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 4), where the sums take some 3 s."""
@@ -59,7 +58,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
 
     Megatron-Core sends a token once to each server and rank that has experts of it (DeepEP, HybridEP), others once an expert.
     """
-    compiled = any(not (match[1] or match[2]) for match in COMPILER.finditer(said))
+    has = affirmed(said)
     return {
         "kernel": attends(framework, generation, said),
         "once": float(
@@ -67,6 +66,6 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
             or (framework == MEGATRON and "alltoall" not in said)
         ),
         "routed": ROUTED.get(framework, 4.0),
-        "eager": EAGER if framework in UNFUSED and not compiled else 1.0,
-        "behind": BEHIND if ASYNC.search(said) else 0.0,
+        "eager": EAGER if framework in UNFUSED and not COMPILER.search(has) else 1.0,
+        "behind": BEHIND if ASYNC.search(has) else 0.0,
     }
