@@ -17,6 +17,7 @@ from soli.planner.cost.constants import MEANINGS, NAMES, known, repeated, sets
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points
 from soli.planner.cost.step import step
 from soli.planner.fit import Measured, fit
+from soli.planner.hardware.devices import USABLE
 from soli.planner.measured import step_with
 from soli.planner.predict import Prediction, arrays, learn_family, predict
 from soli.planner.published import named, near, of_entry, published
@@ -107,7 +108,7 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"zero": "2"}, {"zero": 2}),
         ({"recompute": "True"}, {"recompute": FULL}),
         ({"precision": "tf32"}, {"peak": 156e12, "low": 4}),
-        ({"gpu": "A100-SXM4-40GB"}, {"capacity": 40 * 2**30}),
+        ({"gpu": "A100-SXM4-40GB"}, {"capacity": USABLE * 40 * 2**30}),
         ({"gpu": "NVIDIA H100 80GB HBM3"}, {"peak": 989.5e12}),
         ({"gpu": "A100 PCIe"}, {"node": 8, "peak": 312e12}),
         ({"interconnect": "NVLink 600 GB/s in node; IB 1600 Gb/s per node"}, {"net": 25e9}),
@@ -124,8 +125,8 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"recompute": "", "recompute_granularity": "full"}, {"recompute": FULL}),
         ({"tp": "", "dp": "", "tensor_model_parallel_size": "8"}, {"tp": 8, "dp": 4}),
         ({"microbatch": "", "micro_batch_size": "4"}, {"microbatch": 4}),
-        ({"gpu": "", "notes": "run on NVIDIA A100_40GB SXM"}, {"capacity": 40 * 2**30}),
-        ({"gpu": "", "source": "x, a100_80g.json"}, {"capacity": 80 * 2**30}),
+        ({"gpu": "", "notes": "run on NVIDIA A100_40GB SXM"}, {"capacity": USABLE * 40 * 2**30}),
+        ({"gpu": "", "source": "x, a100_80g.json"}, {"capacity": USABLE * 80 * 2**30}),
         ({"layers": "", "hidden": "", "heads": "", "ffn": "", "seq_len": "", "model": "LLAMA3_8B (SFT)"},
             {"layers": 32, "hidden": 4096, "kv_heads": 8, "ffn": 14336, "gated": 1, "tied": 0, "seq": 8192}),
         ({"layers": "", "hidden": "", "heads": "", "ffn": "", "model": "DeepSeek-V2-L4", "tp": "2", "pp": "1", "dp": "32"},
@@ -271,7 +272,7 @@ def test_what_does_not_say_that_it_recomputes_does_so_of_the_layers_that_do_not_
             ROW | unsaid | {"layers": "640"},
         ]
     )
-    capacity = 80 * 2**30 / 1e9
+    capacity = USABLE * 80 * 2**30 / 1e9
     assert none.predicted_memory_gb > capacity > full.predicted_memory_gb
     (word,) = (word for word in said.inferred if word.startswith("recompute="))
     again, layers = (int(number) for number in re.findall(r"\d+", word))
@@ -344,7 +345,7 @@ def test_stages_that_are_not_alike_leave_the_last_a_layer_less() -> None:
 def test_only_what_fits_is_feasible() -> None:
     rows = [ROW | {"layers": str(n), "tp": "1", "pp": "1", "dp": "64"} for n in (1, 2, 4, 8, 16, 32, 64)]
     found = predict(rows)
-    capacity = 80 * 2**30 / 1e9
+    capacity = USABLE * 80 * 2**30 / 1e9
     assert [one.feasible for one in found] == [one.predicted_memory_gb <= capacity for one in found]
     assert found[0].feasible
     assert not found[-1].feasible

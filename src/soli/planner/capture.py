@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError
 from soli.core.frames import owner
-from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed
+from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed, tensors
 from soli.planner.where import here
 
 aten = torch.ops.aten
@@ -116,7 +116,7 @@ class Follower(Hollow):
         super()._note(func, args, kwargs, result, made)
         if self.inside or not made:
             return
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = tensors((args, kwargs))
         names = {_key(x): self._weights[_key(x)] for x in given if _key(x) in self._weights}
         marks = self.marks(given)
         if func is aten.embedding.default and names:

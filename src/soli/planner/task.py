@@ -39,7 +39,7 @@ class Task:
     @property
     def limit(self) -> float:
         """Bytes."""
-        return self.memory or self.cluster.device.memory
+        return self.memory or self.cluster.device.usable
 
     def with_fixed(self, more: Mapping[str, float]) -> Task:
         """The task with more that is fixed; a precision beside those that it asks for is asked for too."""

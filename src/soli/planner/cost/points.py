@@ -217,7 +217,7 @@ def of_device(device: Device, precision: str) -> dict[str, float]:
     wide = device.tflops.get("bf16", device.tflops.get("fp16", peak))
     return {
         "precision": PRECISIONS.index(precision), "peak": peak * 1e12, "peak_wide": min(peak, wide) * 1e12, "low": SIZES[precision],
-        "capacity": device.memory, "bandwidth": device.memory_gbs * 1e9, "node": device.node,
+        "capacity": device.usable, "bandwidth": device.memory_gbs * 1e9, "node": device.node,
         "link": device.link_gbs * 1e9, "link_latency": device.link_us * 1e-6, "net": device.net_gbits * 1e9 / 8,
         "net_latency": device.net_us * 1e-6, "host": device.host_gbs * 1e9,
     }  # fmt: skip
