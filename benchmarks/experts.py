@@ -84,7 +84,7 @@ def task_of(row: Row) -> Task:
     q = row.point
     size = int(q["tp"] * q["pp"] * q["cp"] * q["dp"])
     known = next(
-        d for d in devices().values() if d.generation == row.generation and d.memory == q["capacity"]
+        d for d in devices().values() if d.generation == row.generation and d.usable == q["capacity"]
     )
     node = int(min(q["node"], size))
     node = node if size % node == 0 else gcd(size, node)

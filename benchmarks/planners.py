@@ -94,7 +94,7 @@ def asked(row: Row, raw: dict[str, str]) -> dict[str, Any]:
     """A row as every planner is told it: soli's point, and what it says of overlap, which soli's constants hold."""
     q = row.point
     device = next(
-        d for d in devices().values() if d.generation == row.generation and d.memory == q["capacity"]
+        d for d in devices().values() if d.generation == row.generation and d.usable == q["capacity"]
     )
     names = ("fp4", "fp8", "bf16", "fp16")
     precision = next(name for name in names if device.tflops.get(name, 0) * 1e12 == q["peak"])
