@@ -229,3 +229,27 @@ def test_looking_who_runs_keeps_nothing_that_a_frame_has_let_go_of() -> None:
     name, gone = Model()(torch.ones(1))
     assert name.startswith("Model at ")
     assert gone
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("schedule", ["zbh1", "dualpipev"])
+def test_a_backward_in_two_halves_makes_a_block_again_once(schedule: str, recompute: str) -> None:
+    """Attention is computed as often as under 1F1B, whatever number of products has its own gradients' half."""
+    model = GPT(GPTConfig(vocab=64, dim=64, layers=4, heads=4, context=128))
+    tokens = torch.zeros(16, 128, dtype=torch.int64)
+    made = Program(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        soli.losses.cross_entropy("targets"),
+        {"tokens": tokens, "targets": tokens},
+    )
+
+    def run(schedule: str, recompute: str) -> tuple[int, int]:
+        plan = resolve(Plan.parse(f"pp=2,microbatches=4,schedule={schedule},recompute={recompute}"), 2)
+        found = rehearse(made, plan)
+        calls = [call.name for rank in found.ranks for call in rank.calls]
+        return sum("attention" in name and "backward" not in name for name in calls), found.peak
+
+    attended, peak = run(schedule, recompute)
+    assert attended == run("1f1b", recompute)[0]
+    assert peak <= 1.1 * run(schedule, "none")[1]

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from soli.core.versions import run_backward
+from soli.core.versions import RecomputedOnce, run_backward
 
 
 @dataclass
@@ -30,10 +30,11 @@ class Group:
 
 @dataclass
 class Rest:
-    """What the second half has to do. `apart`: outputs that no received value reaches, and their gradients."""
+    """What the second half has to do. `apart`: outputs that no received value reaches, and their gradients. `once`: around all of both."""
 
     groups: list[Group]
     apart: list[tuple[Tensor, Tensor]]
+    once: Any = field(default_factory=RecomputedOnce)
 
 
 def inputs_first(
@@ -55,63 +56,69 @@ def inputs_first(
         return [None] * len(inputs), Rest([], apart)
     groups = _groups(order, leads, leaves)
     handles = [_recorded(group, place) for group in groups for place in range(len(group.borders))]
-    wanted = tuple(x for x in inputs if x.requires_grad)
+    wanted, rest = tuple(x for x in inputs if x.requires_grad), Rest(groups, apart)
     try:
-        found = iter(
-            run_backward(
-                tuple(x for x, _ in near),
-                tuple(g for _, g in near),
-                True,
-                False,
-                wanted,
-                allow_unreachable=True,
-                accumulate_grad=False,
+        with rest.once:
+            found = iter(
+                run_backward(
+                    tuple(x for x, _ in near),
+                    tuple(g for _, g in near),
+                    True,
+                    False,
+                    wanted,
+                    allow_unreachable=True,
+                    accumulate_grad=False,
+                )
             )
-        )
     finally:
         for handle in handles:
             handle.remove()
-    return [next(found) if x.requires_grad else None for x in inputs], Rest(groups, apart)
+    return [next(found) if x.requires_grad else None for x in inputs], rest
 
 
 def weights_later(rest: Rest) -> None:
     """Add the gradients of the weights to their `.grad`."""
-    for group in rest.groups:
-        # A border may lie below another of its group: what comes from there is in its recorded gradient already.
-        handles = [
-            border.register_prehook(lambda _, recorded=recorded: recorded)
-            for border, recorded in zip(group.borders, group.gradients, strict=True)
-            if len(group.borders) > 1
-        ]
-        starts = [
-            (GradientEdge(border, place), gradient)
-            for border, recorded in zip(group.borders, group.gradients, strict=True)
-            for place, gradient in enumerate(recorded)
-            if gradient is not None
-        ]
-        targets = list(group.weights)
-        try:
-            found = (
-                run_backward(
-                    tuple(edge for edge, _ in starts),
-                    tuple(gradient for _, gradient in starts),
-                    True,  # groups may share nodes below their borders
-                    False,
-                    tuple(GradientEdge(node, 0) for node in targets),
-                    allow_unreachable=True,
-                    accumulate_grad=False,
-                )
-                if starts
-                else []
+    with rest.once:
+        for group in rest.groups:
+            _weights_of(group)
+        if rest.apart:
+            outputs, gradients = zip(*rest.apart, strict=True)
+            run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _weights_of(group: Group) -> None:
+    # A border may lie below another of its group: what comes from there is in its recorded gradient already.
+    handles = [
+        border.register_prehook(lambda _, recorded=recorded: recorded)
+        for border, recorded in zip(group.borders, group.gradients, strict=True)
+        if len(group.borders) > 1
+    ]
+    starts = [
+        (GradientEdge(border, place), gradient)
+        for border, recorded in zip(group.borders, group.gradients, strict=True)
+        for place, gradient in enumerate(recorded)
+        if gradient is not None
+    ]
+    targets = list(group.weights)
+    try:
+        found = (
+            run_backward(
+                tuple(edge for edge, _ in starts),
+                tuple(gradient for _, gradient in starts),
+                True,  # groups may share nodes below their borders
+                False,
+                tuple(GradientEdge(node, 0) for node in targets),
+                allow_unreachable=True,
+                accumulate_grad=False,
             )
-        finally:
-            for handle in handles:
-                handle.remove()
-        for node, gradient in zip(targets, found, strict=False):
-            _add(node.variable, gradient)  # type: ignore[attr-defined]
-    if rest.apart:
-        outputs, gradients = zip(*rest.apart, strict=True)
-        run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            if starts
+            else []
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    for node, gradient in zip(targets, found, strict=False):
+        _add(node.variable, gradient)  # type: ignore[attr-defined]
 
 
 def _add(weight: nn.Parameter, gradient: Tensor | None) -> None:

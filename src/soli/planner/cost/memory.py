@@ -15,9 +15,11 @@ import numpy as np
 from soli.planner.cost import grids
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.pipeline import in_flight, in_flight_last
-from soli.planner.cost.points import FULL, LINE, NONE, Array, Points
+from soli.planner.cost.points import FULL, LINE, NONE, SELECTIVE, Array, Points
 from soli.planner.cost.schedules import in_a_v
 
+GRADIENTS = 12.0
+"""Bytes a token and hidden unit of the gradients that a layer's backward has at once, in soli; of its loss, a logit."""
 NORMS = 4.0
 """Vectors of a layer's width: two norms' weights and biases, or what others have in their place."""
 
@@ -123,7 +125,27 @@ def activations_of_layer(p: Points) -> Array:
     more = 2.0 * p.gated * p.ffn * active + 2.0 * width * (1 + p.kv_share)
     whole = np.where(p.sp > 0, 4.0 * p.hidden * (1 - 1 / p.tp), 0.0) + more / p.tp
     kept = p.tokens * (outside / around + (inside + scores) / p.tp + np.where(p.frugal > 0, 0.0, whole))
-    return np.where(p.recompute == FULL, 2.0 * p.tokens * p.hidden / around, kept)
+    found = np.where(p.recompute == FULL, 2.0 * p.tokens * p.hidden / around, kept)
+    return np.where(p.casts > 0, _of_autocast(p, scores), found) if p.casts.any() else found
+
+
+def _of_autocast(p: Points, scores: Array) -> Array:
+    """The same under torch.autocast, tensor by tensor: residuals and norms are in fp32, of RMSNorm what is scaled too, and each
+    product keeps its own cast of what it reads, whole on each rank of tp (benchmarks/formulas.py compares it with rehearsals)."""
+    width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
+    ffn = 2.0 * p.ffn * active * (1 + p.gated)
+    opened = 2.0 * width * (1 + 2 * p.kv_share) + ffn
+    norms, read = 8.0 * p.hidden * (1 + p.gated), 2.0 * p.hidden * (3 + (1 + p.gated) * active)
+    # attention's result, and the activation's (and the gate's product)
+    whole = (
+        norms / p.around
+        + read / np.where(p.tensor == LINE, 1.0, p.tp)
+        + (opened + 2.0 * width + ffn + scores) / p.tp
+    )
+    # a block's input, and what its products give
+    some = 8.0 * p.hidden / p.around + opened / p.tp
+    least = 4.0 * p.hidden / p.around
+    return p.tokens * np.where(p.recompute == FULL, least, np.where(p.recompute == SELECTIVE, some, whole))
 
 
 def activations(p: Points, k: Constants, under_way: Array, fewer: Array | float = 0.0) -> Array:
@@ -140,12 +162,19 @@ def activations(p: Points, k: Constants, under_way: Array, fewer: Array | float 
         kept = kept - np.minimum(p.again, p.own_layers - fewer) * under_way * (one - least)
     # Its input is among what is kept.
     beside = np.where((p.recompute == FULL) | (p.again > 0), whole - least, 0.0)
-    return k.activation_scale * (kept + beside)
+    scaled = k.activation_scale * (kept + beside)
+    return np.where(p.casts > 0, kept + _backward(p), scaled) if p.casts.any() else scaled
+
+
+def _backward(p: Points) -> Array:
+    """Bytes that soli's backward of one layer has beside what is kept: what it makes again, and gradients."""
+    again = activations_of_layer(replace(p, recompute=np.full(len(p), NONE))) - activations_of_layer(p)
+    return again + p.tokens * p.hidden * GRADIENTS / p.around
 
 
 def logits(p: Points, k: Constants) -> Array:
     """Bytes of the last stage's logits, in 16 and in 32 bits, and of what the loss makes of them."""
-    return p.tokens * p.vocab / p.tp * k.logit_kept
+    return p.tokens * p.vocab / p.tp * np.where(p.casts > 0, GRADIENTS, k.logit_kept)
 
 
 def _early(p: Points, k: Constants) -> Array:
@@ -162,6 +191,8 @@ def kinds(p: Points, k: Constants) -> dict[str, Array]:
     weights, gradients, moments = of_states(p, k)
     begin, end = _early(p, k), activations(p, k, in_flight_last(p), p.fewer)
     loss = logits(p, k)
+    if p.casts.any():  # they are gone when a layer's backward begins
+        loss = np.where(p.casts > 0, np.maximum(loss - _backward(p), 0.0), loss)
     of_first = np.where((p.pp == 1) | in_a_v(p), loss, 0.0)
     at_last = (p.logged > 0) | (end + loss > begin + of_first)
     panels = grids.beside(p) if p.tensor.any() else 0.0
