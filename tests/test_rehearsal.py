@@ -19,8 +19,15 @@ from soli.engine.engine import parallelize
 from soli.engine.rehearse import Program, rehearse
 from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
+from soli.models.llama import Llama, LlamaConfig
+from soli.planner.cost.memory import activations_of_layer
+from soli.planner.cost.points import FULL, NONE
+from soli.planner.hardware.clusters import read_cluster
 from soli.planner.hollow import Hollow, Tracker, hollowed
 from soli.planner.legality import resolve
+from soli.planner.models import Model
+from soli.planner.space import spaces
+from soli.planner.task import Task
 from soli.planner.where import here
 from soli.verify import memory
 from soli.verify.cases import CASES
@@ -253,3 +260,37 @@ def test_a_backward_in_two_halves_makes_a_block_again_once(schedule: str, recomp
     attended, peak = run(schedule, recompute)
     assert attended == run("1f1b", recompute)[0]
     assert peak <= 1.1 * run(schedule, "none")[1]
+
+
+@pytest.mark.parametrize("plan", ["tp=1", "tp=2", "tp=2,sp=on"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", [GPT, Llama])
+def test_what_autocast_keeps_of_a_layer_is_counted(kind: type[nn.Module], recompute: str, plan: str) -> None:
+    """The formula's bytes of a layer and token against the growth of a rehearsed peak with both: within a hundredth."""
+    dim, seq, heads, ffn = 128, 64, 4, 512
+    config = GPTConfig if kind is GPT else LlamaConfig
+    more = {"context": seq} if kind is GPT else {"groups": heads, "hidden": ffn}
+
+    def peak(layers: int, rows: int) -> int:
+        model = kind(config(vocab=64, dim=dim, layers=layers, heads=heads, **more))
+        tokens = torch.zeros(rows, seq, dtype=torch.int64)
+        made = Program(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            soli.losses.cross_entropy("targets"),
+            {"tokens": tokens, "targets": tokens},
+        )
+        said = resolve(Plan.parse(f"{plan},precision=bf16,recompute={recompute}"), 1 + ("tp=2" in plan))
+        return rehearse(made, said).peak
+
+    sizes = {
+        "layers": 1, "hidden": dim, "heads": heads, "kv_heads": heads, "head_size": dim // heads, "ffn": ffn,
+        "gated": kind is Llama, "vocab": 64, "seq": seq, "tied": 0,
+    }  # fmt: skip
+    task = Task(
+        Model("", **sizes, experts=0, active=1), read_cluster(f"h100:{1 + ('tp=2' in plan)}"), 1, seq,
+        fixed={"tp": 1.0 + ("tp=2" in plan), "sp": float("sp" in plan), "recompute": {"none": NONE, "full": FULL}[recompute], "microbatch": 1.0},
+    )  # fmt: skip
+    counted = activations_of_layer(spaces(task))[0]
+    grown = (peak(4, 128) - peak(4, 64)) - (peak(2, 128) - peak(2, 64))
+    assert grown / (2 * 64) == pytest.approx(counted, rel=0.01)

@@ -137,6 +137,8 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
                 continue
             if schedule in ("zbv", "dualpipev") and times < 2 * pp:
                 continue
+            if asked.framework == "soli" and schedule in ("zbh1", "zbv", "dualpipev") and recompute != NONE:
+                continue
             if again and again >= model.layers / pp / chunks:
                 continue
             if asked.framework == "soli" or asked.batch % (dp * microbatch) == 0:
@@ -487,6 +489,12 @@ def test_experts_are_shared_out_where_the_program_can() -> None:
         (MOE, "soli", {"ep": 2.0}, "soli does not run ep=2 yet"),
         (MOE, "megatron", {"ep": 3.0}, "ep=3 does not divide the 8 experts"),
         (SMALL, "megatron", {"ep": 2.0}, "ep=2 does not divide the 0 experts"),
+        (
+            SMALL,
+            "soli",
+            {"schedule": 3.0, "recompute": FULL},
+            "schedule=zbh1 and recompute contradict each other in soli",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(model: Model, framework: str, fixed: dict[str, float], said: str) -> None:

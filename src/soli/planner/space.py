@@ -149,6 +149,7 @@ def stages(task: Task, table: Table, each: bool = False) -> Table:
     whole = {name: np.repeat(column, len(levels)) for name, column in found.items()}
     whole |= {"recompute": np.tile(np.array(levels), len(place)), "again": np.zeros(len(place) * len(levels))}
     whole["most"] = whole["again"]
+    whole = rows_of(whole, _saves(task, whole["schedule"]) | (whole["recompute"] == NONE))
     own = _budgets(task, found)
     if not own.any():
         return whole
@@ -187,14 +188,23 @@ def counted(task: Task) -> int:
         return 0
     _, _, count, kind = _sharded(task, table)
     place, order = np.nonzero(_ordered(task, table))
-    found = {**rows_of(table, place), "chunks": _orders(task)[order, 1]}
-    return int(((_budgets(task, found) + len(_levels(task))) * count[kind][place]).sum())
+    schedule, chunks = _orders(task)[order].T
+    levels = _levels(task)
+    whole = np.where(_saves(task, schedule), len(levels), levels.count(NONE))
+    return int(
+        ((_budgets(task, {**rows_of(table, place), "chunks": chunks}) + whole) * count[kind][place]).sum()
+    )
 
 
 def _levels(task: Task) -> tuple[float, ...]:
     """What can be recomputed of all layers alike."""
     said = (task.fixed or {}).get("recompute")
     return tuple(level for level in LEVELS.values() if said in (None, level))
+
+
+def _saves(task: Task, schedule: Array) -> NDArray[np.bool_]:
+    """Whether recomputation saves memory. In soli not where a backward is two halves: the second reads what was made again for the first."""
+    return np.asarray((schedule < ZBH1) | (task.framework != SOLI))
 
 
 def _budgets(task: Task, table: Table) -> Places:
