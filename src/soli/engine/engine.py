@@ -277,7 +277,8 @@ class Engine:
             # A sum over thousands of targets has larger gradients than the mean the scale is meant for.
             self._seed_scale = self.loss_scale.scale / SUM_TO_MEAN
         if self.pipeline is not None:
-            found = pipelined.forward_backward(self, self.pipeline, pieces)
+            with recompute.holding(self.plan):
+                found = pipelined.forward_backward(self, self.pipeline, pieces)
             recompute.forget()
             return self._agree(*found)
         total, count = 0.0, 0.0

@@ -57,9 +57,9 @@ class _Holder(of_torch._Holder):
         self.handles = _Handles()
 
 
-def _holders(split: bool) -> AbstractContextManager[object]:
-    """Around a block's forward: what stands for its activations until its backward."""
-    kept = split and RecomputedOnce is not nullcontext
+def holding(plan: Plan) -> AbstractContextManager[object]:
+    """Around a step: what stands for activations until they are made again, of soli's blocks and where a model calls torch's checkpoint."""
+    kept = plan.schedule in SPLIT and RecomputedOnce is not nullcontext
     return patch.object(of_torch, "_Holder", _Holder) if kept else nullcontext()
 
 
@@ -84,7 +84,7 @@ def wrap(model: nn.Module, plan: Plan) -> None:
             events.emit("note", text=f"{name} recomputes itself already")
             continue
         options = {"context_fn": contexts} if plan.recompute == "selective" else {}
-        wrapping.wrap(module, _again(module, options, plan.schedule in SPLIT))
+        wrapping.wrap(module, _again(module, options))
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def forget() -> None:
     reads.forget()
 
 
-def _again(block: nn.Module, options: dict[str, Any], split: bool) -> Callable[..., Any]:
+def _again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     forward = block.forward
 
     @functools.wraps(forward)
@@ -154,8 +154,7 @@ def _again(block: nn.Module, options: dict[str, Any], split: bool) -> Callable[.
         versions = [x._version for x in given]
         held = _Given(block, args, kwargs)
         tensors = [args[i] for i in held.tensors]
-        with _holders(split):
-            out = checkpoint(functools.partial(held.call, forward), *tensors, use_reentrant=False, **options)
+        out = checkpoint(functools.partial(held.call, forward), *tensors, use_reentrant=False, **options)
         if versions != [x._version for x in given]:
             raise SoliError(
                 "a block writes into its input, and would write again when it is recomputed",
