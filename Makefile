@@ -94,6 +94,7 @@ regret: .venv/developed        ## plan=auto beside every plan measured, on three
 
 memory: .venv/developed        ## rehearsed memory beside tracked memory, rows that cover every pair of choices -> benchmarks/results/
 	$(BIN)/python -m soli.verify.memory
+	$(BIN)/python benchmarks/formulas.py --plans 30
 
 network-bench: .venv/developed  ## layouts over slow networks, in network namespaces: needs root -> benchmarks/results/
 	$(BIN)/python benchmarks/network/measure.py
