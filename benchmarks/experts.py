@@ -16,7 +16,6 @@ from planner import Table
 
 from soli.planner.cost.points import INTERLEAVED, RING
 from soli.planner.hardware.clusters import Cluster
-from soli.planner.hardware.devices import devices
 from soli.planner.models import Model
 from soli.planner.offers import SCHEDULES
 from soli.planner.rows import Row
@@ -83,12 +82,9 @@ def task_of(row: Row) -> Task:
     """A row's model on its devices."""
     q = row.point
     size = int(q["tp"] * q["pp"] * q["cp"] * q["dp"])
-    known = next(
-        d for d in devices().values() if d.generation == row.generation and d.usable == q["capacity"]
-    )
     node = int(min(q["node"], size))
     node = node if size % node == 0 else gcd(size, node)
-    device = replace(known, node=node, net_gbits=q["net"] * 8 / 1e9)
+    device = replace(row.device, node=node, net_gbits=q["net"] * 8 / 1e9)
     precision = next(
         name for name in ("fp8", "fp4", "bf16", "fp16") if device.tflops.get(name, 0) * 1e12 == q["peak"]
     )

@@ -93,9 +93,7 @@ def rows_of(tables: Sequence[Table]) -> tuple[list[tuple[str, Row]], list[dict[s
 def asked(row: Row, raw: dict[str, str]) -> dict[str, Any]:
     """A row as every planner is told it: soli's point, and what it says of overlap, which soli's constants hold."""
     q = row.point
-    device = next(
-        d for d in devices().values() if d.generation == row.generation and d.usable == q["capacity"]
-    )
+    device = row.device
     names = ("fp4", "fp8", "bf16", "fp16")
     precision = next(name for name in names if device.tflops.get(name, 0) * 1e12 == q["peak"])
     overlaps = {

@@ -82,7 +82,7 @@ def test_kinds_of_memory_are_the_peak() -> None:
     assert all((part >= 0).all() for part in kinds.values())
     folded = (p.pp == 1) | (p.schedule == 4)
     logits = memory.logits(p, k)
-    logits = np.where(p.casts > 0, np.maximum(logits - memory._backward(p), 0.0), logits)
+    logits = np.where(p.casts > 0, np.maximum(logits - memory.backward(p), 0.0), logits)
     first = memory.activations(p, k, pipeline.in_flight(p)) + np.where(folded, logits, 0.0)
     last = memory.activations(p, k, pipeline.in_flight_last(p), p.fewer) + logits
     assert 200 < (last > first)[(p.pp > 1) & (p.logged == 0)].sum() < (p.pp > 1).sum() - 200

@@ -83,6 +83,17 @@ def program(name: str) -> Program:
     return Program(model, case.optimizer(model.parameters()), loss_fn, batches[0], case.clip, backend="local")
 
 
+def of_tokens(model: nn.Module, rows: int, seq: int) -> Program:
+    """A language model that AdamW trains on a batch [rows, seq]."""
+    tokens = torch.zeros(rows, seq, dtype=torch.int64)
+    return Program(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        soli.losses.cross_entropy("targets"),
+        {"tokens": tokens, "targets": tokens},
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "plan", "ranks"),
     [
@@ -119,13 +130,7 @@ def test_a_model_larger_than_the_machine() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab=32000, context=512, dim=8192, layers=20, heads=64))
     count = sum(p.numel() for p in model.parameters())
-    tokens = torch.zeros(8, 512, dtype=torch.int64)
-    made = Program(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        soli.losses.cross_entropy("targets"),
-        {"tokens": tokens, "targets": tokens},
-    )
+    made = of_tokens(model, 8, 512)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = rehearse(made, Plan(dp=8, zero=3, recompute="full"))
     assert found.states == pytest.approx(
@@ -243,13 +248,7 @@ def test_looking_who_runs_keeps_nothing_that_a_frame_has_let_go_of() -> None:
 def test_a_backward_in_two_halves_makes_a_block_again_once(schedule: str, recompute: str) -> None:
     """Attention is computed as often as under 1F1B, whatever number of products has its own gradients' half."""
     model = GPT(GPTConfig(vocab=64, dim=64, layers=4, heads=4, context=128))
-    tokens = torch.zeros(16, 128, dtype=torch.int64)
-    made = Program(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        soli.losses.cross_entropy("targets"),
-        {"tokens": tokens, "targets": tokens},
-    )
+    made = of_tokens(model, 16, 128)
 
     def run(schedule: str, recompute: str) -> tuple[int, int]:
         plan = resolve(Plan.parse(f"pp=2,microbatches=4,schedule={schedule},recompute={recompute}"), 2)
@@ -259,7 +258,8 @@ def test_a_backward_in_two_halves_makes_a_block_again_once(schedule: str, recomp
 
     attended, peak = run(schedule, recompute)
     assert attended == run("1f1b", recompute)[0]
-    assert peak <= 1.1 * run(schedule, "none")[1]
+    if recompute == "full":  # beside what was made again, selective has the results that it had kept
+        assert peak <= run(schedule, "none")[1]
 
 
 @pytest.mark.parametrize("plan", ["tp=1", "tp=2", "tp=2,sp=on"])
@@ -267,29 +267,22 @@ def test_a_backward_in_two_halves_makes_a_block_again_once(schedule: str, recomp
 @pytest.mark.parametrize("kind", [GPT, Llama])
 def test_what_autocast_keeps_of_a_layer_is_counted(kind: type[nn.Module], recompute: str, plan: str) -> None:
     """The formula's bytes of a layer and token against the growth of a rehearsed peak with both: within a hundredth."""
-    dim, seq, heads, ffn = 128, 64, 4, 512
+    dim, seq, heads, ffn, ranks = 128, 64, 4, 512, 2 if "tp=2" in plan else 1
     config = GPTConfig if kind is GPT else LlamaConfig
     more = {"context": seq} if kind is GPT else {"groups": heads, "hidden": ffn}
 
     def peak(layers: int, rows: int) -> int:
         model = kind(config(vocab=64, dim=dim, layers=layers, heads=heads, **more))
-        tokens = torch.zeros(rows, seq, dtype=torch.int64)
-        made = Program(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            soli.losses.cross_entropy("targets"),
-            {"tokens": tokens, "targets": tokens},
-        )
-        said = resolve(Plan.parse(f"{plan},precision=bf16,recompute={recompute}"), 1 + ("tp=2" in plan))
-        return rehearse(made, said).peak
+        said = resolve(Plan.parse(f"{plan},precision=bf16,recompute={recompute}"), ranks)
+        return rehearse(of_tokens(model, rows, seq), said).peak
 
     sizes = {
         "layers": 1, "hidden": dim, "heads": heads, "kv_heads": heads, "head_size": dim // heads, "ffn": ffn,
         "gated": kind is Llama, "vocab": 64, "seq": seq, "tied": 0,
     }  # fmt: skip
     task = Task(
-        Model("", **sizes, experts=0, active=1), read_cluster(f"h100:{1 + ('tp=2' in plan)}"), 1, seq,
-        fixed={"tp": 1.0 + ("tp=2" in plan), "sp": float("sp" in plan), "recompute": {"none": NONE, "full": FULL}[recompute], "microbatch": 1.0},
+        Model("", **sizes, experts=0, active=1), read_cluster(f"h100:{ranks}"), 1, seq,
+        fixed={"tp": float(ranks), "sp": float("sp" in plan), "recompute": {"none": NONE, "full": FULL}[recompute], "microbatch": 1.0},
     )  # fmt: skip
     counted = activations_of_layer(spaces(task))[0]
     grown = (peak(4, 128) - peak(4, 64)) - (peak(2, 128) - peak(2, 64))

@@ -3,25 +3,21 @@
 2.13 renamed the collectives on one flat tensor and warns about the old names. `run_backward` is what
 torch.autograd.backward calls once it has looked at torch function modes; `mode_popped` takes the innermost of
 these modes away for a block. 2.11 does not know the shape of gamma draws on the meta device, which deferred
-initialisation asks for. `FLOPS` counts attention whose queries share keys; the counts of 2.11 refuse it. `RecomputedOnce` is a
-context of several backwards that together make a block again once; where torch has none, each of them does.
+initialisation asks for. `FLOPS` counts attention whose queries share keys; the counts of 2.11 refuse it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.overrides import _pop_mode_temporarily as mode_popped
-from torch.utils import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-RecomputedOnce: Any = getattr(checkpoint, "GraphExecGroup", nullcontext)
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_standard_gamma", "Meta"):
@@ -53,12 +49,4 @@ def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-__all__ = [
-    "FLOPS",
-    "RecomputedOnce",
-    "all_gather_flat",
-    "mode_popped",
-    "process_groups",
-    "reduce_scatter_flat",
-    "run_backward",
-]
+__all__ = ["FLOPS", "all_gather_flat", "mode_popped", "process_groups", "reduce_scatter_flat", "run_backward"]

@@ -11,9 +11,10 @@ An object among a block's arguments that the block writes into, such as a key-va
 has the object: a circle through autograd that Python's collector cannot see. A backward opens it; a microbatch without
 counted targets has none, and would stay in memory for good. `forget` opens the circles of what is done with.
 
-Under a zero-bubble schedule a microbatch's backward is many (pipeline/split_backward.py), and torch makes a block again in each of them:
-four layers of Llama took 5.4 GB where they take 2.0 without recomputation. RecomputedOnce makes it once for all; but torch lets go of a tensor
-that was read, and both halves read what a product's gradients need. `_Holder` keeps it until the graph is gone.
+Under a zero-bubble schedule a microbatch's backward is many (pipeline/split_backward.py), and torch makes a block again in
+each of them: four layers of Llama took 5.4 GB where they take 2.0 without recomputation, and a step twice as long. torch's
+GraphExecGroup makes it once for all; but what was read is let go of, and both halves read what a product's gradients
+need. `holding` keeps it until the graph is gone.
 """
 
 from __future__ import annotations
@@ -33,19 +34,15 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from soli.core.errors import Problem, SoliError, listing
 from soli.core.events import events
-from soli.core.plan import Plan
-from soli.core.versions import RecomputedOnce
+from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.parallel import wrapping
 from soli.parallel.keep import contexts
 from soli.parallel.tensor import reads
 from soli.parallel.units import blocks
 
-SPLIT = ("zbh1", "zbv", "dualpipev")
-"""Schedules that run a backward in two halves."""
-
 
 class _Handles(dict[Any, Any]):
-    """What a backward, or several of one RecomputedOnce, made again; not forgotten when it is read."""
+    """What the backwards of a GraphExecGroup made again, by group; torch sets None when it was read."""
 
     def __setitem__(self, group: Any, handle: Any) -> None:
         if handle is not None:
@@ -58,9 +55,9 @@ class _Holder(of_torch._Holder):
 
 
 def holding(plan: Plan) -> AbstractContextManager[object]:
-    """Around a step: what stands for activations until they are made again, of soli's blocks and where a model calls torch's checkpoint."""
-    kept = plan.schedule in SPLIT and RecomputedOnce is not nullcontext
-    return patch.object(of_torch, "_Holder", _Holder) if kept else nullcontext()
+    """Around a step: torch's stand-ins for activations keep what was made again, in soli's blocks and where a model itself calls checkpoint."""
+    split = plan.schedule in SPLIT_BACKWARD
+    return patch.object(of_torch, "_Holder", _Holder) if split else nullcontext()
 
 
 @listing

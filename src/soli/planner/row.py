@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from soli.planner.hardware.devices import Device
+
 Said = dict[str, float | None]
 """A row's numbers, by their names here (columns.toml)."""
 RECOMPUTE, SIZE, DEVICES, GROUP, BY_EYE = (
@@ -21,7 +23,7 @@ class Row:
 
     point: dict[str, float] = field(default_factory=dict)
     framework: str = ""
-    generation: str = ""
+    device: Device | None = None  # None: it is refused
     inferred: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     time: float | None = None  # measured, seconds
@@ -30,6 +32,11 @@ class Row:
     timeless: bool = False  # it says not how large a step is
     grouped: bool = False  # states are shared out in groups, and it says not of how many
     fits: bool = True  # False: it is known to have run out of memory
+
+    @property
+    def generation(self) -> str:
+        """The device's."""
+        return self.device.generation if self.device else ""
 
     @property
     def unsaid(self) -> bool:

@@ -45,7 +45,7 @@ def read(row: Mapping[str, str]) -> Row:
     device = device_of(row, found)
     if device is None:
         return found
-    found.generation, found.framework = device.generation, framework(row)
+    found.device, found.framework = device, framework(row)
     if found.framework == OLD and found.generation in FLASH_SINCE:  # which it never ran on
         found.framework = MEGATRON
     if found.framework == OTHER:

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.checkpoint import GraphExecGroup
 
-from soli.core.versions import RecomputedOnce, run_backward
+from soli.core.versions import run_backward
 
 
 @dataclass
@@ -30,11 +31,14 @@ class Group:
 
 @dataclass
 class Rest:
-    """What the second half has to do. `apart`: outputs that no received value reaches, and their gradients. `once`: around all of both."""
+    """What the second half has to do. `apart`: outputs that no received value reaches, and their gradients.
+
+    `once`: around every backward of both halves, which together make a block again once (parallel/recompute.py).
+    """
 
     groups: list[Group]
     apart: list[tuple[Tensor, Tensor]]
-    once: Any = field(default_factory=RecomputedOnce)
+    once: GraphExecGroup = field(default_factory=GraphExecGroup)
 
 
 def inputs_first(

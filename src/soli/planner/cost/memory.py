@@ -18,8 +18,9 @@ from soli.planner.cost.pipeline import in_flight, in_flight_last
 from soli.planner.cost.points import FULL, LINE, NONE, SELECTIVE, Array, Points
 from soli.planner.cost.schedules import in_a_v
 
-GRADIENTS = 12.0
-"""Bytes a token and hidden unit of the gradients that a layer's backward has at once, in soli; of its loss, a logit."""
+GRADIENTS, LOGIT = 12.0, 12.0
+"""Of soli: bytes a token and hidden unit of the gradients that a layer's backward has at once, three in fp32 (rehearsals have 6 to 18);
+and a logit's, in 16 bits, in fp32, and what the loss makes of it."""
 NORMS = 4.0
 """Vectors of a layer's width: two norms' weights and biases, or what others have in their place."""
 
@@ -163,10 +164,10 @@ def activations(p: Points, k: Constants, under_way: Array, fewer: Array | float 
     # Its input is among what is kept.
     beside = np.where((p.recompute == FULL) | (p.again > 0), whole - least, 0.0)
     scaled = k.activation_scale * (kept + beside)
-    return np.where(p.casts > 0, kept + _backward(p), scaled) if p.casts.any() else scaled
+    return np.where(p.casts > 0, kept + backward(p), scaled) if p.casts.any() else scaled
 
 
-def _backward(p: Points) -> Array:
+def backward(p: Points) -> Array:
     """Bytes that soli's backward of one layer has beside what is kept: what it makes again, and gradients."""
     again = activations_of_layer(replace(p, recompute=np.full(len(p), NONE))) - activations_of_layer(p)
     return again + p.tokens * p.hidden * GRADIENTS / p.around
@@ -174,7 +175,7 @@ def _backward(p: Points) -> Array:
 
 def logits(p: Points, k: Constants) -> Array:
     """Bytes of the last stage's logits, in 16 and in 32 bits, and of what the loss makes of them."""
-    return p.tokens * p.vocab / p.tp * np.where(p.casts > 0, GRADIENTS, k.logit_kept)
+    return p.tokens * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, k.logit_kept)
 
 
 def _early(p: Points, k: Constants) -> Array:
@@ -191,9 +192,10 @@ def kinds(p: Points, k: Constants) -> dict[str, Array]:
     weights, gradients, moments = of_states(p, k)
     begin, end = _early(p, k), activations(p, k, in_flight_last(p), p.fewer)
     loss = logits(p, k)
-    if p.casts.any():  # they are gone when a layer's backward begins
-        loss = np.where(p.casts > 0, np.maximum(loss - _backward(p), 0.0), loss)
     of_first = np.where((p.pp == 1) | in_a_v(p), loss, 0.0)
+    if p.casts.any():
+        begin, of_first = _fuller(p, begin, of_first)
+        end, loss = _fuller(p, end, loss)
     at_last = (p.logged > 0) | (end + loss > begin + of_first)
     panels = grids.beside(p) if p.tensor.any() else 0.0
     found = {
@@ -202,6 +204,14 @@ def kinds(p: Points, k: Constants) -> dict[str, Array]:
         "gathered": gathered(p) + casts(p) + panels, "workspace": k.resident + k.workspace,
     }  # fmt: skip
     return _updating(p, found) if p.copied.any() else found
+
+
+def _fuller(p: Points, passing: Array, loss: Array) -> tuple[Array, Array]:
+    """Activations and logits at soli's loss, or in the backward of a layer, by when the logits are gone: whichever is more."""
+    beside = backward(p)
+    return passing - np.where((p.casts > 0) & (loss > beside), beside, 0.0), np.where(
+        (p.casts > 0) & (loss <= beside), 0.0, loss
+    )
 
 
 def _updating(p: Points, found: dict[str, Array]) -> dict[str, Array]:
