@@ -76,6 +76,10 @@ ROWS = [
     ("vit", CUBE + ",zero=3", 8),
     # Stages of cubes: with dropout its attention is written out, and what leaves it is cut otherwise.
     swept("vit", "pp=2," + CUBE + ",microbatches=2", 16),
+    # What a rank of a cube sends on are parts of others' rows; a batch of one row beside those of two.
+    swept("hf-bert", "pp=2," + CUBE + ",microbatches=2", 16),
+    # Dropout that a check leaves out is a view of the same shape, of a row that other ranks have nothing of.
+    swept("hf-gpt2", "pp=2," + CUBE + ",microbatches=2", 16),
 ]
 
 

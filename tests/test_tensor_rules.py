@@ -65,6 +65,12 @@ def test_a_view_of_the_parts_is_the_part_of_the_view(data: st.DataObject) -> Non
         )
 
 
+def test_a_view_of_the_same_shape_is_cut_alike() -> None:
+    """Of a dim of one element too, which only one rank has: it went on whole, and a pipeline's check saw other shapes than its step."""
+    split = Split(0, (1,), 1)
+    assert viewed(split, (1, 6, 4), (1, 6, 4), 2) == split
+
+
 def _runs(factors: list[int], data: st.DataObject) -> list[list[int]]:
     runs: list[list[int]] = [[]]
     for factor in factors:

@@ -11,7 +11,7 @@ from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.layout import even_parts
 from soli.engine import microbatch
-from soli.engine.batch import Part, part_of, to_device
+from soli.engine.batch import Part, part_of, rows_of, to_device
 from soli.engine.layout import Runner
 from soli.mesh.collectives import all_reduce, extreme, gather_json
 from soli.parallel.pipeline import schedules, stages, table, watch
@@ -165,18 +165,20 @@ def build(engine: Engine, cutting: Cutting) -> Pipeline:
         lambda data: microbatch.loss(engine, engine._call(data), data),
         engine.computing,
         engine.again,
-        lambda flags: _anyone(engine, flags),
+        lambda rows: _together(engine, rows),
     )
 
 
-def _anyone(engine: Engine, flags: list[bool]) -> list[bool]:
-    """Which flags are set on a rank with other rows that computes products together with this one. Collective there."""
+def _together(engine: Engine, rows: list[int]) -> list[tuple[int, ...]]:
+    """Of each microbatch the rows of all ranks that compute products together with this one. Collective there."""
     if not engine.plan.together:
-        return flags
-    found = torch.tensor(flags, dtype=torch.float64)
-    for name in ("depth", "row"):
-        all_reduce(found, engine.mesh[name], "max", label="shapes that are new")
-    return [bool(flag) for flag in found.tolist()]
+        return [() for _ in rows]
+    depth, row = engine.mesh["depth"], engine.mesh["row"]
+    found = torch.zeros(depth.size, row.size, len(rows), dtype=torch.float64)
+    found[depth.index, row.index] = torch.tensor(rows, dtype=torch.float64)
+    for axis in (depth, row):
+        all_reduce(found, axis, label="rows of microbatches")
+    return [tuple(map(int, count)) for count in found.flatten(0, 1).T.tolist()]
 
 
 def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> tuple[float, float]:
@@ -203,7 +205,7 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
 def forward_only(engine: Engine, pipeline: Pipeline, data: Any) -> tuple[float, float]:
     """See Engine.forward_only."""
     engine.laid.gatherer.hold_all()
-    found = pipeline.forward_only(data) if data is not None else (0.0, 0.0)
+    found = pipeline.forward_only(data, rows_of(data)) if data is not None else (0.0, 0.0)
     engine.laid.gatherer.end_pass()
     return found
 

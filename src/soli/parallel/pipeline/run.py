@@ -66,7 +66,7 @@ def needs_of(
 
 class Pipeline:
     """`call(data) -> (total, count)`: the model and its loss. `computing()`, `again()`: what it runs in, forward
-    and when it is recomputed. `anyone(flags)`: which hold on a rank that computes products together with this one."""
+    and when it is recomputed. `together(rows)`: of each microbatch the rows of all ranks that compute its products together."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Pipeline:
         call: Callable[[Any], tuple[Tensor, float]],
         computing: Callable[[], AbstractContextManager[Any]],
         again: Callable[[], AbstractContextManager[Any]],
-        anyone: Callable[[list[bool]], list[bool]],
+        together: Callable[[list[int]], list[tuple[int, ...]]],
     ) -> None:
         self.model, self.plan, self.axis, self.device = model, plan, axis, device
         self.cutting, self.stages, self.reducer, self.randomness = (
@@ -89,7 +89,7 @@ class Pipeline:
             reducer,
             randomness,
         )
-        self.call, self.computing, self.again, self.anyone = call, computing, again, anyone
+        self.call, self.computing, self.again, self.together = call, computing, again, together
         self.weights = [p for p in model.parameters() if p.requires_grad and not p.is_meta]  # of this rank
         self.mine = [Stage(self, index) for index in self.stages.of_rank(axis.index)]
         self.actions: list[Action] = []  # of the newest flush; seconds of time.perf_counter
@@ -116,14 +116,14 @@ class Pipeline:
         `scale` multiplies what is differentiated. The gradients are in the reducer.
         """
         self.pieces, self._step, self._scale = pieces, step, scale
-        self.keys = [key_of(piece.data) if piece.rows else None for piece in pieces]
-        new = [
-            bool(piece.rows) and key not in self.mine[0].known
-            for piece, key in zip(pieces, self.keys, strict=True)
+        rows = self.together([piece.rows for piece in pieces])
+        self.keys = [
+            key_of(piece.data, everyone) if piece.rows else None
+            for piece, everyone in zip(pieces, rows, strict=True)
         ]
-        for piece, unknown in zip(pieces, self.anyone(new), strict=True):
-            if unknown:
-                self._learn(piece)
+        for piece, key in zip(pieces, self.keys, strict=True):
+            if piece.rows and key not in self.mine[0].known:
+                self._learn(piece, key)
         self._total, self._counted = 0.0, 0.0
         self.actions = []
         with issuing(), holding(self.axis.group):  # messages are recorded where they are made
@@ -139,11 +139,11 @@ class Pipeline:
         yield
         self.actions.append(Action(kind, stage, number, start, time.perf_counter()))
 
-    def _learn(self, piece: Any) -> None:
+    def _learn(self, piece: Any, key: Any) -> None:
         """Let the shapes of a microbatch be known on every stage; nothing of the model changes."""
         began = self.randomness.begin(self._step, piece.start, piece.rows)
         with kept.unchanged(self.model), began, self.randomness.forward():
-            self.forward_only(piece.data)
+            self._forward_only(piece.data, key)
 
     def compute(self, stage: Stage, number: int, flight: Flight, known: Known) -> None:
         """The forward of one microbatch on one stage; `flight` gets what is sent, or the loss."""
@@ -206,10 +206,13 @@ class Pipeline:
         known.own = forward.forms
         return forward, result
 
-    @torch.no_grad()
-    def forward_only(self, data: Any) -> tuple[float, float]:
+    def forward_only(self, data: Any, rows: int) -> tuple[float, float]:
         """Total and count of a batch, on the last stage's rank (0 on the others), in the model's present mode."""
-        key, total, count = key_of(data, self.model.training), 0.0, 0.0
+        return self._forward_only(data, key_of(data, self.together([rows])[0], self.model.training))
+
+    @torch.no_grad()
+    def _forward_only(self, data: Any, key: Any) -> tuple[float, float]:
+        total, count = 0.0, 0.0
         before: tuple[Stage, list[Tensor], Any] | None = None
         pending = []
         for stage in self.mine:
@@ -274,9 +277,13 @@ class Pipeline:
         return Known(Shapes([[_form_read(said) for said in call] for call in calls]), incoming, [])
 
 
-def key_of(data: Any, training: bool = True) -> Any:
-    """What of a batch the shapes inside a model depend on."""
-    return training, tuple((tuple(x.shape), x.dtype) for x in tree_leaves(data) if isinstance(x, Tensor))
+def key_of(data: Any, rows: tuple[int, ...], training: bool = True) -> Any:
+    """What of a batch the shapes inside a model depend on: on a grid also the rows of others, parts of which a rank sends on."""
+    return (
+        training,
+        rows,
+        tuple((tuple(x.shape), x.dtype) for x in tree_leaves(data) if isinstance(x, Tensor)),
+    )
 
 
 def _outputs(forward: StageForward, known: Known) -> list[Tensor]:

@@ -137,6 +137,8 @@ def together(locals_: list[Tensor], split: Split) -> Tensor:
 
 def viewed(split: Split, old: tuple[int, ...], new: tuple[int, ...], ranks: int) -> Split:
     """The cut of a tensor of logical shape `old` seen as `new` (row-major). Misfit where there is none."""
+    if old == new:
+        return split
     if 0 in old and new.count(0) == 1:  # sizes do not say which dims nothing was merged of: take one for none
         old = tuple(n or 1 for n in old)
         new = tuple(n or prod(old) // prod(m or 1 for m in new) for n in new)
