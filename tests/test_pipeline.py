@@ -96,7 +96,7 @@ def test_two_halves_are_one_backward() -> None:
     wanted = torch.autograd.grad(outputs(), [x, *weights], gradients)
     passed, rest = inputs_first(outputs(), gradients, [x, y], weights)
     assert all(w.grad is None for w in weights)
-    weights_later(rest)
+    weights_later(rest, lambda weight: None)
     assert passed[1] is None
     for got, want in zip([passed[0], *(w.grad for w in weights)], wanted, strict=True):
         assert torch.allclose(got, want, rtol=1e-13, atol=0)

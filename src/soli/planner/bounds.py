@@ -86,21 +86,21 @@ def _gathering(p: Points, k: Constants, layer: Array) -> Array:
 def memory_of_layouts(task: Task, table: Table) -> Array:
     """Bytes: all is recomputed, one microbatch is under way, and states are cut over all ranks."""
     p, k = _made(task, table)
-    p = replace(borders.loosest(p), recompute=np.full(len(p), FULL), global_batch=p.dp * p.microbatch)
-    return SLACK * high(task) * (_sharded(task, p, k) - memory.casts(p))
+    p = _sharded(task, replace(p, recompute=np.full(len(p), FULL), global_batch=p.dp * p.microbatch))
+    least = np.where(p.pp > 1, memory.average(p, k), memory.peak(p, k, bare=True))
+    return SLACK * high(task) * least
 
 
 def memory_of_stages(task: Task, table: Table) -> Array:
-    """Bytes: states are cut over all ranks, and as many layers are recomputed as may be."""
-    table = {**table, "again": table["most"]}
-    return SLACK * high(task) * _sharded(task, *_made(task, table))
+    """Bytes: states are cut over all ranks, and as many layers are recomputed as may be; what is gathered takes no place."""
+    p, k = _made(task, {**table, "again": table["most"]})
+    return SLACK * high(task) * memory.peak(_sharded(task, p), k, bare=True)
 
 
-def _sharded(task: Task, p: Points, k: Constants) -> Array:
-    """Under ZeRO-3, as if what it gathers took no place, and with the optimizer's state in the host's memory if it can."""
+def _sharded(task: Task, p: Points) -> Points:
+    """Under ZeRO-3, with the optimizer's state in the host's memory if it can."""
     moved = np.full(len(p), float(chooses(task.framework, "offload")))
-    p = replace(p, zero=np.full(len(p), 3.0), offload=moved)
-    return memory.peak(p, k) - memory.gathered(p)
+    return replace(p, zero=np.full(len(p), 3.0), offload=moved)
 
 
 def _made(task: Task, table: Table) -> tuple[Points, Constants]:

@@ -149,7 +149,6 @@ def stages(task: Task, table: Table, each: bool = False) -> Table:
     whole = {name: np.repeat(column, len(levels)) for name, column in found.items()}
     whole |= {"recompute": np.tile(np.array(levels), len(place)), "again": np.zeros(len(place) * len(levels))}
     whole["most"] = whole["again"]
-    whole = rows_of(whole, _recomputes(task, whole["schedule"]) | (whole["recompute"] == NONE))
     own = _budgets(task, found)
     if not own.any():
         return whole
@@ -188,24 +187,15 @@ def counted(task: Task) -> int:
         return 0
     _, _, count, kind = _sharded(task, table)
     place, order = np.nonzero(_ordered(task, table))
-    schedule, chunks = _orders(task)[order].T
-    levels = _levels(task)
-    whole = np.where(_recomputes(task, schedule), len(levels), levels.count(NONE))
-    return int(
-        ((_budgets(task, {**rows_of(table, place), "chunks": chunks}) + whole) * count[kind][place]).sum()
-    )
+    _, chunks = _orders(task)[order].T
+    mixes = _budgets(task, {**rows_of(table, place), "chunks": chunks})
+    return int(((mixes + len(_levels(task))) * count[kind][place]).sum())
 
 
 def _levels(task: Task) -> tuple[float, ...]:
     """What can be recomputed of all layers alike."""
     said = (task.fixed or {}).get("recompute")
     return tuple(level for level in LEVELS.values() if said in (None, level))
-
-
-def _recomputes(task: Task, schedule: Array) -> NDArray[np.bool_]:
-    """Where recomputation is in the space. In soli not where a backward is two halves: what was made again for the first is kept for the
-    second, how long is the schedule's, and memory.py does not count it."""
-    return np.asarray((schedule < ZBH1) | (task.framework != SOLI))
 
 
 def _budgets(task: Task, table: Table) -> Places:

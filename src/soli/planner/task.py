@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from soli.core.errors import Problem, listing
-from soli.planner.cost.points import INTERLEAVED, NONE, ONE, PRECISIONS, ZBH1
+from soli.planner.cost.points import INTERLEAVED, ONE, PRECISIONS, ZBH1
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.models import Model
-from soli.planner.offers import SCHEDULES, SOLI, unable
+from soli.planner.offers import SCHEDULES, unable
 
 FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch", "ep", "replicate", "context", "offload", "schedule", "tensor", "precision")  # fmt: skip
 """What the user may fix; `microbatch` is in sequences."""
@@ -104,7 +104,6 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
         "context=ulysses and cp=1 contradict each other: attention crosses the ranks of cp": fixed.get("context") and one("cp"),
         "sp=on and a grid contradict each other: a grid has cut what sp cuts": fixed.get("sp") and fixed.get("tensor"),
         f"schedule={names[fixed.get('schedule', ONE)]} and a grid contradict each other: its products compute both gradients at once": fixed.get("tensor") and fixed.get("schedule", ONE) >= ZBH1,
-        f"what recompute saves under schedule={names[fixed.get('schedule', ONE)]} is not counted yet: soli keeps what was made again for a backward's second half": task.framework == SOLI and fixed.get("recompute", NONE) != NONE and fixed.get("schedule", ONE) >= ZBH1,
         f"replicate={fixed.get('replicate', 1):g} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
         f"replicate={fixed.get('replicate', 1):g} does not divide dp={fixed.get('dp', 0):g}": fixed.get("dp", 0) % fixed.get("replicate", 1),
         f"ep={fixed.get('ep', 1):g} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,

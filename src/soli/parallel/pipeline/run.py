@@ -128,7 +128,6 @@ class Pipeline:
         self.actions = []
         with issuing(), holding(self.axis.group):  # messages are recorded where they are made
             self.schedule._step_microbatches(target_mbs=[None] * len(pieces), return_outputs=False)
-        self.collect()
         self.pieces = []
         return self._total, self._counted
 
@@ -165,12 +164,6 @@ class Pipeline:
         """Around a backward: recomputation draws as the forward did."""
         with self.randomness.resume(flight.randomness), self.randomness.forward(), self.again():
             yield
-
-    def collect(self) -> None:
-        """Give the reducer the gradients that came without autograd's hooks."""
-        for param in self.weights:
-            if param.grad is not None:
-                self.reducer.arrive(param)
 
     # --- a forward ------------------------------------------------------------------------------------
 

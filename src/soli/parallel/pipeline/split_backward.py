@@ -10,6 +10,7 @@ borders, the second goes on from there. Nodes are run once in each half, for the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,17 +81,17 @@ def inputs_first(
     return [next(found) if x.requires_grad else None for x in inputs], rest
 
 
-def weights_later(rest: Rest) -> None:
-    """Add the gradients of the weights to their `.grad`."""
+def weights_later(rest: Rest, arrive: Callable[[nn.Parameter], None]) -> None:
+    """Add the gradients of the weights to their `.grad`; `arrive` takes each before the next is computed, as autograd's hooks do."""
     with rest.once:
-        for group in rest.groups:
-            _weights_of(group)
+        while rest.groups:
+            _weights_of(rest.groups.pop(), arrive)
         if rest.apart:
             outputs, gradients = zip(*rest.apart, strict=True)
             run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _weights_of(group: Group) -> None:
+def _weights_of(group: Group, arrive: Callable[[nn.Parameter], None]) -> None:
     # A border may lie below another of its group: what comes from there is in its recorded gradient already.
     handles = [
         border.register_prehook(lambda _, recorded=recorded: recorded)
@@ -122,12 +123,10 @@ def _weights_of(group: Group) -> None:
         for handle in handles:
             handle.remove()
     for node, gradient in zip(targets, found, strict=False):
-        _add(node.variable, gradient)  # type: ignore[attr-defined]
-
-
-def _add(weight: nn.Parameter, gradient: Tensor | None) -> None:
-    if gradient is not None:
-        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        if gradient is not None:
+            weight = node.variable  # type: ignore[attr-defined]
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+            arrive(weight)
 
 
 def _children(node: Node) -> list[Node]:

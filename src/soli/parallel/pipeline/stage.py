@@ -176,8 +176,7 @@ class Stage(PipelineStage):
             return
         flight = self.flights[bwd_chunk_id]
         with self.pipeline.timed("W", self.stage_index, bwd_chunk_id), self.pipeline.backward(flight):
-            weights_later(flight.rest)
-        self.pipeline.collect()
+            weights_later(flight.rest, self.pipeline.reducer.arrive)
         flight.rest = None
         self._land(bwd_chunk_id)
 

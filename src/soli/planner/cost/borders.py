@@ -3,7 +3,7 @@
 soli cuts where the longest stage is shortest, by flops (parallel/pipeline/stages.py); Megatron-LM's and others' users can
 say it (offers.py). With r, the last product by a layer, S stages are n, n, ..., and what is left for the last:
 
-    minimise max(n, last + r),  last = max(L - n (S - 1), 1):  n is beside (L + r) / S
+    minimise max(n, last + r),  last = max(L - n (S - 1), 0):  n is beside (L + r) / S
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ def placed(p: Points) -> Points:
         n = np.maximum(n, least)
         best = np.where(_worst(p, n, ends) < _worst(p, best, ends), n, best)
     one = stages <= 1
-    best = np.where(one, p.layers, best)
-    fewer = np.where(one, 0.0, best - _last(p, best))
-    return replace(p, longest=p.chunks * best, fewer=fewer)
+    # Of borders whose longest stage is the same, those whose squares add up to least.
+    even = np.clip(
+        np.round(middle - ends),
+        _last(p, best),
+        np.floor(np.maximum(_worst(p, best, ends) - ends, 0.0) + 1e-9),
+    )
+    best, last = np.where(one, p.layers, best), np.minimum(np.maximum(even, _last(p, best)), best)
+    return replace(p, longest=p.chunks * best, fewer=np.where(one, 0.0, best - last))
 
 
 def loosest(p: Points) -> Points:
-    """What no plan with the same ranks is below, whatever its borders: equal stages, of which the last has one layer."""
+    """What no plan with the same ranks is below, whatever its borders: equal stages, of which the last has no layer."""
     least = np.ceil(p.layers / p.pp - 1e-9)
-    return replace(p, longest=least, fewer=np.where(p.pp > 1, least - 1, 0.0))
+    return replace(p, longest=least, fewer=np.where(p.pp > 1, least, 0.0))
 
 
 def last_by_layer(p: Points) -> Array:
@@ -45,7 +50,7 @@ def last_by_layer(p: Points) -> Array:
 
 
 def _last(p: Points, n: Array) -> Array:
-    return np.clip(p.layers - n * (p.pp * p.chunks - 1), 1.0, n)
+    return np.clip(p.layers - n * (p.pp * p.chunks - 1), 0.0, n)
 
 
 def _worst(p: Points, n: Array, ends: Array) -> Array:

@@ -14,13 +14,13 @@ import numpy as np
 
 from soli.planner.cost import grids
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.pipeline import in_flight, in_flight_last
-from soli.planner.cost.points import FULL, LINE, NONE, SELECTIVE, Array, Points
+from soli.planner.cost.points import FULL, LINE, NONE, RING, SELECTIVE, Array, Points
+from soli.planner.cost.ranks import Rank, ranks
 from soli.planner.cost.schedules import in_a_v
 
-GRADIENTS, LOGIT = 12.0, 12.0
+GRADIENTS, LOGIT, LEFT = 12.0, 12.0, 4.0
 """Of soli: bytes a token and hidden unit of the gradients that a layer's backward has at once, three in fp32 (rehearsals have 6 to 18);
-and a logit's, in 16 bits, in fp32, and what the loss makes of it."""
+and a logit's, in 16 bits, in fp32, and what the loss makes of it; and what of it the loss keeps for its backward."""
 NORMS = 4.0
 """Vectors of a layer's width: two norms' weights and biases, or what others have in their place."""
 
@@ -65,10 +65,18 @@ def parameters(p: Points) -> Array:
     )
 
 
-def of_states(p: Points, k: Constants) -> tuple[Array, Array, Array]:
+def of_rank(p: Points, rank: Rank) -> tuple[Array, Array]:
+    """Parameters of a rank, as `of_layer`."""
+    dense, experts = of_layer(p)
+    tables = np.where(p.tied > 0, np.minimum(rank.tables, 1.0), rank.tables)
+    return rank.layers * dense + tables * p.vocab * p.hidden / p.tp, rank.layers * experts
+
+
+def of_states(p: Points, rank: Rank) -> tuple[Array, Array, Array]:
     """Bytes of parameters, gradients, and what the optimizer has of them."""
     weights = gradients = moments = np.zeros_like(p.dp)
-    for count, learnt, over in zip(of_stage(p), trained(p), (p.shards, p.expert_shards), strict=True):
+    for count, over in zip(of_rank(p, rank), (p.shards, p.expert_shards), strict=True):
+        learnt = count * (1 - p.frozen)
         weights = weights + count * p.weight / np.where(p.zero >= 3, over, 1.0)
         apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
         gradients = gradients + learnt * (p.gradient / np.where(apart, over, 1.0))
@@ -77,30 +85,35 @@ def of_states(p: Points, k: Constants) -> tuple[Array, Array, Array]:
     return weights, gradients, moments
 
 
-def copies(p: Points) -> Array:
+def copies(p: Points, rank: Rank) -> Array:
     """Bytes that only the update has: a copy of the gradients of which the rank has the optimizer's state."""
-    own = zip(trained(p), (p.shards, p.expert_shards), strict=True)
-    return sum((count * p.copied / np.where(p.zero >= 1, over, 1.0) for count, over in own), np.zeros(()))
+    own = zip(of_rank(p, rank), (p.shards, p.expert_shards), strict=True)
+    share = p.copied * (1 - p.frozen)
+    return sum((count * share / np.where(p.zero >= 1, over, 1.0) for count, over in own), np.zeros(()))
 
 
 def states(p: Points, k: Constants) -> Array:
-    """Bytes of parameters, gradients, optimizer, and what else stays between steps."""
-    weights, gradients, moments = of_states(p, k)
-    return weights + gradients + moments + k.resident
+    """Bytes of parameters, gradients, optimizer, and what else stays between steps, of the rank with the most."""
+    each = [sum(of_states(p, rank), np.zeros(())) for rank in ranks(p)]
+    return np.maximum.reduce(each) + k.resident
 
 
-def gathered(p: Points) -> Array:
+def gathered(p: Points, rank: Rank) -> Array:
     """Bytes of the parameters that ZeRO-3 has gathered: a layer and the next; of a pipeline, perhaps the stage's."""
-    layer, stage = (dense + experts for dense, experts in (of_layer(p), of_stage(p)))
+    layer, stage = sum(of_layer(p), np.zeros(())), sum(of_rank(p, rank), np.zeros(()))
     some = 2 * layer + of_tables(p)
     return np.where(p.zero >= 3, p.weight * np.where((p.whole > 0) & (p.pp > 1), stage, some), 0.0)
 
 
-def casts(p: Points) -> Array:
-    """Bytes of the parameters in 16 bits that microbatches under way keep; what is recomputed is cast again."""
-    dense, experts = of_stage(p)
-    times = np.where(p.recompute == FULL, 1.0 / p.own_layers, np.minimum(p.pp, p.microbatches))
-    return np.where(p.casts > 0, 2.0 * (dense + experts) * times, 0.0)
+def casts(p: Points, rank: Rank) -> Array:
+    """Bytes of the parameters in 16 bits that microbatches under way keep; what is recomputed is cast again for one layer,
+    and of a forward torch.autocast keeps them until its end."""
+    layer = sum(of_layer(p), np.zeros(()))
+    least = np.where(p.recompute == FULL, 1.0 / np.maximum(rank.layers, 1.0), 1.0)
+    again = np.minimum(np.maximum(rank.undone, least), rank.under_way)
+    times = np.where(p.recompute == NONE, rank.under_way, again)
+    table = p.vocab * p.hidden / p.tp * rank.losses
+    return np.where(p.casts > 0, 2.0 * (rank.layers * layer * times + table), 0.0)
 
 
 def activations_of_layer(p: Points) -> Array:
@@ -144,27 +157,49 @@ def _of_autocast(p: Points, scores: Array) -> Array:
         + (opened + 2.0 * width + ffn + scores) / p.tp
     )
     # a block's input, and what its products give
-    some = 8.0 * p.hidden / p.around + opened / p.tp
+    # of a ring's steps each attention's result
+    steps = np.where((p.cp > 1) & (p.context == RING), p.cp / 2 + 1, 0.0)
+    some = 8.0 * p.hidden / p.around + (opened + 2.0 * width * steps) / p.tp
     least = 4.0 * p.hidden / p.around
     return p.tokens * np.where(p.recompute == FULL, least, np.where(p.recompute == SELECTIVE, some, whole))
 
 
-def activations(p: Points, k: Constants, under_way: Array, fewer: Array | float = 0.0) -> Array:
-    """Bytes of a stage's microbatches that are under way, and of a recomputed layer beside them.
-
-    `fewer`: layers that the rank has less than the one with the most; they are computed again first.
-    """
+def activations(p: Points, k: Constants, rank: Rank) -> Array:
+    """Bytes of a rank's microbatches that are under way, and of a recomputed layer beside them."""
     one = activations_of_layer(p)
-    kept = (p.own_layers - fewer) * under_way * one
+    kept = rank.layers * rank.under_way * one
     whole = activations_of_layer(replace(p, recompute=np.full(len(p), NONE)))
     least = one
     if p.again.any():
         least = activations_of_layer(replace(p, recompute=np.full(len(p), FULL)))
-        kept = kept - np.minimum(p.again, p.own_layers - fewer) * under_way * (one - least)
+        kept = kept - np.minimum(p.again, rank.layers) * rank.under_way * (one - least)
     # Its input is among what is kept.
-    beside = np.where((p.recompute == FULL) | (p.again > 0), whole - least, 0.0)
+    beside = np.where(((p.recompute == FULL) | (p.again > 0)) & (rank.layers > 0), whole - least, 0.0)
     scaled = k.activation_scale * (kept + beside)
-    return np.where(p.casts > 0, kept + backward(p), scaled) if p.casts.any() else scaled
+    return np.where(p.casts > 0, kept + _between(p, rank, whole - one), scaled) if p.casts.any() else scaled
+
+
+def _between(p: Points, rank: Rank, again: Array) -> Array:
+    """Bytes of soli's microbatches beside what their layers keep: what a stage sends; the last norm's; until the second half of a backward what
+    was made again for the first, and gradients of norms' and products' results, as `backward` has of one layer."""
+    width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
+    opened = 2.0 * width * (1 + 2 * p.kv_share) + 2.0 * p.ffn * active * (1 + p.gated)
+    wait = again + p.tokens * (
+        opened / p.tp
+        + 4.0 * p.hidden / np.where(p.tensor == LINE, 1.0, p.tp)
+        + GRADIENTS * p.hidden / p.around
+    )
+    vector = p.tokens * p.hidden / p.around
+    sent = np.where((p.pp > 1) & (rank.ends == 0), 4.0 * vector * rank.under_way, 0.0)
+    return rank.undone * rank.layers * wait + sent + 10.0 * vector * rank.losses
+
+
+def average(p: Points, k: Constants) -> Array:
+    """Bytes of states and of what layers keep of one microbatch, in the mean of a pipeline's ranks: one has as much, whatever its borders."""
+    zero = np.zeros(len(p))
+    mean = Rank(p.layers / p.pp, (2.0 - p.tied) / p.pp, zero, zero + 1, zero, zero)
+    kept = np.where(p.casts > 0, 1.0, k.activation_scale) * mean.layers * activations_of_layer(p)
+    return sum(of_states(p, mean), kept) + k.resident + k.workspace
 
 
 def backward(p: Points) -> Array:
@@ -174,54 +209,60 @@ def backward(p: Points) -> Array:
 
 
 def logits(p: Points, k: Constants) -> Array:
-    """Bytes of the last stage's logits, in 16 and in 32 bits, and of what the loss makes of them."""
+    """Bytes of a microbatch's logits at the loss, in 16 and in 32 bits, and of what the loss makes of them."""
     return p.tokens * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, k.logit_kept)
 
 
-def _early(p: Points, k: Constants) -> Array:
-    """Bytes of the first stage's microbatches; or of the second's, where stages lack so many layers that the first is shorter too."""
-    under_way = in_flight(p)
-    lacking = p.pp * p.own_layers - p.layers - p.fewer
-    short = (p.pp > 2) & (p.chunks == 1) & (p.longest == 0) & (p.fewer > 0) & (lacking >= 1)
-    first = activations(p, k, under_way, np.where(short, 1.0, 0.0))
-    return np.where(short, np.maximum(first, activations(p, k, np.maximum(under_way - 1, 1.0))), first)
+def kinds(p: Points, k: Constants, bare: bool = False) -> dict[str, Array]:
+    """Bytes of each kind at the fullest moment of the fullest rank (or of the last stage's, see Points.logged).
+
+    `bare`: as if copies of parameters, whole ones and those in 16 bits, took no place.
+    """
+    each = [_kinds(p, k, rank, bare) for rank in ranks(p)]
+    total = np.stack([sum(found.values(), np.zeros(len(p))) for found in each])
+    fullest = np.where(p.logged > 0, np.where((p.pp == 1) | in_a_v(p), 0, 2), total.argmax(axis=0))
+    return {
+        kind: np.choose(fullest, [np.broadcast_to(found[kind], len(p)) for found in each]) for kind in each[0]
+    }
 
 
-def kinds(p: Points, k: Constants) -> dict[str, Array]:
-    """Bytes of each kind at the fullest moment of the fullest rank (or of the last stage's, see Points.logged)."""
-    weights, gradients, moments = of_states(p, k)
-    begin, end = _early(p, k), activations(p, k, in_flight_last(p), p.fewer)
-    loss = logits(p, k)
-    of_first = np.where((p.pp == 1) | in_a_v(p), loss, 0.0)
-    if p.casts.any():
-        begin, of_first = _fuller(p, begin, of_first)
-        end, loss = _fuller(p, end, loss)
-    at_last = (p.logged > 0) | (end + loss > begin + of_first)
+def _kinds(p: Points, k: Constants, rank: Rank, bare: bool) -> dict[str, Array]:
+    """Of one rank."""
+    weights, gradients, moments = of_states(p, rank)
     panels = grids.beside(p) if p.tensor.any() else 0.0
+    passing, loss = activations(p, k, rank), rank.ends * logits(p, k)
+    if p.casts.any():
+        passing, loss = _fuller(p, k, rank, passing)
     found = {
-        "parameters": weights, "gradients": gradients, "optimizer": moments,
-        "activations": np.where(at_last, end, begin), "logits": np.where(at_last, loss, of_first),
-        "gathered": gathered(p) + casts(p) + panels, "workspace": k.resident + k.workspace,
+        "parameters": weights, "gradients": gradients, "optimizer": moments, "activations": passing, "logits": loss,
+        "gathered": panels if bare else gathered(p, rank) + casts(p, rank) + panels, "workspace": k.resident + k.workspace,
     }  # fmt: skip
-    return _updating(p, found) if p.copied.any() else found
+    return _updating(p, rank, found) if p.copied.any() else found
 
 
-def _fuller(p: Points, passing: Array, loss: Array) -> tuple[Array, Array]:
-    """Activations and logits at soli's loss, or in the backward of a layer, by when the logits are gone: whichever is more."""
-    beside = backward(p)
-    return passing - np.where((p.casts > 0) & (loss > beside), beside, 0.0), np.where(
-        (p.casts > 0) & (loss <= beside), 0.0, loss
-    )
+def _fuller(p: Points, k: Constants, rank: Rank, passing: Array) -> tuple[Array, Array]:
+    """Activations and logits at soli's loss, or in the backward of a layer, by when its logits are gone: whichever is more.
+
+    Of another microbatch under way there are what the loss keeps of its logits and, until the backward's second half, their gradients.
+    """
+    one, soli = p.tokens * p.vocab / p.tp, p.casts > 0
+    kept = one * np.where(rank.undone > 0, LEFT + 2.0, LEFT)
+    others = np.maximum(rank.losses - 1, 0.0) * kept
+    beside = np.where(rank.layers > 0, backward(p), 0.0)
+    own = np.where(rank.undone > 0, kept, 0.0)
+    at_loss = rank.ends * LOGIT * one > beside + own
+    found = np.where(at_loss, rank.ends * LOGIT * one, rank.ends * own) + others
+    return passing + np.where(soli & ~at_loss, beside, 0.0), np.where(soli, found, rank.ends * logits(p, k))
 
 
-def _updating(p: Points, found: dict[str, Array]) -> dict[str, Array]:
+def _updating(p: Points, rank: Rank, found: dict[str, Array]) -> dict[str, Array]:
     """The kinds of `kinds` at the update, where its copies are more than what the passes keep, which is gone by then."""
-    passing, copied = ("activations", "logits", "gathered"), copies(p)
+    passing, copied = ("activations", "logits", "gathered"), copies(p, rank)
     fuller = copied > sum((found[kind] for kind in passing), np.zeros(()))
     less = {kind: np.where(fuller, 0.0, found[kind]) for kind in passing}
     return found | less | {"optimizer": found["optimizer"] + np.where(fuller, copied, 0.0)}
 
 
-def peak(p: Points, k: Constants) -> Array:
-    """Bytes at the fullest moment."""
-    return sum(kinds(p, k).values(), np.zeros(()))
+def peak(p: Points, k: Constants, bare: bool = False) -> Array:
+    """Bytes at the fullest moment; `bare` as in `kinds`."""
+    return sum(kinds(p, k, bare).values(), np.zeros(()))

@@ -49,17 +49,12 @@ def spent_otherwise(
     return p.microbatches * longest, fill
 
 
-def in_flight(p: Points) -> Array:
-    """Microbatches whose activations the first stage keeps, in parts of all its layers (arXiv 2205.05198, 4.2.3)."""
+def in_flight(p: Points, rank: Array | float = 0.0) -> Array:
+    """Microbatches whose activations a rank keeps, in parts of all its layers (arXiv 2205.05198, 4.2.3)."""
     m, stages = p.microbatches, p.pp
-    deep = np.where(p.chunks > 1, stages * (1 + (stages - 1) / (stages * p.chunks)), stages)
+    looped = stages + (stages - 1 - 2 * rank) / p.chunks
+    deep = np.where(p.chunks > 1, looped, stages - rank)
     return np.where(p.schedule > INTERLEAVED, kept(p), np.minimum(deep, m))
-
-
-def in_flight_last(p: Points) -> Array:
-    """The same of the last stage: one, or with chunks the (v - 1) p + 1 of v that its warm-up has begun."""
-    looped = np.minimum(((p.chunks - 1) * p.pp + 1) / p.chunks, p.microbatches)
-    return np.where(p.schedule > INTERLEAVED, kept(p), looped)
 
 
 def bubble(p: Points) -> Array:

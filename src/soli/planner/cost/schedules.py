@@ -17,7 +17,7 @@ import numpy as np
 
 from soli.planner.cost import arithmetic
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import DUALPIPEV, GPIPE, ZBV, Array, Points
+from soli.planner.cost.points import DUALPIPEV, GPIPE, ZBH1, ZBV, Array, Points
 
 
 def in_a_v(p: Points) -> Array:
@@ -53,3 +53,11 @@ def kept(p: Points) -> Array:
     """Microbatches whose activations a rank keeps, in parts of all its layers."""
     found = np.where(p.schedule == GPIPE, p.microbatches, p.pp)
     return np.minimum(np.where(p.schedule == DUALPIPEV, p.pp + 0.5, found), p.microbatches)
+
+
+def undone(p: Points, rank: Array | float = 0.0) -> Array:
+    """Of `kept` those whose second half of the backward is to come, where the most is there, of torch's orders. A V's last rank has
+    no others then."""
+    found = np.where(p.schedule == ZBH1, rank + 1, 0.0)
+    found = np.where(p.schedule == ZBV, rank + 0.5, found)
+    return np.where(p.schedule == DUALPIPEV, np.where(np.asarray(rank) > 0, (rank + 1) / 2, 0.5), found)
