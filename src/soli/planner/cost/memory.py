@@ -229,7 +229,7 @@ def kinds(p: Points, k: Constants, bare: bool = False) -> dict[str, Array]:
 def _kinds(p: Points, k: Constants, rank: Rank, bare: bool) -> dict[str, Array]:
     """Of one rank."""
     weights, gradients, moments = of_states(p, rank)
-    panels = grids.beside(p) if p.tensor.any() else 0.0
+    panels = grids.beside(p) if p.tensor.any() else np.zeros(len(p))
     passing, loss = activations(p, k, rank), rank.ends * logits(p, k)
     if p.casts.any():
         passing, loss = _fuller(p, k, rank, passing)

@@ -32,40 +32,21 @@ def ranks(p: Points) -> tuple[Rank, Rank, Rank]:
 
     In a V the last two are both of the ranks that have no end: where the most is under way, and where the most is undone.
     """
-    place = (
-        np.zeros(len(p)),
-        np.where(p.schedule == ZBH1, p.pp - 2, 1.0),
-        p.pp - 1,
-    )  # ZBH1's last keep the most
-    folded, none, all_ = in_a_v(p), np.zeros(len(p)), np.ones(len(p))
+    folded, none, one = in_a_v(p), np.zeros(len(p)), np.ones(len(p))
     whole, between = (p.pp == 1) | folded, (p.pp > 2) | folded
+    place = np.where(p.schedule == ZBH1, p.pp - 2, 1.0)  # of ZBH1's ranks the later ones keep more
     least, most = _layers(p)
-    ends = np.where(whole, 1.0, 0.0), none, np.where(folded, 0.0, all_)
-    tables = np.where(whole, 2.0, 1.0), none, ends[2]
-    layers = (
-        least - np.where(folded, p.fewer, 0.0),
-        np.where(between, most, 0.0),
-        np.where(folded, most, p.own_layers - p.fewer),
-    )
-    under_way, late = zip(*((in_flight(p, i), undone(p, i)) for i in place), strict=True)
-    turned = np.where(folded, np.minimum(late[2], under_way[2]), under_way[2])
     losses = np.where((p.schedule == GPIPE) | (p.schedule == ZBH1), in_flight(p), 1.0)
-    return tuple(  # type: ignore[return-value]
-        Rank(
-            *(
-                np.where(there, x, 0.0)
-                for x in (
-                    layers[i],
-                    tables[i],
-                    ends[i],
-                    (*under_way[:2], turned)[i],
-                    np.where(folded & (i == 1), 0.0, late[i]),
-                    ends[i] * losses,
-                )
-            )
-        )
-        for i, there in enumerate((all_ > 0, between, all_ > 0))
-    )
+    early, late = np.where(whole, one, none), np.where(folded, none, one)  # has the last product
+    kept, waits = in_flight(p, p.pp - 1), undone(p, p.pp - 1)
+    first = least - np.where(folded, p.fewer, 0.0)
+    last = np.where(folded, most, p.own_layers - p.fewer)
+    there = lambda x: np.where(between, x, 0.0)
+    return (
+        Rank(first, 1 + early, early, in_flight(p), undone(p), early * losses),
+        Rank(there(most), none, none, there(in_flight(p, place)), np.where(folded, 0.0, there(undone(p, place))), none),
+        Rank(last, late, late, np.where(folded, np.minimum(waits, kept), kept), waits, late * losses),
+    )  # fmt: skip
 
 
 def _layers(p: Points) -> tuple[Array, Array]:

@@ -14,15 +14,16 @@ of the orders that torch runs, with m >= 2 p and F <= B, where they equal a simu
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from soli.planner.cost import arithmetic
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import DUALPIPEV, GPIPE, ZBH1, ZBV, Array, Points
 
 
-def in_a_v(p: Points) -> Array:
+def in_a_v(p: Points) -> NDArray[np.bool_]:
     """Whether the first and the last stage are on one rank."""
-    return (p.schedule == ZBV) | (p.schedule == DUALPIPEV)
+    return np.asarray((p.schedule == ZBV) | (p.schedule == DUALPIPEV))
 
 
 def shares(p: Points, k: Constants, sent: tuple[Array, Array]) -> tuple[Array, Array]:
