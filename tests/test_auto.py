@@ -376,7 +376,7 @@ def failing_alone(error: type[Exception]) -> tuple[bool, str, list[str]]:
     """A trial that one rank leaves while the other waits for it; and what can be done after it."""
     forward_only, left = Pipeline.forward_only, 0
 
-    def raises(self: Pipeline, data: Any) -> tuple[float, float]:
+    def raises(self: Pipeline, data: Any, rows: int) -> tuple[float, float]:
         nonlocal left
         left += 1
         raise error("rank 1 cannot")
