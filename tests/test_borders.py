@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from soli.parallel.pipeline.stages import balanced
 from soli.planner import explain
 from soli.planner.cost import borders, grids, memory, pipeline
 from soli.planner.cost.points import CUBE, FULL, GRID, Points
+from soli.planner.cost.ranks import ranks
 from soli.planner.cost.step import step
 from soli.planner.search import costs, plan_of, search, spaces
 from test_cost import ONE, point, simulated, usual
@@ -40,6 +42,25 @@ def test_borders_are_the_best_that_there_are(layers: int, pp: int, chunks: int, 
     assert max(each, last + ends) == pytest.approx(longest(balanced(sizes, pp * chunks), sizes))
     assert 0 <= last <= each
     assert each * (pp * chunks - 1) + last >= layers
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 40), st.integers(2, 12), st.sampled_from([1, 2]), st.integers(1, 60))
+def test_no_rank_of_the_engines_cut_has_more_layers_than_is_said(
+    layers: int, pp: int, chunks: int, vocab: int
+) -> None:
+    """The first rank, the last, and any between; the embedding's lookup takes a thousandth of a layer."""
+    if pp * chunks > layers:
+        return
+    p = borders.placed(point(layers=layers, pp=pp, chunks=chunks, vocab=1000 * vocab))
+    sizes = [1e-3] + [1.0] * layers + [float(borders.last_by_layer(p)[0])]
+    starts = balanced(sizes, pp * chunks)
+    each = [sum(0 < unit <= layers for unit in range(a, b)) for a, b in pairwise([*starts, len(sizes)])]
+    own = [sum(each[rank::pp]) for rank in range(pp)]
+    first, between, last = (float(rank.layers[0]) for rank in ranks(p))
+    assert own[0] <= first
+    assert max(own[1:-1], default=0) <= between
+    assert own[-1] <= last
 
 
 @pytest.mark.parametrize("m", [1, 3, 8])

@@ -262,6 +262,14 @@ def test_a_backward_in_two_halves_makes_a_block_again_once(schedule: str, recomp
         assert peak <= run(schedule, "none")[1]
 
 
+def test_a_second_half_has_no_gradients_of_its_own() -> None:
+    """Of few tokens and wide layers: what zbh1 takes beside its states is less than half of the gradients, which lie in the reducer."""
+    made = of_tokens(GPT(GPTConfig(vocab=16, dim=256, layers=4, heads=4, context=4)), 4, 4)
+    found = rehearse(made, resolve(Plan.parse("pp=2,microbatches=4,schedule=zbh1"), 2))
+    gradients = 2 * 12 * 256**2 * 4
+    assert all(run.peak - run.states < gradients / 2 for run in found.stages)
+
+
 @pytest.mark.parametrize("plan", ["tp=1", "tp=2", "tp=2,sp=on"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", [GPT, Llama])
