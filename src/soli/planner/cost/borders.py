@@ -26,13 +26,13 @@ def placed(p: Points) -> Points:
         best = np.where(_worst(p, n, ends) < _worst(p, best, ends), n, best)
     one = stages <= 1
     # Of borders whose longest stage is the same, those whose squares add up to least.
-    even = np.clip(
-        np.round(middle - ends),
-        _last(p, best),
-        np.floor(np.maximum(_worst(p, best, ends) - ends, 0.0) + 1e-9),
-    )
-    best, last = np.where(one, p.layers, best), np.minimum(np.maximum(even, _last(p, best)), best)
-    return replace(p, longest=p.chunks * best, fewer=np.where(one, 0.0, best - last))
+    least, most = _last(p, best), np.minimum(best, np.floor(_worst(p, best, ends) - ends + 1e-9))
+    last = least
+    for n in (np.floor(middle - ends), np.ceil(middle - ends)):
+        n = np.clip(n, least, np.maximum(most, least))
+        last = np.where(_squares(p, n, ends) < _squares(p, last, ends), n, last)
+    best, last = np.where(one, p.layers, best), np.where(one, p.layers, last)
+    return replace(p, longest=p.chunks * best, fewer=best - last)
 
 
 def loosest(p: Points) -> Points:
@@ -55,3 +55,11 @@ def _last(p: Points, n: Array) -> Array:
 
 def _worst(p: Points, n: Array, ends: Array) -> Array:
     return np.maximum(n, _last(p, n) + ends)
+
+
+def _squares(p: Points, last: Array, ends: Array) -> Array:
+    """Of all stages' lengths, where those beside the last are as equal as can be."""
+    others = np.maximum(p.pp * p.chunks - 1, 1.0)
+    each = np.floor((p.layers - last) / others)
+    longer = p.layers - last - each * others
+    return others * each**2 + longer * (2 * each + 1) + (last + ends) ** 2
