@@ -88,6 +88,7 @@ def browser(folder: Path) -> Iterator:
 
 def label(driver, **words: str) -> None:
     """Choose these words and keep them."""
+    from selenium.common.exceptions import WebDriverException
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.expected_conditions import staleness_of
     from selenium.webdriver.support.ui import WebDriverWait
@@ -99,7 +100,8 @@ def label(driver, **words: str) -> None:
     driver.find_element(By.NAME, "why").send_keys(why)
     page = driver.find_element(By.TAG_NAME, "html")
     driver.find_element(By.TAG_NAME, "button").click()
-    WebDriverWait(driver, 10).until(staleness_of(page))
+    # Asked at the moment when the page goes, chromedriver says "unknown error", and only then that it is stale.
+    WebDriverWait(driver, 10, ignored_exceptions=[WebDriverException]).until(staleness_of(page))
 
 
 CRASH = {"fix": "yes", "symptom": "crash", "cause": "API misuse", "strategy": "call", "stage": "training"}
