@@ -113,10 +113,10 @@ pictures: .venv/installed       ## the documents' pictures, from the results -> 
 	$(BIN)/python docs/draw_splits.py
 	$(BIN)/python docs/draw_network.py
 
-gpu-check:                      ## the tests and the bench on a CUDA device; refuses elsewhere
+gpu-check:                      ## parity and times on CUDA devices -> benchmarks/results/gpu*; refuses elsewhere
 	@$(PYTHON) -c "import importlib.util as u, sys; ok = u.find_spec('torch') and __import__('torch').cuda.is_available(); sys.exit(None if ok else 'make gpu-check: needs a PyTorch with a CUDA device, and there is none here')"
-	PYTHONPATH=src $(PYTHON) -m pytest tests/test_parity.py tests/test_engine.py tests/test_communication.py
-	PYTHONPATH=src $(PYTHON) benchmarks/run.py --sizes small --steps 12 --rounds 3
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_parity.py
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

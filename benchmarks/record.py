@@ -9,6 +9,8 @@ from pathlib import Path
 
 import probe
 
+from soli.core.package import SOLI
+
 
 def head() -> dict[str, object]:
     """When, with which command, where, and with what a result was made."""
@@ -16,7 +18,7 @@ def head() -> dict[str, object]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "machine": probe.machine(),
-        "versions": {"torch": version("torch"), "soli": version("soli")},
+        "versions": {"torch": version("torch"), "soli": SOLI},
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import soli as soli_package
+from soli.core.package import SOLI
 from soli.core.plan import Plan
 from typed import soli, soli_anew
 
@@ -99,9 +102,23 @@ def test_env_says_what_works_and_what_does_not() -> None:
     )
     assert facts["torch"].startswith(torch.__version__)
     assert facts["packages"]["torch"] == version("torch")
-    assert {"soli", "scipy", "transformers", "openai"} <= facts["packages"].keys()
+    assert facts["soli"] == version("soli") == SOLI
+    assert {"scipy", "transformers", "openai"} <= facts["packages"].keys()
     assert "pytest" not in facts["packages"]
     assert any(problem.startswith("CUDA") for problem in facts["problems"]) == (not torch.cuda.is_available())
+
+
+def test_env_of_a_source_that_is_not_installed(tmp_path: Path) -> None:
+    """All that is installed is there, and soli beside it in PYTHONPATH."""
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if "soli" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "soli").symlink_to(Path(soli_package.__file__).parent)
+    command = [sys.executable, "-S", "-m", "soli.cli.main", "env"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert f"{SOLI}, not installed" in done.stdout
+    assert "- soli is run from its source and is not installed" in done.stdout
 
 
 def test_env_tells_of_a_gloo_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from soli.checkpoint.tensorfile import Entry, write_file
 from soli.checkpoint.tiling import tiling_problems
 from soli.core.errors import SoliError, raise_all
 from soli.core.layout import Box, Sharded
+from soli.core.package import SOLI
 from soli.core.progress import Add, busy
 
 
@@ -274,5 +274,5 @@ def _manifest(job: _Job, written: list[FileEntry | None]) -> Manifest:
         ]
         tensors[name] = Saved(shape, dtype, tuple(chunks))
     return Manifest(
-        tensors, files, job.draft.state, VERSION, version("soli"), str(torch.__version__), time.time()
+        tensors, files, job.draft.state, VERSION, SOLI, str(torch.__version__), time.time()
     )

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from soli.core.errors import SoliError
+from soli.core.package import SOLI
 from soli.mesh.backends import cores, cpu_backend
 
 REQUIREMENT = re.compile(r"([\w.-]+)(?:.*extra == ['\"](\w+))?")
@@ -50,6 +51,7 @@ def gather() -> dict[str, Any]:
         "ulimit -n": _open_files(problems),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
         "python": f"{platform.python_version()} at {sys.executable}",
+        "soli": _soli(problems),
         "packages": {name: _version(name, extra, problems) for name, extra in _packages().items()},
     }
     facts |= _torch(problems)
@@ -144,9 +146,20 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
+def _soli(problems: list[str]) -> str:
+    try:
+        return version("soli")
+    except PackageNotFoundError:
+        problems.append("soli is run from its source and is not installed, so what it needs was not looked for")
+        return f"{SOLI}, not installed"
+
+
 def _packages() -> dict[str, str]:
-    """soli, what it needs, and what its extras need beside it, each with its extra; but for what only development does."""
-    said = [REQUIREMENT.match(text) for text in ["soli", *(requires("soli") or [])]]
+    """What soli needs, and what its extras need beside it, each with its extra; but for what only development does."""
+    try:
+        said = [REQUIREMENT.match(text) for text in requires("soli") or []]
+    except PackageNotFoundError:
+        return {}
     return {found[1]: found[2] or "" for found in said if found and found[2] != "dev"}
 
 

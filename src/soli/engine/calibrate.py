@@ -52,7 +52,7 @@ SIZES = (1 << 12, 1 << 17, 1 << 20, 1 << 23)
 """Bytes of the collectives that are measured."""
 MOST_RANKS = 64
 """Ranks that a measured group has at most on each axis; larger ones are scaled from these."""
-FORMAT = 3
+FORMAT = 4
 """Of what is kept: goes up with every change of what is measured."""
 RUNS = 3
 CHANGED = 2.5
@@ -64,6 +64,8 @@ BUDGET = 12.0
 PRODUCTS_SECONDS = 4.0
 SIDE = {"cpu": 384, "cuda": 4096}
 """Of the square products that tell a device's rate."""
+STREAM = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Numbers that an operation adds, and AdamW updates: of a GPU so many that neither its cache nor launches are measured."""
 
 
 def folder() -> Path:
@@ -141,7 +143,7 @@ def _measure(world: World, mesh: Mesh, mark: str) -> Machine:
     product = lambda: torch.mm(a, b)
     together = _timed(product, device, mesh.all)
     alone = _alone(product, device, mesh.all)
-    big = torch.randn(1 << 20, device=device)
+    big = torch.zeros(STREAM[device.type], device=device)
     tiny = torch.randn(8, device=device, requires_grad=True)
     stream = _timed(lambda: big + 1.0, device, mesh.all)
     launch = _timed(lambda: tiny * 2.0 + 1.0, device, mesh.all) / 2
@@ -206,7 +208,7 @@ def _disk() -> float:
 
 def _optimizer(device: torch.device, everyone: Axis) -> float:
     """Parameters/s of AdamW."""
-    weight = torch.nn.Parameter(torch.zeros(1 << 20, device=device))
+    weight = torch.nn.Parameter(torch.zeros(STREAM[device.type], device=device))
     weight.grad = torch.ones_like(weight)
     made = torch.optim.AdamW([weight])
     return weight.numel() / _timed(made.step, device, everyone)

@@ -130,7 +130,8 @@ def _noting(hollow: Hollow, records: deque[Record], actions: list[Action]) -> An
 @contextmanager
 def unseen() -> Iterator[None]:
     """Nothing is printed or kept, and the random numbers go on as if nothing had been run."""
-    with events.apart(), redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with events.apart(), redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=devices):
         gc.freeze()  # so that collecting looks at what is new
         try:
             yield

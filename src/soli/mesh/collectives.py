@@ -170,14 +170,14 @@ def _all_pairs(axis: Axis, into: Callable[[int], Tensor], of: Callable[[int], Te
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0, *, label: str = "", wait: bool = True) -> Pending:
-    """Give every rank of the axis the `tensor` of rank number `source` of the axis, in place."""
-    return _in_place(dist.broadcast, tensor, axis, label, wait, group_src=source)
+    """Give every rank of the axis the `tensor` of rank number `source` of the axis, in place; that one's is only read."""
+    return _in_place(dist.broadcast, tensor, axis, label, wait, axis.index != source, group_src=source)
 
 
 def reduce(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = True) -> Pending:
     """Sum `tensor` over the axis into rank number `to`, in place; what the others have afterwards is undefined."""
     if axis.size != 2 or not axis.on_gloo(tensor):
-        return _in_place(dist.reduce, tensor, axis, label, wait, group_dst=to)
+        return _in_place(dist.reduce, tensor, axis, label, wait, axis.index == to, group_dst=to)
     record = _record("reduce", axis, tensor, label)
     if axis.index != to:
         moved = _staged(tensor, axis).contiguous()
@@ -356,15 +356,21 @@ def barrier(axis: Axis, *, label: str = "barrier") -> None:
 
 
 def _in_place(
-    collective: Callable[..., Any], tensor: Tensor, axis: Axis, label: str, wait: bool, **options: Any
+    collective: Callable[..., Any],
+    tensor: Tensor,
+    axis: Axis,
+    label: str,
+    wait: bool,
+    written: bool = True,
+    **options: Any,
 ) -> Pending:
-    """One of torch's collectives that leaves its result where its argument is."""
+    """One of torch's collectives that leaves its result where its argument is. `written`: whether this rank has one."""
     if axis.size == 1:
         return NOTHING
     record = _record(collective.__name__, axis, tensor, label)
     moved = _staged(tensor, axis)
     works = _issue(record, axis, lambda: [collective(moved, group=axis.group, async_op=True, **options)])
-    return _done(Pending(works, record, _copy_back(tensor, moved)), wait)
+    return _done(Pending(works, record, _copy_back(tensor, moved) if written else lambda: _keep(moved)), wait)
 
 
 def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:

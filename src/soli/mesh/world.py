@@ -56,9 +56,11 @@ def join(deadline: float | None = None) -> World:
     stacks_on_request()
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        device, _ = _device(local_rank, local_size)
+        if not {"RANK", "SLURM_PROCID"} & os.environ.keys() and torch.cuda.is_available():
+            local_rank = torch.cuda.current_device()  # as the program that made the group has set it
+        device, _ = placed(local_rank, local_size)
         return World(rank, size, local_rank, device, _made_backend(), seconds)
-    device, backend = _device(local_rank, local_size)
+    device, backend = placed(local_rank, local_size)
     if size == 1:
         return World(0, 1, 0, device, "single", seconds)
     _start(rank, size, backend, seconds)
@@ -103,7 +105,7 @@ def _first_host(nodes: str) -> str:
     return found.group(1) + (found.group(2) or "")
 
 
-def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
+def placed(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     """One GPU a rank over NCCL where there are enough; ranks that share GPUs over gloo; CPUs: see backends.py."""
     wish = os.environ.get("SOLI_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
     backend, _ = cpu_backend()
@@ -133,18 +135,19 @@ def _start(rank: int, size: int, backend: str, seconds: float) -> None:
     address = os.environ["MASTER_ADDR"]
     if address in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name often resolves to nothing
-    if backend == "local":
-        import soli.mesh.local.register  # noqa: F401 (only who uses it pays for it)
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=seconds),
-        )
+        make_group(backend, rank, size, seconds)
     except dist.DistError as error:
         raise _not_started(rank, size, address, error) from error
     atexit.register(_leave)
+
+
+def make_group(backend: str, rank: int, size: int, seconds: float, **where: Any) -> None:
+    """torch's process group of all ranks over a backend of soli's; `where`: a store, if not the environment's."""
+    if backend == "local":
+        import soli.mesh.local.register  # noqa: F401 (only who uses it pays for it)
+    name = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    dist.init_process_group(name, rank=rank, world_size=size, timeout=timedelta(seconds=seconds), **where)
 
 
 def _not_started(rank: int, size: int, address: str, error: Exception) -> SoliError:

@@ -102,8 +102,9 @@ class Randomness:
 
     @contextmanager
     def begin(self, step: int, first_row: int, rows: int) -> Iterator[_Microbatch]:
-        """One microbatch, forward and backward. torch's default generator is as before at the end."""
+        """One microbatch, forward and backward. torch's default generators are as before at the end."""
         before = torch.get_rng_state()
+        of_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         _seed(_hash(self.seed, step, first_row))
         self._now = _Microbatch(step, first_row, rows)
         try:
@@ -111,6 +112,8 @@ class Randomness:
         finally:
             self._now = None
             torch.set_rng_state(before)
+            if of_device is not None:
+                torch.cuda.set_rng_state(of_device)
 
     @contextmanager
     def resume(self, microbatch: _Microbatch) -> Iterator[None]:
@@ -459,7 +462,7 @@ def _seed(seed: int) -> None:
     """torch.manual_seed, which formats a stack for each kind of device that is not in use (0.2 ms)."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+        torch.cuda.manual_seed(seed)
 
 
 def _hash(*parts: object) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from soli.core.errors import SoliError
+from soli.core.package import SOLI
 from soli.train import settings
 from soli.train.config import Config
 from soli.train.tokens import Tokens
@@ -94,7 +94,7 @@ def environment() -> dict[str, Any]:
         "command": sys.argv,
         "folder": os.getcwd(),
         "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "soli": importlib.metadata.version("soli"),
+        "soli": SOLI,
         "revision": revision(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from soli.engine.batch import to_device
 from soli.engine.engine import parallelize
 from soli.losses import LossFn
+from soli.mesh.world import join
 from soli.parallel.lift import lifted
 from soli.verify.oracle import Trace, sequential
 
@@ -62,12 +64,13 @@ def under_plan(case: Case, plan: str) -> Trace:
         with lifted():
             loss = engine.forward_backward(batch)
         trace.losses.append(float(loss))
-        trace.gradients.append(engine.global_gradients())
+        trace.gradients.append(on_cpu(engine.global_gradients()))
         engine.clip()
         with lifted():
             engine.update()
     names = {name for name, _ in model.named_parameters()}
-    trace.parameters = {name: value for name, value in engine.global_state_dict().items() if name in names}
+    whole = engine.global_state_dict()
+    trace.parameters = on_cpu({name: value for name, value in whole.items() if name in names})
     return trace
 
 
@@ -82,8 +85,17 @@ def check(case: Case, plan: str, ranks: int) -> Row:
 def expected_of(case: Case) -> Trace:
     """The oracle's trace. A rank makes it once for all the plans that it is compared with."""
     model, loss_fn, batches = case.make()
+    device = join().device  # random numbers are a device's own
     with lifted():
-        return sequential(model.double(), loss_fn, case.optimizer, batches, case.clip)
+        trace = sequential(
+            model.double().to(device), loss_fn, case.optimizer, [to_device(b, device) for b in batches], case.clip
+        )
+    return Trace(trace.losses, [on_cpu(step) for step in trace.gradients], on_cpu(trace.parameters))
+
+
+def on_cpu(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Where they are compared."""
+    return {name: None if value is None else value.cpu() for name, value in tensors.items()}
 
 
 def compare(got: Trace, expected: Trace) -> tuple[float, str]:

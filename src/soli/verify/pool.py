@@ -15,14 +15,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 from soli.core.errors import failure
-from soli.mesh.backends import cpu_backend
 
 DEADLINE_SECONDS = 20.0
 IMPORTED = ["soli.verify.cases", "soli.verify.imported"]
@@ -150,18 +148,26 @@ def _call(
 ) -> tuple[bool, Any]:
     import torch.distributed as dist
 
+    from soli.mesh.world import make_group
+
     try:
         if ranks > 1:
-            file_store = dist.FileStore(store, ranks)
-            backend, _ = cpu_backend()
-            if backend == "local":
-                import soli.mesh.local.register  # noqa: F401
-            dist.init_process_group(
-                backend, rank=rank, world_size=ranks, store=file_store, timeout=timedelta(seconds=deadline)
-            )
+            make_group(_backend(rank, ranks), rank, ranks, deadline, store=dist.FileStore(store, ranks))
         result = (True, function(*args))
     except BaseException:  # whatever it is, the parent reports it with its traceback
         result = (False, traceback.format_exc())
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
+
+
+def _backend(rank: int, ranks: int) -> str:
+    """The one that launched ranks would have; SOLI_POOL_NCCL=1 is NCCL for ranks that share a GPU too."""
+    from soli.mesh.world import placed
+
+    device, backend = placed(rank, ranks)
+    if device.type != "cuda" or not os.environ.get("SOLI_POOL_NCCL"):
+        return backend
+    # NCCL refuses two ranks on one GPU of one host: each is on a host of its own, which it reaches by sockets
+    os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return "nccl"
