@@ -210,3 +210,39 @@ def test_a_module_made_later_takes_no_name_of_one_that_is_gone() -> None:
     with randomness.probe(4):
         model(X)
         assert set(randomness._probing or {}) == {("", 0)}
+
+
+@pytest.mark.parametrize(
+    ("drawing", "quiet"),
+    [
+        (nn.Dropout(0.0), True),
+        (nn.Dropout(0.3).eval(), True),
+        (nn.Dropout(0.3), False),
+        (Drawing(DRAWS["path"][0]), False),
+        (Drawing(lambda x: torch.randint(9, (len(x), 1, 1))), False),
+        (Drawing(lambda x: torch.empty_like(x).cauchy_()), False),  # no function that is known to draw
+    ],
+)
+def test_calls_are_looked_at_only_where_a_model_draws(drawing: nn.Module, quiet: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8).double(), drawing)
+    randomness = learnt(model, X)
+    assert randomness.quiet == quiet
+    with randomness.begin(0, 0, len(X)), randomness.forward():
+        modes = torch._C._len_torch_function_stack()
+    assert (modes == 0) == quiet
+
+
+def test_dropout_that_begins_later_is_refused() -> None:
+    drop = nn.Dropout(0.0)
+    model = nn.Sequential(nn.Linear(8, 8).double(), drop)
+    randomness = learnt(model, X)
+    assert torch.equal(run(model, randomness, X), model[0](X))
+    drop.p = 0.1
+    with pytest.raises(SoliError, match="on the first step it drew none"):
+        run(model, randomness, X)
+    drop.p = 1e-9
+    randomness = learnt(model, X)
+    drop.p = 0.5
+    parts = [run(model, randomness, X[a:b], a) for a, b in ((0, 2), (2, 6))]
+    assert torch.equal(torch.cat(parts), run(model, randomness, X))
+    assert (torch.cat(parts) == 0).double().mean() > 0.3

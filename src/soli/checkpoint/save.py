@@ -273,6 +273,4 @@ def _manifest(job: _Job, written: list[FileEntry | None]) -> Manifest:
             for box, rank in job.draft.chunks[name]
         ]
         tensors[name] = Saved(shape, dtype, tuple(chunks))
-    return Manifest(
-        tensors, files, job.draft.state, VERSION, SOLI, str(torch.__version__), time.time()
-    )
+    return Manifest(tensors, files, job.draft.state, VERSION, SOLI, str(torch.__version__), time.time())

@@ -41,12 +41,14 @@ class Reducer:
         self._parts: dict[int, Tensor | None] = {}  # of sums over tp, by the parameter's id
         self._summing: tuple[Unit, list[Slot], Tensor, Pending] | None = None
         self.on_complete: list = []  # called with a unit once its own gradients are all there
+        self._places: dict[int, Tensor] = {}  # of gradients in buffers that are kept, by the parameter's id
         arrive = _weakly(self.arrive)
         for number, unit in enumerate(self.units):
             if unit.zero < 2:  # kept from step to step
                 axis = unit.shard_axis if unit.shard_axis.size > 1 else unit.replicate_axis
                 unit.grad = allocate(unit.padded, unit.dtype, unit.slots[0].param.device, axis)
                 unit.grad[unit.numel :].zero_()
+                self._places |= {id(s.param): _place(unit.grad, s) for s in unit.slots}
             for slot in unit.slots:
                 self._unit_of[id(slot.param)] = (number, slot)
                 slot.param.register_post_accumulate_grad_hook(arrive)
@@ -84,7 +86,9 @@ class Reducer:
                 f"a second gradient of {slot.name} came after its sum was sent",
                 fix="reentrant checkpointing does this: use torch.utils.checkpoint(..., use_reentrant=False)",
             )
-        place = self._buffer(unit)[slot.start : slot.stop].view(slot.shape)
+        place = self._places.get(id(param))
+        if place is None:
+            place = _place(self._buffer(unit), slot)
         if slot.arrived:
             place.add_(grad)
         else:
@@ -199,6 +203,11 @@ class Reducer:
         slots = [slot for unit in self.units for slot in unit.slots]
         for slot, used in zip(slots, flags, strict=True):
             slot.used = used
+
+
+def _place(flat: Tensor, slot: Slot) -> Tensor:
+    """Where the gradient of a parameter lies in its unit's."""
+    return flat[slot.start : slot.stop].view(slot.shape)
 
 
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:

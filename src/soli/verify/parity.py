@@ -88,7 +88,11 @@ def expected_of(case: Case) -> Trace:
     device = join().device  # random numbers are a device's own
     with lifted():
         trace = sequential(
-            model.double().to(device), loss_fn, case.optimizer, [to_device(b, device) for b in batches], case.clip
+            model.double().to(device),
+            loss_fn,
+            case.optimizer,
+            [to_device(b, device) for b in batches],
+            case.clip,
         )
     return Trace(trace.losses, [on_cpu(step) for step in trace.gradients], on_cpu(trace.parameters))
 
