@@ -54,12 +54,12 @@ def cases() -> dict[str, tuple[torch.nn.Module, Model]]:
     """Programs with their dimensions."""
     gpt = {"layers": 8, "dim": 1536, "heads": 16, "vocab": 50304}
     llama = {"layers": 8, "dim": 2048, "heads": 16, "vocab": 32000}
-    said = lambda c, kv, ffn, gated, seq: Model(
-        "", c["layers"], c["dim"], c["heads"], kv, c["dim"] // c["heads"], ffn, gated, c["vocab"], 0, 1, False, seq
+    said = lambda c, kv, ffn, gated, tied, seq: Model(
+        "", c["layers"], c["dim"], c["heads"], kv, c["dim"] // c["heads"], ffn, gated, c["vocab"], 0, 1, tied, seq
     )  # fmt: skip
     return {
-        "gpt": (GPT(GPTConfig(**gpt, context=1024)), said(gpt, 16, 4 * 1536, False, 1024)),
-        "llama": (Llama(LlamaConfig(**llama, groups=4, hidden=5632)), said(llama, 4, 5632, True, 2048)),
+        "gpt": (GPT(GPTConfig(**gpt, context=1024)), said(gpt, 16, 4 * 1536, False, True, 1024)),
+        "llama": (Llama(LlamaConfig(**llama, groups=4, hidden=5632)), said(llama, 4, 5632, True, False, 2048)),
     }
 
 

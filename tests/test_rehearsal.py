@@ -295,3 +295,17 @@ def test_what_autocast_keeps_of_a_layer_is_counted(kind: type[nn.Module], recomp
     counted = activations_of_layer(spaces(task))[0]
     grown = (peak(4, 128) - peak(4, 64)) - (peak(2, 128) - peak(2, 64))
     assert grown / (2 * 64) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=2,zero=2,accumulate=2", "dp=2,zero=3,accumulate=2", "dp=2,pp=2,microbatches=2,zero=2"]
+)
+def test_whole_gradients_have_no_part_of_the_last_steps_beside_them(plan: str) -> None:
+    """Of few tokens and wide layers: between steps there is half of a gradient, and at the fullest moment all of it in its place."""
+    made = of_tokens(GPT(GPTConfig(vocab=16, dim=1024, layers=8, heads=4, context=4)), 8, 4)
+    asked = Plan.parse(plan)
+    found = rehearse(made, resolve(asked, 2 * asked.pp))
+    gradients = 8 // asked.pp * 12 * 1024**2 * 4
+    more = [run.peak - run.states for run in found.stages]
+    gathered = 3 * 12 * 1024**2 * 4 if asked.zero == 3 else 0  # of three layers
+    assert all(size < 0.75 * gradients + gathered for size in more), [size / gradients for size in more]

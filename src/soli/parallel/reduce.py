@@ -62,7 +62,13 @@ class Reducer:
                 slot.arrived = slot.used = False
 
     def begin_backward(self, last: bool) -> None:
-        """Before the backward of a microbatch; `last` says that the step's sum is complete after it."""
+        """Before the backward of a microbatch; `last` says that the step's sum is complete after it.
+
+        Until then ZeRO-2 has whole gradients, and not the last step's part of them beside.
+        """
+        for unit in [] if last else self.units:
+            if unit.zero >= 2:
+                unit.grad_shard = None
         self._last, self._next = last, 0
         self._missing = [len(unit.slots) for unit in self.units]
         self._seen.clear()
