@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ import record
 from crossed import OTHER, fit_crossed
 from scipy.stats import spearmanr
 
+from soli.engine.taken import HEADROOM
 from soli.planner.cost.constants import DEFAULT, SPREADS, chain, constants, repeated
 from soli.planner.cost.step import step
 from soli.planner.fit import fit
@@ -38,6 +40,7 @@ NO_RUNS = {
     "planner_calculon_fig1_memory": "values of a formula",
 }
 TABLES = tuple(p.stem for p in sorted((HERE / "published").glob("*.csv")) if p.stem not in NO_RUNS)
+RESULTS = HERE / "results"
 CONSTANTS = HERE.parent / "src/soli/planner/cost/constants.toml"
 FOLDS = 10
 EVEN, GUESSED, READ = 150, 0.3, 0.03
@@ -167,6 +170,18 @@ def spreads(rows: Sequence[Row], sources: Sequence[str], by_model: Ratios, by_so
     return found
 
 
+def of_soli() -> dict[str, float]:
+    """SPREADS of soli's memory: of what was rehearsed, and what a GPU took, by what formulas say (memory-formulas.json, gpu.json); above it
+    what the engine leaves to allocators."""
+    plans = json.loads((RESULTS / "memory-formulas.json").read_text(encoding="utf-8"))["rows"]
+    runs = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["rows"]
+    ratios = [row["rehearsed"] / row["formula"] for row in plans] + [
+        row["taken"] / row["said"] for row in runs
+    ]
+    low, high = np.quantile(ratios, (0.05, 0.95))
+    return {"memory_low": float(f"{low:.4g}"), "memory_high": float(f"{HEADROOM * high:.4g}")}
+
+
 def _quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
     """So much of the weight is below it."""
     order = np.argsort(values)
@@ -179,7 +194,8 @@ def write_constants(sets: Sets, of_sets: Sets, counts: dict[str, int]) -> None:
         "# What is fitted: constants of the cost model by framework and generation; `make fit-planner` writes it.",
         "# Names: soli/planner/cost/constants.py. Of published measurements: benchmarks/published, `rows` of them.",
         "# time_low ... memory_high: 90% of rows whose model or source was not fitted were measured between low and high,",
-        "# by what was predicted. Sets of no rows are sums of their framework's and their generation's parts.",
+        "# by what was predicted. Sets of no rows are sums of their framework's and their generation's parts. soli's memory is",
+        "# between those by what was rehearsed and taken: benchmarks/results/memory-formulas.json, gpu.json.",
     ]
     for name, values in sets.items():
         parent = DEFAULT if " " not in name else name.rsplit(" ", 1)[0]
@@ -192,6 +208,7 @@ def write_constants(sets: Sets, of_sets: Sets, counts: dict[str, int]) -> None:
             f"rows = {counts[name]}",
             *(f"{key} = {value!r}" for key, value in said.items()),
         ]
+    lines += ["", '["soli"]', *(f"{key} = {value!r}" for key, value in of_soli().items())]
     CONSTANTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -220,7 +220,8 @@ def assumed(task: Task) -> str:
         if name == f"{task.framework} {generation}"
         else f", as nobody measured {task.framework} on {generation}"
     )
-    return f"constants are those of {sets()[name]['rows']:g} published runs ({name}){unlike}; intervals are those of all programs and devices"
+    own = ", of memory soli's own" if task.framework == "soli" else ""
+    return f"constants are those of {sets()[name]['rows']:g} published runs ({name}){unlike}; intervals are those of all programs and devices{own}"
 
 
 def fixed_of(text: str, batch: int = 0) -> dict[str, float]:

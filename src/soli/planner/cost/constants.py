@@ -112,7 +112,8 @@ def known(framework: str, generation: str) -> dict[str, float]:
 def spread_of(framework: str) -> dict[str, float]:
     """See SPREADS: how far all sources are off that were left out, whatever their program; but Megatron's tests, which no other is like.
 
-    A program's own are no narrower where four sources or more tell them, and hold too little where fewer do (docs/log.md).
+    A program's own are no narrower where four sources or more tell them, and hold too little where fewer do (docs/log.md). soli's memory
+    has its own, by rehearsals and what a GPU took.
     """
     return SPREADS | {
         key: value
