@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from soli.planner.cost import arithmetic, communication, memory, pipeline, rings
 from soli.planner.cost.constants import MEANINGS, Constants, constants, known
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points, points
-from soli.planner.cost.programs import of_program
+from soli.planner.cost.programs import blocks, of_program
 from soli.planner.cost.states import of_states
 from soli.planner.cost.step import layer, step
 
@@ -222,6 +222,47 @@ def test_sums_run_behind_products_or_wait() -> None:
         == 0
     )
     assert isclose(step(point(tp=8, behind=0.4), usual(waited_sums=1.0)).exposed[0], 0.6 * alone)
+
+
+def test_parameters_that_each_rank_sends_in_turn_pass_every_rank() -> None:
+    """Of eight ranks in a server over the link, of sixteen the two servers over the network; and no more turns than there are parameters."""
+    assert of_program("other", "ampere", "InternLM (InternEvo)")["turns"] == 1.0
+    assert (
+        of_program("other", "ampere", "no InternEvo")["turns"] == of_program("fsdp", "ampere")["turns"] == 0.0
+    )
+    k = usual(latency_scale=1.5)
+    made = {"link_latency": 6e-6, "net_latency": 20e-6, "node": 8, "tp": 1, "zero": 1, "layers": 4, "pp": 1}
+    for ranks, turns, ring in (
+        (8, 8, 8 * 6e-6),
+        (16, 16, 2 * 20e-6 + 14 * 6e-6),
+        (64, 36, 8 * 20e-6 + 56 * 6e-6),
+    ):
+        at_once, one_by_one = (
+            communication.sums(point(dp=ranks, turns=flag, **made), k, *[np.full(1, 1e9)] * 3).gathered
+            for flag in (0, 1)
+        )
+        assert isclose((one_by_one - at_once)[0], 1.5 * turns * ring)
+
+
+def test_a_host_that_waits_for_each_kernel_adds_its_launches() -> None:
+    said = "one iteration is measured (CUDA_LAUNCH_BLOCKING=1 from 320 GPUs on)"
+    assert [blocks(said, n) for n in (319, 320)] == [False, True]
+    assert [blocks(words, 8) for words in ("CUDA_LAUNCH_BLOCKING=1", "CUDA_LAUNCH_BLOCKING=0", "")] == [
+        True,
+        False,
+        False,
+    ]
+    k, nothing = (
+        usual(),
+        usual(layer_floor=MEANINGS["layer_floor"].low, collective_floor=MEANINGS["collective_floor"].low),
+    )
+    for tokens in (64, 1 << 14):  # few, which are launched for longer than they are computed, and many
+        p, waiting = (point(seq=tokens, microbatch=1, blocking=flag) for flag in (0, 1))
+        alone, usually, added = layer(p, nothing)[0], layer(p, k)[0], layer(waiting, k)[0]
+        quick = {name: getattr(p, name) * 1e9 for name in ("peak", "peak_wide", "bandwidth", "link")}
+        launches = layer(replace(p, **quick), k)[0]
+        assert isclose(usually[0], max(alone[0], launches[0]), rel_tol=0.01)
+        assert isclose(added[0], alone[0] + launches[0], rel_tol=0.01)
 
 
 def test_collectives_between_servers_are_rings() -> None:

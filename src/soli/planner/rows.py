@@ -15,7 +15,7 @@ from soli.planner.cells import SILENT, number, text, true
 from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, unread
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE
-from soli.planner.cost.programs import MEGATRON, OLD, TESTS, of_program
+from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
 from soli.planner.cost.states import of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
@@ -58,6 +58,7 @@ def read(row: Mapping[str, str]) -> Row:
     point |= of_program(found.framework, found.generation, told)
     point |= model_of(row, said, found) | attention_of(row, found)
     point |= _degrees(said, point, found)
+    point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
     point |= of_states(found.framework, precision or "", point["pp"] > 1, told)
     point |= _ways(row, said, point, found)
     point |= _borders(point, found)

@@ -111,6 +111,19 @@ def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
     return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_shards, p.expert_stride), 0.0)
 
 
+TENSORS = 9.0
+"""Parameters of a layer: its products' matrices, apart, and two norms. What a rank of ZeRO sends in its turn are whole ones."""
+
+
+def _turns(p: Points, k: Constants) -> Array:
+    """Seconds that a gather takes more where each rank sends what it has to all, one after another: a ring passes every rank, and of more
+    ranks than there are parameters some have none."""
+    n = p.shards
+    over = np.where(n > inside(p, n, p.tp), n / inside(p, n, p.tp), 0.0)  # servers
+    ring = (over * p.net_latency + (n - over) * p.link_latency) * k.latency_scale
+    return np.where(p.turns > 0, np.minimum(n, TENSORS * p.layers / p.pp) * ring, 0.0)
+
+
 def _across(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
     """Seconds in which HSDP's copies sum what each of their ranks has: once a step, of a shard (docs/communication.md, 2)."""
     own = all_reduce(p, k, dense / p.shards, p.replicate, p.tp * p.shards)
@@ -134,7 +147,7 @@ def sums(p: Points, k: Constants, dense: Array, experts: Array, tables: Array) -
     size = p.summed
     return Sums(
         scattered=_gather(p, k, dense * size, experts * size),
-        gathered=_gather(p, k, dense * p.weight, experts * p.weight),
+        gathered=_gather(p, k, dense * p.weight, experts * p.weight) + _turns(p, k),
         tables=gather(p, k, tables * (p.weight + size), p.shards, p.tp),
         across=_across(p, k, dense * size, experts * size),
     )

@@ -38,6 +38,8 @@ UNSAID = {
     "etp": 0.0,
     "eager": 1.0,
     "behind": 0.0,
+    "turns": 0.0,
+    "blocking": 0.0,
 }
 """What is meant where a row has no such field."""
 
@@ -112,6 +114,10 @@ class Points:
     behind: (
         Array  # of what tp sends in a layer the share that runs behind products, where a program is told so
     )
+    blocking: (
+        Array  # flag: nothing is launched before what was launched before it is done (CUDA_LAUNCH_BLOCKING)
+    )
+    turns: Array  # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once
     once: Array  # flag: a token crosses to a server once, however many of its experts are there
     routed: Array  # bytes a hidden unit that are kept of a token at each of its experts
     etp: Array  # ranks that share one expert's products; 0: as many of tp's as ep leaves

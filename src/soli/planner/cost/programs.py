@@ -39,10 +39,23 @@ BEHIND = 0.4
 """Of what tp sends the share that torch's AsyncTP runs behind products: Llama 3 70B of tp=8 takes 18.7 s a step with it, 19.8 s without
 (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 4), where the sums take some 3 s."""
 
+TURNS = re.compile(r"\binternevo\b")
+"""Programs whose ranks of ZeRO broadcast the parameters that each updated (InternLM/InternEvo@0f78a1c, internlm/solver/optimizer/hybrid_zero_optim.py,
+`broadcast_params`)."""
+
 ROUTED = {MEGATRON: 2.0, TESTS: 8.0}
 """Bytes a hidden unit that programs keep of a token at its expert: what the expert reads, where the permutation is fused and its weight is
 applied inside (Megatron-Core's recipes); that and what it gives; or both, in the order of tokens and in that of experts (the tests, whose
 memory was measured, docs/log.md)."""
+
+
+BLOCKS = re.compile(r"cuda_launch_blocking ?= ?1(?: from (\d+) gpus on)?")
+
+
+def blocks(said: str, devices: float) -> bool:
+    """Whether the host waits for each kernel before it launches the next one."""
+    found = BLOCKS.search(affirmed(said))
+    return found is not None and devices >= float(found[1] or 0)
 
 
 def attends(framework: str, generation: str, said: str = "") -> float:
@@ -68,4 +81,5 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "routed": ROUTED.get(framework, 4.0),
         "eager": EAGER if framework in UNFUSED and not COMPILER.search(has) else 1.0,
         "behind": BEHIND if ASYNC.search(has) else 0.0,
+        "turns": float(bool(TURNS.search(has))),
     }

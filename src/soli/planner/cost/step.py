@@ -34,8 +34,8 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     """Seconds of one layer and microbatch, forward and backward; and of the collectives in it that nothing hides.
 
     A layer takes as long as it computes and waits, or as it is launched: kernels are started one after another, and
-    small ones end before the next is there. The backward has two products for each of the forward's, one of frozen
-    weights.
+    small ones end before the next is there; or as both, where the host waits for each. The backward has two products
+    for each of the forward's, one of frozen weights.
     """
     products, elements = arithmetic.products_forward(p, k), arithmetic.elements_forward(p, k)
     attention, attention_backward = arithmetic.attention(p, k)
@@ -51,7 +51,8 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     calls = communication.calls_of_layer(p) + context.calls(p) + grids.calls(p)
     launched = k.layer_floor * np.where(p.flash > 0, 1.0, WRITTEN_OUT)
     launched = launched + np.where(p.experts > 0, k.routing_floor, 0.0) + calls * k.collective_floor
-    return np.maximum(forward + backward + exposed, passes * launched), exposed
+    busy, launching = forward + backward + exposed, passes * launched
+    return np.where(p.blocking > 0, busy + launching, np.maximum(busy, launching)), exposed
 
 
 def layers(p: Points, k: Constants) -> tuple[Array, Array]:
