@@ -111,9 +111,7 @@ class Points:
     kernel: Array  # of the peak what attention that keeps no scores reaches alone (programs.py)
     compressed: Array  # parameters of a layer's attention whose keys and values are made of one smaller vector (MLA); 0: they are not
     eager: Array  # bytes that move between products, by those of a program that runs operation by operation
-    behind: (
-        Array  # of what tp sends in a layer the share that runs behind products, where a program is told so
-    )
+    behind: Array  # of what tp sends in a layer the share that runs behind products, where it is told so
     blocking: (
         Array  # flag: nothing is launched before what was launched before it is done (CUDA_LAUNCH_BLOCKING)
     )
