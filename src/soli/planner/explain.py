@@ -218,7 +218,7 @@ def assumed(task: Task) -> str:
     unlike = (
         ""
         if name == f"{task.framework} {generation}"
-        else f", as nobody measured {task.framework} on {generation}"
+        else f", in the place of {task.framework}'s on {generation}, of which none were fitted"
     )
     own = ", of memory soli's own" if task.framework == "soli" else ""
     return f"constants are those of {sets()[name]['rows']:g} published runs ({name}){unlike}; intervals are those of all programs and devices{own}"
