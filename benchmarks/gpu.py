@@ -1,4 +1,4 @@
-"""soli on one GPU: `python benchmarks/gpu.py [--steps 8]`, which is most of `make gpu-check`.
+"""soli on one GPU: `python benchmarks/gpu.py [--steps 8]`, a part of `make gpu-check`.
 
 Of each model and plan: seconds of a step beside a loop written by hand with the same autocast and optimizer, in turns; bytes as
 torch's allocator counts them beside those rehearsed, and both beside what `soli plan` says of the device. Refused where there is no GPU.

@@ -64,7 +64,7 @@ BUDGET = 12.0
 PRODUCTS_SECONDS = 4.0
 SIDE = {"cpu": 384, "cuda": 4096}
 """Of the square products that tell a device's rate."""
-STREAM = {"cpu": 1 << 20, "cuda": 1 << 27}
+STREAM = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Numbers that an operation adds, and AdamW updates: of a GPU so many that neither its cache nor launches are measured."""
 
 
