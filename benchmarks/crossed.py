@@ -40,7 +40,7 @@ DEVICE = (
 KNOWN = {
     "stream_share": 0.4, "product_share": 0.6, "score_bytes": 0.5, "logit_bytes": 0.5, "latency_scale": 0.5,
     "layer_floor": 0.25, "step_overhead": 0.5, "microbatch_overhead": 0.5, "collective_floor": 0.3, "attention_share": 0.5,
-    "link_share": 0.4, "element_bytes": 0.4, "product_half": 0.15, "product_half_inner": 0.15,
+    "link_share": 0.4, "element_bytes": 0.4, "straggling": 1.5, "product_half": 0.15, "product_half_inner": 0.15,
 }  # fmt: skip
 """Constants whose default is better known than others', and by how much: what kernels move can be counted, and bandwidths,
 launches and products were measured alone."""

@@ -115,7 +115,9 @@ def test_env_of_a_source_that_is_not_installed(tmp_path: Path) -> None:
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "soli").symlink_to(Path(soli_package.__file__).parent)
     command = [sys.executable, "-S", "-m", "soli.cli.main", "env"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
     assert done.returncode == 0, done.stderr
     assert f"{SOLI}, not installed" in done.stdout
     assert "- soli is run from its source and is not installed" in done.stdout

@@ -166,8 +166,11 @@ def test_an_attention_kernel_takes_what_it_took_alone() -> None:
     assert (
         share("fsdp", "hopper", "flash attn; torch 1.13/2.x era")
         == share("fsdp", "hopper", "FlashAttention-1")
+        == share("fsdp", "hopper", "triton ")
+        == share("fsdp", "hopper", "attn_impl: triton")
         == 0.175
     )
+    assert share("fsdp", "hopper", " Triton cross entropy, flash attn") == 0.35
     assert share("fsdp", "ampere", "flash-attn 2.3") == share("megatron", "ampere") == 0.6
 
 
@@ -179,6 +182,53 @@ def test_written_out_attention_and_experts_are_launched_too() -> None:
     )
     assert isclose(took(flash=0) / took(flash=1), 1.15)
     assert isclose(took(flash=1, experts=8, active=2) / took(flash=1), 2.0)
+
+
+def test_scores_that_no_kernel_takes_four_of_are_launched_moved_and_kept_by_torch() -> None:
+    """Megatron's softmax takes four matrices of scores at a time: of a rank with two heads, not of one sequence but of two."""
+    assert [
+        of_program(name, "ampere")["fours"] for name in ("megatron-2020", "megatron-deepspeed", "fsdp")
+    ] == [1.0, 1.0, 0.0]
+    made = lambda **plan: point(**{"fours": 1, "heads": 16, "tp": 8, "microbatch": 1, **plan})
+    assert made().unfused[0]
+    for other in (
+        {"microbatch": 2},
+        {"fours": 0},
+        {"flash": 1},
+        {"heads": 32},
+        {"heads": 18},
+    ):  # 18: guessed, they are no multiple of tp
+        assert not made(**other).unfused[0], other
+    small, k = {"hidden": 128, "seq": 64, "ffn": 512, "tp": 1, "heads": 2}, usual(layer_floor=1e-2)
+    assert isclose(layer(made(**small), k)[0][0] / layer(made(**small, fours=0), k)[0][0], 1.2)
+    for part, a_score in (
+        (lambda p: arithmetic.attention(p, usual())[0][0] * 2e12 * 0.85, 28),
+        (lambda p: memory.activations_of_layer(p)[0], 2),
+    ):
+        assert isclose(part(made()) - part(made(fours=0)), a_score * 2048 * 2048 * 16 / 8, rel_tol=1e-9)
+
+
+def test_more_ranks_wait_for_a_slower_one() -> None:
+    """Each copy with its own batch, gradients that take no time: longer by so much for each doubling, and no other step is."""
+    k = usual(straggling=0.01, step_overhead=1e-9, hidden_gradients=1.0)
+    took = lambda copies: float(
+        step(
+            point(
+                dp=copies,
+                global_batch=64 * copies,
+                link=1e20,
+                net=1e20,
+                link_latency=1e-15,
+                net_latency=1e-15,
+            ),
+            k,
+        ).time[0]
+    )
+    one = took(1)
+    assert all(
+        isclose(took(copies), one * (1 + 0.01 * doubled), rel_tol=1e-6)
+        for doubled, copies in ((1, 2), (3, 8), (10, 1024))
+    )
 
 
 def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:

@@ -14,7 +14,7 @@ from soli.planner import space
 from soli.planner.cost import arithmetic, borders, communication, memory
 from soli.planner.cost.constants import Constants, known, spread_of
 from soli.planner.cost.points import FULL, Array, Points
-from soli.planner.cost.step import late, running, sums, update
+from soli.planner.cost.step import late, running, sums, update, whole
 from soli.planner.offers import chooses
 from soli.planner.space import Table, points_of
 from soli.planner.task import Task
@@ -44,14 +44,14 @@ def time_of_layouts(task: Task, table: Table) -> Array:
     run = running(p, k)
     ends = arithmetic.embedding(p, k) + run.tables
     average = p.microbatches * (run.layers / p.own_layers * p.layers + ends) / p.pp
-    return SLACK * (np.maximum(run.busy, average) + k.step_overhead)
+    return SLACK * whole(p, k, np.maximum(run.busy, average))
 
 
 def time_of_stages(task: Task, table: Table) -> Array:
     """Seconds: nothing is gathered or reduced."""
     p, k = _made(task, table)
     run = running(p, k)
-    return SLACK * (run.busy + run.waiting + k.step_overhead)
+    return SLACK * whole(p, k, run.busy + run.waiting)
 
 
 def time_of_shards(task: Task, stages: Table, ways: Table) -> Array:
@@ -66,13 +66,13 @@ def time_of_shards(task: Task, stages: Table, ways: Table) -> Array:
     of, summed = each["stage"], sums(p, k)
     busy, backward = (run.busy + run.waiting)[of], run.layers[of] / 2
     flag = lambda value: np.full(len(p), float(value))
-    whole = update(replace(p, zero=flag(0)), k)
+    one = update(replace(p, zero=flag(0)), k)
     parts = np.stack([update(replace(p, zero=flag(1), offload=flag(moved)), k) for moved in (0, 1)])
     found = np.empty((4, 2, len(p)))
     for zero in range(4):
         reduced = late(replace(p, zero=flag(zero)), k, summed, np.inf if zero == 3 else backward)
-        found[zero] = busy + reduced + (parts if zero else whole) + k.step_overhead
-    found[3] += _gathering(replace(p, zero=flag(3)), k, 2 * backward / p.own_layers)
+        gathered = _gathering(replace(p, zero=flag(3)), k, 2 * backward / p.own_layers) if zero == 3 else 0.0
+        found[zero] = whole(p, k, busy + gathered + reduced + (parts if zero else one))
     found[3] *= SLACK
     return found[ways["zero"].astype(int), ways["offload"].astype(int), ways["copies"]]
 

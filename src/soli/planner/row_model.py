@@ -159,10 +159,13 @@ def _shape_of(
 
 
 def attention_of(row: Mapping[str, str], found: Row) -> dict[str, float]:
-    said = " ".join(text(row, name) for name in ("attn_backend", "notes")).lower()
+    backend, notes = (text(row, name).lower() for name in ("attn_backend", "notes"))
+    said = f"{backend} {notes}"
     # Megatron-LM's long-term-support image has no flash attention that is deterministic.
     old = true(row, "deterministic") and text(row, "env") == "lts" and "flash" not in said
-    if re.search(r"unfused|(?:no|without) flash", said) or text(row, "impl") == "local" or old:
+    apart = "unfused" in backend or re.search(r"unfused[ _-]att|(?:no|without) flash", said)
+    if apart or text(row, "impl") == "local" or old:
         return {"flash": 0.0}
-    known = "flash" in said or "fused" in said or found.framework in FLASH
-    return {"flash": float(known or found.generation in FLASH_SINCE)}
+    # Notes tell of fused optimizers, norms and losses too.
+    known = "fused" in backend or re.search(r"flash|\bfused[ _-]att", said) or found.framework in FLASH
+    return {"flash": float(bool(known) or found.generation in FLASH_SINCE)}

@@ -15,6 +15,8 @@ from soli.planner.cost.points import CUBE, FULL, LINE, SELECTIVE, Array, Points
 SCORE = 48.0
 """Flops by head size that the softmax of a score takes the time of: heads of 64 reach 5/6 of the rate of heads of 128
 in the measurements of arXiv 2307.08691, figure 4."""
+SLOW_SCORE = 28.0
+"""Bytes that torch's operations move for a score beside the one pass of a kernel: to fp32 (2 read, 4 written), scaled, masked (8 each), and back (4, 2)."""
 HOST_ADAM = 4.0
 """Bytes over a device's link to the host that take as long as a server's processors for a parameter's update: 10 billion in
 2.57 s beside links of 16 GB/s (ZeRO-Offload, arXiv 2101.06840, table 4). Where links are quicker, so is the host's memory."""
@@ -106,7 +108,7 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
         p.peak_wide * k.product_share * aligned(p.head_size) * summed * p.seq / (p.seq + k.product_half_inner)
     )
     products = 4.0 * scores * p.head_size / rate
-    moved = scores * k.score_bytes / (p.bandwidth * k.stream_share)
+    moved = scores * (k.score_bytes + SLOW_SCORE * p.unfused) / (p.bandwidth * k.stream_share)
     flash = p.flash > 0
     return np.where(flash, kernel, products + moved), np.where(
         flash, 2.5 * kernel, 2.0 * products + 1.5 * moved

@@ -49,6 +49,7 @@ MEANINGS: dict[str, Meaning] = {
     "routing_floor": Meaning(1e-3, 1e-6, 1e-2, "seconds that experts and their router add to that"),
     "microbatch_overhead": Meaning(1e-3, 1e-6, 3e-2, "seconds of a microbatch beside its layers"),
     "step_overhead": Meaning(5e-3, 1e-5, 1.0, "seconds of a step beside its microbatches"),
+    "straggling": Meaning(0.004, 1e-4, 0.03, "of a step that the slowest rank adds, each doubling of ranks"),
     "link_share": Meaning(0.75, 0.3, 1.0, "of a link's bandwidth that a collective reaches"),
     "net_share": Meaning(0.7, 0.4, 1.0, "of the network's bandwidth that a collective reaches"),
     "send_share": Meaning(0.3, 0.05, 1.0, "of either that a stage's send reaches"),

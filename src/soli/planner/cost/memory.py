@@ -132,7 +132,7 @@ def activations_of_layer(p: Points) -> Array:
         outside = outside - less * 2.0 * p.hidden
         inside = inside - less * (p.ffn * active + read) + np.where(p.low < 2, p.low, 0.0) * width
     # Scores, softmax and its dropout's bytes; of a kernel that keeps none one fp32 number a query.
-    scores = np.where(p.recompute == NONE, 5.0 * p.heads * p.seq, 0.0)
+    scores = np.where(p.recompute == NONE, (5.0 + 2.0 * p.unfused) * p.heads * p.seq, 0.0)
     scores = np.where(p.flash > 0, 4.0 * p.heads, scores)
     # Of a program that makes none of it again: the gate's other result, rotated q and k, and, whole on each rank, what both
     # of the layer's first products read (arXiv 2205.05198, 4.2.2, where it is gathered again).

@@ -21,26 +21,11 @@ LINE, GRID, CUBE = 0.0, 1.0, 2.0
 ONE, INTERLEAVED, GPIPE, ZBH1, ZBV, DUALPIPEV = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 
 UNSAID = {
-    "shared": 0.0,
-    "replicate": 1.0,
-    "again": 0.0,
-    "context": 0.0,
-    "schedule": 0.0,
-    "frugal": 1.0,
-    "longest": 0.0,
-    "fewer": 0.0,
-    "tensor": LINE,
-    "rows": 1.0,
-    "kernel": 0.5,
-    "once": 0.0,
-    "routed": 4.0,
-    "compressed": 0.0,
-    "etp": 0.0,
-    "eager": 1.0,
-    "behind": 0.0,
-    "turns": 0.0,
-    "blocking": 0.0,
-}
+    "shared": 0.0, "replicate": 1.0, "again": 0.0, "context": 0.0, "schedule": 0.0, "frugal": 1.0,
+    "longest": 0.0, "fewer": 0.0, "tensor": LINE, "rows": 1.0, "kernel": 0.5, "once": 0.0, "routed": 4.0,
+    "compressed": 0.0, "etp": 0.0, "eager": 1.0, "behind": 0.0, "turns": 0.0, "blocking": 0.0,
+    "fours": 0.0,
+}  # fmt: skip
 """What is meant where a row has no such field."""
 
 
@@ -112,9 +97,8 @@ class Points:
     compressed: Array  # parameters of a layer's attention whose keys and values are made of one smaller vector (MLA); 0: they are not
     eager: Array  # bytes that move between products, by those of a program that runs operation by operation
     behind: Array  # of what tp sends in a layer the share that runs behind products, where it is told so
-    blocking: (
-        Array  # flag: nothing is launched before what was launched before it is done (CUDA_LAUNCH_BLOCKING)
-    )
+    blocking: Array  # flag: nothing is launched before what was launched before it is done
+    fours: Array  # flag: attention's softmax is Megatron's kernel, of four matrices of scores at a time
     turns: Array  # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once
     once: Array  # flag: a token crosses to a server once, however many of its experts are there
     routed: Array  # bytes a hidden unit that are kept of a token at each of its experts
@@ -127,6 +111,13 @@ class Points:
     def take(self, index: Any) -> Points:
         """The plans at these places."""
         return Points(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    @property
+    def unfused(self) -> NDArray[np.bool_]:
+        """Where torch's operations make the softmax of scores that are kept: Megatron's kernel takes four matrices of them at a time
+        (NVIDIA/Megatron-LM, megatron/core/fusions/fused_softmax.py, is_kernel_available). Heads that are guessed say nothing of it."""
+        matrices = self.microbatch * self.heads / self.tp
+        return (self.fours > 0) & (self.flash == 0) & (self.heads % self.tp == 0) & (matrices % 4 != 0)
 
     @property
     def microbatches(self) -> Array:

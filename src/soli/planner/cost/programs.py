@@ -25,6 +25,9 @@ SHARES = {
 OTHERS = SHARES["hopper"]
 """Of devices of which no measurement is known."""
 
+EARLY = re.compile(
+    r"(?i)torch 1\.|^triton|triton[- ](?:flash|att)|att\w*\W+triton|flash[- ]?att(?:entio)?n?[- ]?1\b"
+)
 
 UNFUSED = ("fsdp", "soli")
 """Programs that run the operations that a model is written in."""
@@ -61,7 +64,7 @@ def blocks(said: str, devices: float) -> bool:
 def attends(framework: str, generation: str, said: str = "") -> float:
     """Of a device's peak what the program's attention reaches alone, where it keeps no scores. `said`: what a row tells."""
     kernel = OWN if framework in (MEGATRON, TESTS) else SECOND
-    if re.search(r"torch 1\.|triton|flash[- ]?att(?:entio)?n?[- ]?1\b", said, re.I):
+    if EARLY.search(said):
         kernel = FIRST
     return SHARES.get(generation, OTHERS)[kernel]
 
@@ -81,5 +84,6 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "routed": ROUTED.get(framework, 4.0),
         "eager": EAGER if framework in UNFUSED and not COMPILER.search(has) else 1.0,
         "behind": BEHIND if ASYNC.search(has) else 0.0,
+        "fours": float(framework.startswith("megatron")),
         "turns": float(bool(TURNS.search(has))),
     }

@@ -13,6 +13,8 @@ from soli.planner.cost.points import FULL, INTERLEAVED, Array, Points
 WRITTEN_OUT = 1.15
 """Launches of a layer that makes attention's scores, by those of one with a kernel: what Megatron-LM's test of tp=4 took on one
 image without and with it (0.312 to 0.329 s and 0.278 to 0.280 s a step)."""
+UNFUSED = 1.2
+"""And of one whose softmax no kernel makes: four operations more where such a layer's forward has some twenty."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     exposed = sent_forward + sent_backward + late
     passes = 3.0 + arithmetic.recomputed(p, np.ones_like(whole), np.zeros_like(whole))
     calls = communication.calls_of_layer(p) + context.calls(p) + grids.calls(p)
-    launched = k.layer_floor * np.where(p.flash > 0, 1.0, WRITTEN_OUT)
+    written = WRITTEN_OUT * np.where(p.unfused, UNFUSED, 1.0)
+    launched = k.layer_floor * np.where(p.flash > 0, 1.0, written)
     launched = launched + np.where(p.experts > 0, k.routing_floor, 0.0) + calls * k.collective_floor
     busy, launching = forward + backward + exposed, passes * launched
     return np.where(p.blocking > 0, busy + launching, np.maximum(busy, launching)), exposed
@@ -110,7 +113,12 @@ def seconds(
     """A step's time: its microbatches, the gradients' reduction that nothing hides, and the update."""
     run = running(p, k, of_layers, of_tables)
     reduced, spent = late(p, k, sums(p, k), run.layers / 2), update(p, k)
-    return run.busy + run.waiting + reduced + spent + k.step_overhead, run, reduced, spent
+    return whole(p, k, run.busy + run.waiting + reduced + spent), run, reduced, spent
+
+
+def whole(p: Points, k: Constants, spent: Array) -> Array:
+    """Seconds of a step that takes a usual rank so long: all wait for the slowest, which is slower the more there are."""
+    return spent * (1 + k.straggling * np.log2(p.devices)) + k.step_overhead
 
 
 def sums(p: Points, k: Constants) -> communication.Sums:
