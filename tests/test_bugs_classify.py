@@ -39,7 +39,7 @@ def mined(tmp_path: Path) -> tuple[Path, Path]:
     repo = tmp_path / "owner+name"
     repo.mkdir()
     git(repo, "init", "-q", "-b", "main")
-    commit(repo, "Begin", {"train.py": "def step(x):\n    return x.sum()\n"})
+    commit(repo, "Add a step", {"train.py": "def step(x):\n    return x.sum()\n"})
     commit(
         repo,
         "Fix a deadlock: wait for the send",
@@ -96,7 +96,7 @@ def test_fixes_get_words_with_a_confidence_and_evidence(mined: tuple[Path, Path]
     )
     assert ("condition added", 1) in edited
     others = said(db, "SELECT count(DISTINCT hash) FROM edited JOIN change USING (repo, hash) WHERE NOT fix")
-    assert others == [(2,)]  # Begin and Faster: the control group
+    assert others == [(2,)]  # the first and Faster: the control group
 
 
 def test_a_rerun_classifies_what_is_new(mined: tuple[Path, Path], tmp_path: Path) -> None:
