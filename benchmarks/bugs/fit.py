@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 FILE = HERE.parent.parent / "src" / "soli" / "bugs" / "classification.toml"
 RIDGE, FOLDS = 1.0, 10
 LEAST = 0.05  # a weight below it is none
+UNSEEN = "E"  # whose labels no rule was written by
 
 
 def seen(base, repos: dict[str, Path], rows: list[labels.Label]) -> list[dict[str, str]]:
@@ -102,6 +103,8 @@ def main() -> None:
     with store.opened(args.db) as base:
         of = seen(base, {name(path): path for path in args.repos}, rows)
         heavy = counts(base, rows)
+        unseen = [i for i, row in enumerate(rows) if row.labeller == UNSEEN]
+        heavy_unseen = counts(base, [rows[i] for i in unseen])
     text = FILE.read_text(encoding="utf-8")
     yes = np.array([row.fix == "yes" for row in rows])
     for dimension in ("fix", *DIMENSIONS):
@@ -118,6 +121,8 @@ def main() -> None:
             chances[fold == k] = likely(there, matched[fold == k])
         if dimension == "fix":
             say_fix(chances[:, 0], true == 0, weight)
+            print(f"of the {len(unseen)} that no rule was written by:")
+            say_fix(chances[unseen, 0], true[unseen] == 0, heavy_unseen)
         else:
             found = kappa([words[i] for i in true], [words[i] for i in chances.argmax(axis=1)])
             print(
