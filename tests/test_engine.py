@@ -14,6 +14,8 @@ import soli
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.events import events
+from soli.core.plan import Plan
+from soli.engine import optimizer as optimizers
 from soli.engine.engine import parallelize
 from soli.models.gpt import GPT, GPTConfig
 from soli.verify import tolerance
@@ -197,6 +199,121 @@ def test_what_is_refused_before_training() -> None:
         lambda: (model(), adafactor), {"plan": "zero=1"}
     )
     assert "1 are there" in refused(lambda: (model(), sgd), {"plan": "dp=2"})
+
+
+class Clipped(torch.optim.SGD):
+    """Clips by the norm of all its gradients, as LAMB's trust in them."""
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for grad in grads:
+            grad.div_(norm.clamp(min=1.0))
+        return super().step(closure)
+
+
+class Factored(torch.optim.SGD):
+    """Scales large matrices by their rows."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and min(p.shape) >= 100:
+                    p.grad.div_(p.grad.norm(dim=1, keepdim=True))
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(torch.randn_like(p.grad))
+        return super().step(closure)
+
+
+class Flagged(Clipped):
+    """Only where a group says so."""
+
+    def __init__(self, params, lr=0.1, norms=False):
+        super().__init__(params, lr=lr)
+        self.defaults["norms"] = norms
+        for group in self.param_groups:
+            group.setdefault("norms", norms)
+
+    def step(self, closure=None):
+        flagged = any(group["norms"] for group in self.param_groups)
+        return super().step(closure) if flagged else torch.optim.SGD.step(self, closure)
+
+
+def hooked(params):
+    made = torch.optim.SGD(params, lr=0.1)
+    made.register_step_pre_hook(lambda optimizer, *_: None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "words"),
+    [
+        (Clipped, "dp=2,zero=1", "does not update element by element"),
+        (Clipped, "tp=2", "does not update element by element"),
+        (Clipped, "pp=2,microbatches=2", "Clipped updates a parameter by others"),
+        (Factored, "dp=2,zero=3", "does not update element by element"),
+        (Noisy, "pp=2,microbatches=2", "or by random numbers"),
+        (
+            lambda p: Flagged([{"params": p[:1]}, {"params": p[1:], "norms": True}]),
+            "tp=2",
+            "element by element",
+        ),
+        (hooked, "dp=2,zero=1", "the optimizer has hooks on its step"),
+        (hooked, "pp=2,microbatches=2", "the optimizer has hooks on its step"),
+    ],
+)
+def test_optimizers_that_see_more_than_a_rank_has_are_refused(make, plan: str, words: str) -> None:
+    made = model()
+    optimizer = (
+        make(list(made.parameters()))
+        if make in (hooked,) or not isinstance(make, type)
+        else make(made.parameters(), lr=0.1)
+    )
+    found = list(optimizers.problems(optimizer, made, Plan.parse(plan)))
+    assert any(words in str(one) for one in found), found
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
+def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
+    for kind in (
+        torch.optim.SGD,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.NAdam,
+    ):
+        made = model()
+        groups = [
+            {"params": list(made.parameters())[:2]},
+            {"params": list(made.parameters())[2:], "weight_decay": 0.0},
+        ]
+        assert not list(optimizers.problems(kind(groups, lr=0.1), made, Plan.parse(plan)))
+    matrices = Factored(
+        [p for p in model().parameters() if p.dim() == 2], lr=0.1
+    )  # by the rows of one matrix: a stage has them all
+    assert optimizers.separable(matrices)
+    assert not optimizers.elementwise(matrices)
+
+
+def test_rows_that_count_nothing_have_no_loss() -> None:
+    """What they add would be left out, and what is left out would depend on the plan."""
+
+    def loss(out, batch):
+        kept = batch["targets"][:, 0] > 0
+        return ((out[kept] - batch["targets"][kept]) ** 2).sum() + (out**2).sum() * 0.1, float(kept.sum())
+
+    engine = parallelize(Named(), loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="accumulate=4")
+    targets = torch.ones(8, 3) * (torch.arange(8) >= 2)[:, None]
+    with pytest.raises(SoliError, match="no target is counted have a loss"):
+        engine.step({"x": torch.randn(8, 5), "targets": targets})
 
 
 def nan_rows():

@@ -30,6 +30,25 @@ class Counting(Plain):
         return super().forward(tokens) * (1 + self.calls / 10)
 
 
+class Adapter(nn.Module):
+    """A frozen product, and a small trained one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.down, self.up = nn.Linear(DIM, 3, bias=False), nn.Linear(3, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapted(Plain):
+    """What goes back through a block reads frozen weights after the last gradient of the trained ones is there."""
+
+    def layer(self) -> nn.Module:
+        return Adapter()
+
+
 class Later(Plain):
     """The number is there from the first call on."""
 
@@ -184,6 +203,9 @@ class Scaled(Plain):
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
+        (Adapted, "dp=2,zero=3"),
+        (Adapted, "dp=2,zero=3,accumulate=2,recompute=full"),
+        (Adapted, "tp=2,sp=on"),
         (Counting, "dp=2,zero=3"),
         (Counting, "tp=2"),
         (Counting, "cp=2"),

@@ -168,17 +168,9 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
         "fixes, among the chosen and the rejected, each counted for as many as it stands for."
     )
     head = [
-        "lines",
-        "all fixes",
-        *repos,
-        "repositories alike",
-        "in the study's mix",
-        "before the study",
-        "by labels",
-        "by syntax too",
-        "no fixes",
-        "median",
-    ]
+        "lines", "all fixes", *repos, "repositories alike", "in the study's mix", "before the study", "by labels", "by syntax too",
+        "no fixes", "median",
+    ]  # fmt: skip
     rows = [
         [name, percent(row["all"]), *(percent(row["repos"].get(repo)) for repo in repos)]
         + [percent(row[key]) for key in ("alike", "mix", "before", "labels", "syntax", "others")]
@@ -257,21 +249,13 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
             + [[who, _two(one.precision), _two(one.recall), str(one.fixes)] for who, one in selected.items()]
         )
     yield f"Sure: verdicts with a confidence of {SURE} or more; of the others a model is asked, if there is one, and the labels count."
-    yield Table(
-        [["dimension", "labeller", "fixes", "alike", "kappa", "sure", "kappa where sure"]]
-        + [
-            [
-                one.dimension,
-                one.labeller,
-                str(one.kappa.count),
-                f"{one.kappa.alike:.0%}" if one.kappa.count else "-",
-                _kappa(one.kappa),
-                f"{one.sure.count / one.kappa.count:.0%}" if one.kappa.count else "-",
-                _kappa(one.sure),
-            ]
-            for one in judged
-        ]
-    )
+    head = [["dimension", "labeller", "fixes", "alike", "kappa", "sure", "kappa where sure"]]
+    alike = lambda one: f"{one.kappa.alike:.0%}" if one.kappa.count else "-"
+    sure = lambda one: f"{one.sure.count / one.kappa.count:.0%}" if one.kappa.count else "-"
+    row = lambda one: [
+        one.dimension, one.labeller, str(one.kappa.count), alike(one), _kappa(one.kappa), sure(one), _kappa(one.sure),
+    ]  # fmt: skip
+    yield Table(head + [row(one) for one in judged])
     for one in judged:
         if one.labeller != ALL:
             continue

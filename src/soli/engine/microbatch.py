@@ -48,6 +48,13 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
     total, count = total_and_count(engine.loss_fn(output, data))
     if engine.mesh.all.simulated and torch.is_grad_enabled():
         count = count or 1.0  # other rows have targets
+    elif not count and not total.is_meta and torch.isfinite(total) and total != 0:
+        raise SoliError(
+            "rows of which no target is counted have a loss, which would be left out",
+            got=f"{float(total.detach()):.6g}",
+            allowed="a total of 0, or one that is not finite, where the count is 0",
+            fix="add only what belongs to counted targets, or count what the loss is of (its tokens)",
+        )
     if count or not (engine.plan.together and torch.is_grad_enabled()):
         return total, count
     kind = type(output).__name__

@@ -1,8 +1,8 @@
 """The user's optimizer, over shards: the same object, its parameters exchanged for this rank's pieces.
 
 It is always built on the plain model, so a factory may look at names' shapes to form its groups. Sharding
-needs an optimizer whose update is elementwise; that is found out by trying it on a small matrix, whole and
-cut in pieces, not by a list of names.
+needs an optimizer whose update is elementwise, a pipeline one that updates each parameter by itself; that is found out by
+trying it on matrices, whole and in pieces that optimizers of their own have, as ranks do, not by a list of names.
 """
 
 from __future__ import annotations
@@ -71,6 +71,19 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             got=f"zero={plan.zero}, tp={plan.tp}",
             allowed="zero=0 and tp=1, or an optimizer such as AdamW or SGD",
         )
+    elif plan.pp > 1 and separable(optimizer) is False:
+        yield Problem(
+            f"{type(optimizer).__name__} updates a parameter by others, or by random numbers, and a stage has only its own parameters",
+            got=f"pp={plan.pp}",
+            allowed="pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)",
+        )
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    if hooks and (plan.zero > 0 or plan.tp > 1 or plan.pp > 1):
+        yield Problem(
+            "the optimizer has hooks on its step, which would see a rank's own parts of the parameters",
+            got=", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks),
+            fix="do it between steps (docs/contract.md), clip by soli.parallelize(clip=), or use zero=0, tp=1 and pp=1",
+        )
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> bool:
@@ -82,30 +95,56 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
     return [value for value in state.values() if isinstance(value, Tensor)]
 
 
-def elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether two steps on a 4 x 6 matrix equal two steps on two parts of its 24 elements.
+SMALL, LARGE = (4, 6), (136, 144)
+"""Shapes that are tried: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on)."""
 
-    In float64, up to the rounding of a vector kernel's tail: some dozens of operations an element.
-    """
+
+def elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether two steps on a matrix equal two steps of two optimizers that have a part of its elements each."""
+    halves = lambda tensors: [part for x in tensors for part in (x.flatten()[:11], x.flatten()[11:])]
+    return all(_alike(optimizer, [shape], halves) for shape in (SMALL, LARGE))
+
+
+def separable(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether two steps on two matrices equal two steps of two optimizers with one each; None if that cannot be tried."""
+    return _alike(optimizer, [SMALL, LARGE], list)
+
+
+def _alike(
+    optimizer: torch.optim.Optimizer,
+    shapes: list[tuple[int, int]],
+    cut: Callable[[list[Tensor]], list[Tensor]],
+) -> bool | None:
+    """Whether steps on tensors equal those of optimizers that have one of the pieces each, under every group's options. In float64, up
+    to the rounding of a vector kernel's tail: some dozens of operations an element."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    grads = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
-    for key in ("fused", "foreach", "capturable"):
-        if key in options:
-            options[key] = None if key != "capturable" else False
+    draw = lambda: [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    start, grads, kind = draw(), [draw(), draw()], type(optimizer)
+    for group in optimizer.param_groups:
+        options = _options(optimizer, group)
+        try:
+            whole = _stepped(kind, options, start, grads)
+            apart = [
+                _stepped(kind, options, [piece], [[cut(step)[i]] for step in grads])[0]
+                for i, piece in enumerate(cut(start))
+            ]
+        except (
+            Exception
+        ):  # somebody's own class: it wants matrices (Muon), or is no optimizer of plain parameters
+            return None
+        flat = [torch.cat([x.flatten() for x in each]) for each in (whole, apart)]
+        rounding = 64 * torch.finfo(torch.float64).eps * max(float(x.abs().max()) for x in start)
+        if not (flat[0] - flat[1]).abs().max() <= rounding:
+            return False
+    return True
+
+
+def _options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Those of a group that its class takes, without what is of another device."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
-    options = {k: v for k, v in options.items() if k in optimizer.defaults and k in accepted}
-    try:
-        whole = _stepped(type(optimizer), options, [start.clone()], [[g] for g in grads])
-        cut = [start.flatten()[:11].clone(), start.flatten()[11:].clone()]
-        halves = _stepped(
-            type(optimizer), options, cut, [[g.flatten()[:11], g.flatten()[11:]] for g in grads]
-        )
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        return False  # it wants matrices (Muon), or is no optimizer of plain parameters
-    rounding = 64 * torch.finfo(torch.float64).eps * float(start.abs().max())
-    return bool((whole[0].flatten() - torch.cat(halves)).abs().max() <= rounding)
+    options = {k: v for k, v in group.items() if k in optimizer.defaults and k in accepted}
+    plain = {"fused": None, "foreach": None, "capturable": False}
+    return {k: plain.get(k, v) for k, v in options.items()}
 
 
 def _stepped(
@@ -114,12 +153,14 @@ def _stepped(
     values: list[Tensor],
     grads: list[list[Tensor]],
 ) -> list[Tensor]:
-    params = [nn.Parameter(value) for value in values]
-    made = kind(params, **copy.deepcopy(options))
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()
-        made.step()
+    params = [nn.Parameter(value.clone()) for value in values]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = kind(params, **copy.deepcopy(options))
+        for step in grads:
+            for param, grad in zip(params, step, strict=True):
+                param.grad = grad.clone()
+            made.step()
     return [param.detach() for param in params]
 
 

@@ -107,11 +107,13 @@ class Gatherer:
         self.phase = "idle"
 
     def grads_complete(self, unit: Unit) -> None:
-        """All gradients of a unit are there: once a block has all of its own, its parameters may go."""
+        """All gradients of a unit are there: once a block has all of its own, its parameters may go. Frozen ones, which the gradient
+        of its input may still read, when the backward has come to another block."""
         for block in self.order:
             if unit in block.units:
                 block.waiting_grads -= 1
-                if block.waiting_grads == 0 and self.phase == "backward":
+                whole = all(unit.trainable for unit in block.units)
+                if block.waiting_grads == 0 and self.phase == "backward" and whole:
                     block.release()
 
     # --- hooks of a block -----------------------------------------------------------------------------
