@@ -199,6 +199,8 @@ def test_what_is_refused_before_training() -> None:
         lambda: (model(), adafactor), {"plan": "zero=1"}
     )
     assert "1 are there" in refused(lambda: (model(), sgd), {"plan": "dp=2"})
+    plateau = {"plan": "dp=1", "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}
+    assert "ReduceLROnPlateau goes by a metric" in refused(lambda: (model(), sgd), plateau)
 
 
 class Clipped(torch.optim.SGD):

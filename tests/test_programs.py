@@ -49,6 +49,25 @@ class Adapted(Plain):
         return Adapter()
 
 
+class Dense(Plain):
+    """Each layer reads what all before it gave, from a list that the model goes on to fill."""
+
+    class Sum(nn.Linear):
+        def forward(self, seen: list[Tensor], into: list[int]) -> Tensor:
+            into.append(len(seen))
+            return super().forward(torch.stack(seen).sum(0) / len(seen))
+
+    def layer(self) -> nn.Module:
+        return self.Sum(DIM, DIM)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seen, sizes = [self.embed(tokens)], []
+        for layer in self.layers:
+            seen.append(torch.tanh(layer(seen, sizes)))
+        assert sizes == [1, 2, 3], "a list that a block fills is the model's own"
+        return self.head(sum(seen))
+
+
 class Later(Plain):
     """The number is there from the first call on."""
 
@@ -206,6 +225,8 @@ class Scaled(Plain):
         (Adapted, "dp=2,zero=3"),
         (Adapted, "dp=2,zero=3,accumulate=2,recompute=full"),
         (Adapted, "tp=2,sp=on"),
+        (Dense, "dp=2,recompute=full"),
+        (Dense, "dp=2,accumulate=2,recompute=selective"),
         (Counting, "dp=2,zero=3"),
         (Counting, "tp=2"),
         (Counting, "cp=2"),

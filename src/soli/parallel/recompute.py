@@ -107,11 +107,14 @@ class _Given:
         self.tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         self.args = [None if i in self.tensors else x for i, x in enumerate(args)]
         self.kwargs = kwargs
+        self.then = _as_they_are(self.args, kwargs)
         _under_way.add(self)
 
     def call(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         """The block with all of its arguments."""
-        args = list(self.args)
+        args, kwargs = list(self.args), self.kwargs
+        # Made again with what its lists had then: the model may have gone on to fill them.
+        self.args, self.kwargs = _as_they_are(*self.then)
         for i, x in zip(self.tensors, tensors, strict=True):
             args[i] = x
         if _weights(self.block) != self.weights:
@@ -122,7 +125,13 @@ class _Given:
                 fix="torch.func.functional_call lends weights to a block for one call: let the block's own forward make them, "
                 "or recompute=none",
             )
-        return forward(*args, **self.kwargs)
+        return forward(*args, **kwargs)
+
+
+def _as_they_are(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments whose lists and dicts are others, with what is in them now."""
+    now = lambda x: list(x) if type(x) is list else dict(x) if type(x) is dict else x
+    return [now(x) for x in args], {name: now(x) for name, x in kwargs.items()}
 
 
 def _weights(block: nn.Module) -> list[int]:
@@ -135,7 +144,7 @@ _under_way: weakref.WeakSet[_Given] = weakref.WeakSet()
 def forget() -> None:
     """Let go of the arguments of blocks whose backward is over, or will not be."""
     for given in _under_way:
-        given.args, given.kwargs = [], {}
+        given.args, given.kwargs, given.then = [], {}, ([], {})
     _under_way.clear()
     reads.forget()
 
