@@ -1,0 +1,90 @@
+"""Whether rows are coupled by less than float32's rounding may be: losses in float64, on a copy of the plain model.
+
+A balancing loss over the tokens of a batch (Switch's, arXiv 2101.03961, 2.2, of weight 0.01) moves a loss by 1e-5 where its rows are taken
+apart, which the check of the first step (check.py) cannot tell from rounding. Here the rows in another order say how much rounding there is.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from soli.core.errors import SoliError
+from soli.core.events import events
+from soli.engine.batch import Caller, Part, take, to_device
+from soli.engine.contract import total_and_count
+from soli.engine.layout import Runner
+from soli.mesh.collectives import raise_together
+from soli.parallel.lift import lifted
+
+if TYPE_CHECKING:
+    from soli.engine.engine import Engine
+
+LARGEST = 2**28
+"""Parameters of a model that is copied (2 GB)."""
+ROWS = 8
+
+
+def measured(engine: Engine, part: Part) -> list[float]:
+    """Losses of some rows, of their two parts, and of the same rows the other way round; none where they cannot be had: the plan takes no
+    rows apart, the model is large, deferred or cut already (ZeRO-3), or does not run in float64."""
+    params = list(engine.model.parameters())
+    apart = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero == 3)
+    large = sum(p.numel() for p in params) > LARGEST or any(p.is_meta for p in params)
+    rows = min(part.rows, ROWS)
+    if engine.plan.pieces == 1 or engine.mesh.all.simulated or apart or large or rows < 2:
+        return []
+    try:
+        return _totals(engine, take(part.data, 0, rows), rows)
+    except (RuntimeError, TypeError, NotImplementedError, copy.Error) as error:
+        text = f"whether rows are coupled was not looked at in float64: {type(error).__name__}: {error}"
+        events.emit("note", text=text.split("\n")[0])
+        return []
+
+
+def check(engine: Engine, found: list[float]) -> None:
+    """SoliError where the loss of some rows is not that of their two parts. Collective."""
+    raise_together(lambda: _explain(engine, found), engine.mesh.all, label="whether rows are coupled")
+
+
+def _totals(engine: Engine, data: Any, rows: int) -> list[float]:
+    model = copy.deepcopy(engine.model).double()
+    for module in model.modules():
+        if hasattr(module.__dict__.get("forward"), "__wrapped__"):
+            del module.forward  # recomputation's, which would call the block that was copied
+    wide = lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+    data = to_device(tree_map(wide, data), next(model.parameters()).device)
+    turned = tree_map(lambda x: x.flip(0) if isinstance(x, Tensor) and x.dim() else x, data)
+    cut = rows // 2
+    pieces = [data, take(data, 0, cut), take(data, cut, rows), turned]
+    return [
+        _total(engine, model, piece, n)
+        for piece, n in zip(pieces, (rows, cut, rows - cut, rows), strict=True)
+    ]
+
+
+def _total(engine: Engine, model: nn.Module, data: Any, rows: int) -> float:
+    runner = Runner(model, Caller(model), engine.loss_fn, data, rows, engine.plan)
+    total, count = total_and_count(runner.run(around=lambda _: lifted()))
+    return float(total) if count else 0.0
+
+
+def _explain(engine: Engine, found: list[float]) -> None:
+    if not found or not all(x - x == 0 for x in found):
+        return  # not finite: the step itself reports it
+    whole, first, second, turned = found
+    layers = sum(1 for m in engine.model.modules() if next(m.children(), None) is None)
+    rounding = 8 * torch.finfo(torch.float64).eps * (layers + 1) * (abs(first) + abs(second))
+    if abs(whole - first - second) <= rounding + 8 * abs(whole - turned):
+        return
+    raise SoliError(
+        "the loss of a batch is not the sum of its rows' losses: something couples the rows",
+        got=f"{whole:.12g} for some rows; {first:.12g} + {second:.12g} for their two parts, in float64",
+        allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)",
+        fix="a balancing loss over the tokens of a batch is one of this kind: take it over each row's tokens; or run with dp=1, tensor=1d "
+        "and no accumulate or microbatches",
+    )
