@@ -298,6 +298,10 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
             {"params": list(made.parameters())[2:], "weight_decay": 0.0},
         ]
         assert not list(optimizers.problems(kind(groups, lr=0.1), made, Plan.parse(plan)))
+    made = model()
+    wrapper = torch.optim.SGD(made.parameters(), lr=0.1)
+    del wrapper._optimizer_step_pre_hooks  # as one that does not call Optimizer.__init__
+    assert not list(optimizers.problems(wrapper, made, Plan.parse(plan)))
     matrices = Factored(
         [p for p in model().parameters() if p.dim() == 2], lr=0.1
     )  # by the rows of one matrix: a stage has them all

@@ -77,7 +77,10 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             got=f"pp={plan.pp}",
             allowed="pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)",
         )
-    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    kept = (
+        vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")
+    )  # a wrapper may have none
+    hooks = [hook for each in kept for hook in each.values()]
     if hooks and (plan.zero > 0 or plan.tp > 1 or plan.pp > 1):
         yield Problem(
             "the optimizer has hooks on its step, which would see a rank's own parts of the parameters",
