@@ -36,7 +36,8 @@ def measured(engine: Engine, part: Part) -> list[float]:
     params = list(engine.model.parameters())
     apart = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero == 3)
     large = sum(p.numel() for p in params) > LARGEST or any(p.is_meta for p in params)
-    rows = min(part.rows, ROWS)
+    # As many as a microbatch has, and so no more memory than the step takes.
+    rows = min(part.rows, ROWS, max(-(-part.rows // (engine.plan.accumulate * engine.plan.microbatches)), 2))
     if engine.plan.pieces == 1 or engine.mesh.all.simulated or apart or large or rows < 2:
         return []
     try:

@@ -129,13 +129,7 @@ class Engine:
         self.pipeline: Pipeline | None = None
         self.to_load: Path | None = None  # a checkpoint that waits for the model to be laid over the ranks
         self.optimizer = optimizer
-        self.scheduler = scheduler(optimizer) if scheduler is not None else None
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise SoliError(
-                "ReduceLROnPlateau goes by a metric, and soli steps its scheduler without one",
-                fix="make it yourself, of engine.optimizer, and step it with what engine.evaluate gives",
-                everywhere=True,
-            )
+        self.scheduler = optimizers.scheduled(scheduler, optimizer)
         self.loss_fn, self._call = loss_fn, Caller(model)
         self.step_count = 0
         self.last = Last()

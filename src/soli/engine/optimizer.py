@@ -41,6 +41,18 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
     return made
 
 
+def scheduled(scheduler: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+    """What a function of the optimizer makes, if there is one; it is stepped once a step, with nothing."""
+    made = scheduler(optimizer) if scheduler is not None else None
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise SoliError(
+            "ReduceLROnPlateau goes by a metric, and soli steps its scheduler without one",
+            fix="make it yourself, of engine.optimizer, and step it with what engine.evaluate gives",
+            everywhere=True,
+        )
+    return made
+
+
 @listing
 def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """What keeps this optimizer from training this model under a plan."""
