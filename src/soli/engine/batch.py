@@ -71,6 +71,11 @@ def take(batch: Any, start: int, stop: int) -> Any:
     return tree_map(lambda x: x[start:stop] if isinstance(x, Tensor) and x.dim() > 0 else x, batch)
 
 
+def few(part: Part, plan: Plan) -> int:
+    """Rows that a check runs: as many as a microbatch has, and so no more memory than the step takes; two if there are."""
+    return min(part.rows, max(-(-part.rows // (plan.accumulate * plan.microbatches)), 2))
+
+
 def part_of(batch: Any, ranks: int, index: int) -> Part:
     """The rows of a global batch that rank number `index` of the dp axis computes."""
     if isinstance(batch, Part):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from soli.core.errors import SoliError
-from soli.engine.batch import Part, take, to_device
+from soli.engine.batch import Part, few, take, to_device
 from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
 from soli.engine.effects import Effects
@@ -39,8 +39,7 @@ class FirstStep:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
         model = engine.model
         start, modules = kept.values(model), set(model.modules())
-        # As many as a microbatch has, and so no more memory than the step takes.
-        rows = min(part.rows, max(-(-part.rows // (engine.plan.accumulate * engine.plan.microbatches)), 2))
+        rows = few(part, engine.plan)
         data = to_device(take(part.data, 0, rows), engine.device)
         if rows == 1:
             data, rows = _doubled(data), 2

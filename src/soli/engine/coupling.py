@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.engine import between, effects
-from soli.engine.batch import Caller, Part, take, to_device
-from soli.engine.contract import total_and_count
+from soli.engine.batch import Caller, Part, few, take, to_device
+from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import raise_together
 from soli.parallel.lift import lifted
@@ -36,8 +36,7 @@ def measured(engine: Engine, part: Part) -> list[float]:
     params = list(engine.model.parameters())
     apart = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero == 3)
     large = sum(p.numel() for p in params) > LARGEST or any(p.is_meta for p in params)
-    # As many as a microbatch has, and so no more memory than the step takes.
-    rows = min(part.rows, ROWS, max(-(-part.rows // (engine.plan.accumulate * engine.plan.microbatches)), 2))
+    rows = min(few(part, engine.plan), ROWS)
     if engine.plan.pieces == 1 or engine.mesh.all.simulated or apart or large or rows < 2:
         return []
     try:
@@ -48,7 +47,7 @@ def measured(engine: Engine, part: Part) -> list[float]:
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
         found, why = [], f"{type(error).__name__}: {error}".split("\n")[0]
     if why:
-        events.emit("note", text=f"whether rows are coupled was not looked at in float64: {why}")
+        events.note(f"whether rows are coupled was not looked at in float64: {why}", shown=engine.rank == 0)
     return [] if why else found
 
 
@@ -81,8 +80,7 @@ def _explain(engine: Engine, found: list[float]) -> None:
     if not found or not all(x - x == 0 for x in found):
         return  # not finite: the step itself reports it
     whole, first, second, turned = found
-    layers = sum(1 for m in engine.model.modules() if next(m.children(), None) is None)
-    rounding = 8 * torch.finfo(torch.float64).eps * (layers + 1) * (abs(first) + abs(second))
+    rounding = 8 * torch.finfo(torch.float64).eps * depth(engine.model) * (abs(first) + abs(second))
     if abs(whole - first - second) <= rounding + 8 * abs(whole - turned):
         return
     raise SoliError(
