@@ -30,17 +30,17 @@ sweep: .venv/developed          ## the cases that `make test` leaves out: more o
 	$(BIN)/python benchmarks/sweep.py
 
 parity: .venv/developed         ## every case under every plan -> docs/parity.md, benchmarks/results/parity.json
-	$(BIN)/python -m soli.verify.matrix
+	$(BIN)/python benchmarks/parity.py
 
 golden: .venv/developed         ## the layouts that tests compare with -> tests/golden/
-	$(BIN)/python -m soli.verify.golden
+	$(BIN)/python tests/layouts.py
 
 bench: .venv/developed          ## step time and memory beside the peers -> benchmarks/results/
 	$(BIN)/python benchmarks/envs.py
 	$(BIN)/python benchmarks/run.py --sizes small --steps 12 --rounds 3
 	$(BIN)/python benchmarks/run.py --sizes big --steps 5 --warmup 1 --rounds 3
 	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python -m soli.verify.resume
+	$(BIN)/python benchmarks/resume.py
 
 BOTH = ddp fsdp2-noreshard fsdp2 tp tp-dtensor gpipe 1f1b interleaved zero-bubble zbv dualpipev \
 	soli-z0 soli-z1 soli-z2 soli-z3
@@ -93,7 +93,7 @@ regret: .venv/developed        ## plan=auto beside every plan measured, on three
 	$(BIN)/python benchmarks/regret.py
 
 memory: .venv/developed        ## rehearsed memory beside tracked memory, rows that cover every pair of choices -> benchmarks/results/
-	$(BIN)/python -m soli.verify.memory
+	$(BIN)/python benchmarks/rehearsed.py
 	$(BIN)/python benchmarks/formulas.py --plans 30
 
 network-bench: .venv/developed  ## layouts over slow networks, in network namespaces: needs root -> benchmarks/results/

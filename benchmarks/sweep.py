@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from datetime import UTC, datetime
 from pathlib import Path
 
-from soli.verify.results import write_rows
+from pages import write_rows
 
 RESULTS = Path("benchmarks/results/sweep.json")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from soli.verify import golden
+import layouts
 from soli.verify.pool import Pool
 from sweep import swept
 
@@ -17,11 +17,11 @@ ALIKE = ("hf-bert", "hf-mistral", "hf-opt", "hf-qwen2")
 """Laid out by the same rules as others."""
 
 
-@pytest.mark.parametrize("name", [swept(name) if name in ALIKE else name for name in golden.MODELS])
+@pytest.mark.parametrize("name", [swept(name) if name in ALIKE else name for name in layouts.MODELS])
 def test_layouts_are_the_golden_ones(pool: Pool, name: str) -> None:
-    found = golden.text(golden.of_case(pool, name))
+    found = layouts.text(layouts.of_case(pool, name))
     assert found == (FOLDER / f"{name}.json").read_text(), "if this change is meant: make golden"
 
 
 def test_every_model_has_a_file_and_no_file_is_left() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == set(golden.MODELS)
+    assert {path.stem for path in FOLDER.iterdir()} == set(layouts.MODELS)

@@ -94,9 +94,15 @@ def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, 
                 return RedirectResponse(f"{root}/", 303, HEADERS)
         done = len({(one.repo, one.commit) for one in items} & set(mine(known())))
         return page(
-            "commit", 422 if wrong else 200, number=number, count=len(items), done=done, item=item,
-            told=told, wrong=wrong,
-        )  # fmt: skip
+            "commit",
+            422 if wrong else 200,
+            number=number,
+            count=len(items),
+            done=done,
+            item=item,
+            told=told,
+            wrong=wrong,
+        )
 
     def agreement(request: Request) -> Response:
         rows = known()

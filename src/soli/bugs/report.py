@@ -168,9 +168,17 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
         "fixes, among the chosen and the rejected, each counted for as many as it stands for."
     )
     head = [
-        "lines", "all fixes", *repos, "repositories alike", "in the study's mix", "before the study", "by labels", "by syntax too",
-        "no fixes", "median",
-    ]  # fmt: skip
+        "lines",
+        "all fixes",
+        *repos,
+        "repositories alike",
+        "in the study's mix",
+        "before the study",
+        "by labels",
+        "by syntax too",
+        "no fixes",
+        "median",
+    ]
     rows = [
         [name, percent(row["all"]), *(percent(row["repos"].get(repo)) for repo in repos)]
         + [percent(row[key]) for key in ("alike", "mix", "before", "labels", "syntax", "others")]
@@ -253,8 +261,14 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
     alike = lambda one: f"{one.kappa.alike:.0%}" if one.kappa.count else "-"
     sure = lambda one: f"{one.sure.count / one.kappa.count:.0%}" if one.kappa.count else "-"
     row = lambda one: [
-        one.dimension, one.labeller, str(one.kappa.count), alike(one), _kappa(one.kappa), sure(one), _kappa(one.sure),
-    ]  # fmt: skip
+        one.dimension,
+        one.labeller,
+        str(one.kappa.count),
+        alike(one),
+        _kappa(one.kappa),
+        sure(one),
+        _kappa(one.sure),
+    ]
     yield Table(head + [row(one) for one in judged])
     for one in judged:
         if one.labeller != ALL:

@@ -36,12 +36,17 @@ def study(
         _whole(base, mined)
         said = {
             "paper": {"source": paper["source"], "bugs": paper["bugs"], "share": _stated(paper)},
-            "labels": _made(labels), "histories": _histories(base),
-            "sizes": _sizes(base, paper, labels, population), "lines": _lines(base),
-            "words": {name: _words(base, name, labels) for name in DIMENSIONS}, "small": _small(base),
-            "together": _together(base), "spread": _spread(base), "syntax": _syntax(base),
+            "labels": _made(labels),
+            "histories": _histories(base),
+            "sizes": _sizes(base, paper, labels, population),
+            "lines": _lines(base),
+            "words": {name: _words(base, name, labels) for name in DIMENSIONS},
+            "small": _small(base),
+            "together": _together(base),
+            "spread": _spread(base),
+            "syntax": _syntax(base),
             "days": _days(base),
-        }  # fmt: skip
+        }
     said["questions"] = [_answered(question, said) for question in paper["question"]]
     return said
 

@@ -9,6 +9,14 @@ from soli.checkpoint.manifest import Chunk, FileEntry, Manifest, Saved, latest, 
 from soli.checkpoint.save import PendingSave, save, save_async
 
 __all__ = [
-    "Chunk", "FileEntry", "Manifest", "PendingSave", "Saved", "latest", "load", "read_manifest", "save",
+    "Chunk",
+    "FileEntry",
+    "Manifest",
+    "PendingSave",
+    "Saved",
+    "latest",
+    "load",
+    "read_manifest",
+    "save",
     "save_async",
-]  # fmt: skip
+]

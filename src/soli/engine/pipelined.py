@@ -155,10 +155,18 @@ def build(engine: Engine, cutting: Cutting) -> Pipeline:
     """This rank's stages, once the model is laid over the ranks."""
     watch.watch_units(cutting.units)  # around what recomputes them: a unit of another stage is not entered
     return Pipeline(
-        engine.model, engine.plan, engine.mesh["pp"], engine.device, cutting, engine.laid.reducer,
-        engine.randomness, lambda data: microbatch.loss(engine, engine._call(data), data),
-        engine.computing, engine.again, lambda rows: _together(engine, rows),
-    )  # fmt: skip
+        engine.model,
+        engine.plan,
+        engine.mesh["pp"],
+        engine.device,
+        cutting,
+        engine.laid.reducer,
+        engine.randomness,
+        lambda data: microbatch.loss(engine, engine._call(data), data),
+        engine.computing,
+        engine.again,
+        lambda rows: _together(engine, rows),
+    )
 
 
 def _together(engine: Engine, rows: list[int]) -> list[tuple[int, ...]]:

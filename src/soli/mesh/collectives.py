@@ -193,9 +193,15 @@ def _add(tensor: Tensor, other: Tensor) -> None:
 
 
 def all_to_all(
-    output: Tensor, whole: Tensor, axis: Axis, received: list[int] | None = None, sent: list[int] | None = None, *,
-    label: str = "", wait: bool = True,
-) -> Pending:  # fmt: skip
+    output: Tensor,
+    whole: Tensor,
+    axis: Axis,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+    *,
+    label: str = "",
+    wait: bool = True,
+) -> Pending:
     """Rank r of the axis gets `sent[r]` elements of `whole`, in order; `output` holds `received[r]` of each rank r.
 
     Both tensors are flat; without sizes every rank gets as much as every other.
@@ -350,9 +356,14 @@ def barrier(axis: Axis, *, label: str = "barrier") -> None:
 
 
 def _in_place(
-    collective: Callable[..., Any], tensor: Tensor, axis: Axis, label: str, wait: bool, written: bool = True,
+    collective: Callable[..., Any],
+    tensor: Tensor,
+    axis: Axis,
+    label: str,
+    wait: bool,
+    written: bool = True,
     **options: Any,
-) -> Pending:  # fmt: skip
+) -> Pending:
     """One of torch's collectives that leaves its result where its argument is. `written`: whether this rank has one."""
     if axis.size == 1:
         return NOTHING

@@ -59,9 +59,13 @@ class Attention(nn.Module):
         k = self.key(x).view(B, T, self.groups, self.width).transpose(1, 2)
         v = self.value(x).view(B, T, self.groups, self.width).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(
-            rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True,
-            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.groups < self.heads,
-        )  # fmt: skip
+            rotated(q, cos, sin),
+            rotated(k, cos, sin),
+            v,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.groups < self.heads,
+        )
         return self.out(mixed.transpose(1, 2).reshape(B, T, self.heads * self.width))
 
 

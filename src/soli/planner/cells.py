@@ -17,8 +17,16 @@ UNITS: dict[str, dict[str, float]] = {
 }
 """What letters behind a number mean, by what it counts."""
 MAY_BE_NONE = (
-    "chunks", "chunk_layers", "ep", "experts", "topk", "accumulate", "shared", "shard_group", "again",
-)  # fmt: skip
+    "chunks",
+    "chunk_layers",
+    "ep",
+    "experts",
+    "topk",
+    "accumulate",
+    "shared",
+    "shard_group",
+    "again",
+)
 """Numbers of which 0 says that there is none."""
 FRACTIONS = ("params_b", "time", "memory", "states")
 REST = ("dp", "shard_group", "again", "local_batch", "etp")

@@ -118,14 +118,22 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
     family = FAMILIES.get(kind, Family(gated=activation in GATED, tied=True))
     model = Model(
-        name=str(said.get("_name_or_path") or kind or file.parent.name), layers=layers, hidden=hidden, heads=heads,
+        name=str(said.get("_name_or_path") or kind or file.parent.name),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
         head_size=_latent_head(said) or numbers["head_size"] or hidden // heads,
-        ffn=(numbers["expert_ffn"] if experts else None) or numbers["ffn"] or 4 * hidden, gated=family.gated, vocab=vocab,
-        experts=experts, active=(numbers["routed"] or 1) + (numbers["shared"] or 0) if experts else 1,
-        tied=bool(said.get("tie_word_embeddings", family.tied)), seq=numbers["seq"] or 0,
-        shared=(numbers["shared"] or 0) if experts else 0, compressed=_compressed(said, hidden, heads),
-    )  # fmt: skip
+        ffn=(numbers["expert_ffn"] if experts else None) or numbers["ffn"] or 4 * hidden,
+        gated=family.gated,
+        vocab=vocab,
+        experts=experts,
+        active=(numbers["routed"] or 1) + (numbers["shared"] or 0) if experts else 1,
+        tied=bool(said.get("tie_word_embeddings", family.tied)),
+        seq=numbers["seq"] or 0,
+        shared=(numbers["shared"] or 0) if experts else 0,
+        compressed=_compressed(said, hidden, heads),
+    )
     return model, tuple(_inferred(kind, said, numbers, model))
 
 

@@ -26,11 +26,22 @@ def of_entry(name: str) -> Model:
     said = published()[name]["dims"]
     experts, shared = said.get("experts", 0), said.get("shared", 0)
     return Model(
-        name=name, layers=said["layers"], hidden=said["hidden"], heads=said["heads"], kv_heads=said.get("kv_heads", said["heads"]),
-        head_size=said.get("head_size", said["hidden"] // said["heads"]), ffn=said["ffn"], gated=said.get("gated", False),
-        vocab=said["vocab"], experts=experts, active=said["routed"] + shared if experts else 1, tied=said.get("tied", False),
-        seq=said["seq"], shared=shared, compressed=said.get("compressed", 0),
-    )  # fmt: skip
+        name=name,
+        layers=said["layers"],
+        hidden=said["hidden"],
+        heads=said["heads"],
+        kv_heads=said.get("kv_heads", said["heads"]),
+        head_size=said.get("head_size", said["hidden"] // said["heads"]),
+        ffn=said["ffn"],
+        gated=said.get("gated", False),
+        vocab=said["vocab"],
+        experts=experts,
+        active=said["routed"] + shared if experts else 1,
+        tied=said.get("tied", False),
+        seq=said["seq"],
+        shared=shared,
+        compressed=said.get("compressed", 0),
+    )
 
 
 def plain_name(text: str) -> str:

@@ -91,13 +91,20 @@ def begin(folder: Path, config: Config, tokens: Tokens) -> None:
 def environment() -> dict[str, Any]:
     """What the run ran on, for env.json."""
     return {
-        "command": sys.argv, "folder": os.getcwd(),
-        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "soli": SOLI,
-        "revision": revision(), "python": platform.python_version(), "torch": str(torch.__version__),
-        "cuda": torch.version.cuda, "platform": platform.platform(), "host": platform.node(),
-        "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "soli": SOLI,
+        "revision": revision(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-    }  # fmt: skip
+    }
 
 
 def revision() -> str | None:

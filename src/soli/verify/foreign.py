@@ -93,9 +93,14 @@ def hf_vit() -> Any:
 
     torch.manual_seed(28)
     config = ViTConfig(
-        **SMALL, image_size=8, patch_size=4, num_labels=5, hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1, problem_type="single_label_classification",
-    )  # fmt: skip
+        **SMALL,
+        image_size=8,
+        patch_size=4,
+        num_labels=5,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+        problem_type="single_label_classification",
+    )
     generator = torch.Generator().manual_seed(6)
     batches = [
         {"pixel_values": torch.randn(n, 3, 8, 8, generator=generator).double(), "labels": torch.arange(n) % 5}

@@ -174,9 +174,16 @@ class Pipeline:
         received = {v.name: handed(x, v) for v, x in zip(known.incoming, leaves, strict=True)}
         following = self.cutting.needs.get((training, index + 1), [])
         forward = StageForward(
-            self.cutting.traces[training], self.stages, index, received, [name for name, _ in following],
-            known.shapes, self.device, self.randomness.skip, self._present,
-        )  # fmt: skip
+            self.cutting.traces[training],
+            self.stages,
+            index,
+            received,
+            [name for name, _ in following],
+            known.shapes,
+            self.device,
+            self.randomness.skip,
+            self._present,
+        )
         self.randomness.restart()
         result = None
         with self.computing(), forward, suppress(Finished):

@@ -21,11 +21,27 @@ LINE, GRID, CUBE = 0.0, 1.0, 2.0
 ONE, INTERLEAVED, GPIPE, ZBH1, ZBV, DUALPIPEV = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 
 UNSAID = {
-    "shared": 0.0, "replicate": 1.0, "again": 0.0, "context": 0.0, "schedule": 0.0, "frugal": 1.0,
-    "longest": 0.0, "fewer": 0.0, "tensor": LINE, "rows": 1.0, "kernel": 0.5, "once": 0.0, "routed": 4.0,
-    "compressed": 0.0, "etp": 0.0, "eager": 1.0, "behind": 0.0, "turns": 0.0, "blocking": 0.0,
+    "shared": 0.0,
+    "replicate": 1.0,
+    "again": 0.0,
+    "context": 0.0,
+    "schedule": 0.0,
+    "frugal": 1.0,
+    "longest": 0.0,
+    "fewer": 0.0,
+    "tensor": LINE,
+    "rows": 1.0,
+    "kernel": 0.5,
+    "once": 0.0,
+    "routed": 4.0,
+    "compressed": 0.0,
+    "etp": 0.0,
+    "eager": 1.0,
+    "behind": 0.0,
+    "turns": 0.0,
+    "blocking": 0.0,
     "fours": 0.0,
-}  # fmt: skip
+}
 """What is meant where a row has no such field."""
 
 

@@ -143,7 +143,13 @@ def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Arr
     """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
     time, run, reduced, spent = seconds(p, k, of_layers, of_tables)
     return Step(
-        time=time, layers=p.microbatches * run.layers, tables=p.microbatches * run.tables,
-        exposed=p.microbatches * run.exposed, waiting=run.waiting, gradients=reduced, update=spent,
-        memory=memory.peak(p, k), states=memory.states(p, k),
-    )  # fmt: skip
+        time=time,
+        layers=p.microbatches * run.layers,
+        tables=p.microbatches * run.tables,
+        exposed=p.microbatches * run.exposed,
+        waiting=run.waiting,
+        gradients=reduced,
+        update=spent,
+        memory=memory.peak(p, k),
+        states=memory.states(p, k),
+    )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import write_page, write_rows
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -33,7 +34,6 @@ from soli.planner.rehearsal import Rehearsal
 from soli.verify import cases
 from soli.verify.cases import CASES
 from soli.verify.pool import Pool
-from soli.verify.results import write_page, write_rows
 
 BOUND = 0.01
 RESULTS = Path("benchmarks/results/memory-rehearsed")
@@ -178,7 +178,7 @@ def _kept() -> list[Row]:
 
 
 def _write(found: list[Row], exact: int, *, every: bool) -> None:
-    command = "python -m soli.verify.memory --all" if every else "make memory"
+    command = "python benchmarks/rehearsed.py --all" if every else "make memory"
     rows = (
         "rows, the whole parity matrix"
         if every

@@ -1,4 +1,4 @@
-"""What the figures of verify leave: rows as JSON, and as a page in Markdown."""
+"""What some figures leave: rows as JSON, and as a page in Markdown."""
 
 from __future__ import annotations
 

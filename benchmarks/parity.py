@@ -7,12 +7,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from pages import write_page, write_rows
+
 from soli.core.errors import SoliError
 from soli.verify import cases
 from soli.verify.cases import CASES, PLANS
 from soli.verify.parity import BOUND, Row, check
 from soli.verify.pool import Pool
-from soli.verify.results import write_page, write_rows
 
 
 def _one(name: str, plan: str, ranks: int) -> Row:

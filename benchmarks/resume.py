@@ -1,6 +1,6 @@
 """The figure of law 6: 100 steps straight, and 50, a stop, and 50 in new processes, under the same plan and others.
 
-`python -m soli.verify.resume` -> benchmarks/results/resume.json and .md. A GPT with dropout, a scheduler,
+`python benchmarks/resume.py` -> benchmarks/results/resume.json and .md. A GPT with dropout, a scheduler,
 clipping and a ragged last batch, trained by real ranks. Under the same plan the halves must equal the
 straight run bitwise: every loss, parameter and optimizer tensor. Under another plan they must be within law 1:
 in float64 below parity's bound, in float32 below machine epsilon times depth (verify/tolerance.py).
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import write_page, write_rows
 from torch import Tensor
 
 from soli import losses
@@ -22,7 +23,6 @@ from soli.models.gpt import GPT, GPTConfig
 from soli.verify import tolerance
 from soli.verify.parity import BOUND
 from soli.verify.pool import Pool
-from soli.verify.results import write_page, write_rows
 
 STEPS, BATCH, ROWS, CONTEXT, VOCAB = 100, 8, 62, 16, 61
 RANKS = 4
@@ -146,7 +146,7 @@ def rows() -> list[dict[str, Any]]:
 def main() -> int:
     """Run the figure in the repository that is the working directory; 1 if a row is over its bound."""
     found = rows()
-    out, command = Path("benchmarks/results"), "python -m soli.verify.resume"
+    out, command = Path("benchmarks/results"), "python benchmarks/resume.py"
     write_rows(out / "resume.json", command, found, steps=STEPS)
     words = [
         f"# {STEPS} steps straight, and {STEPS // 2} + stop + {STEPS // 2}",
