@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 
 import pytest
@@ -124,3 +126,71 @@ def test_changes_that_it_can_follow_are_followed(
     for text, bias in pool.run(attempt, plan, change, ranks=2):
         assert not text
         torch.testing.assert_close(bias, sequential, rtol=1e-10, atol=1e-12)
+
+
+def averaged(kept: nn.Module, model: nn.Module) -> None:
+    for mine, new in zip(kept.parameters(), model.parameters(), strict=True):
+        mine.mul_(0.9).add_(new, alpha=0.1)
+
+
+def by_differences(kept: nn.Module, model: nn.Module) -> None:
+    for mine, new in zip(kept.parameters(), model.parameters(), strict=True):
+        mine += 0.1 * new.detach().square()
+
+
+def at_once(kept: nn.Module, model: nn.Module) -> None:
+    torch._foreach_add_(list(kept.parameters()), [x.data for x in model.parameters()])
+
+
+def to_a_file(kept: nn.Module, model: nn.Module) -> None:
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def smaller(kept: nn.Module, model: nn.Module) -> None:
+    """What each rank can do with what it has."""
+    assert sum(x.numel() for x in model.parameters()) == sum(x.numel() for x in kept.parameters())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for mine in model.parameters():
+        mine.mul_(0.5)
+    average.update_parameters(model)
+    for mine, other in zip(model.parameters(), average.module.parameters(), strict=True):
+        mine.copy_(other)
+
+
+def weights_used(use: Callable[[nn.Module, nn.Module], None], plan: str) -> tuple[str, dict[str, Tensor]]:
+    """What is said of a use of the model's weights beside a copy from before, after a step, and the weights then."""
+    model, loss_fn, batches = case_of(Plain).make()
+    kept = copy.deepcopy(model)
+    engine: Engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
+    engine.step(batches[0])
+    try:
+        with torch.no_grad():
+            use(kept, model)
+    except SoliError as error:
+        return str(error), {}
+    return "", engine.global_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (averaged, "add_ is called with a weight of another stage"),
+        (by_differences, "add_ is called with a weight of another stage"),
+        (at_once, "_foreach_add_ is called with a weight of another stage"),
+        (to_a_file, "written to a file"),
+    ],
+)
+def test_a_weight_of_another_stage_does_not_pass_for_nothing(
+    pool: Pool, use: Callable[[nn.Module, nn.Module], None], said: str
+) -> None:
+    for rank, (text, _) in enumerate(pool.run(weights_used, use, "pp=2", ranks=2)):
+        assert said in text
+        assert f"of rank {1 - rank}" in text
+
+
+def test_what_every_rank_does_to_its_own_stages_weights_is_done(pool: Pool) -> None:
+    (said, expected), *_ = pool.run(weights_used, smaller, "dp=1", ranks=1)
+    assert not said
+    for text, found in pool.run(weights_used, smaller, "pp=2", ranks=2):
+        assert not text
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from soli.core.errors import listed
 from soli.mesh.collectives import Axis
 from soli.mesh.mesh import Mesh
+from soli.parallel.pipeline.elsewhere import elsewhere
 from soli.parallel.pipeline.run import Cutting
 from soli.parallel.units import Named, named_once
 
@@ -24,9 +26,8 @@ def keep_own(model: nn.Module, cutting: Cutting, mesh: Mesh) -> tuple[dict[int, 
         ranks = tuple(cutting.owners[names[0]])
         if axis.index not in ranks:
             absent[id(param)] = (names, param)
-            if not param.is_meta:
-                nothing = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-                torch.utils.swap_tensors(param, nothing)
+            of = f"{names[0]}, of {listed([f'rank {axis.ranks[index]}' for index in ranks])}"
+            torch.utils.swap_tensors(param, elsewhere(param, of))
         elif len(ranks) > 1:
             copies[id(param)] = axes[ranks]
     return absent, copies

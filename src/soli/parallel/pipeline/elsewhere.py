@@ -1,0 +1,92 @@
+"""Parameters of other stages: shapes on the meta device, which write into nothing that is here.
+
+torch (2.11 to 2.13) writes nothing, and says nothing, where a tensor is changed in place by one on the meta device (`here.add_(there)`): an average
+of weights, kept by a program between steps, would stay as it began.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from soli.core.errors import SoliError
+from soli.core.functions import in_place, name_of
+
+
+class Elsewhere(Tensor):
+    """What was computed from such a parameter. `of`: its name and where it is."""
+
+    of: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _answer(func, types, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        raise _lacking("a weight of another stage is written to a file", self.of)
+
+
+class ElsewhereParameter(nn.Parameter):
+    """A parameter of another stage."""
+
+    of: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _answer(func, types, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        raise _lacking("a weight of another stage is written to a file", self.of)
+
+
+KINDS = (Elsewhere, ElsewhereParameter)
+
+
+def elsewhere(param: nn.Parameter, of: str) -> nn.Parameter:
+    """A parameter without values like this one."""
+    nothing = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    nothing.__class__ = ElsewhereParameter
+    nothing.of = of  # type: ignore[attr-defined]
+    return nothing
+
+
+def _answer(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    if any(
+        one.__torch_function__ is not torch._C._disabled_torch_function_impl
+        for one in types
+        if one not in (*KINDS, Tensor)
+    ):
+        return NotImplemented  # a cut tensor's rules, which look at shapes
+    with torch._C.DisableTorchFunctionSubclass():
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        named = [x.of for x in given if type(x) in KINDS and hasattr(x, "of")]
+        if named and _writes(func) and any(not x.is_meta and x.numel() for x in given):
+            raise _lacking(
+                f"{name_of(func)} is called with a weight of another stage, and would write nothing", named[0]
+            )
+        out = func(*args, **kwargs)
+        return tree_map(lambda x: _marked(x, named), out) if named else out
+
+
+def _writes(func: Any) -> bool:
+    return in_place(func) or name_of(func).startswith("_foreach")
+
+
+def _marked(x: Any, named: list[str]) -> Any:
+    if type(x) is not Tensor or not x.is_meta:
+        return x
+    x = x.as_subclass(Elsewhere)
+    x.of = named[0]
+    return x
+
+
+def _lacking(what: str, of: str) -> SoliError:
+    return SoliError(
+        what,
+        got=of,
+        allowed="weights of one stage together: a rank has those of its own stages",
+        fix="use engine.global_state_dict(), which every rank calls, or engine.save(); an average that trains on needs pp=1",
+    )
