@@ -87,6 +87,7 @@ class FirstStep:
         def verdict() -> None:
             effects.explain(engine.plan)
             changes.explain(engine.plan)
+            engine.loss_fn.explain(engine.plan)
             if apart and not repeats and engine.plan.pieces > 1:
                 _refuse_memory(engine)
             _explain(sums, [rows, cut, rows - cut], engine)

@@ -104,12 +104,13 @@ def decide(engine: Engine, batch: Any, rows: int) -> None:
         return
     rows = rows or rows_of(data)
     program = rehearse.Program(
-        engine.model, engine.optimizer, engine.loss_fn, rehearse.widened(data, rows), engine.max_norm, engine.hints,
+        engine.model, engine.optimizer, engine.loss_fn.function, rehearse.widened(data, rows), engine.max_norm, engine.hints,
         engine.world_info.backend,
     )  # fmt: skip
     wish, gradients = engine._wish, [p.grad for p in engine.model.parameters()]
     drawn = rng.state()
-    choice = auto.choose(program, engine.world_info, rows, memory=wish.memory, probes=wish.probes)
+    with engine.loss_fn.unchanged():
+        choice = auto.choose(program, engine.world_info, rows, memory=wish.memory, probes=wish.probes)
     rng.restore(drawn)
     for param, gradient in zip(engine.model.parameters(), gradients, strict=True):
         # a loss that has the model itself, and not its argument, reached it from a copy

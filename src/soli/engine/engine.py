@@ -23,6 +23,7 @@ from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, ro
 from soli.engine.check import FirstStep
 from soli.engine.data import Order, Position, batches
 from soli.engine.deciding import PROBES, Choice, Wish
+from soli.engine.remembered import Remembering
 from soli.losses import LossFn, from_model
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
 from soli.mesh.mesh import Mesh, build_mesh
@@ -130,7 +131,7 @@ class Engine:
         self.to_load: Path | None = None  # a checkpoint that waits for the model to be laid over the ranks
         self.optimizer = optimizer
         self.scheduler = optimizers.scheduled(scheduler, optimizer)
-        self.loss_fn, self._call = loss_fn, Caller(model)
+        self.loss_fn, self._call = Remembering(loss_fn, blind=world.absent is not None), Caller(model)
         self.step_count = 0
         self.last = Last()
         self.positions: dict[str, Position] = {}
@@ -275,23 +276,17 @@ class Engine:
             coupling.check(self, losses)
         if self._watch is not None:
             self._watch.begin(self)
-        reducer = self.laid.reducer
-        reducer.begin_step()
+        self.laid.reducer.begin_step()
         if self.loss_scale is not None:
             # A sum over thousands of targets has larger gradients than the mean the scale is meant for.
             self._seed_scale = self.loss_scale.scale / SUM_TO_MEAN
-        if self.pipeline is not None:
+        with self.loss_fn.step():
+            if self.pipeline is None:
+                return self._agree(*microbatch.all_of(self, pieces))
             with recompute.holding(self.plan):
                 found = pipelined.forward_backward(self, self.pipeline, pieces)
-            recompute.forget()
-            return self._agree(*found)
-        total, count = 0.0, 0.0
-        for number, piece in enumerate(pieces):
-            reducer.begin_backward(last=number == len(pieces) - 1)
-            more, counted = microbatch.forward_backward(self, piece)
-            total, count = total + more, count + counted
-            reducer.finish_backward()
-        return self._agree(total, count)
+        recompute.forget()
+        return self._agree(*found)
 
     @property
     def seed_of_loss(self) -> float:
@@ -431,7 +426,7 @@ class Engine:
         """Mean loss over the counted targets of all batches; the model in eval mode and no gradients."""
         self._finish_gathers()
         sums = torch.zeros(2, dtype=torch.float64)
-        with between.modes_kept(self.model):
+        with between.modes_kept(self.model), self.loss_fn.going_on():
             self.model.eval()
             for batch in batches:
                 self.decide(batch, 0)

@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
 
+def all_of(engine: Engine, pieces: list[Part]) -> tuple[float, float]:
+    """Total and count of this rank's microbatches, one after another; the gradients are reduced."""
+    reducer, total, count = engine.laid.reducer, 0.0, 0.0
+    for number, piece in enumerate(pieces):
+        reducer.begin_backward(last=number == len(pieces) - 1)
+        more, counted = forward_backward(engine, piece)
+        total, count = total + more, count + counted
+        reducer.finish_backward()
+    return total, count
+
+
 def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
     """Its total and count. An empty one only joins the collectives of the others."""
     gatherer = engine.laid.gatherer
