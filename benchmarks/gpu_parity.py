@@ -20,9 +20,11 @@ import torch
 
 from soli.core.errors import SoliError
 from soli.mesh.backends import cores
-from soli.verify.cases import CASES, selection
 from soli.verify.parity import BOUND, Row, check
 from soli.verify.pool import Pool
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from cases import CASES, selection
 
 OUT = Path(__file__).resolve().parent / "results" / "gpu-parity"
 RANKS = 4

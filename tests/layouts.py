@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cases import CASES, refused
 from soli.engine.engine import Engine, parallelize
 from soli.mesh.collectives import gather_json
 from soli.parallel.units import named_once
-from soli.verify.cases import CASES, refused
 from soli.verify.parity import adamw
 from soli.verify.pool import Pool
 

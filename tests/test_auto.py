@@ -21,6 +21,7 @@ import torch
 from tests.test_rehearsal import program
 from torch import Tensor, nn
 
+from cases import CASES
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.events import events
@@ -38,7 +39,6 @@ from soli.planner.learn import Learnt
 from soli.planner.legality import problems
 from soli.planner.machine import PARTS, Machine, estimate
 from soli.planner.rehearsal import Action, RankRun, Rehearsal, Sent
-from soli.verify.cases import CASES
 from soli.verify.parity import BOUND, compare, expected_of, under_plan
 from soli.verify.pool import Pool
 from sweep import swept

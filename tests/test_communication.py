@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cases import CASES
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine.engine import parallelize
@@ -29,7 +30,6 @@ from soli.mesh.mesh import build_mesh
 from soli.mesh.record import record_torch, recorder
 from soli.mesh.world import join
 from soli.planner.legality import resolve
-from soli.verify.cases import CASES
 from soli.verify.pool import Pool
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cases import CASES
 from soli import losses
 from soli.core.axes import AXES, coordinates, peers
 from soli.core.plan import Plan
@@ -16,7 +17,6 @@ from soli.engine.engine import parallelize
 from soli.mesh.collectives import all_reduce
 from soli.mesh.mesh import build_mesh
 from soli.mesh.world import join
-from soli.verify.cases import CASES
 from soli.verify.oracle import sequential
 from soli.verify.parity import BOUND, Case, compare, expected_of, under_plan
 from soli.verify.pool import Pool

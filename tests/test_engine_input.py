@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
+from cases import CASES
 from soli import losses
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
-from soli.verify.cases import CASES
 from soli.verify.parity import BOUND, Case, check
 from soli.verify.pool import Pool
 from test_engine import DATA, Named, engine_for

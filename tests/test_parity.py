@@ -7,10 +7,10 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from cases import CASES, WAYS, choices, refused, rows, selection
 from soli.engine import engine as engine_module
 from soli.parallel.lift import lifted
 from soli.parallel.reduce import Reducer
-from soli.verify.cases import CASES, WAYS, choices, refused, rows, selection
 from soli.verify.parity import BOUND, check, compare, expected_of, under_plan
 from soli.verify.pool import Pool
 

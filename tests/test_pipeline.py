@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cases import CASES
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
@@ -23,7 +24,6 @@ from soli.parallel.pipeline.split_backward import inputs_first, weights_later
 from soli.parallel.pipeline.stages import balanced
 from soli.parallel.pipeline.units import units
 from soli.planner.legality import nearest, problems
-from soli.verify.cases import CASES
 from soli.verify.parity import BOUND, Case, adamw, compare, expected_of, under_plan
 from soli.verify.pool import Pool
 from sweep import spread

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cases import CASES, Case
 from soli import losses
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
 from soli.parallel.keep import PRODUCTS, contexts
 from soli.planner.hollow import Tracker
-from soli.verify.cases import CASES, Case
 from soli.verify.parity import BOUND, adamw, check
 from soli.verify.pool import Pool
 from sweep import spread

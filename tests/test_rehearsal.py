@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import soli
+from cases import CASES
 from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.plan import Plan
@@ -31,7 +32,6 @@ from soli.planner.models import Model
 from soli.planner.space import spaces
 from soli.planner.task import Task
 from soli.planner.where import here
-from soli.verify.cases import CASES
 from soli.verify.pool import Pool
 from sweep import swept
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cases import CASES
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
@@ -21,7 +22,6 @@ from soli.engine.layout import Runner
 from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
 from soli.parallel.tensor import products
-from soli.verify.cases import CASES
 from soli.verify.parity import adamw
 from soli.verify.pool import Pool
 from typed import soli, soli_anew

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from soli.engine.batch import Caller, rows_of, take
+from soli.engine.remembered import Remembering
 from soli.losses import LossFn
 from soli.parallel import kept
 from soli.parallel.randomness import Randomness
@@ -38,7 +39,7 @@ def sequential(
     """Train the plain model on whole batches."""
     trace, made, call = Trace(), optimizer(list(model.parameters())), Caller(model)
     randomness = Randomness(model, seed)
-    _learn_shapes(randomness, call, loss_fn, batches[0])
+    _learn_shapes(randomness, call, Remembering(loss_fn), batches[0])
     if not model.training:
         model.train()
     for step, batch in enumerate(batches):

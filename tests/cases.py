@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import tomllib
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import foreign
 from soli import losses
-from soli.core.tables import table
 from soli.losses import LossFn
 from soli.models.bert import Bert, BertConfig
 from soli.models.gpt import GPT, GPTConfig
 from soli.models.llama import Llama, LlamaConfig
 from soli.models.t5 import T5, T5Config
 from soli.models.vit import ViT, ViTConfig
-from soli.verify import foreign
 from soli.verify.parity import Case, adamw
 
 STEPS = 3
@@ -177,7 +178,10 @@ CASES = {
     case.name: case
     for case in (Case(make.__name__.replace("_", "-"), make, adamw) for make in (*MAKERS, *foreign.MAKERS))
 }
-PLANS: dict[int, list[str]] = {int(ranks): plans for ranks, plans in table(__package__, "plans.toml").items()}
+TABLE = Path(__file__).with_name("plans.toml")
+PLANS: dict[int, list[str]] = {
+    int(n): plans for n, plans in tomllib.loads(TABLE.read_text(encoding="utf-8")).items()
+}
 
 
 def refused(name: str, plan: str) -> bool:

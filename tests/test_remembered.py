@@ -1,0 +1,171 @@
+"""Losses that keep something from call to call equal the sequential program's, or are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.test_kept import Plain, tokens_of
+from torch import Tensor, nn
+
+from soli import losses
+from soli.core.errors import SoliError
+from soli.engine.engine import parallelize
+from soli.engine.remembered import Remembering
+from soli.losses import LossFn
+from soli.verify.parity import BOUND, Case, adamw, check
+from soli.verify.pool import Pool
+
+PLAIN = losses.cross_entropy("targets")
+Annealed = tuple[Tensor, float]
+calls = 0
+
+
+def annealed(output: Tensor, batch: Any, step: int) -> Annealed:
+    """A second term whose weight grows with the step."""
+    total, count = PLAIN(output, batch)
+    return total + min(1.0, step / 5) * output.square().sum() / 100, float(count)
+
+
+def by_list() -> LossFn:
+    steps = [0]
+
+    def loss(output: Tensor, batch: Any) -> Annealed:
+        steps[0] += 1
+        return annealed(output, batch, steps[0])
+
+    return loss
+
+
+def by_variable() -> LossFn:
+    step = 0
+
+    def loss(output: Tensor, batch: Any) -> Annealed:
+        nonlocal step
+        step += 1
+        return annealed(output, batch, step)
+
+    return loss
+
+
+def by_global() -> LossFn:
+    global calls
+    calls = 0
+    return of_global
+
+
+def of_global(output: Tensor, batch: Any) -> Annealed:
+    global calls
+    calls += 1
+    return annealed(output, batch, calls)
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+        self.steps = {"done": 0}
+
+    def loss(self, scale: int, output: Tensor, batch: Any) -> Annealed:
+        self.steps["done"] += scale
+        total, count = annealed(output, batch, self.steps["done"])
+        self.seen.append(float(total.detach()))
+        return total, count
+
+
+def by_attribute() -> LossFn:
+    return functools.partial(Schedule().loss, 1)
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, output: Tensor, batch: Any) -> Annealed:
+        self.step += 1
+        return annealed(output, batch, int(self.step))
+
+
+class Centred:
+    """As DINO's centre of what a teacher says (arXiv 2104.14294, 3.1): a mean over the rows that were seen."""
+
+    def __init__(self) -> None:
+        self.center = torch.zeros(29, dtype=torch.float64)
+
+    def __call__(self, output: Tensor, batch: Any) -> Annealed:
+        total, count = PLAIN(output, batch)
+        total = total + (output - self.center).square().sum() / 100
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean((0, 1))
+        return total, float(count)
+
+
+KINDS = [by_list, by_variable, by_global, by_attribute, Module, Centred]
+PLANS = ["dp=1", "dp=2,zero=1", "dp=2,accumulate=2", "pp=2,microbatches=4", "tp=2", "cp=2,recompute=full"]
+
+
+def case_of(kind: Callable[[], LossFn]) -> Case:
+    def make() -> Any:
+        torch.manual_seed(3)
+        return Plain(), kind(), [tokens_of(n, i) for i, n in enumerate((8, 9, 7))]
+
+    return Case(kind.__name__, make, adamw)
+
+
+def outcome(kind: Callable[[], LossFn], plan: str) -> float | str:
+    try:
+        return check(case_of(kind), plan, 0).worst
+    except SoliError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_what_counts_calls_counts_steps(pool: Pool, kind: Callable[[], LossFn], plan: str) -> None:
+    for found in pool.run(outcome, kind, plan, ranks=1 if plan == "dp=1" else 2):
+        assert isinstance(found, float), found
+        assert found < BOUND
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_kept_of_the_rows_is_refused_where_they_are_taken_apart(pool: Pool, plan: str) -> None:
+    for found in pool.run(outcome, Centred, plan, ranks=1 if plan == "dp=1" else 2):
+        if plan in ("dp=1", "tp=2", "cp=2,recompute=full"):
+            assert isinstance(found, float), found
+            assert found < BOUND
+        else:
+            assert "keeps something of the rows" in str(found)
+            assert "center" in str(found)
+
+
+def test_evaluation_goes_on_and_trials_leave_no_trace() -> None:
+    model, loss_fn, batches = case_of(by_list).make()
+    steps = loss_fn.__closure__[0].cell_contents
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan="auto", example=batches[0])
+    assert steps == [0]
+    engine.step(batches[0])
+    engine.step(batches[1])
+    assert steps == [2]
+    engine.evaluate(batches)
+    assert steps == [5]
+
+
+def test_a_meter_has_every_microbatch() -> None:
+    schedule = Schedule()
+    model, _, batches = case_of(by_attribute).make()
+    engine = parallelize(
+        model, functools.partial(schedule.loss, 1), optimizer=adamw, plan="dp=1,accumulate=2"
+    )
+    loss = engine.step(batches[0])
+    assert len(schedule.seen) == 2
+    assert sum(schedule.seen) / engine.last.count == pytest.approx(float(loss), rel=1e-6)
+    assert schedule.steps == {"done": 1}
+
+
+def test_a_loss_that_keeps_nothing_is_no_longer_looked_at() -> None:
+    loss = Remembering(PLAIN)
+    output, batch = torch.zeros(2, 6, 29), tokens_of(2, 0)
+    assert loss(output, batch)[1] == 12
+    assert not loss.kept
