@@ -68,6 +68,47 @@ class Dense(Plain):
         return self.head(sum(seen))
 
 
+class Detached(Plain):
+    """A block whose first lines read its weights as constants: what goes back there comes after the last of their gradients."""
+
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(nn.functional.linear(x, self.weight.detach(), self.bias.detach()))
+            return super().forward(x)
+
+    def layer(self) -> nn.Module:
+        return self.Twice(DIM, DIM)
+
+
+class Comparing(Plain):
+    """What a block keeps for its backward are comparisons of its input."""
+
+    class Leak(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x > 0, x, x / 2) + super().forward(x.masked_fill(x < -1, 0.0))
+
+    def layer(self) -> nn.Module:
+        return self.Leak(DIM, DIM)
+
+
+class Normed(Plain):
+    """A hook makes each layer's weight of two others before every call, as torch's older weight_norm does."""
+
+    def layer(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, 24), nn.utils.weight_norm(nn.Linear(24, DIM)))
+
+
+class HandingOn(nn.Module):
+    """Names none of its inputs, as a wrapper of another model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Plain()
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.inner(batch["tokens"])
+
+
 class Leaning(Plain):
     """Rows read each other by less than float32's rounding may be."""
 
@@ -234,6 +275,16 @@ class Scaled(Plain):
         (Adapted, "dp=2,zero=3,accumulate=2,recompute=full"),
         (Adapted, "tp=2,sp=on"),
         (Dense, "dp=2,recompute=full"),
+        (Detached, "dp=2,zero=3"),
+        (Detached, "dp=2,zero=3,accumulate=2,recompute=full"),
+        (Comparing, "tp=2,sp=on,recompute=full"),
+        (Comparing, "cp=2,recompute=selective"),
+        (Plain, "tp=2,recompute=full"),
+        (Plain, "tp=2,sp=on,recompute=selective"),
+        (Normed, "tp=2"),
+        (Normed, "tp=2,sp=on,recompute=full"),
+        (HandingOn, "dp=2"),
+        (HandingOn, "pp=2,microbatches=2"),
         (Leaning, "tp=2"),
         (Dense, "dp=2,accumulate=2,recompute=selective"),
         (Counting, "dp=2,zero=3"),

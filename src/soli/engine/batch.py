@@ -18,7 +18,7 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.layout import even_parts
 from soli.core.plan import Plan
 
-MODEL_INPUTS = "the model is called with those entries of the batch that its forward names"
+MODEL_INPUTS = "the model is called with those entries of the batch that its forward names, or all where it names none but **kwargs"
 
 
 @dataclass
@@ -133,6 +133,8 @@ class Caller:
         signature = inspect.signature(model.forward)
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self.named = [name for name, p in signature.parameters.items() if p.kind in kinds]
+        rest = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        self.every = bool(rest) and not self.named  # as of a model that hands all on to another one
         self.required = [
             name
             for name, p in signature.parameters.items()
@@ -142,7 +144,8 @@ class Caller:
     def __call__(self, batch: Any) -> Any:
         if isinstance(batch, dict):
             raise_all(self._problems(batch), everywhere=True)
-            return self.model(**{name: batch[name] for name in self.named if name in batch})
+            names = batch if self.every else [name for name in self.named if name in batch]
+            return self.model(**{name: batch[name] for name in names})
         if isinstance(batch, tuple | list):
             return self.model(*batch[:-1]) if len(batch) > 1 else self.model(batch[0])
         return self.model(batch)

@@ -107,14 +107,11 @@ class Gatherer:
         self.phase = "idle"
 
     def grads_complete(self, unit: Unit) -> None:
-        """All gradients of a unit are there: once a block has all of its own, its parameters may go. Frozen ones, which the gradient
-        of its input may still read, when the backward has come to another block."""
+        """All gradients of a unit are there. Once a block has all of its own, its parameters go when the backward comes to another block:
+        the gradient of its input may still read what is frozen, or what was detached."""
         for block in self.order:
             if unit in block.units:
                 block.waiting_grads -= 1
-                whole = all(unit.trainable for unit in block.units)
-                if block.waiting_grads == 0 and self.phase == "backward" and whole:
-                    block.release()
 
     # --- hooks of a block -----------------------------------------------------------------------------
 
@@ -152,6 +149,9 @@ class Gatherer:
         if self.phase != "backward":
             return
         place = self.order.index(block)
+        for later in self.order[place + 1 :]:
+            if later.waiting_grads == 0 and later.gathered:
+                later.release()
         while self._cursor >= place:
             self._issue(self.order[self._cursor])
             self._cursor -= 1
@@ -159,9 +159,6 @@ class Gatherer:
             self._issue(self.order[self._cursor])
             self._cursor -= 1
         self._wait(block)
-        for later in self.order[place + 1 :]:
-            if later.waiting_grads == 0 and later.gathered:
-                later.release()
 
     # --- gathers --------------------------------------------------------------------------------------
 

@@ -41,6 +41,16 @@ from soli.parallel.tensor import reads
 from soli.parallel.units import blocks
 
 
+def _lies(x: torch.Tensor) -> dict[str, Any]:
+    """What torch compares of a tensor when it is made again: as it lies in memory, and not as cut tensors answer, which is not the same
+    inside of a rule (the forward, where it is saved) and outside (the end of a recomputation)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return of_torch._default_meta_extractor(x)
+
+
+of_torch._allowed_determinism_checks_to_fns["default"] = _lies
+
+
 class _Handles(dict[Any, Any]):
     """What the backwards of a GraphExecGroup made again, by group; torch sets None when it was read."""
 

@@ -41,12 +41,15 @@ class _Column(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_read: Tensor | None, of_result: Tensor | None) -> Any:
+        saved = ctx.saved_tensors  # where the block is recomputed, by its rules
         with torch._C.DisableTorchFunctionSubclass():  # the weight's class would answer with rules
-            return _backward(ctx, of_read, of_result)
+            return _backward(ctx, saved, of_read, of_result)
 
 
-def _backward(ctx: Any, of_read: Tensor | None, of_result: Tensor | None) -> Any:
-    a, weight = ctx.saved_tensors
+def _backward(
+    ctx: Any, saved: tuple[Tensor, Tensor], of_read: Tensor | None, of_result: Tensor | None
+) -> Any:
+    a, weight = saved
     x_type, weight_type, bias_type = ctx.types
     if of_result is None:
         return (None if of_read is None else ctx.later(of_read.clone())()), None, None, None, None
