@@ -10,6 +10,7 @@ import torch
 from tests.test_kept import DIM, Plain, case_of, error_of, refusal
 from torch import Tensor, nn
 
+import soli
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine.engine import parallelize
@@ -338,6 +339,7 @@ def test_the_first_step_calls_a_model_once() -> None:
         (Leaning, "dp=2,accumulate=2,recompute=full", "parts, in float64"),
         (Leaning, "pp=2,microbatches=2", "parts, in float64"),
         (Leaning, "tp=2,accumulate=2", "parts, in float64"),
+        (Leaning, "dp=2,zero=3", "parts, in float64"),
         (Remembering, "dp=2", "by the rows that it sees"),
         (Remembering, "tp=2,accumulate=2", "by the rows that it sees"),
         (Elsewhere, "dp=2", "another loss when it is called again on the same rows"),
@@ -360,6 +362,24 @@ def test_the_first_step_calls_a_model_once() -> None:
 def test_it_is_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
     for text in pool.run(refusal, kind, plan, ranks=2):
         assert said in text
+
+
+def leaning_deferred(plan: str) -> str:
+    torch.manual_seed(3)
+    with soli.deferred():
+        model = Leaning()
+    loss_fn, batches = case_of(Leaning).make()[1:]
+    try:
+        parallelize(model.double(), loss_fn, optimizer=adamw, plan=plan).step(batches[0])
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2,accumulate=2", "pp=2,microbatches=2"])
+def test_rows_of_a_deferred_model_that_lean_on_each_other_are_found(pool: Pool, plan: str) -> None:
+    for text in pool.run(leaning_deferred, plan, ranks=2):
+        assert "parts, in float64" in text
 
 
 def clamped(gradient: Tensor) -> Tensor:

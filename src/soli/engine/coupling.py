@@ -6,7 +6,6 @@ apart, which the check of the first step (check.py) cannot tell from rounding. H
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_map
 from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.engine import between, effects
+from soli.engine import state as states
 from soli.engine.batch import Caller, Part, few, take, to_device
 from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
@@ -32,16 +32,14 @@ ROWS = 8
 
 def measured(engine: Engine, part: Part) -> list[float]:
     """Losses of some rows, of their two parts, and of the same rows the other way round; none where they cannot be had: the plan takes no
-    rows apart, the model is large, deferred or cut already (ZeRO-3), or does not run in float64."""
-    params = list(engine.model.parameters())
-    apart = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero == 3)
-    large = sum(p.numel() for p in params) > LARGEST or any(p.is_meta for p in params)
-    rows = min(few(part, engine.plan), ROWS)
-    if engine.plan.pieces == 1 or engine.mesh.all.simulated or apart or large or rows < 2:
+    rows apart, the model is large, or does not run in float64. Collective."""
+    if engine.plan.pieces == 1 or engine.mesh.all.simulated or engine.numel > LARGEST:
         return []
+    rows = min(few(part, engine.plan), ROWS)
     try:
         with between.modes_kept(engine.model), effects.undone(engine.model):
-            *found, again = _totals(engine, take(part.data, 0, rows), rows)
+            model = states.copy_model(engine).double()
+            *found, again = _totals(engine, model, take(part.data, 0, rows), rows) if rows > 1 else [0.0] * 5
         same = again == found[0] or found[0] != found[0]
         why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
@@ -56,12 +54,8 @@ def check(engine: Engine, found: list[float]) -> None:
     raise_together(lambda: _explain(engine, found), engine.mesh.all, label="whether rows are coupled")
 
 
-def _totals(engine: Engine, data: Any, rows: int) -> list[float]:
+def _totals(engine: Engine, model: nn.Module, data: Any, rows: int) -> list[float]:
     """What `measured` gives, and the first of them once more."""
-    model = copy.deepcopy(engine.model).double()
-    for module in model.modules():
-        if hasattr(module.__dict__.get("forward"), "__wrapped__"):
-            del module.forward  # recomputation's, which would call the block that was copied
     wide = lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = tree_map(lambda x: x.flip(0) if isinstance(x, Tensor) and x.dim() else x, data)

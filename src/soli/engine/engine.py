@@ -135,7 +135,8 @@ class Engine:
         self.step_count = 0
         self.last = Last()
         self.positions: dict[str, Position] = {}
-        self._first, self._losses = FirstStep(), list[float]()
+        self.numel = sum(param.numel() for param in model.parameters())
+        self._first = FirstStep()
         self._mark = 0.0  # of the rows of this step
         self._given = between.Given(model)
         self._count = 0.0  # counted targets of the gradients that wait for update()
@@ -188,8 +189,6 @@ class Engine:
         # before what looks at types, or compares with the model as it is
         precision.cast(self.model, self.plan)
         roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
-        if self.plan.model_ranks > 1:
-            self._losses = coupling.measured(self, part_of(example, 1, 0))
         sample = same.sample(self, example) if self.plan.model_ranks > 1 else None
         # The last that the whole model runs: what it leaves in attributes is known by its marks.
         cutting = pipelined.cutting_of(self, example) if self.plan.pp > 1 else None
@@ -271,9 +270,8 @@ class Engine:
         self._given.begin(self)
         self._finish_gathers()
         if self._first.wanted(self.model, part, self.dp.size):
-            losses = self._losses or coupling.measured(self, part)
             self._first.check(self, part)
-            coupling.check(self, losses)
+            coupling.check(self, coupling.measured(self, part))
         if self._watch is not None:
             self._watch.begin(self)
         self.laid.reducer.begin_step()

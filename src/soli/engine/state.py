@@ -92,8 +92,9 @@ def copy_model(engine: Engine) -> nn.Module:
     for module in plain.modules():
         while unwrap(module):
             pass
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if str(hook.__module__).startswith("soli.")]:
+                del hooks[key]
     fresh: dict[int, nn.Parameter] = {}  # a tied one stays tied
     for name, param in list(plain.named_parameters(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")
