@@ -367,10 +367,10 @@ def test_it_is_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) 
 def leaning_deferred(plan: str) -> str:
     torch.manual_seed(3)
     with soli.deferred():
-        model = Leaning()
+        model = Leaning().double()
     loss_fn, batches = case_of(Leaning).make()[1:]
     try:
-        parallelize(model.double(), loss_fn, optimizer=adamw, plan=plan).step(batches[0])
+        parallelize(model, loss_fn, optimizer=adamw, plan=plan).step(batches[0])
     except SoliError as error:
         return str(error)
     return "it ran"
