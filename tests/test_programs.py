@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_kept import DIM, Plain, case_of, error_of, refusal
+from tests.test_kept import DIM, Plain, case_of, error_of, refusal, tokens_of
 from torch import Tensor, nn
 
 import soli
+from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine.engine import parallelize
 from soli.parallel import hooks, models
-from soli.verify.parity import BOUND, adamw
+from soli.verify.parity import BOUND, Case, adamw, check
 from soli.verify.pool import Pool
 
 
@@ -461,8 +462,46 @@ def test_a_forward_may_take_gradients(pool: Pool, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "tp=2,sp=on", "cp=2", "pp=2,microbatches=2"])
 def test_a_forward_that_takes_gradients_is_refused(pool: Pool, plan: str) -> None:
     for text in pool.run(refusal, Forces, plan, ranks=2):
-        assert "the forward takes gradients itself" in text
+        assert "the forward or its loss takes gradients itself" in text
         assert "zero=0, 1 or 2" in text
+
+
+class Penalised(Plain):
+    """Returns its embeddings too, for a loss that asks how it changes with them."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = given = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x), given
+
+
+def penalised(plan: str) -> float | str:
+    def loss(output: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, float]:
+        total, count = losses.cross_entropy("targets")(output[0], batch)
+        if torch.is_grad_enabled():
+            slope = torch.autograd.grad(total, output[1], create_graph=True)[0]
+            total = total + slope.square().sum()
+        return total, float(count)
+
+    def make() -> Any:
+        torch.manual_seed(3)
+        return Penalised(), loss, [tokens_of(n, n) for n in (8, 9, 7)]
+
+    try:
+        return check(Case("penalised", make, adamw), plan, 0).worst
+    except SoliError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp=on,recompute=full", "cp=2"])
+def test_a_loss_that_takes_gradients(pool: Pool, plan: str) -> None:
+    for found in pool.run(penalised, plan, ranks=2):
+        if plan == "dp=2":
+            assert isinstance(found, float), found
+            assert found < BOUND
+        else:
+            assert "the forward or its loss takes gradients itself" in str(found)
 
 
 def test_gradients_without_a_graph_are_explained() -> None:

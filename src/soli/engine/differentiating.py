@@ -28,7 +28,7 @@ class Differentiating(TorchFunctionMode):
     def _check(self) -> None:
         if self.plan.model_ranks > 1 or self.plan.zero == 3:
             raise SoliError(
-                "the forward takes gradients itself (torch.autograd.grad), and each rank has a part of what they go through",
+                "the forward or its loss takes gradients itself (torch.autograd.grad), and each rank has a part of what they go through",
                 got=str(self.plan),
                 allowed="data parallelism with zero=0, 1 or 2",
                 everywhere=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, ro
 from soli.engine.check import FirstStep
 from soli.engine.data import Order, Position, batches
 from soli.engine.deciding import PROBES, Choice, Wish
+from soli.engine.differentiating import Differentiating
 from soli.engine.remembered import Remembering
 from soli.losses import LossFn, from_model
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
@@ -218,7 +219,11 @@ class Engine:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Around the model and its loss: cut tensors are logical ones, and the plan's precision holds."""
-        with running(self._levels()), precision.computing(self.plan, self.device):
+        looks = (
+            self.step_count == 0 and torch.is_grad_enabled()
+        )  # what the checks, without gradients, did not see
+        looking = Differentiating(self.plan) if looks else nullcontext()
+        with running(self._levels()), precision.computing(self.plan, self.device), looking:
             yield
 
     @contextmanager
