@@ -100,6 +100,21 @@ class Normed(Plain):
         return nn.Sequential(nn.Linear(DIM, 24), nn.utils.weight_norm(nn.Linear(24, DIM)))
 
 
+class Ensemble(Plain):
+    """Products that torch.func makes one of."""
+
+    class Members(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.randn(3, DIM, DIM) / DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(lambda weight: torch.tanh(x @ weight))(self.weights).mean(0)
+
+    def layer(self) -> nn.Module:
+        return self.Members()
+
+
 class HandingOn(nn.Module):
     """Names none of its inputs, as a wrapper of another model does."""
 
@@ -285,6 +300,7 @@ class Scaled(Plain):
         (Plain, "tp=2,sp=on,recompute=selective"),
         (Normed, "tp=2"),
         (Normed, "tp=2,sp=on,recompute=full"),
+        (Ensemble, "tp=2"),
         (HandingOn, "dp=2"),
         (HandingOn, "pp=2,microbatches=2"),
         (Leaning, "tp=2"),
@@ -356,6 +372,8 @@ def test_the_first_step_calls_a_model_once() -> None:
         (Frequent, "dp=2", "scale_grad_by_freq"),
         (Frequent, "cp=2", "scale_grad_by_freq"),
         (Drawing, "dp=2", "torch.randint"),
+        (Ensemble, "cp=2", "tensors cut over ranks"),
+        (Ensemble, "tp=2,sp=on", "tensors cut over ranks"),
         (Hooked, "pp=2,microbatches=2", "are not put into a pipeline's stages"),
         (Lending, "dp=2,recompute=full", "has other weights when it is recomputed"),
     ],

@@ -212,10 +212,24 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
             if written_in_python(func) and (rule := rule_of(func, name)) is not None:
                 return rule(run, func, args, kwargs)  # its lines may hold products
             return run.finder.follow(func(*args, **kwargs), name, args)
+        if torch._C._functorch.maybe_current_level() is not None:
+            _refuse_transforms(run, func, args, kwargs)
         rule = rule_of(func, name)
         return rule(run, func, args, kwargs) if rule is not None else unknown(run, func, args, kwargs)
     except Misfit as misfit:
         return misfitted(run, misfit, func, args, kwargs)
+
+
+def _refuse_transforms(run: Run, func: Any, args: tuple, kwargs: dict) -> None:
+    """What torch.func.vmap hands out forgets how it was cut, and what it calls cannot send."""
+    if run.finder is not None:
+        unknown(run, func, args, kwargs)
+    raise SoliError(
+        "torch.func transforms a function that computes with tensors cut over ranks",
+        got=f"{name_of(func)} of a tensor that is cut along {run.axis.name}",
+        allowed="vmap, grad and the like of whole tensors",
+        fix="write the function for the whole batch (einsum, a loop), or run without " + run.axis.name,
+    )
 
 
 def _refuse_grids(run: Run, name: str, args: tuple) -> None:
