@@ -100,6 +100,25 @@ class Normed(Plain):
         return nn.Sequential(nn.Linear(DIM, 24), nn.utils.weight_norm(nn.Linear(24, DIM)))
 
 
+class Attending(Plain):
+    """torch's own attention, without dropout, from latents to what was read and back."""
+
+    class Latent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.latents = nn.Parameter(torch.randn(5, DIM))
+            self.read = nn.MultiheadAttention(DIM, 2, batch_first=True)
+            self.write = nn.MultiheadAttention(DIM, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            latents = self.latents.expand(len(x), -1, -1)
+            latents = latents + self.read(latents, x, x, need_weights=False)[0]
+            return self.write(x, latents, latents, need_weights=False)[0]
+
+    def layer(self) -> nn.Module:
+        return self.Latent()
+
+
 class Ensemble(Plain):
     """Products that torch.func makes one of."""
 
@@ -300,6 +319,10 @@ class Scaled(Plain):
         (Plain, "tp=2,sp=on,recompute=selective"),
         (Normed, "tp=2"),
         (Normed, "tp=2,sp=on,recompute=full"),
+        (Attending, "tp=2"),
+        (Attending, "tp=2,sp=on"),
+        (Attending, "cp=2"),
+        (Attending, "cp=2,context=ulysses"),
         (Ensemble, "tp=2"),
         (HandingOn, "dp=2"),
         (HandingOn, "pp=2,microbatches=2"),

@@ -99,6 +99,7 @@ class Randomness:
         self.seed, self.shared, self.alone = seed, False, True
         self.quiet = False
         self._draws = False  # in a probe
+        self._drew: set[Key] = set()  # calls that did, of all that may
         # Weak: a module that a model replaces while it runs must not leave its place to the next one of its address.
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._dims: dict[Key, int] = {}
@@ -196,15 +197,24 @@ class Randomness:
         logs, self._logs = self._logs, []
         rows, shapes = logs[0]
         other_rows, others = next((log for log in logs if log[0] != rows), logs[0])
-        if shapes.keys() != others.keys():
-            odd = sorted(shapes.keys() ^ others.keys())[0][0] or "the model"
+        odd = sorted((shapes.keys() ^ others.keys()) & self._drew)
+        if odd:
             raise SoliError(
-                f"whether {odd} draws random numbers depends on the rows of the batch",
+                f"whether {odd[0][0] or 'the model'} draws random numbers depends on the rows of the batch",
                 fix="draw in every forward, and select afterwards",
                 everywhere=True,
             )
-        for key, shape in shapes.items():
-            self._dims[key] = _batch_dim(key[0], shape, rows, others[key], other_rows)
+        for key in shapes.keys() & others.keys():
+            dim = _batch_dim(shapes[key], rows, others[key], other_rows)
+            if dim is not None:
+                self._dims[key] = dim
+            elif key in self._drew:
+                raise SoliError(
+                    f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
+                    got=f"shape {shapes[key]} for {rows} rows and {others[key]} for {other_rows}",
+                    allowed="at most one dim that is the rows, or a multiple of them",
+                    everywhere=True,
+                )
 
     # --- calls ----------------------------------------------------------------------------------------
 
@@ -270,8 +280,11 @@ class Randomness:
 
     def dropped(self, x: Tensor, p: float, training: bool, shape: tuple[int, ...]) -> Tensor:
         if self._probing is not None:
-            self._probing[self._key()] = shape
-            self._draws |= training and p > 0
+            key = self._key()
+            self._probing[key] = shape
+            if training and p > 0:
+                self._draws = True
+                self._drew.add(key)
             return x.view_as(x)  # another tensor, as in training
         return x * self.keep(shape, p, x) if training and p > 0 else self._unchanged(x)
 
@@ -280,6 +293,7 @@ class Randomness:
         key = self._key()
         if self._probing is not None:  # half the numbers are below it: no layer is dropped, none is chosen
             self._probing[key], self._draws = shape, True
+            self._drew.add(key)
             middle = 0.5 if how == "uniform_" else 0.0
             return torch.full(shape, middle, dtype=like.dtype, device=like.device)
         self._known(key)
@@ -456,15 +470,11 @@ def _recurrent_dropout(args: Any) -> bool:
     return any(p > 0 for p in numbers) and True in [a for a in args[-3:] if isinstance(a, bool)]
 
 
-def _batch_dim(name: str, shape: tuple[int, ...], rows: int, other: tuple[int, ...], other_rows: int) -> int:
+def _batch_dim(shape: tuple[int, ...], rows: int, other: tuple[int, ...], other_rows: int) -> int | None:
+    """The dim that is the rows; None where there is no one that could be."""
     same_length = len(shape) == len(other)
     changed = [d for d in range(len(shape)) if same_length and shape[d] != other[d]]
     follows = [d for d in changed if shape[d] * other_rows == other[d] * rows and shape[d] % rows == 0]
     if not same_length or len(changed) > 1 or len(follows) != len(changed):
-        raise SoliError(
-            f"the random numbers of {name or 'the model'} do not belong to rows of the batch",
-            got=f"shape {shape} for {rows} rows and {other} for {other_rows}",
-            allowed="at most one dim that is the rows, or a multiple of them",
-            everywhere=True,
-        )
+        return None
     return follows[0] if follows else NO_ROWS
