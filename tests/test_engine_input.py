@@ -368,3 +368,8 @@ def test_a_full_disk_leaves_nothing_and_training_goes_on(pool: Pool, small_disk:
         assert ("No space left on device" in text, code) == (True, 2), text
     assert found[0][1] == found[1][1]
     assert not list(small_disk.iterdir())
+
+
+def test_one_label_a_row_is_no_next_token() -> None:
+    with pytest.raises(SoliError, match=r"from_model\(shifted=False\)"):
+        losses.from_model()({"loss": torch.ones(())}, {"labels": torch.zeros(4, dtype=torch.int64)})

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import MixtralConfig, WhisperConfig
 
 from cases import CASES
 from soli import losses
@@ -90,6 +91,7 @@ class Stack(nn.Module):
 
 
 BATCH = {"x": torch.linspace(-1, 1, 120).view(2, 5, 12), "targets": torch.ones(2, 5, 12)}
+ROOT = Path(__file__).resolve().parent.parent
 MSE = losses.mse("targets")
 
 
@@ -398,7 +400,32 @@ def make():
 
 def half():
     return Net()
+
+def other():
+    return Net(), {"x": torch.ones(2, 7), "targets": torch.ones(2, 6)}, mse("targets")
 """
+
+
+TINY = {
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "architectures": ["WhisperForConditionalGeneration"],
+}
+
+
+def test_the_command_needs_no_weights(tmp_path: Path) -> None:
+    """A model of 8 billion parameters on the meta device, and one by its configuration, whose experts have a kernel."""
+    text = soli("roles", "examples/plan_model.py:llama_8b", "--tp", "4", cwd=ROOT).stdout
+    assert "8,029,995,008 of 8,030,261,248 parameters (100%) are cut over tp=4" in text
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(config.to_json_string(), encoding="utf-8")
+    found = json.loads(soli("roles", str(tmp_path), "--tp", "2", "--json").stdout)
+    assert found["model.layers.1.self_attn.q_proj.weight"]["role"] == "column"
+    assert found["lm_head.weight"]["cut"]["dim"] == 0
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -423,6 +450,9 @@ def test_the_command(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("net.py:nothing",), "has no function 'nothing'"),
+        (("net.py:other",), "the model does not run on its batch"),
+        (("odd.json",), "embed_dim must be divisible"),
+        (("whisper.json",), "WhisperForConditionalGeneration, whose input is input_features"),
         (("net.py:half",), "(model, batch) or (model, batch, loss_fn)"),
         (("net.py:make", "--role", "layers.*=rows"), "the role of 'layers.*' is not known"),
         (("gone.py:make",), "there is no such file"),
@@ -431,6 +461,9 @@ def test_the_command(tmp_path: Path) -> None:
 )
 def test_the_command_refuses(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     (tmp_path / "net.py").write_text(PROGRAM, encoding="utf-8")
+    for name, heads in (("odd", 3), ("whisper", 2)):
+        config = WhisperConfig(**TINY, encoder_attention_heads=heads, decoder_attention_heads=heads)
+        (tmp_path / f"{name}.json").write_text(config.to_json_string(), encoding="utf-8")
     done = soli("roles", str(tmp_path / words[0]), *words[1:])
     assert done.returncode == 2
     assert said in done.stderr

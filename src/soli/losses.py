@@ -100,6 +100,13 @@ def from_model(labels: str = "labels", *, shifted: bool = True, ignore: int = IG
                 everywhere=True,
             )
         wanted = _entry(batch, labels)
+        if shifted and wanted.dim() < 2:
+            raise SoliError(
+                f"'{labels}' has one label for each row, and the next token's loss was asked for",
+                got=f"shape {tuple(wanted.shape)}",
+                fix="soli.parallelize(model, soli.losses.from_model(shifted=False), ...) for classification",
+                everywhere=True,
+            )
         count = ((wanted[:, 1:] if shifted else wanted) != ignore).sum()
         # A mean over nothing is NaN; a microbatch without targets contributes zero.
         return torch.where(count > 0, mean * count, mean.new_zeros(())), count

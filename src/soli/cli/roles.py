@@ -29,7 +29,16 @@ def roles(
 ) -> None:
     """Find what each weight is to tensor parallelism: column, row, vocabulary or replicated, with the reason."""
     made, batch, loss_fn = _made(model)
-    found, sizes = find(made, batch, loss_fn, tp, sp, _hints(role or []))
+    try:
+        found, sizes = find(made, batch, loss_fn, tp, sp, _hints(role or []))
+    except SoliError:
+        raise
+    except Exception as error:  # of somebody's model
+        raise SoliError(
+            "the model does not run on its batch, which tells the roles",
+            got=f"{type(error).__name__}: {error}".split("\n")[0],
+            fix=f"run a step of it by itself; or give {programs.FORM}",
+        ) from error
     if as_json:
         print(json.dumps({n: _as_dict(r, sizes[n]) for n, r in found.items()}, indent=1))
         return
@@ -43,13 +52,14 @@ def find(
     from soli.core.errors import raise_all
     from soli.core.plan import Plan
     from soli.engine import layout
-    from soli.engine.batch import Caller, rows_of, take
+    from soli.engine.batch import Caller, rows_of, take, to_device
     from soli.losses import from_model
 
     plan = Plan(tp=tp, sp=sp)
     raise_all(layout.problems(hints, plan), everywhere=True)
     rows = min(rows_of(batch), layout.ROWS)
-    runner = layout.Runner(model, Caller(model), loss_fn or from_model(), take(batch, 0, rows), rows, plan)
+    data = to_device(take(batch, 0, rows), next(model.parameters()).device)
+    runner = layout.Runner(model, Caller(model), loss_fn or from_model(), data, rows, plan)
     found, _ = runner.search(tp, sp, hints)
     return found, {name: tuple(model.get_parameter(name).shape) for name in found}
 
@@ -125,12 +135,23 @@ def _from_config(place: Path) -> tuple[Any, Any, Any]:
     kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if kind is None:
         raise SoliError("transformers has no such model", got=names[0])
-    model = kind(config) if names else kind.from_config(config)
+    try:
+        with torch.device("meta"):  # roles are of shapes, and kernels of experts are of bf16 there
+            model = (kind(config) if names else kind.from_config(config)).bfloat16()
+    except Exception as error:  # whatever a family makes of its numbers
+        raise SoliError("transformers builds no model of this configuration", got=f"{error}") from error
     takes = inspect.signature(model.forward).parameters
+    if model.main_input_name not in ("pixel_values", "input_ids"):
+        raise SoliError(
+            "soli makes no batch for such a model",
+            got=f"{type(model).__name__}, whose input is {model.main_input_name}",
+            allowed="models of token ids and of images",
+            fix=f"give {programs.FORM}",
+        )
     if model.main_input_name == "pixel_values":
         vision = getattr(config, "vision_config", config)
         shape = (ROWS, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
-        batch = {"pixel_values": torch.zeros(shape)}
+        batch = {"pixel_values": torch.zeros(shape, dtype=torch.bfloat16)}
         if "labels" in takes:
             batch["labels"] = torch.zeros(ROWS, dtype=torch.int64)
     else:
@@ -140,7 +161,7 @@ def _from_config(place: Path) -> tuple[Any, Any, Any]:
         batch = (
             {"input_ids": tokens, "labels": tokens.clone()} if "labels" in takes else {"input_ids": tokens}
         )
-    return model, batch, None if "labels" in takes else _first_output
+    return model, batch, _first_output  # its loss, or what it computes
 
 
 def _first_output(output: Any, batch: Any) -> tuple[Any, int]:
