@@ -94,6 +94,60 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     assert (job.code, job.out, job.err) == (0, "beside Thing\n", "")
 
 
+UNSEEDED = """
+    import random, sys
+    import numpy, torch, soli
+    from torch.utils.data import DataLoader
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2))
+        def forward(self, x):
+            return self.layers(x)
+
+    names = list({"a", "bb", "ccc", "dddd"})
+    rows = torch.tensor(numpy.random.randn(32, 4)) * len(names[0])
+    data = [{"x": row, "y": torch.tensor([random.random(), 1.0]).double()} for row in rows]
+    engine = soli.parallelize(
+        Net().double(), soli.losses.mse("y"), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), plan=sys.argv[1]
+    )
+    for batch in DataLoader(data, batch_size=8, shuffle=True):
+        loss = engine.step(batch)
+    print(float(loss))
+"""
+
+
+def test_a_program_that_seeds_nothing_is_one_program_on_all_ranks(tmp_path: Path) -> None:
+    """Another one in each run, as in one process; the same where SOLI_SEED says so."""
+    found = [float(Job(tmp_path, UNSEEDED, 1, args=("dp=1",), SOLI_SEED="7").out)]
+    for plan in ("dp=2", "tp=2"):
+        job = Job(tmp_path, UNSEEDED, 2, args=(plan,), SOLI_SEED="7")
+        assert "different" not in job.out + job.err
+        found.append(float(job.out))
+    assert found == pytest.approx([found[0]] * 3, rel=1e-12)
+    assert float(Job(tmp_path, UNSEEDED, 1, args=("dp=1",)).out) != found[0]
+
+
+def test_what_a_program_seeds_and_sets_counts(tmp_path: Path) -> None:
+    text = """
+        import os
+        os.environ["OMP_NUM_THREADS"] = "1"
+        import torch
+        print(torch.get_num_threads(), float(torch.rand(())), float(torch.manual_seed(5) and torch.rand(())))
+    """
+    one, other = (Job(tmp_path, text, 1, SOLI_SEED=seed).out.split() for seed in "34")
+    assert one[0] == other[0] == "1"
+    assert one[1] != other[1]
+    assert one[2] == other[2]
+
+
+def test_a_seed_that_is_none_is_a_mistake(tmp_path: Path) -> None:
+    job = Job(tmp_path, "", 2, SOLI_SEED="many")
+    assert job.code == 2
+    assert "SOLI_SEED is no seed" in job.err
+
+
 def test_all_ranks_are_shown_with_their_number(tmp_path: Path) -> None:
     job = Job(tmp_path, "import os, sys; print('out'); print('err', file=sys.stderr)", 2, "--all-ranks")
     assert sorted(job.out.splitlines()) == ["[0] out", "[1] out"]

@@ -806,6 +806,44 @@ def test_stages_that_are_given_other_rows(pool: Pool) -> None:
         assert "were given different rows; nothing was updated" in text
 
 
+def first_rows(plan: str) -> str:
+    """Each rank shuffles its data by itself."""
+    _, loss_fn, batches = case_of(Two).make()
+    torch.manual_seed(torch.distributed.get_rank())
+    engine = parallelize(Two().double(), loss_fn, optimizer=adamw, plan=plan)
+    order = torch.randperm(len(batches[0]["targets"]))
+    batch = {name: x[order] for name, x in batches[0].items()}
+    try:
+        if plan == "dp=2,zero=1":
+            engine.evaluate([batch])
+        engine.step(batch)
+    except SoliError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
+def test_ranks_that_are_given_other_batches(pool: Pool, plan: str) -> None:
+    """Weights that differ are rank 0's; data that differs is an error, whatever the layout."""
+    for text in pool.run(first_rows, plan, ranks=2):
+        assert "were given different rows; nothing was updated" in text
+        assert "the same seed" in text
+
+
+def seedless(plan: str) -> list[float]:
+    _, loss_fn, batches = case_of(Two).make()
+    torch.manual_seed(0 if plan == "dp=1" else torch.distributed.get_rank())
+    engine = parallelize(Two().double(), loss_fn, optimizer=adamw, plan=plan)
+    return [float(engine.step(batch)) for batch in batches]
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
+def test_weights_that_ranks_drew_apart_are_rank_0s_under_every_plan(pool: Pool, plan: str) -> None:
+    (expected,) = pool.run(seedless, "dp=1", ranks=1)  # with rank 0's seed
+    for found in pool.run(seedless, plan, ranks=2):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
 def late_buffer() -> list[float]:
     _, loss_fn, batches = case_of(Frozen).make()
     torch.manual_seed(0)

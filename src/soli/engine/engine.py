@@ -32,7 +32,7 @@ from soli.mesh.world import join
 from soli.parallel import models, precision, recompute
 from soli.parallel.apply import Parallel, apply
 from soli.parallel.context import sequence
-from soli.parallel.data import DataParallel
+from soli.parallel.data import DataParallel, agree_on_weights
 from soli.parallel.pipeline.run import Pipeline
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor.cut import Run, running
@@ -138,7 +138,7 @@ class Engine:
         self.positions: dict[str, Position] = {}
         self.numel = sum(param.numel() for param in model.parameters())
         self._first = FirstStep()
-        self._mark = 0.0  # of the rows of this step
+        self._mark, self._whole = 0.0, False  # of this step's batch; whether it is the global one
         self._given = between.Given(model)
         self._count = 0.0  # counted targets of the gradients that wait for update()
         self._seed_scale = 1.0
@@ -187,6 +187,9 @@ class Engine:
         """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
         if self.parallel is not None:
             return
+        agree_on_weights(self.model, self.mesh.all)  # before what compares ranks, or computes on them
+        if self.plan.model_ranks > 1:
+            same.need_same(self, example)
         # before what looks at types, or compares with the model as it is
         precision.cast(self.model, self.plan)
         roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
@@ -270,7 +273,7 @@ class Engine:
         part = part_of(batch, self.dp.size, self.dp.index)
         need_rows(part, self.dp.size, self.plan)
         self.lay(part)
-        self._mark = same.mark(self, part)
+        self._mark, self._whole = same.mark(self, batch), not isinstance(batch, Part)
         pieces = microbatches(part, self.dp.size, self.plan)
         self._given.begin(self)
         self._finish_gathers()
@@ -300,17 +303,17 @@ class Engine:
         """One small reduction: every rank's total and count in slots of their own, and which parameters were used."""
         size, reducer = self.dp.size, self.laid.reducer
         flags = reducer.used_flags()
-        facts = torch.zeros(2 * size + len(flags), dtype=torch.float64)
-        facts[self.dp.index], facts[size + self.dp.index] = total, count
+        facts = torch.tensor([0.0] * 3 * size + flags, dtype=torch.float64)
+        mine = (total, count, self._mark * self._whole)
+        facts[self.dp.index : 3 * size : size] = torch.tensor(mine, dtype=torch.float64)
         same.agree_on_rows(self, self._mark, facts[: 2 * size])
-        facts[2 * size :] = torch.tensor(flags, dtype=torch.float64)
         all_reduce(facts, self.dp, label="loss, count and used parameters")
-        reducer.set_used([bool(flag) for flag in facts[2 * size :].tolist()])
+        same.need_same_batch(facts[2 * size : 3 * size], self.dp.ranks)
+        reducer.set_used([bool(flag) for flag in facts[3 * size :].tolist()])
         if self.pipeline is not None:
             pipelined.agree_on_use(self)
         totals, counts = facts[:size], facts[size : 2 * size]
-        # losses are the last stage's
-        shift = 0 if self.pipeline is None else self.pipeline.last_rank - self.rank
+        shift = 0 if self.pipeline is None else self.pipeline.last_rank - self.rank  # losses are its
         bad = [f"rank {r + shift}" for r, t in zip(self.dp.ranks, totals.tolist(), strict=True) if t - t != 0]
         if bad:
             norm.refuse_loss(self, bad, totals)
@@ -395,9 +398,8 @@ class Engine:
         events.emit("skip", step=self.step_count + 1, new_scale=scale)
         self.laid.reducer.drop()
         if self.rank == 0:
-            print(
-                f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}"
-            )
+            why = f"fp16 overflow, loss scale now {scale:g}"
+            print(f"soli: step {self.step_count + 1} skipped on all ranks: {why}")
 
     def _need_gradients(self, call: str) -> None:
         if not self._count:
@@ -428,7 +430,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the counted targets of all batches; the model in eval mode and no gradients."""
         self._finish_gathers()
-        sums = torch.zeros(2, dtype=torch.float64)
+        found, seen = torch.zeros(2, dtype=torch.float64), 0.0
         with between.modes_kept(self.model), self.loss_fn.going_on():
             self.model.eval()
             for batch in batches:
@@ -437,9 +439,13 @@ class Engine:
                 need_rows(part, self.dp.size, self.plan)
                 self.lay(part)
                 data = to_device(part.data, self.device) if part.rows else None
-                sums += torch.tensor(self.forward_only(data), dtype=torch.float64)
+                found += torch.tensor(self.forward_only(data), dtype=torch.float64)
+                seen += 0.0 if isinstance(batch, Part) else same.mark(self, batch)
+        sums = torch.cat([found, torch.zeros(self.dp.size, dtype=torch.float64)])
+        sums[2 + self.dp.index] = seen
         all_reduce(sums, self.mesh["pp"], label="evaluation loss and count")
         all_reduce(sums, self.dp, label="evaluation loss and count")
+        same.need_same_batch(sums[2:], self.dp.ranks)
         if not sums[1]:
             raise SoliError("no target was counted in the evaluation", everywhere=True)
         return float(sums[0] / sums[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from soli.core.axes import REPLICATE, SHARD
-from soli.core.errors import failure
+from soli.core.errors import SoliError, failure
 from soli.engine import between, effects
 from soli.engine.batch import Part, part_of, to_device
 from soli.engine.contract import rounding, total_and_count
@@ -45,19 +46,53 @@ def sample(engine: Engine, batch: Any) -> Sample | None:
     return Sample(runner.data, runner.rows, (float(total) if count else 0.0, count))
 
 
-def mark(engine: Engine, part: Part) -> float:
-    """A number that tells rows apart: some elements of each tensor. Only where several ranks have the same rows."""
-    if engine.plan.model_ranks == 1 or not part.rows:
+def mark(engine: Engine, batch: Any) -> float:
+    """A number that tells batches apart: some elements of each tensor. Only where several ranks are given the same one."""
+    alone = engine.dp.size if isinstance(batch, Part) else 1
+    if engine.world == alone or engine.mesh.all.simulated:
         return 0.0
     total = 0.0
-    for number, x in enumerate(tree_leaves(part.data), 1):
+    for number, x in enumerate(tree_leaves(batch.data if isinstance(batch, Part) else batch), 1):
         if isinstance(x, Tensor) and x.numel() and not x.is_complex():
             flat = x.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // ELEMENTS)].double().cpu()
             total += number * float((some * torch.arange(1, len(some) + 1)).sum())
-    if engine.mesh.all.simulated:
-        return 0.0  # whose others send zeros
     return total if total - total == 0 else 0.0  # NaN equals nothing; the loss will say where it is
+
+
+OTHERS = "were given different rows; nothing was updated"
+
+
+def need_same(engine: Engine, batch: Any) -> None:
+    """SoliError where ranks that learn a layout by one batch were given different ones. Collective."""
+    if engine.mesh.all.simulated:
+        return
+    found = torch.zeros(2, engine.world, dtype=torch.float64)
+    found[:, engine.rank] = torch.tensor(
+        [mark(engine, batch), engine.dp.index if isinstance(batch, Part) else 0.0]
+    )
+    all_reduce(found, engine.mesh.all, label="the batch that the model is laid out by")
+    marks: dict[float, set[float]] = {}
+    for one, place in found.T.tolist():
+        marks.setdefault(place, set()).add(one)
+    if any(len(some) > 1 for some in marks.values()):
+        raise _others("ranks that compute one batch together", list(range(engine.world)), everywhere=True)
+
+
+def need_same_batch(marks: Tensor, ranks: tuple[int, ...]) -> None:
+    """SoliError where data-parallel ranks took their rows of different global batches."""
+    if len(set(marks.tolist())) > 1:
+        raise _others("ranks that take their rows of one global batch", ranks, everywhere=True)
+
+
+def _others(who: str, ranks: Sequence[int], everywhere: bool = False) -> SoliError:
+    return failure(
+        f"{who} {OTHERS}",
+        got=f"ranks {', '.join(map(str, ranks))}",
+        fix="give the same batch on every rank (engine.batches does; a DataLoader that shuffles, or random data, needs the same seed "
+        "everywhere: torch.manual_seed at the top of the program); seed a dataset's own random numbers with the sample and not with the rank",
+        everywhere=everywhere,
+    )
 
 
 def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
@@ -72,12 +107,9 @@ def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
         if axis.name == "pp":
             facts.copy_(message[axis.size :])
         if len(set(message[: axis.size].tolist())) > 1:
-            raise failure(
-                f"ranks that compute one microbatch together (the same place on dp, others on {axis.name}) "
-                "were given different rows; nothing was updated",
-                got=f"ranks {', '.join(map(str, axis.ranks))}",
-                fix="give the same batch on every rank; seed a dataset's own random numbers with the sample and not "
-                "with the rank",
+            raise _others(
+                f"ranks that compute one microbatch together (the same place on dp, others on {axis.name})",
+                axis.ranks,
             )
 
 

@@ -45,7 +45,6 @@ def apply(
 
     tp > 1 needs `roles`, pp > 1 `cutting`.
     """
-    data.agree_on_weights(model, mesh.all)  # first: ranks compare whole weights
     with swappable(model):
         # before what works on weights: it need not on those of other stages
         absent, copies = keep_own(model, cutting, mesh) if cutting is not None else ({}, {})

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -127,8 +128,18 @@ def _run(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged:
 
 
 def _meeting(port: int, backend: str) -> dict[str, str]:
-    """Where and over what the ranks meet."""
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SOLI_BACKEND": backend}
+    """Where and over what the ranks meet, and what they have alike: the order of their sets, and what they draw (draws.py)."""
+    seed = _seed()
+    alike = {"SOLI_SEED": seed, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", seed)}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SOLI_BACKEND": backend, **alike}
+
+
+def _seed() -> str:
+    """SOLI_SEED if the user set it, else another number in each run."""
+    said = os.environ.get("SOLI_SEED", "")
+    if said and not (said.isdecimal() and int(said) < 2**32):
+        raise SoliError("SOLI_SEED is no seed", got=said, allowed="0 to 4294967295", fix="unset it")
+    return said or str(secrets.randbits(32))
 
 
 def _port(n: int) -> int:

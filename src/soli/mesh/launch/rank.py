@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from soli.core.report import install_hook, stacks_on_request
+from soli.mesh.launch.draws import Seeding
 
 
 def prepare() -> None:
@@ -25,6 +26,7 @@ def prepare() -> None:
 def run(script: str, arguments: list[str]) -> None:
     """Run a script in this process as its main program."""
     prepare()
+    sys.meta_path.insert(0, Seeding(int(os.environ["SOLI_SEED"])))
     sys.argv = [script, *arguments]
     path = Path(script).resolve()
     if not sys.flags.safe_path:
