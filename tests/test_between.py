@@ -143,7 +143,19 @@ def at_once(kept: nn.Module, model: nn.Module) -> None:
 
 
 def to_a_file(kept: nn.Module, model: nn.Module) -> None:
-    torch.save(model.state_dict(), io.BytesIO())
+    torch.save(list(model.parameters()), io.BytesIO())
+
+
+def asked(kept: nn.Module, model: nn.Module) -> None:
+    model.state_dict()
+
+
+def part_asked(kept: nn.Module, model: nn.Module) -> None:
+    model.layers[0].state_dict()
+
+
+def given(kept: nn.Module, model: nn.Module) -> None:
+    model.load_state_dict(kept.state_dict())
 
 
 def smaller(kept: nn.Module, model: nn.Module) -> None:
@@ -194,3 +206,29 @@ def test_what_every_rank_does_to_its_own_stages_weights_is_done(pool: Pool) -> N
     for text, found in pool.run(weights_used, smaller, "pp=2", ranks=2):
         assert not text
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=3", "dp=2,zero=1", "dp=1"])
+@pytest.mark.parametrize("use", [asked, part_asked, given])
+def test_a_state_of_parts_is_not_taken_for_the_whole(
+    pool: Pool, use: Callable[[nn.Module, nn.Module], None], plan: str
+) -> None:
+    for text, _ in pool.run(weights_used, use, plan, ranks=1 if plan == "dp=1" else 2):
+        if plan in ("dp=1", "dp=2,zero=1"):
+            assert not text
+        else:
+            assert "state_dict() of a model that lies on several ranks" in text
+
+
+def plain_state(plan: str) -> bool:
+    model, loss_fn, batches = case_of(Plain).make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
+    engine.step(batches[0])
+    state, plain = engine.global_state_dict(), engine.copy_model()
+    plain.load_state_dict(state)
+    return all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=3,recompute=full"])
+def test_a_plain_copy_has_a_plain_state(pool: Pool, plan: str) -> None:
+    assert all(pool.run(plain_state, plan, ranks=2))

@@ -92,8 +92,9 @@ def copy_model(engine: Engine) -> nn.Module:
     for module in plain.modules():
         while unwrap(module):
             pass
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if str(hook.__module__).startswith("soli.")]:
+        of_state = module._state_dict_pre_hooks, module._load_state_dict_pre_hooks
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, *of_state):
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                 del hooks[key]
     fresh: dict[int, nn.Parameter] = {}  # a tied one stays tied
     for name, param in list(plain.named_parameters(remove_duplicate=False)):
@@ -102,6 +103,10 @@ def copy_model(engine: Engine) -> nn.Module:
         plain.get_submodule(owner)._parameters[leaf] = value
     plain.load_state_dict(weights)
     return plain
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "hook", hook).__module__).startswith("soli.")  # torch wraps some of them
 
 
 def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:

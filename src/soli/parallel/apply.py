@@ -8,7 +8,7 @@ from torch import nn
 
 from soli.core.plan import Plan
 from soli.mesh.mesh import Mesh
-from soli.parallel import data, recompute
+from soli.parallel import data, partial, recompute
 from soli.parallel.context import sequence
 from soli.parallel.data import DataParallel
 from soli.parallel.pipeline.own import keep_own
@@ -55,6 +55,7 @@ def apply(
         recompute.wrap(model, plan)  # after what changes how a block computes, before what hooks its call
         portions = tensor.portions if tensor is not None else {}
         laid = data.distribute(model, plan, mesh, portions, absent, copies)  # last: shards what is left
+    partial.guard(model, plan)
     if tensor is not None:
         for run in tensor.runs:
             run.reducer = laid.reducer

@@ -63,7 +63,8 @@ def _answer(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         named = [x.of for x in given if type(x) in KINDS and hasattr(x, "of")]
-        if named and _writes(func) and any(not x.is_meta and x.numel() for x in given):
+        written = tree_leaves(args[:1]) if _writes(func) else []
+        if named and any(isinstance(x, Tensor) and not x.is_meta and x.numel() for x in written):
             raise _lacking(
                 f"{name_of(func)} is called with a weight of another stage, and would write nothing", named[0]
             )
