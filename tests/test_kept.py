@@ -102,6 +102,32 @@ class Normal(Plain):
         return self.head(x)
 
 
+class Bare(Plain):
+    """Neither scales nor averages: in evaluation too it is of the batch."""
+
+    def layer(self) -> nn.Module:
+        return nn.BatchNorm1d(DIM, affine=False, track_running_stats=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x.flatten(0, 1))).view_as(x)
+        return self.head(x)
+
+
+class Acting(Bare):
+    """A norm of somebody's library, whose own forward calls the function and goes on."""
+
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            averages = (self.running_mean, self.running_var) if self.training else (None, None)
+            x = nn.functional.batch_norm(x, *averages, self.weight, self.bias, True, 0.3, self.eps)
+            return torch.relu(x)
+
+    def layer(self) -> nn.Module:
+        return self.Norm(DIM)
+
+
 class Contrast(Plain):
     """Each row is what it is beside the others."""
 
@@ -110,6 +136,14 @@ class Contrast(Plain):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return self.head(x - x.mean(0, keepdim=True))
+
+
+class Both(Normal):
+    """Each row is what it is beside the others, and what couples them else is a norm's."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        return x - x.mean(0, keepdim=True)
 
 
 def tokens_of(rows: int, seed: int) -> dict[str, Tensor]:
@@ -156,14 +190,93 @@ def test_rows_may_depend_on_each_other_where_all_are_together(
     assert max(pool.run(error_of, kind, plan, ranks=2)) < BOUND
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2,accumulate=2", "pp=2,microbatches=2", "tp=4,tensor=2d"])
-@pytest.mark.parametrize(("kind", "said"), [(Normal, "layers.0"), (Contrast, "couples the rows")])
+APART = ["dp=2", "tp=2,accumulate=2", "pp=2,microbatches=2", "tp=4,tensor=2d"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "plan"),
+    [
+        *((Contrast, "run with dp=1, tensor=1d and no", plan) for plan in APART),
+        *((Normal, "plans of dp and zero, without accumulate", plan) for plan in APART[1:]),
+        (Normal, "got     layers.0, layers.1, layers.2, plan dp=2,recompute=full", "dp=2,recompute=full"),
+        (Both, "couples the rows", "dp=2"),
+    ],
+)
 def test_rows_that_depend_on_each_other_are_not_taken_apart(
     pool: Pool, kind: type[nn.Module], said: str, plan: str
 ) -> None:
     for text in pool.run(refusal, kind, plan, ranks=4 if "2d" in plan else 2):
         assert said in text
-        assert "run with dp=1, tensor=1d and no" in text
+
+
+def normal(kind: type[nn.Module], plan: str, precision: str = "fp64") -> dict[str, Tensor]:
+    """All weights and statistics after three steps and an evaluation between them."""
+    model, loss_fn, batches = case_of(kind).make()
+    if precision == "fp64":
+        model.double()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
+    for batch in batches:
+        engine.step(batch)
+        engine.evaluate([batch])
+    return engine.global_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        (Normal, "dp=2"),
+        (Normal, "dp=3,zero=1"),
+        (Normal, "dp=4,replicate=2,zero=3"),
+        (Bare, "dp=2,zero=2"),
+        (Acting, "dp=2"),
+    ],
+)
+def test_batch_normalisation_is_over_all_ranks(pool: Pool, kind: type[nn.Module], plan: str) -> None:
+    ranks = int(plan[3])
+    assert max(pool.run(error_of, kind, plan, ranks=ranks)) < BOUND
+    (expected,) = pool.run(normal, kind, "dp=1", ranks=1)
+    for found in pool.run(normal, kind, plan, ranks=ranks):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_batch_normalisation_in_sixteen_bits(pool: Pool) -> None:
+    """Sums are of 32: the ranks' statistics are those of one process to its rounding."""
+    (expected,) = pool.run(normal, Normal, "dp=1,precision=bf16", "bf16", ranks=1)
+    for found in pool.run(normal, Normal, "dp=2,precision=bf16", "bf16", ranks=2):
+        for name in (n for n in expected if "running" in n):
+            torch.testing.assert_close(found[name], expected[name], rtol=2**-6, atol=2**-6)
+
+
+def few_values(rows: int, size: int) -> str:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    engine = parallelize(Net(), losses.mse("y"), optimizer=adamw, plan="dp=2")
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(3), "y": torch.randn(4)} for _ in range(rows)]
+    try:
+        for batch in engine.batches(data, size):
+            engine.step(batch)
+    except (SoliError, ValueError) as error:
+        return str(error)
+    return "it ran"
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "said"), [(5, 4, "normalise the batch together, and some have no row"), (6, 2, "it ran")]
+)
+def test_ranks_that_normalise_together_have_rows(pool: Pool, rows: int, size: int, said: str) -> None:
+    for text in pool.run(few_values, rows, size, ranks=2):
+        assert said in text
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,12 @@ def microbatches(part: Part, ranks: int, plan: Plan) -> list[Part]:
     ]
 
 
-def need_rows(part: Part, ranks: int, plan: Plan) -> None:
-    """Raises SoliError where a rank has no row, and others wait for it in every product."""
-    if plan.together and part.total < ranks:
+def need_rows(part: Part, ranks: int, plan: Plan, norms: bool = False) -> None:
+    """Raises SoliError where a rank has no row, and others wait for it in every product, or norm of the batch."""
+    if (plan.together or norms) and part.total < ranks:
+        what = "normalise the batch" if norms else "of a grid compute each product"
         raise SoliError(
-            "the ranks of a grid compute each product together, and some have no row of the batch",
+            f"the ranks {what} together, and some have no row of it",
             got=f"{part.total} rows, {ranks} parts (dp, copies and rows of the grid), plan {plan}",
             allowed=f"at least {ranks} rows in every batch, the last and those of an evaluation too",
             fix="drop or fill the ragged last batch, or use a smaller grid or dp",

@@ -61,7 +61,7 @@ class FirstStep:
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
             for a, b in parts:
                 kept.restore(model, start, modules)
-                _run(engine, take(data, a, b), b - a)
+                _run(engine, take(data, a, b), b - a, part=True)
                 changes.once.append(kept.changed(model, start))
             kept.restore(model, before, modules)
             whole = _run(engine, data, rows)  # the losses are compared from the same values
@@ -72,7 +72,7 @@ class FirstStep:
             kept.restore(model, before, modules)
         sums = [whole]
         for a, b in parts:
-            sums.append(_run(engine, take(data, a, b), b - a))
+            sums.append(_run(engine, take(data, a, b), b - a, part=True))
             changes.again.append(kept.changed(model, before))
             kept.restore(model, before, modules)
         if idle:
@@ -104,8 +104,8 @@ def _doubled(data: Any) -> Any:
     return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.dim() else x, data)
 
 
-def _run(engine: Engine, data: Any, rows: int) -> tuple[float, float]:
-    with engine.randomness.probe(rows):
+def _run(engine: Engine, data: Any, rows: int, part: bool = False) -> tuple[float, float]:
+    with engine.randomness.probe(rows), engine.statistics.check(part):
         sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")
     total, count = sums.tolist()

@@ -19,8 +19,9 @@ from soli.engine import state as states
 from soli.engine.batch import Caller, Part, few, take, to_device
 from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
-from soli.mesh.collectives import raise_together
+from soli.mesh.collectives import Axis, raise_together
 from soli.parallel.lift import lifted
+from soli.parallel.statistics import Statistics
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -60,13 +61,16 @@ def _totals(engine: Engine, model: nn.Module, data: Any, rows: int) -> list[floa
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = tree_map(lambda x: x.flip(0) if isinstance(x, Tensor) and x.dim() else x, data)
     cut = rows // 2
-    halves = (take(data, 0, cut), cut), (take(data, cut, rows), rows - cut)
-    return [_total(engine, model, *piece) for piece in ((data, rows), *halves, (turned, rows), (data, rows))]
+    norms = Statistics(model, engine.plan, Axis("alone"))
+    halves = (take(data, 0, cut), cut, True), (take(data, cut, rows), rows - cut, True)
+    wholes = (data, rows, False), (turned, rows, False), (data, rows, False)
+    return [_total(engine, model, norms, *piece) for piece in (wholes[0], *halves, *wholes[1:])]
 
 
-def _total(engine: Engine, model: nn.Module, data: Any, rows: int) -> float:
+def _total(engine: Engine, model: nn.Module, norms: Statistics, data: Any, rows: int, part: bool) -> float:
     runner = Runner(model, Caller(model), engine.loss_fn, data, rows, engine.plan)
-    total, count = total_and_count(runner.run(around=lambda _: lifted()))
+    with norms.check(part), norms.computing():
+        total, count = total_and_count(runner.run(around=lambda _: lifted()))
     return float(total) if count else 0.0
 
 

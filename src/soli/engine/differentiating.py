@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -40,6 +41,11 @@ class Differentiating(TorchFunctionMode):
                 fix="compute what is differentiated, and the gradients, under torch.enable_grad()",
                 everywhere=True,
             )
+
+
+def looking(plan: Plan, steps: int) -> AbstractContextManager[object]:
+    """Around a forward after so many steps: the first one with gradients may show what the checks, without, did not see."""
+    return Differentiating(plan) if steps == 0 and torch.is_grad_enabled() else nullcontext()
 
 
 def _is_ours(frame: FrameType | None) -> bool:

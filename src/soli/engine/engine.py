@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, ro
 from soli.engine.check import FirstStep
 from soli.engine.data import Order, Position, batches
 from soli.engine.deciding import PROBES, Choice, Wish
-from soli.engine.differentiating import Differentiating
+from soli.engine.differentiating import looking
 from soli.engine.remembered import Remembering
 from soli.losses import LossFn, from_model
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
@@ -35,6 +35,7 @@ from soli.parallel.context import sequence
 from soli.parallel.data import DataParallel, agree_on_weights
 from soli.parallel.pipeline.run import Pipeline
 from soli.parallel.randomness import Randomness
+from soli.parallel.statistics import Statistics
 from soli.parallel.tensor.cut import Run, running
 from soli.parallel.tensor.moves import collected
 from soli.parallel.units import named_once
@@ -160,6 +161,7 @@ class Engine:
         self.randomness = Randomness(self.model, self.seed)
         self.randomness.shared = (plan.dp or 1) * plan.accumulate * plan.pp > 1
         self.randomness.alone = self.world * plan.accumulate == 1
+        self.statistics = Statistics(self.model, plan, self._mesh.dp)
         self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
         if plan.model_ranks == 1:
             self.lay(None)
@@ -222,11 +224,8 @@ class Engine:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Around the model and its loss: cut tensors are logical ones, and the plan's precision holds."""
-        looks = (
-            self.step_count == 0 and torch.is_grad_enabled()
-        )  # what the checks, without gradients, did not see
-        looking = Differentiating(self.plan) if looks else nullcontext()
-        with running(self._levels()), precision.computing(self.plan, self.device), looking:
+        looks, casts = looking(self.plan, self.step_count), precision.computing(self.plan, self.device)
+        with running(self._levels()), casts, looks, self.statistics.computing():
             yield
 
     @contextmanager
@@ -271,7 +270,7 @@ class Engine:
         self._given.check(self)
         self.decide(batch, batch.total if isinstance(batch, Part) else 0)
         part = part_of(batch, self.dp.size, self.dp.index)
-        need_rows(part, self.dp.size, self.plan)
+        need_rows(part, self.dp.size, self.plan, self.statistics.active)
         self.lay(part)
         self._mark, self._whole = same.mark(self, batch), not isinstance(batch, Part)
         pieces = microbatches(part, self.dp.size, self.plan)

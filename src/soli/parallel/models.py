@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from soli.core.errors import Problem, listed, listing
 from soli.core.plan import Plan
-from soli.parallel import hooks
+from soli.parallel import hooks, statistics
 
 
 @listing
@@ -44,12 +44,13 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             got=listed(hooked),
             fix="hook tensors inside of a block's forward, or use pp=1",
         )
-    norms = that(lambda module: isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training)
-    if plan.pieces > 1 and norms:
+    norms = statistics.training_norms(model)
+    if plan.pieces > 1 and norms and (not statistics.can(plan) or that(_is_traced)):
         yield Problem(
-            "batch normalisation couples the rows of a batch, so no part of it can be computed alone",
-            got=listed(norms),
-            fix="use GroupNorm or LayerNorm, put these modules in eval(), or run with dp=1, tensor=1d and no microbatches",
+            "batch normalisation couples the rows of a batch, and they are added up over data-parallel ranks alone",
+            got=f"{listed(norms)}, plan {plan}",
+            allowed="plans of dp and zero, without accumulate and recompute, and no torch.compile",
+            fix="use such a plan, GroupNorm or LayerNorm, or put these modules in eval()",
         )
     if not lazy:
         yield from hooks.problems(model)

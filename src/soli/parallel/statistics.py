@@ -1,0 +1,136 @@
+"""Batch normalisation (arXiv 1502.03167) over the rows of all data-parallel ranks, as one process has them.
+
+torch's SyncBatchNorm does this on CUDA alone, and for modules that are exchanged for it. Here the function that they all call computes with sums
+over the ranks while a forward runs: two small reductions a call forward, one backward. A check that takes a batch apart repeats for the
+parts what it learnt of the whole, so that what else couples rows is found all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from soli.core.plan import Plan
+from soli.mesh.collectives import Axis, all_reduce
+
+LABEL = "statistics of the batch"
+_function = F.batch_norm
+Known = tuple[Tensor, Tensor, Tensor]
+"""Mean and (biased) variance of each channel, and how many values each is of."""
+
+
+def training_norms(model: nn.Module) -> list[str]:
+    """The modules that normalise by the batch, by name."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return [n or "the model" for n, m in model.named_modules() if isinstance(m, kind) and m.training]
+
+
+def can(plan: Plan) -> bool:
+    """Whether each call of a plan's step sees rows that together are the batch, once, and alike in number of dims."""
+    return plan.model_ranks * plan.accumulate == 1 and plan.recompute == "none"
+
+
+class Statistics:
+    """`axis`: the ranks that have the other rows. Nothing is done where rows stay together, or no norm is of them."""
+
+    def __init__(self, model: nn.Module, plan: Plan, axis: Axis) -> None:
+        self.axis = axis
+        self.active = plan.pieces > 1 and can(plan) and bool(training_norms(model))
+        self._whole: list[Known] = []  # of the calls of a check's newest forward on all of its rows
+        self._learns, self._repeats = False, iter(self._whole)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around a forward."""
+        with patch.object(F, "batch_norm", self._normalised) if self.active else nullcontext():
+            yield
+
+    @contextmanager
+    def check(self, part: bool) -> Iterator[None]:
+        """Around a check's forward: of a part of the rows that the one before it had, or of all of them."""
+        self._learns, self._repeats = not part, iter(self._whole if part else ())
+        self._whole = self._whole if part else []
+        try:
+            yield
+        finally:
+            self._learns, self._repeats = False, iter(())
+
+    def _normalised(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return _function(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        mean, var, count = known = next(self._repeats, None) or self._sums(input)
+        if self._learns:
+            self._whole.append(known)
+        if input.numel() == input.shape[1] and count <= 1:
+            raise ValueError("batch normalisation needs more than one value of each channel in training")
+        with torch.no_grad():
+            if running_mean is not None and running_var is not None:
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        y: Tensor = _Normalised.apply(input, weight, bias, mean, var, count, eps, self.axis)
+        return y
+
+    @torch.no_grad()
+    def _sums(self, x: Tensor) -> Known:
+        dims = [d for d in range(x.dim()) if d != 1]
+        x = x if x.dtype == torch.float64 else x.float()
+        sums = torch.cat([x.sum(dims), x.new_full((1,), x.numel() // x.shape[1])])
+        all_reduce(sums, self.axis, label=LABEL)
+        count = sums[-1]
+        mean = sums[:-1] / count
+        squares = (x - _along(mean, x)).square().sum(dims)
+        all_reduce(squares, self.axis, label=LABEL)
+        return mean, squares / count, count
+
+
+class _Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: Tensor,
+        eps: float,
+        axis: Axis,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), count)
+        ctx.axis, ctx.has_bias = axis, bias is not None
+        return _function(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, mean, scale, count = ctx.saved_tensors
+        dims = [d for d in range(x.dim()) if d != 1]
+        normal = (x - _along(mean, x)) * _along(scale, x)
+        of_bias, of_weight = grad.sum(dims), (grad * normal).sum(dims)
+        both = torch.stack([of_bias, of_weight]).to(mean.dtype)
+        all_reduce(both, ctx.axis, label=LABEL)
+        means = both / count
+        of_x = (grad - _along(means[0], x) - normal * _along(means[1], x)) * _along(scale, x)
+        of_x = of_x if weight is None else of_x * _along(weight, x)
+        found = None if weight is None else of_weight.to(weight.dtype)
+        return of_x.to(x.dtype), found, of_bias.to(grad.dtype) if ctx.has_bias else None, *[None] * 5
+
+
+def _along(of_channels: Tensor, x: Tensor) -> Tensor:
+    """Broadcast along dim 1."""
+    return of_channels.view(1, -1, *[1] * (x.dim() - 2))
