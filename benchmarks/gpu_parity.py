@@ -21,10 +21,10 @@ import torch
 from soli.core.errors import SoliError
 from soli.mesh.backends import cores
 from soli.verify.parity import BOUND, Row, check
-from soli.verify.pool import Pool
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from cases import CASES, selection
+from pool import Pool
 
 OUT = Path(__file__).resolve().parent / "results" / "gpu-parity"
 RANKS = 4

@@ -11,11 +11,11 @@ from pages import write_page, write_rows
 
 from soli.core.errors import SoliError
 from soli.verify.parity import BOUND, Row, check
-from soli.verify.pool import Pool
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import cases
 from cases import CASES, PLANS
+from pool import Pool
 
 
 def _one(name: str, plan: str, ranks: int) -> Row:

@@ -31,11 +31,11 @@ from soli.mesh.backends import cpu_backend
 from soli.planner.hollow import Tracker
 from soli.planner.legality import resolve
 from soli.planner.rehearsal import Rehearsal
-from soli.verify.pool import Pool
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import cases
 from cases import CASES
+from pool import Pool
 
 BOUND = 0.01
 RESULTS = Path("benchmarks/results/memory-rehearsed")

@@ -22,7 +22,9 @@ from soli.engine.engine import Engine, parallelize
 from soli.models.gpt import GPT, GPTConfig
 from soli.verify import tolerance
 from soli.verify.parity import BOUND
-from soli.verify.pool import Pool
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from pool import Pool
 
 STEPS, BATCH, ROWS, CONTEXT, VOCAB = 100, 8, 62, 16, 61
 RANKS = 4

@@ -14,7 +14,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SOLI_CACHE", tempfile.mkdtemp(prefix="soli-cache-"))  # what is measured of the machine
 
-from soli.verify.pool import Pool
+from pool import Pool
 
 settings.register_profile("soli", deadline=None)  # how long an example takes on a busy machine says nothing
 settings.load_profile("soli")

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from cases import CASES, refused
+from pool import Pool
 from soli.engine.engine import Engine, parallelize
 from soli.mesh.collectives import gather_json
 from soli.parallel.units import named_once
 from soli.verify.parity import adamw
-from soli.verify.pool import Pool
 
 PLANS = {
     "dp=2,zero=3": 2,

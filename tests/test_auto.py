@@ -22,6 +22,7 @@ from tests.test_rehearsal import program
 from torch import Tensor, nn
 
 from cases import CASES
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.events import events
@@ -40,7 +41,6 @@ from soli.planner.legality import problems
 from soli.planner.machine import PARTS, Machine, estimate
 from soli.planner.rehearsal import Action, RankRun, Rehearsal, Sent
 from soli.verify.parity import BOUND, compare, expected_of, under_plan
-from soli.verify.pool import Pool
 from sweep import swept
 
 

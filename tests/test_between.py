@@ -11,10 +11,10 @@ import torch
 from tests.test_kept import DIM, Plain, case_of
 from torch import Tensor, nn
 
+from pool import Pool
 from soli.core.errors import SoliError
 from soli.engine.engine import Engine, parallelize
 from soli.verify.parity import BOUND, adamw, check
-from soli.verify.pool import Pool
 
 
 class Frozen(Plain):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cases import CASES
+from pool import Pool
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine.engine import parallelize
@@ -30,7 +31,6 @@ from soli.mesh.mesh import build_mesh
 from soli.mesh.record import record_torch, recorder
 from soli.mesh.world import join
 from soli.planner.legality import resolve
-from soli.verify.pool import Pool
 
 
 def step_bytes(plan: str):

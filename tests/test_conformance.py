@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cases import CASES
+from pool import Pool
 from soli import losses
 from soli.core.axes import AXES, coordinates, peers
 from soli.core.plan import Plan
@@ -19,7 +20,6 @@ from soli.mesh.mesh import build_mesh
 from soli.mesh.world import join
 from soli.verify.oracle import sequential
 from soli.verify.parity import BOUND, Case, compare, expected_of, under_plan
-from soli.verify.pool import Pool
 
 # --- pipelines of plain layers --------------------------------------------------------------------------
 

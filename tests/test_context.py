@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import sequences
 import soli
 from cases import CASES
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.events import events
@@ -30,7 +31,6 @@ from soli.parallel.context.ring import length, pairs
 from soli.parallel.context.sequence import spans_of
 from soli.parallel.context.ulysses import shared_heads
 from soli.verify.parity import BOUND, adamw, compare, expected_of, under_plan
-from soli.verify.pool import Pool
 from sweep import spread
 
 TOKENS = losses.cross_entropy("targets")

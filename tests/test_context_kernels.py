@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from pool import Pool
 from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis, Pending
 from soli.mesh.record import recorder
 from soli.parallel.context import blocks, ring, scores
 from soli.parallel.context.ring import Spans, attention, calls, length, pairs, positions
-from soli.verify.pool import Pool
 
 HALVES = (3, 7)
 """Roundings to 16 bits on the longest path, half an eps each. Of out: weights, a block's out, the result. Of gradients:

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import soli
+from pool import Pool
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
 from soli.models.gpt import GPT, GPTConfig
 from soli.parallel.init import fingerprint, materialise
-from soli.verify.pool import Pool
 
 
 class Inits(nn.Module):

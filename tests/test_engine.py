@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import soli
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.events import events
@@ -19,7 +20,6 @@ from soli.engine import optimizer as optimizers
 from soli.engine.engine import parallelize
 from soli.models.gpt import GPT, GPTConfig
 from soli.verify import tolerance
-from soli.verify.pool import Pool
 
 DATA = [
     {"x": torch.randn(5, generator=torch.Generator().manual_seed(i)), "targets": torch.ones(3) * (i % 3)}

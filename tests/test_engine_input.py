@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from cases import CASES
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
 from soli.verify.parity import BOUND, Case, check
-from soli.verify.pool import Pool
 from test_engine import DATA, Named, engine_for
 from test_launch import clean_environment
 

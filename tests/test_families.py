@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import families
+from pool import Pool
 from soli.verify.parity import BOUND, check
-from soli.verify.pool import Pool
 from sweep import spread
 
 

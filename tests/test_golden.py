@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import layouts
-from soli.verify.pool import Pool
+from pool import Pool
 from sweep import swept
 
 FOLDER = Path(__file__).resolve().parent / "golden"

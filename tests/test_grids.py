@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import CASES
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
@@ -24,7 +25,6 @@ from soli.models.gpt import GPT, GPTConfig
 from soli.parallel.tensor import cube, moves, norms, summa
 from soli.planner.legality import nearest, problems, resolve
 from soli.verify.parity import BOUND, Case, adamw, check, compare, expected_of, under_plan
-from soli.verify.pool import Pool
 from soli.verify.tolerance import bound
 from sweep import swept
 from typed import soli

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import soli
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
 from soli.verify.parity import BOUND, Case, adamw, check
-from soli.verify.pool import Pool
 
 DIM = 12
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import soli.backend  # noqa: F401
+from pool import Pool
 from soli.mesh.local.board import LANE_BYTES
-from soli.verify.pool import Pool
 
 DTYPES = (
     torch.float32,

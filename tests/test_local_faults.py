@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import soli.backend  # noqa: F401
+from pool import Pool
 from soli.core.errors import SoliError
-from soli.verify.pool import Pool
 
 
 def caught(call, *args, **options) -> tuple[str, float]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import soli.backend  # noqa: F401
 import test_local
+from pool import Pool
 from soli.mesh.local import identity
-from soli.verify.pool import Pool
 from sweep import swept
 
 LAYOUTS = ("aabb", swept("abab"), "abb", swept("abc"), "ab")

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import soli.backend  # noqa: F401
+from pool import Pool
 from soli.mesh.collectives import Axis, all_gather, all_reduce, allocate, reduce_scatter
 from soli.mesh.local.board import LANES
-from soli.verify.pool import Pool
 from test_local import OPS, ordered, values
 
 CPU = torch.device("cpu")

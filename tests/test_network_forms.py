@@ -15,10 +15,10 @@ import torch  # noqa: E402
 import workload  # noqa: E402
 from entries import soli_engine  # noqa: E402
 
+from pool import Pool  # noqa: E402
 from soli.core.plan import Plan  # noqa: E402
 from soli.mesh.record import recorder  # noqa: E402
 from soli.planner.legality import resolve  # noqa: E402
-from soli.verify.pool import Pool  # noqa: E402
 
 SIZE = workload.Size(layers=2, width=32, heads=8, vocabulary=64, tokens=8, batch=8)
 LATER = {"all_reduce": 2}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import CASES
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
@@ -25,7 +26,6 @@ from soli.parallel.pipeline.stages import balanced
 from soli.parallel.pipeline.units import units
 from soli.planner.legality import nearest, problems
 from soli.verify.parity import BOUND, Case, adamw, compare, expected_of, under_plan
-from soli.verify.pool import Pool
 from sweep import spread
 
 # --- where a model is cut -------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from pool import Pool
 from soli.mesh.collectives import Axis
 from soli.mesh.record import recorder
 from soli.parallel.keep import contexts
 from soli.parallel.tensor import cube, summa
 from soli.parallel.tensor.split import Split, taken
-from soli.verify.pool import Pool
 
 
 def axes(names: tuple[str, ...], shape: tuple[int, ...], gloo: bool = False) -> list[Axis]:

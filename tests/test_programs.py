@@ -11,13 +11,13 @@ from tests.test_kept import DIM, Plain, case_of, error_of, refusal, tokens_of
 from torch import Tensor, nn
 
 import soli
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine.engine import parallelize
 from soli.parallel import hooks, models
 from soli.verify.parity import BOUND, Case, adamw, check
-from soli.verify.pool import Pool
 
 
 class Counting(Plain):

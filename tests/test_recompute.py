@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cases import CASES, Case
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
 from soli.parallel.keep import PRODUCTS, contexts
 from soli.planner.hollow import Tracker
 from soli.verify.parity import BOUND, adamw, check
-from soli.verify.pool import Pool
 from sweep import spread
 
 
@@ -277,3 +277,38 @@ def test_a_microbatch_without_targets_leaves_nothing_behind(
     plan = f"{plan},accumulate=4,recompute={recompute}"
     for kept in pool.run(bytes_after_steps, name, plan, ranks=1 if "dp=1" in plan else 2):
         assert kept[0] == kept[1] == kept[2]
+
+
+def cached_error(kind: str, plan: str) -> tuple[float, bool]:
+    """Of a family that keeps keys and values by default, and whether it still does."""
+
+    def make() -> Any:
+        import transformers
+
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+        build = getattr(transformers, f"{kind}ForCausalLM")
+        model = build(build.config_class(vocab_size=37, **sizes, resid_pdrop=0.0))
+        assert model.config.use_cache
+        tokens = [torch.randint(3, 37, (8, 6), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+        made.append(model)
+        return model, losses.from_model(), [{"input_ids": x, "labels": x.clone()} for x in tokens]
+
+    made: list[Any] = []
+    return check(Case(kind, make, adamw), plan, 0).worst, made[-1].config.use_cache
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("Phi", "dp=2,zero=3,accumulate=2,recompute=full"),
+        ("Llama", "dp=2,recompute=selective"),
+        ("Gemma", "pp=2,microbatches=2"),
+        ("Llama", "dp=2"),
+    ],
+)
+def test_key_value_caches_are_off_where_they_cannot_be(pool: Pool, kind: str, plan: str) -> None:
+    for worst, kept in pool.run(cached_error, kind, plan, ranks=2, deadline=60):
+        assert worst < BOUND
+        assert kept == (plan == "dp=2")

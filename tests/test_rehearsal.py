@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import soli
 from cases import CASES
+from pool import Pool
 from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.plan import Plan
@@ -32,7 +33,6 @@ from soli.planner.models import Model
 from soli.planner.space import spaces
 from soli.planner.task import Task
 from soli.planner.where import here
-from soli.verify.pool import Pool
 from sweep import swept
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))

@@ -11,13 +11,13 @@ import torch
 from tests.test_kept import Plain, tokens_of
 from torch import Tensor, nn
 
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
 from soli.engine.remembered import Remembering
 from soli.losses import LossFn
 from soli.verify.parity import BOUND, Case, adamw, check
-from soli.verify.pool import Pool
 
 PLAIN = losses.cross_entropy("targets")
 Annealed = tuple[Tensor, float]

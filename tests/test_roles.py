@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, WhisperConfig
 
 from cases import CASES
+from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
@@ -24,7 +25,6 @@ from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
 from soli.parallel.tensor import products
 from soli.verify.parity import adamw
-from soli.verify.pool import Pool
 from typed import soli, soli_anew
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pool import Pool
 from soli.mesh.collectives import Axis
 from soli.mesh.record import recorder
 from soli.parallel.tensor import moves
 from soli.parallel.tensor.cut import Cut, Run, become_cut, inside, marked, running, whole
 from soli.parallel.tensor.split import Misfit, Split, sliced, taken, together, viewed
-from soli.verify.pool import Pool
 
 EPSILON = torch.finfo(torch.float64).eps
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 
-from soli.verify.pool import IMPORTED
+from pool import IMPORTED
 
 
 def soli(

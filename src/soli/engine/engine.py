@@ -189,6 +189,7 @@ class Engine:
         """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
         if self.parallel is not None:
             return
+        models.without_caches(self.model, self.plan, shown=self.rank == 0)
         agree_on_weights(self.model, self.mesh.all)  # before what compares ranks, or computes on them
         if self.plan.model_ranks > 1:
             same.need_same(self, example)

@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from soli.parallel.randomness import BACKWARD, backward_of
+
 
 class _Lift(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].double()
+        if func in BACKWARD:
+            with self:  # a mode is off inside its own handler, and blocks may be made again
+                return backward_of(*args, **(kwargs or {}))
         # torch takes a type as an argument of its own, never inside another
         return func(*map(_double, args), **{name: _double(value) for name, value in (kwargs or {}).items()})
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import jit, nn
 from torch.nn.parameter import is_lazy
 
 from soli.core.errors import Problem, listed, listing
+from soli.core.events import events
 from soli.core.plan import Plan
 from soli.parallel import hooks, statistics
 
@@ -54,6 +56,18 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         )
     if not lazy:
         yield from hooks.problems(model)
+
+
+def without_caches(model: nn.Module, plan: Plan, shown: bool) -> None:
+    """Turn off, and say so, what transformers' models keep for generating, and in training for nothing: a block writes keys and values into an
+    object, which is not made again with the block, nor handed to the next stage."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    found = [one for one in configs if getattr(one, "use_cache", None) is True]
+    if not found or (plan.recompute == "none" and plan.pp == 1):
+        return
+    for config in found:
+        config.use_cache = False
+    events.note("model.config.use_cache is off now: a key-value cache is for generating", shown=shown)
 
 
 def _is_traced(module: nn.Module) -> bool:

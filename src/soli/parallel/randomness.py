@@ -74,8 +74,8 @@ _FILLS = {
 }
 """Numbers that a model draws itself (layer drop, stochastic depth, jitter), and how a tensor is filled with them."""
 _FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
-_BACKWARD = {Tensor.backward, torch.autograd.backward}
-_HANDLED = {_sdpa, _attention_function, *_BACKWARD, *_ELEMENTWISE, *_FEATURES, *_FILLS, *_REFUSED}
+BACKWARD = {Tensor.backward, torch.autograd.backward}
+_HANDLED = {_sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *_FILLS, *_REFUSED}
 """Of all that a mode is asked about, which is every call of torch's."""
 
 
@@ -332,9 +332,9 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _HANDLED:
             return func(*args, **kwargs)
-        if func in _BACKWARD:
+        if func in BACKWARD:
             with self:  # a mode is off inside its own handler, and recomputation needs it
-                return _backward(*args, **kwargs)
+                return backward_of(*args, **kwargs)
         if func in _ELEMENTWISE:
             return _elementwise(self.randomness, func, *args, **kwargs)
         if func in _FEATURES:
@@ -350,7 +350,7 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _backward(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> None:
+def backward_of(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> None:
     """torch.autograd.backward without its own look at modes, which would call the handler again."""
     outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     gradients = kwargs.get("gradient", kwargs.get("grad_tensors", gradients))
