@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from soli.core.errors import SoliError
-from soli.engine.batch import Part, few, take, to_device
+from soli.engine import coupling
+from soli.engine.batch import Part, few, part_of, take, to_device
 from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
 from soli.engine.effects import Effects
@@ -31,6 +32,12 @@ class FirstStep:
 
     def __init__(self) -> None:
         self.modes: list[bool] | None = None
+        self._losses: list[float] | None = None
+
+    def before(self, engine: Engine, example: Any) -> None:
+        """What is looked at while every rank has the whole weights, if it has; else it is gathered in `check`."""
+        if engine.plan.model_ranks > 1 and not any(p.is_meta for p in engine.model.parameters()):
+            self._losses = coupling.measured(engine, part_of(example, 1, 0))
 
     def wanted(self, model: nn.Module, part: Part, ranks: int) -> bool:
         return part.total >= ranks and self.modes != _modes(model)
@@ -93,6 +100,7 @@ class FirstStep:
             _explain(sums, [rows, cut, rows - cut], engine)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
+        coupling.check(engine, coupling.measured(engine, part) if self._losses is None else self._losses)
         self.modes = _modes(model)
 
 

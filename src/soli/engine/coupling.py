@@ -33,13 +33,14 @@ ROWS = 8
 
 def measured(engine: Engine, part: Part) -> list[float]:
     """Losses of some rows, of their two parts, and of the same rows the other way round; none where they cannot be had: the plan takes no
-    rows apart, the model is large, or does not run in float64. Collective."""
+    rows apart, the model is large, or does not run in float64. Collective where a rank has a part of the weights."""
     if engine.plan.pieces == 1 or engine.mesh.all.simulated or engine.numel > LARGEST:
         return []
     rows = min(few(part, engine.plan), ROWS)
     try:
         with between.modes_kept(engine.model), effects.undone(engine.model):
-            model = states.copy_model(engine).double()
+            cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)
+            model = (states.copy_model(engine) if cut else states.plain_copy(engine.model)).double()
             *found, again = _totals(engine, model, take(part.data, 0, rows), rows) if rows > 1 else [0.0] * 5
         same = again == found[0] or found[0] != found[0]
         why = "" if same else "a copy computes another loss when it is called again"

@@ -16,7 +16,7 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import between, coupling, deciding, layout, microbatch, norm, pipelined, same
+from soli.engine import between, deciding, layout, microbatch, norm, pipelined, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, rows_of, to_device
@@ -195,6 +195,7 @@ class Engine:
             same.need_same(self, example)
         # before what looks at types, or compares with the model as it is
         precision.cast(self.model, self.plan)
+        self._first.before(self, example)
         roles = layout.roles_of(self, example) if self.plan.tp > 1 else None
         sample = same.sample(self, example) if self.plan.model_ranks > 1 else None
         # The last that the whole model runs: what it leaves in attributes is known by its marks.
@@ -279,7 +280,6 @@ class Engine:
         self._finish_gathers()
         if self._first.wanted(self.model, part, self.dp.size):
             self._first.check(self, part)
-            coupling.check(self, coupling.measured(self, part))
         if self._watch is not None:
             self._watch.begin(self)
         self.laid.reducer.begin_step()

@@ -87,8 +87,19 @@ def _buffers(engine: Engine) -> list[tuple[str, Tensor]]:
 
 def copy_model(engine: Engine) -> nn.Module:
     """A plain copy of the model with whole weights, on every rank. Collective."""
-    weights = engine.global_state_dict()
-    plain = copy.deepcopy(engine.model)
+    weights, plain = engine.global_state_dict(), plain_copy(engine.model)
+    fresh: dict[int, nn.Parameter] = {}  # a tied one stays tied
+    for name, param in list(plain.named_parameters(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        value = fresh.setdefault(id(param), nn.Parameter(weights[name], param.requires_grad))
+        plain.get_submodule(owner)._parameters[leaf] = value
+    plain.load_state_dict(weights)
+    return plain
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy, with this rank's parameters, that computes without soli."""
+    plain = copy.deepcopy(model)
     for module in plain.modules():
         while unwrap(module):
             pass
@@ -96,12 +107,6 @@ def copy_model(engine: Engine) -> nn.Module:
         for hooks in (module._forward_hooks, module._forward_pre_hooks, *of_state):
             for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                 del hooks[key]
-    fresh: dict[int, nn.Parameter] = {}  # a tied one stays tied
-    for name, param in list(plain.named_parameters(remove_duplicate=False)):
-        owner, _, leaf = name.rpartition(".")
-        value = fresh.setdefault(id(param), nn.Parameter(weights[name], param.requires_grad))
-        plain.get_submodule(owner)._parameters[leaf] = value
-    plain.load_state_dict(weights)
     return plain
 
 
