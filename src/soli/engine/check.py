@@ -45,7 +45,7 @@ class FirstStep:
     def check(self, engine: Engine, part: Part) -> None:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
         model = engine.model
-        start, modules = kept.values(model), set(model.modules())
+        start = kept.values(model)
         rows = few(part, engine.plan)
         data = to_device(take(part.data, 0, rows), engine.device)
         if rows == 1:
@@ -67,29 +67,29 @@ class FirstStep:
         idle = False  # whether nothing comes of attributes, as of results that a module keeps for others to look at
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
             for a, b in parts:
-                kept.restore(model, start, modules)
+                kept.restore(model, start)
                 _run(engine, take(data, a, b), b - a, part=True)
                 changes.once.append(kept.changed(model, start))
-            kept.restore(model, before, modules)
+            kept.restore(model, before)
             whole = _run(engine, data, rows)  # the losses are compared from the same values
-            kept.restore(model, before, modules)
+            kept.restore(model, before)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
-            kept.restore(model, start | kept.in_state(model, before), modules)
+            kept.restore(model, start | kept.in_state(model, before))
             idle = _same(_run(engine, data, rows), whole)
-            kept.restore(model, before, modules)
+            kept.restore(model, before)
         sums = [whole]
         for a, b in parts:
             sums.append(_run(engine, take(data, a, b), b - a, part=True))
             changes.again.append(kept.changed(model, before))
-            kept.restore(model, before, modules)
+            kept.restore(model, before)
         if idle:
             changes = changes.in_state(model)
         apart, repeats = not _adds_up(sums, engine), True
         if _anywhere(engine, apart, "whether losses do not add up"):
             repeats = _same(_run(engine, data, rows), whole)
-            kept.restore(model, before, modules)
+            kept.restore(model, before)
         engine.randomness.finish_probe()
-        kept.restore(model, start, modules)
+        kept.restore(model, start)
 
         def verdict() -> None:
             effects.explain(engine.plan)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,23 @@ Value = Tensor | float | None
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
-def values(model: nn.Module, weights: Collection[str] = ()) -> dict[str, Value]:
+class Snapshot(dict[str, Value]):
+    """Values by name, and the hooks that each module had: transformers' models put on some in their first forward."""
+
+    hooks: dict[nn.Module, list[dict[int, Any]]]
+
+    def __or__(self, other: dict[str, Value]) -> Snapshot:  # type: ignore[override]
+        made = Snapshot({**self, **other})
+        made.hooks = self.hooks
+        return made
+
+
+def values(model: nn.Module, weights: Collection[str] = ()) -> Snapshot:
     """Copies of all buffers, of the numbers and tensors that modules have in attributes, and of some parameters."""
     named = ((name, param) for name, param in model.named_parameters() if name in weights)
-    return {name: _copy(value) for name, value in (*_named(model), *named)}
+    found = Snapshot({name: _copy(value) for name, value in (*_named(model), *named)})
+    found.hooks = {module: [hooks.copy() for hooks in _hooks(module)] for module in model.modules()}
+    return found
 
 
 def changed(model: nn.Module, before: dict[str, Value]) -> dict[str, Value]:
@@ -41,18 +55,21 @@ def in_state(model: nn.Module, values: dict[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in values.items() if name in state}
 
 
-def restore(
-    model: nn.Module, before: dict[str, Value], modules: Collection[nn.Module], tensors: bool = True
-) -> None:
-    """Give buffers and attributes the values that they had. Buffers that are new, or of another shape, stay; attributes
-    that are new go. `modules`: those that were there; what others have, stays. `tensors=False`: tensors in attributes stay."""
+def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
+    """Give buffers and attributes the values that they had, and modules their hooks. Buffers that are new, or of another shape, stay;
+    attributes that are new go. What modules have that were not there, stays. `tensors=False`: tensors in attributes stay."""
+    for module, known in before.hooks.items():
+        for hooks, had in zip(_hooks(module), known, strict=True):
+            if hooks.keys() != had.keys():
+                hooks.clear()
+                hooks.update(had)
     with torch.no_grad():
         for name, tensor in (*model.named_buffers(), *model.named_parameters()):
             old = before.get(name)
             if isinstance(old, Tensor) and old.shape == tensor.shape:
                 tensor.copy_(old)
     for path, module in model.named_modules():
-        for key, value in _attributes(module) if module in modules else ():
+        for key, value in _attributes(module) if module in before.hooks else ():
             name = f"{path}.{key}".lstrip(".")
             if isinstance(value, Tensor) and not tensors:
                 continue
@@ -65,11 +82,11 @@ def restore(
 @contextmanager
 def unchanged(model: nn.Module, tensors: bool = True) -> Iterator[None]:
     """What is kept is as before afterwards. `tensors=False`: but for tensors in attributes."""
-    before, modules = values(model), set(model.modules())
+    before = values(model)
     try:
         yield
     finally:
-        restore(model, before, modules, tensors)
+        restore(model, before, tensors)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Value]]:
@@ -88,6 +105,10 @@ def _attributes(module: nn.Module) -> list[tuple[str, Value]]:
         and isinstance(value, Tensor | int | float | NoneType)
         and not (isinstance(value, Tensor) and value.is_meta)
     ]
+
+
+def _hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 def _copy(value: Value) -> Value:

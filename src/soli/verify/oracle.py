@@ -69,11 +69,11 @@ def _learn_shapes(randomness: Randomness, call: Caller, loss_fn: LossFn, batch: 
     model = call.model
     if not model.training:
         model.train()
-    before, modules = kept.values(model, [name for name, _ in model.named_parameters()]), set(model.modules())
+    before = kept.values(model, [name for name, _ in model.named_parameters()])
     with torch.no_grad():
         for part in (rows, rows // 2):
             with randomness.probe(part):
                 piece = take(batch, 0, part)
                 loss_fn(call(piece), piece)
-    kept.restore(model, before, modules)
+    kept.restore(model, before)
     randomness.finish_probe()

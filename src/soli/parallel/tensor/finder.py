@@ -60,7 +60,7 @@ class _Kind:
     flat: str = ""  # why a grid may not cut them both ways
 
 
-class _Again(Exception):  # noqa: N818 - no error: the layout changed and the model runs again
+class _Again(BaseException):  # no Exception: the layout changed and the model runs again, whatever it catches
     pass
 
 
