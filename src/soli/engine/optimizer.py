@@ -112,16 +112,19 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
 
 SMALL, LARGE = (4, 6), (136, 144)
 """Shapes that are tried: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on)."""
+STEPS = 10
+"""Some begin with steps of another kind (ADOPT), use a norm of the step before (AvaGrad), or project where gradient and weight are at
+right angles, which by chance they are not at once (AdamP)."""
 
 
 def elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether two steps on a matrix equal two steps of two optimizers that have a part of its elements each."""
+    """Whether steps on a matrix equal those of two optimizers that have a part of its elements each."""
     halves = lambda tensors: [part for x in tensors for part in (x.flatten()[:11], x.flatten()[11:])]
     return all(_alike(optimizer, [shape], halves) for shape in (SMALL, LARGE))
 
 
 def separable(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether two steps on two matrices equal two steps of two optimizers with one each; None if that cannot be tried."""
+    """Whether steps on two matrices equal those of two optimizers with one each; None if that cannot be tried."""
     return _alike(optimizer, [SMALL, LARGE], list)
 
 
@@ -134,21 +137,24 @@ def _alike(
     to the rounding of a vector kernel's tail: some dozens of operations an element."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda: [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    start, grads, kind = draw(), [draw(), draw()], type(optimizer)
+    start, grads, kind = draw(), [draw() for _ in range(STEPS)], type(optimizer)
     for group in optimizer.param_groups:
         options = _options(optimizer, group)
         try:
             whole = _stepped(kind, options, start, grads)
-            apart = [
-                _stepped(kind, options, [piece], [[cut(step)[i]] for step in grads])[0]
+            pieces = [
+                _stepped(kind, options, [piece], [[cut(step)[i]] for step in grads])
                 for i, piece in enumerate(cut(start))
             ]
         except (
             Exception
         ):  # somebody's own class: it wants matrices (Muon), or is no optimizer of plain parameters
             return None
-        flat = [torch.cat([x.flatten() for x in each]) for each in (whole, apart)]
-        rounding = 64 * torch.finfo(torch.float64).eps * max(float(x.abs().max()) for x in start)
+        apart = ([piece[0][0] for piece in pieces], pieces[0][1])
+        if any(numbers != whole[1] for _, numbers in pieces):
+            return False  # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
+        flat = [torch.cat([x.flatten() for x in each]) for each, _ in (whole, apart)]
+        rounding = 32 * STEPS * torch.finfo(torch.float64).eps * max(float(x.abs().max()) for x in start)
         if not (flat[0] - flat[1]).abs().max() <= rounding:
             return False
     return True
@@ -167,7 +173,8 @@ def _stepped(
     options: dict[str, Any],
     values: list[Tensor],
     grads: list[list[Tensor]],
-) -> list[Tensor]:
+) -> tuple[list[Tensor], list[float]]:
+    """Parameters after steps, and the numbers that the optimizer's group has then."""
     params = [nn.Parameter(value.clone()) for value in values]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -176,7 +183,14 @@ def _stepped(
             for param, grad in zip(params, step, strict=True):
                 param.grad = grad.clone()
             made.step()
-    return [param.detach() for param in params]
+    numbers = (
+        x for _, x in sorted(made.param_groups[0].items()) if isinstance(x, int | float) or _is_number(x)
+    )
+    return [param.detach() for param in params], [round(float(x), 12) for x in numbers]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() == 1 and not x.is_meta
 
 
 def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot], absent: Container[int] = ()) -> None:
