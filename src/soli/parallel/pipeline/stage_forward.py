@@ -25,6 +25,7 @@ from soli.parallel.pipeline.watch import (
     Name,
     Trace,
     Watch,
+    as_value,
     called_as,
     inside,
     results_of,
@@ -82,7 +83,7 @@ class StageForward(Watch):
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
         if self.stages.of_gap(self.gap) == self.stage:
-            out = func(*args, **kwargs)
+            out = as_value(func, func(*args, **kwargs))
             made = results_of(func, args, out)
             if made:
                 self._there(func, live)
@@ -93,7 +94,7 @@ class StageForward(Watch):
             return self.device
         try:
             with torch.no_grad():
-                out = func(*tree_map(_absent, args), **tree_map(_absent, kwargs))
+                out = as_value(func, func(*tree_map(_absent, args), **tree_map(_absent, kwargs)))
         except (RuntimeError, NotImplementedError) as error:
             raise SoliError(
                 f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split(

@@ -176,6 +176,11 @@ def results_of(func: Any, args: tuple, out: Any) -> list[Tensor]:
     return []
 
 
+def as_value(func: Any, out: Any) -> Any:
+    """A parameter that came back as it is (x.to(where it lies)) as a value of this run, which a parameter, there in all of them, is not."""
+    return out.view_as(out) if isinstance(out, nn.Parameter) and not in_place(func) else out
+
+
 def called_as(func: Any, made: list[Tensor]) -> str:
     """How a trace notes an operation."""
     return name_of(func) if len(made) == 1 else f"{name_of(func)} of {len(made)}"
@@ -355,7 +360,7 @@ class Tracer(Watch):
         return super().__torch_function__(func, types, args, kwargs)
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
-        out = func(*args, **kwargs)
+        out = as_value(func, func(*args, **kwargs))
         called, made = name_of(func), results_of(func, args, out)
         if made and in_place(func) and self.buffers & {id(args[0]), id(args[0]._base)}:
             key = id(args[0]) if id(args[0]) in self.buffers else id(args[0]._base)
