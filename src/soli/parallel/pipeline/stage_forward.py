@@ -128,7 +128,7 @@ class StageForward(Watch):
     def _rewritten(self, target: Tensor, result: Tensor, name: Name) -> Tensor:
         """An operation in place: the object that the model's code holds becomes the result."""
         if target is not result:
-            torch.utils.swap_tensors(target, result)
+            _become(target, result)
         target._live, target._run = name, self.run  # type: ignore[attr-defined]
         if name in self.received:
             self.received[name] = target
@@ -253,6 +253,16 @@ class StageForward(Watch):
             elif leaf is not given[kind]:
                 raise self._strayed(f"a new result of {told.unit}, where its argument came back")
         self.forms.append(forms)
+
+
+def _become(target: Tensor, result: Tensor) -> None:
+    """torch.utils.swap_tensors, which asks that nobody else refers to what a tensor was: a call that is under way (x += y) does."""
+    if target.requires_grad:
+        torch.utils.swap_tensors(target, result)
+        return
+    target.__class__, result.__class__ = type(result), type(target)
+    target.__dict__, result.__dict__ = result.__dict__, target.__dict__
+    torch._C._swap_tensor_impl(target, result)
 
 
 def _absent(x: Any) -> Any:
