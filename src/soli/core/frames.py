@@ -7,6 +7,18 @@ from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any
 
+from torch.autograd import function
+
+
+def in_autograd_function() -> bool:
+    """Whether the code that runs was called by the forward of a torch.autograd.Function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "apply" and frame.f_code.co_filename == function.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
 
 def owner(frame: FrameType) -> Any:
     """What the first argument of a frame's function stands for: `self` of a method, whatever it is called there. Else None.

@@ -100,20 +100,14 @@ def explained() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise SoliError(
-            "a block did not compute the same when it was recomputed in backward",
-            got=str(error).split("\n")[0],
-            allowed="a block whose forward depends on its inputs and weights alone",
-            fix="a key-value cache that blocks write into is the usual cause (model.config.use_cache = False); "
-            "or recompute=none",
-        ) from error
+        raise _other(str(error)) from error
 
 
 class _Given:
     """Arguments of a block that are no tensors, as long as its microbatch is under way, and which weights it has."""
 
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.block, self.weights = block, _weights(block)
+        self.block, self.weights, self.called = block, _weights(block), False
         self.tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         self.args = [None if i in self.tensors else x for i, x in enumerate(args)]
         self.kwargs = kwargs
@@ -122,6 +116,7 @@ class _Given:
 
     def call(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         """The block with all of its arguments."""
+        again, self.called = self.called, True
         args, kwargs = list(self.args), self.kwargs
         # Made again with what its lists had then: the model may have gone on to fill them.
         self.args, self.kwargs = _as_they_are(*self.then)
@@ -135,7 +130,22 @@ class _Given:
                 fix="torch.func.functional_call lends weights to a block for one call: let the block's own forward make them, "
                 "or recompute=none",
             )
-        return forward(*args, **kwargs)
+        try:
+            return forward(*args, **kwargs)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            if again and not isinstance(error, SoliError):
+                raise _other(f"{type(error).__name__}: {error}") from error
+            raise
+
+
+def _other(got: str) -> SoliError:
+    return SoliError(
+        "a block did not compute the same when it was recomputed in backward",
+        got=got.split("\n")[0],
+        allowed="a block whose forward depends on its inputs and weights alone",
+        fix="a key-value cache that blocks write into is the usual cause (one that the program hands in itself: leave it out in training); "
+        "or recompute=none",
+    )
 
 
 def _as_they_are(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from soli.core.errors import SoliError
+from soli.core.frames import in_autograd_function
 from soli.core.functions import in_place, name_of
 from soli.core.versions import FLOPS, mode_popped
 from soli.parallel.pipeline.units import Unit
@@ -386,6 +387,13 @@ class Tracer(Watch):
         return out
 
     def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if in_autograd_function():
+            raise SoliError(
+                f"{name} is called inside a custom autograd function, whose backward is not cut into stages",
+                allowed="blocks that the model's forward calls",
+                fix="torch.utils.checkpoint(..., use_reentrant=False) where that is what does it (a reversible net makes its gradients itself), or pp=1",
+                everywhere=True,
+            )
         self._count()
         self.gap, self.number = self.gap + 1, 0
         self.trace.operations.append([])
