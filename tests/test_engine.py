@@ -235,6 +235,39 @@ class Noisy(torch.optim.SGD):
         return super().step(closure)
 
 
+class Late(Clipped):
+    """By the norm of all gradients from its third step on."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure) if self.steps > 2 else torch.optim.SGD.step(self, closure)
+
+
+class Projecting(torch.optim.SGD):
+    """As AdamP (arXiv 2006.08217): where a gradient is at right angles to its weight, what points along the weight is left out."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                along = (p * p.grad).sum() / p.norm() / p.grad.norm()
+                if along.abs() < 0.1 / p.numel() ** 0.5:
+                    p.grad.sub_(p.detach() * (p.grad * p.detach()).sum() / p.detach().square().sum())
+        return super().step(closure)
+
+
+class Measuring(torch.optim.SGD):
+    """As D-Adaptation (arXiv 2301.07733): keeps how large the gradients were, for a step size of later."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0.0) + sum(
+                float(p.grad.square().sum()) for p in group["params"]
+            )
+        return super().step(closure)
+
+
 class Flagged(Clipped):
     """Only where a group says so."""
 
@@ -263,6 +296,11 @@ def hooked(params):
         (Clipped, "pp=2,microbatches=2", "Clipped updates a parameter by others"),
         (Factored, "dp=2,zero=3", "does not update element by element"),
         (Noisy, "pp=2,microbatches=2", "or by random numbers"),
+        (Late, "dp=2,zero=1", "does not update element by element"),
+        (Late, "pp=2,microbatches=2", "Late updates a parameter by others"),
+        (Projecting, "tp=2", "does not update element by element"),
+        (Measuring, "dp=2,zero=2", "does not update element by element"),
+        (Measuring, "pp=2,microbatches=2", "Measuring updates a parameter by others"),
         (
             lambda p: Flagged([{"params": p[:1]}, {"params": p[1:], "norms": True}]),
             "tp=2",

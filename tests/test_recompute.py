@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -312,3 +312,33 @@ def test_key_value_caches_are_off_where_they_cannot_be(pool: Pool, kind: str, pl
     for worst, kept in pool.run(cached_error, kind, plan, ranks=2, deadline=60):
         assert worst < BOUND
         assert kept == (plan == "dp=2")
+
+
+class Filling(nn.Module):
+    """Blocks that write down, in an object that they are handed, where they are."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor, seen: Any) -> Tensor:
+            seen.calls += 1
+            return super().forward(x) * torch.eye(3)[seen.calls - 1].sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(37, 37), nn.ModuleList(self.Block(37, 37) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, seen = self.embed(tokens), SimpleNamespace(calls=0)
+        for block in self.blocks:
+            x = torch.tanh(block(x, seen))
+        return x
+
+
+def test_an_error_inside_of_a_recomputation_is_explained() -> None:
+    """The fourth call of three blocks is one that is made again."""
+    tokens = torch.arange(12).view(2, 6)
+    engine = parallelize(
+        Filling(), losses.cross_entropy("targets"), optimizer=adamw, plan="dp=1,recompute=full"
+    )
+    with pytest.raises(SoliError, match="did not compute the same when it was recomputed") as error:
+        engine.step({"tokens": tokens, "targets": tokens})
+    assert "IndexError: index 3 is out of bounds" in str(error.value)
