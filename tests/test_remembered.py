@@ -169,3 +169,22 @@ def test_a_loss_that_keeps_nothing_is_no_longer_looked_at() -> None:
     output, batch = torch.zeros(2, 6, 29), tokens_of(2, 0)
     assert loss(output, batch)[1] == 12
     assert not loss.kept
+
+
+class Node:
+    def __init__(self, after: Any) -> None:
+        self.after, self.calls = after, 0
+
+
+def test_a_long_chain_of_objects_is_not_followed_to_its_end() -> None:
+    chain: Any = None
+    for _ in range(3000):
+        chain = Node(chain)
+
+    def counted(output: Tensor, batch: Any) -> Annealed:
+        chain.calls += 1
+        return output.sum() * chain.calls, 1
+
+    loss = Remembering(counted)
+    assert float(loss(torch.ones(3), None)[0]) == float(loss(torch.ones(3), None)[0]) == 3
+    assert chain.calls == 0

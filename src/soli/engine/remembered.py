@@ -26,6 +26,8 @@ from soli.losses import LossFn
 
 MOST = 1000
 """Elements of a list or dict that is looked into, and places in all."""
+DEEPEST = 20
+"""Steps from the function to a place: what hangs together by more (a list of nodes) is not followed to its end."""
 LARGEST = 2**20
 """Elements of a tensor that is looked at."""
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -186,7 +188,12 @@ def _give(places: list[Place], out: Container[str] = ()) -> None:
 
 def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Everything in reach that can hold something else after a call, with a name for each."""
-    if id(x) in seen or len(seen) > MOST or isinstance(x, type | nn.Parameter | str | int | float | None):
+    if (
+        id(x) in seen
+        or len(seen) > MOST
+        or name.count(".") > DEEPEST
+        or isinstance(x, type | nn.Parameter | str | int | float | None)
+    ):
         return
     seen.add(id(x))
     inner: dict[Any, Any] = {}
