@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -155,6 +157,55 @@ def test_no_plan_changes_the_order_of_the_data(pool: Pool, shuffle: bool) -> Non
     assert torch.equal(rebuilt, one)
     assert torch.equal(one[:23].sort(0).values, one[23:].sort(0).values)
     assert torch.equal(one[:23], one[23:]) is not shuffle
+
+
+class Augmented:
+    """Adds noise of three kinds to its samples."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return {"x": torch.tensor([float(number), *noise], dtype=torch.float64)}
+
+
+class Counted(Augmented):
+    """Draws nothing, and has a way to get many at once."""
+
+    many = 0
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([float(number)])}
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, torch.Tensor]]:
+        self.many += 1
+        return [self[number] for number in numbers]
+
+
+def drawn(plan: str, workers: int):
+    """Samples by their numbers, and the default generator's next number."""
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    engine = engine_for(plan)
+    found = [b.data["x"] for b in engine.batches(Augmented(), 6, epochs=2, workers=workers) if b.rows]
+    return torch.cat(found), random.random(), float(np.random.rand())
+
+
+def test_what_samples_draw_is_theirs(pool: Pool) -> None:
+    """Not the rank's, the worker's or the one's before."""
+    ((one, *after),) = pool.run(drawn, "dp=1", 0, ranks=1)
+    assert len({tuple(row.tolist()[1:]) for row in one}) == 46
+    known = {tuple(row.tolist()) for row in one}
+    for plan, ranks in (("dp=2", 2), ("dp=3,zero=2", 3), ("", 0)):
+        found = pool.run(drawn, plan, 0, ranks=ranks) if plan else [drawn("dp=1", 2)]
+        assert {tuple(row.tolist()) for rows, *_ in found for row in rows} == known
+        assert all(rest == after for _, *rest in found)
+
+
+def test_a_dataset_that_draws_nothing_is_asked_for_many_at_once() -> None:
+    data = Counted()
+    list(engine_for("dp=1").batches(data, 4, epochs=1))
+    assert data.many == 4  # of six batches, after eight samples
 
 
 def mean_loss(output, batch):

@@ -1,4 +1,4 @@
-"""The order of the data: a function of (seed, epoch), never of the plan.
+"""The order of the data, and what samples draw: a function of (seed, epoch, number), never of the plan.
 
 A global batch is a run of consecutive samples of that order; each rank loads its own rows of it. The
 position is part of a checkpoint, so a resumed run goes on with the very next batch, under any plan.
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from soli.core.errors import SoliError
 from soli.core.layout import even_parts
 from soli.engine.batch import Part
+from soli.parallel import generators
 
 
 @dataclass
@@ -76,13 +77,43 @@ def _by_number(
         spans = [(start, min(start + order.global_batch, size)) for start in starts]
         parts = [even_parts(stop - start, order.ranks)[order.index] for start, stop in spans]
         mine = [indices[s + a : s + b].tolist() for (s, _), (a, b) in zip(spans, parts, strict=True)]
+        drawing = _Drawing(dataset, order.seed, order.position.epoch)
         loader = iter(
-            DataLoader(dataset, batch_sampler=[m for m in mine if m], collate_fn=collate, num_workers=workers)
+            DataLoader(drawing, batch_sampler=[m for m in mine if m], collate_fn=collate, num_workers=workers)
         )
         for (start, stop), (a, b) in zip(spans, parts, strict=True):
             data = next(loader) if b > a else None
             _advance(order.position, start + order.global_batch >= size)
             yield Part(data, a, b, stop - start)
+
+
+class _Drawing(Dataset[Any]):
+    """Samples whose Python draws (augmentation) draw by their number: alike whichever rank or worker makes them, and unlike their
+    neighbours, whose rank began with the same seed. A dataset of which so many samples drew nothing is not looked at further."""
+
+    LOOKED = 8
+
+    def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
+        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+        self.seen, self.drew = 0, False
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.seen >= self.LOOKED and not self.drew
+
+    def __getitem__(self, number: int) -> Any:
+        if self.is_quiet:
+            return self.dataset[number]
+        with generators.apart(generators.hashed("sample", self.seed, self.epoch, number)) as drew:
+            sample = self.dataset[number]
+            self.seen += 1
+            self.drew = self.drew or drew()
+        return sample
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        if self.is_quiet and hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(numbers))
+        return [self[number] for number in numbers]
 
 
 def _permutation(size: int, order: Order) -> torch.Tensor:

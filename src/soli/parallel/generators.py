@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,22 @@ def _comparable(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _comparable(value) for name, value in state.items()}
     return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+@contextmanager
+def apart(number: int) -> Iterator[Callable[[], bool]]:
+    """Inside, Python's random, numpy's and torch's (of the CPU) begin with a number; afterwards they are as before. Whether one was drawn from."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
+    start = others(), states()
+    try:
+        yield lambda: (others(), states()) != start
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def seed(number: int) -> None:
