@@ -203,5 +203,6 @@ class Gatherer:
 def _first_of_backward(outputs: list[Tensor]) -> set[Node]:
     """What backward runs before anything else of a block with these outputs, also where one of them is written into later:
     of a view the base's node is what stays in the graph then."""
-    bases = [x._base for x in outputs if x._base is not None]
-    return {x.grad_fn for x in [*outputs, *bases] if x.grad_fn is not None}
+    with torch._C.DisableTorchFunctionSubclass():  # as they lie here, if they are cut
+        bases = [x._base for x in outputs if x._base is not None]
+        return {x.grad_fn for x in [*outputs, *bases] if x.grad_fn is not None}
