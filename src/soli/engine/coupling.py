@@ -41,7 +41,9 @@ def measured(engine: Engine, part: Part) -> list[float]:
         with between.modes_kept(engine.model), effects.undone(engine.model):
             cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)
             model = (states.copy_model(engine) if cut else states.plain_copy(engine.model)).double()
-            *found, again = _totals(engine, model, take(part.data, 0, rows), rows) if rows > 1 else [0.0] * 5
+            if rows < 2:
+                return []
+            *found, again = _totals(engine, model, take(part.data, 0, rows), rows)
         same = again == found[0] or found[0] != found[0]
         why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied

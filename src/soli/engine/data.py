@@ -69,7 +69,7 @@ def batches(
 def _by_number(
     dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]], Any], workers: int
 ) -> Iterator[Part]:
-    size = len(dataset)  # type: ignore[arg-type]
+    size, drawing = len(dataset), _Drawing(dataset, order.seed)  # type: ignore[arg-type]
     while order.position.epoch < order.epochs:
         indices = _permutation(size, order)
         first = order.position.batch
@@ -77,7 +77,7 @@ def _by_number(
         spans = [(start, min(start + order.global_batch, size)) for start in starts]
         parts = [even_parts(stop - start, order.ranks)[order.index] for start, stop in spans]
         mine = [indices[s + a : s + b].tolist() for (s, _), (a, b) in zip(spans, parts, strict=True)]
-        drawing = _Drawing(dataset, order.seed, order.position.epoch)
+        drawing.epoch = order.position.epoch
         loader = iter(
             DataLoader(drawing, batch_sampler=[m for m in mine if m], collate_fn=collate, num_workers=workers)
         )
@@ -89,31 +89,25 @@ def _by_number(
 
 class _Drawing(Dataset[Any]):
     """Samples whose Python draws (augmentation) draw by their number: alike whichever rank or worker makes them, and unlike their
-    neighbours, whose rank began with the same seed. A dataset of which so many samples drew nothing is not looked at further."""
+    neighbours, whose rank began with the same seed. The first batch that draws is made twice: until then nothing is seeded."""
 
-    LOOKED = 8
-
-    def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
-        self.dataset, self.seed, self.epoch = dataset, seed, epoch
-        self.seen, self.drew = 0, False
-
-    @property
-    def is_quiet(self) -> bool:
-        return self.seen >= self.LOOKED and not self.drew
-
-    def __getitem__(self, number: int) -> Any:
-        if self.is_quiet:
-            return self.dataset[number]
-        with generators.apart(generators.hashed("sample", self.seed, self.epoch, number)) as drew:
-            sample = self.dataset[number]
-            self.seen += 1
-            self.drew = self.drew or drew()
-        return sample
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed, self.epoch = dataset, seed, 0
+        self.drew = False
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:
-        if self.is_quiet and hasattr(self.dataset, "__getitems__"):
-            return list(self.dataset.__getitems__(numbers))
-        return [self[number] for number in numbers]
+        if not self.drew:
+            many = getattr(self.dataset, "__getitems__", None)
+            with generators.apart(0) as drew:
+                samples = many(numbers) if many else [self.dataset[number] for number in numbers]
+                self.drew = drew()
+            if not self.drew:
+                return list(samples)
+        return [self._by_number(number) for number in numbers]
+
+    def _by_number(self, number: int) -> Any:
+        with generators.apart(generators.hashed("sample", self.seed, self.epoch, number)):
+            return self.dataset[number]
 
 
 def _permutation(size: int, order: Order) -> torch.Tensor:

@@ -133,7 +133,7 @@ class _Given:
         try:
             return forward(*args, **kwargs)
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            if again and not isinstance(error, SoliError):
+            if again:
                 raise _other(f"{type(error).__name__}: {error}") from error
             raise
 

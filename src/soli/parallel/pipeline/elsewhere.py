@@ -16,9 +16,10 @@ from soli.core.errors import SoliError
 from soli.core.functions import in_place, name_of
 
 
-class Elsewhere(Tensor):
-    """What was computed from such a parameter. `of`: its name and where it is."""
+class _Away:
+    """`of`: the name of a parameter, and where it is."""
 
+    __slots__ = ()  # so that a parameter can become one
     of: str
 
     @classmethod
@@ -29,17 +30,12 @@ class Elsewhere(Tensor):
         raise _lacking("a weight of another stage is written to a file", self.of)
 
 
-class ElsewhereParameter(nn.Parameter):
+class Elsewhere(_Away, Tensor):
+    """What was computed from a parameter of another stage."""
+
+
+class ElsewhereParameter(_Away, nn.Parameter):
     """A parameter of another stage."""
-
-    of: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _answer(func, types, args, kwargs or {})
-
-    def __reduce_ex__(self, protocol: Any) -> Never:
-        raise _lacking("a weight of another stage is written to a file", self.of)
 
 
 KINDS = (Elsewhere, ElsewhereParameter)
