@@ -119,6 +119,16 @@ class Attending(Plain):
         return self.Latent()
 
 
+class Sparing(Plain):
+    """Drops nothing, and asks for that once more where there are many rows."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        for _ in range(1 + (len(tokens) > 3)):
+            x = nn.functional.dropout(x, 0.0, self.training)
+        return x
+
+
 class Ensemble(Plain):
     """Products that torch.func makes one of."""
 
@@ -376,6 +386,7 @@ class Scaled(Plain):
         (Attending, "tp=2,sp=on"),
         (Attending, "cp=2"),
         (Attending, "cp=2,context=ulysses"),
+        (Sparing, "dp=2"),
         (Hooking, "dp=1"),
         (Hooking, "dp=2,zero=3"),
         (Hooking, "tp=2,sp=on"),
