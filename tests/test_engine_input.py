@@ -237,7 +237,7 @@ def test_losses_of_float32_add_up_in_float64(coupled: bool) -> None:
     """Models from elsewhere cast so: rows that are apart differ by float32's rounding, and coupled ones by more."""
     model = Casting().double()
     engine = parallelize(
-        model, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1,accumulate=2"
+        model, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2,accumulate=2"
     )
     generator = torch.Generator().manual_seed(0)
     x, targets = (torch.randn(14, n, generator=generator, dtype=torch.float64) for n in (5, 3))
@@ -373,3 +373,51 @@ def test_a_full_disk_leaves_nothing_and_training_goes_on(pool: Pool, small_disk:
 def test_one_label_a_row_is_no_next_token() -> None:
     with pytest.raises(SoliError, match=r"from_model\(shifted=False\)"):
         losses.from_model()({"loss": torch.ones(())}, {"labels": torch.zeros(4, dtype=torch.int64)})
+
+
+class Labelled(nn.Module):
+    """A model with a mean loss of its own, of tokens or of next ones. All rows count as many labels."""
+
+    def __init__(self, shifted: bool, head: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shifted = shifted
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight.data.mul_(head)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor):
+        logits = self.head(self.embed(tokens))
+        if self.shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def labelled(shifted: bool, said: bool, plan: str, head: float = 1.0, first: int = 0) -> str:
+    model = Labelled(shifted, head).double()
+    engine = parallelize(
+        model,
+        losses.from_model(shifted=said),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        plan=plan,
+    )
+    tokens = torch.arange(24).reshape(4, 6) * 5 % 11
+    labels = tokens.clone()
+    labels[:, 0] += first * (-100 - labels[:, 0])
+    return caught(engine.step, {"tokens": tokens, "labels": labels})[0]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "zero=3", "tp=2", "dp=2,accumulate=2"])
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+def test_which_labels_a_model_counts_is_found_out(pool: Pool, plan: str, shifted: bool, right: bool) -> None:
+    found = pool.run(labelled, shifted, shifted == right, plan, ranks=2)
+    for text in found:
+        assert (f"from_model(shifted={shifted})" in text) != right, text
+        assert bool(text) != right, text
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_labels_that_tell_nothing_are_not_held_against_a_model(pool: Pool, said: bool) -> None:
+    """A head of zeros has one loss for all labels; where no first label counts, both ways count the same."""
+    assert pool.run(labelled, True, said, "dp=2", 0.0, ranks=2) == [""] * 2
+    assert pool.run(labelled, True, said, "dp=2", 1.0, 1, ranks=2) == [""] * 2

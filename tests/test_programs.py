@@ -276,6 +276,21 @@ class Frequent(Plain):
         self.embed = nn.Embedding(29, DIM, scale_grad_by_freq=True)
 
 
+class Counted(Plain):
+    """It counts, over all processes, what it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        count = torch.tensor(float(tokens.numel()))
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(count)
+        self.seen += count
+        return super().forward(tokens)
+
+
 class Teaching(Plain):
     """Every forward moves a second set of weights a little towards the first."""
 
@@ -476,6 +491,28 @@ def test_the_first_step_calls_a_model_once() -> None:
 def test_it_is_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
     for text in pool.run(refusal, kind, plan, ranks=2):
         assert said in text
+
+
+def counted(plan: str) -> str:
+    torch.manual_seed(3)
+    model = Counted().double()
+    loss_fn, batches = case_of(Plain).make()[1:]
+    try:
+        parallelize(model, loss_fn, optimizer=adamw, plan=plan).step(batches[0])
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "cp=2", "pp=2,microbatches=2"])
+def test_models_do_not_send_where_ranks_have_the_same_rows(pool: Pool, plan: str) -> None:
+    for text in pool.run(counted, plan, ranks=2):
+        assert "the model sends by itself" in text
+
+
+def test_models_that_sum_over_all_ranks_are_not_refused_for_sending(pool: Pool) -> None:
+    for text in pool.run(counted, "dp=2", ranks=2):
+        assert "got     seen\n" in text  # a buffer that rows change
 
 
 def leaning_deferred(plan: str) -> str:

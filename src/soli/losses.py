@@ -8,6 +8,7 @@ V vocabulary, C classes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,28 +88,46 @@ def from_model(labels: str = "labels", *, shifted: bool = True, ignore: int = IG
 
     `shifted`: the model predicts the next token, so the first label of each row does not count (Hugging
     Face's causal models); False for masked, sequence-to-sequence and classification models. A wrong choice
-    is found on the first step, when the loss is checked to add up over the rows.
+    is found on the first step, when other first labels are tried.
     """
+    return FromModel(labels, shifted, ignore)
 
-    def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+
+@dataclass(frozen=True)
+class FromModel:
+    """See `from_model`."""
+
+    labels: str
+    shifted: bool
+    ignore: int
+
+    def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         mean = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if not isinstance(mean, Tensor):
             raise SoliError(
                 "the model's output has no `loss`",
                 got=type(output).__name__,
-                fix=f"pass '{labels}' in the batch, or give soli.parallelize a loss_fn",
+                fix=f"pass '{self.labels}' in the batch, or give soli.parallelize a loss_fn",
                 everywhere=True,
             )
-        wanted = _entry(batch, labels)
-        if shifted and wanted.dim() < 2:
+        wanted = _entry(batch, self.labels)
+        if self.shifted and wanted.dim() < 2:
             raise SoliError(
-                f"'{labels}' has one label for each row, and the next token's loss was asked for",
+                f"'{self.labels}' has one label for each row, and the next token's loss was asked for",
                 got=f"shape {tuple(wanted.shape)}",
                 fix="soli.parallelize(model, soli.losses.from_model(shifted=False), ...) for classification",
                 everywhere=True,
             )
-        count = ((wanted[:, 1:] if shifted else wanted) != ignore).sum()
+        count = ((wanted[:, 1:] if self.shifted else wanted) != self.ignore).sum()
         # A mean over nothing is NaN; a microbatch without targets contributes zero.
         return torch.where(count > 0, mean * count, mean.new_zeros(())), count
 
-    return loss
+    def with_others(self, batch: Any, end: int | None) -> Any:
+        """The batch with another label, one that is in it, wherever one of the first `end` counts. None: there is none."""
+        wanted = _entry(batch, self.labels)
+        there = wanted[wanted != self.ignore].unique()
+        if wanted.dim() < 2 or len(there) < 2 or bool((wanted[:, :end] == self.ignore).all()):
+            return None
+        part, others = wanted[:, :end], wanted.clone()
+        others[:, :end] = part.where(part == self.ignore, there[0].where(part != there[0], there[1]))
+        return {**batch, self.labels: others}

@@ -19,7 +19,8 @@ from soli.engine import coupling
 from soli.engine.batch import Part, few, part_of, take, to_device
 from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
-from soli.engine.effects import Effects
+from soli.engine.effects import looked_at
+from soli.losses import FromModel
 from soli.mesh.collectives import all_reduce, raise_together
 from soli.parallel import kept
 
@@ -52,7 +53,7 @@ class FirstStep:
             data, rows = _doubled(data), 2
         # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
         cut = rows // 2
-        with Differentiating(engine.plan), Effects(model) as effects:
+        with Differentiating(engine.plan), looked_at(model, engine.plan) as effects:
             try:
                 whole = _run(engine, data, rows)
             except RuntimeError:  # under zero=3 there may be nothing to write into
@@ -66,6 +67,7 @@ class FirstStep:
         parts = [(0, cut), (cut, rows)]
         idle = False  # whether nothing comes of attributes, as of results that a module keeps for others to look at
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
+            changes.once.append(moved)  # two parts of one size are alike to what counts rows
             for a, b in parts:
                 kept.restore(model, start)
                 _run(engine, take(data, a, b), b - a, part=True)
@@ -82,6 +84,7 @@ class FirstStep:
             sums.append(_run(engine, take(data, a, b), b - a, part=True))
             changes.again.append(kept.changed(model, before))
             kept.restore(model, before)
+        first = _counts_first(engine, data, rows, whole)
         if idle:
             changes = changes.in_state(model)
         apart, repeats = not _adds_up(sums, engine), True
@@ -98,6 +101,8 @@ class FirstStep:
             if apart and not repeats and engine.plan.pieces > 1:
                 _refuse_memory(engine)
             _explain(sums, [rows, cut, rows - cut], engine)
+            if first is not None:
+                _refuse_shift(first)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
         coupling.check(engine, coupling.measured(engine, part) if self._losses is None else self._losses)
@@ -125,6 +130,32 @@ def _same(a: tuple[float, float], b: tuple[float, float]) -> bool:
     return all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
 
 
+def _counts_first(engine: Engine, data: Any, rows: int, whole: tuple[float, float]) -> bool | None:
+    """Whether the model's own loss counts each row's first label, if it is not as was said. None: it is, or nothing tells."""
+    loss = engine.loss_fn.function
+    if not isinstance(loss, FromModel):
+        return None
+
+    def same(labels: Any) -> bool:
+        with kept.unchanged(engine.model):
+            return _same(_run(engine, labels, rows), whole)
+
+    def moves(end: int | None) -> bool | None:
+        """Whether other labels make another loss."""
+        others = loss.with_others(data, end)
+        if not _anywhere(engine, others is not None, "whether there are other labels"):
+            return None
+        kept_same = same(data if others is None else others)
+        return None if others is None else not kept_same
+
+    first = moves(1)
+    if loss.shifted:
+        moved = _anywhere(engine, bool(first), "whether a first label counts")
+        return True if moved and same(data) and first else None
+    # that it moves nothing tells only where others move something: a head of zeros has one loss for all labels
+    return False if moves(None) and first is False else None
+
+
 def _anywhere(engine: Engine, here: bool, label: str) -> bool:
     """Whether it is so on any rank."""
     flag = torch.tensor(float(here))
@@ -144,6 +175,17 @@ def _refuse_memory(engine: Engine) -> None:
         allowed="a forward that depends on its rows and weights, and on buffers and numbers of its modules",
         fix="something is kept from call to call outside of the modules (an object, a list, a global): keep it in a "
         "buffer, or run with dp=1 and no accumulate, microbatches or recompute",
+    )
+
+
+def _refuse_shift(first: bool) -> None:
+    raise SoliError(
+        "the model's own loss counts the first label of each row"
+        if first
+        else "the model's own loss does not count the first label of each row: it predicts the next one",
+        got=f"soli.losses.from_model(shifted={first})",
+        fix=f"soli.parallelize(model, soli.losses.from_model(shifted={not first}), ...)",
+        everywhere=True,
     )
 
 

@@ -38,7 +38,7 @@ def measured(engine: Engine, part: Part) -> list[float]:
         return []
     rows = min(few(part, engine.plan), ROWS)
     try:
-        with between.modes_kept(engine.model), effects.undone(engine.model):
+        with between.modes_kept(engine.model), effects.undone(engine.model, engine.plan):
             cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)
             model = (states.copy_model(engine) if cut else states.plain_copy(engine.model)).double()
             if rows < 2:

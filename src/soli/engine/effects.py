@@ -1,13 +1,13 @@
-"""What a forward does beside computing a loss: it writes into parameters, or asks for a gradient that is no sum over rows.
+"""What a forward does beside computing a loss: it writes into parameters, sends, or asks for a gradient that is no sum over rows.
 
-Neither shows in the losses of parts of a batch. Every operation of one forward is looked at, wherever it is called.
+None of it shows in the losses of parts of a batch. Every operation of one forward is looked at, wherever it is called.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError, listed
 from soli.core.plan import Plan
+from soli.mesh.record import telling
 from soli.parallel import gather, kept
 
 _BY_FREQUENCY = {ops.aten.embedding.default: 3, ops.aten._embedding_bag.default: 3}
@@ -68,12 +69,27 @@ class Effects(TorchDispatchMode):
 
 
 @contextmanager
-def undone(model: nn.Module, tensors: bool = True) -> Iterator[None]:
+def looked_at(model: nn.Module, plan: Plan) -> Iterator[Effects]:
+    """Around a forward of `model`. SoliError if it sends where several ranks have the same rows, before they wait for each other."""
+
+    def refuse() -> None:
+        raise SoliError(
+            f"the model sends by itself, and under {plan} several ranks have the same rows, which it would count twice",
+            allowed="models that leave sending to the engine; under dp and zero alone, sums over all ranks",
+            fix="turn its own synchronisation off (an option such as sync_codebook=False), or run under dp and zero alone",
+            everywhere=True,
+        )
+
+    with Effects(model) as effects, telling(refuse) if plan.model_ranks > 1 else nullcontext():
+        yield effects
+
+
+@contextmanager
+def undone(model: nn.Module, plan: Plan, tensors: bool = True) -> Iterator[None]:
     """Whatever a forward changes is as before afterwards. `tensors=False`: but for tensors in attributes."""
-    effects = Effects(model)
     with kept.unchanged(model, tensors):
         try:
-            with effects:
+            with looked_at(model, plan) as effects:
                 yield
         finally:
             with torch.no_grad():

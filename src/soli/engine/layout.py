@@ -92,7 +92,7 @@ class Runner:
         randomness = Randomness(self.model, 0)
         with (
             between.modes_kept(self.model),
-            effects.undone(self.model, tensors=not leaving),
+            effects.undone(self.model, self.plan, tensors=not leaving),
             Differentiating(self.plan),
             randomness.probe(self.rows),
             around(randomness) if around is not None else nullcontext(),

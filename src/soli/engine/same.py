@@ -121,7 +121,7 @@ def check_loss(engine: Engine, sample: Sample) -> None:
     data = to_device(sample.data, engine.device) if sample.rows else None
     with (
         between.modes_kept(engine.model),
-        effects.undone(engine.model),
+        effects.undone(engine.model, engine.plan),
         engine.randomness.probe(max(sample.rows, 1), learn=False),
     ):
         between.training(engine.model)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,11 +143,32 @@ def record_torch() -> Iterator[Recorder]:
 
 
 _watchers = 0
+_told: list[Callable[[], None]] = []
+
+
+@contextmanager
+def telling(told: Callable[[], None]) -> Iterator[None]:
+    """Calls `told` before whatever this block sends that is not soli's own."""
+    _told.append(told)
+    try:
+        with record_torch():
+            yield
+    finally:
+        _told.remove(told)
 
 
 def watching() -> bool:
     """Whether a backend in Python, whose calls are not dispatched, is to record what it is asked for."""
-    return bool(_watchers) and not getattr(_issuing, "depth", 0)
+    return bool(_watchers) and _of_others()
+
+
+def _of_others() -> bool:
+    """Whether what is about to be sent is not soli's own."""
+    if getattr(_issuing, "depth", 0):
+        return False
+    for told in _told:
+        told()
+    return True
 
 
 _OF_WORDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -167,9 +188,10 @@ class _TorchCollectives(TorchDispatchMode):
         name = func.name().split("::")
         if name[0] not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return func(*args, **(kwargs or {}))
+        others = _of_others()
         with issuing():  # a backend in Python would record it once more
             result = func(*args, **(kwargs or {}))
-        if not getattr(_issuing, "depth", 0) and (operation := _operation(name[1])):
+        if others and (operation := _operation(name[1])):
             axis, ranks = _group_of(args)
             recorder.add(operation, axis, _whole_bytes((*args, result)), ranks, "", "torch")
         return result

@@ -117,8 +117,8 @@ def _copy(value: Value) -> Value:
 
 @dataclass
 class Changes:
-    """What forwards over two parts of the same rows changed, each beginning with the same values: those from before any
-    forward (`once`), and those that a forward over both parts left (`again`). `weights`: parameters that were changed."""
+    """What forwards changed, each beginning with the same values: over rows and their two parts from what was before any forward
+    (`once`), and over the parts from what a forward over both left (`again`). `weights`: parameters that were changed."""
 
     weights: Collection[str]
     once: list[dict[str, Value]] = field(default_factory=list)
@@ -157,12 +157,12 @@ class Changes:
 
 
 def _differing(found: list[dict[str, Value]]) -> set[str]:
-    """What the two did not change alike."""
+    """What was not changed alike by all of them."""
     if not found:
         return set()
-    first, second = found
-    alike = {n for n in first.keys() & second.keys() if _same(first[n], second[n])}
-    return (first.keys() | second.keys()) - alike
+    first, *others = found
+    alike = {n for n in first if all(n in one and _same(first[n], one[n]) for one in others)}
+    return set().union(*found) - alike
 
 
 def _same(a: Value, b: Value) -> bool:
