@@ -493,6 +493,62 @@ def test_it_is_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) 
         assert said in text
 
 
+class Fixed(torch.autograd.Function):
+    """It knows how long sequences are."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, length: int) -> Tensor:
+        ctx.length = length
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        if gradient.shape[1] != ctx.length:
+            raise ValueError(f"{gradient.shape[1]} of {ctx.length} positions")
+        return gradient, None
+
+
+class Knowing(Plain):
+    """Its own code raises an error on a part of a sequence, and always when it is told to."""
+
+    def __init__(self, broken: bool = False) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.broken:
+            raise ValueError("broken")
+        return self.head(Fixed.apply(self.layers[0](self.embed(tokens)), tokens.shape[1]))
+
+
+def knowing(plan: str, broken: bool) -> list[str]:
+    torch.manual_seed(3)
+    loss_fn, batches = case_of(Plain).make()[1:]
+    try:
+        parallelize(Knowing(broken).double(), loss_fn, optimizer=adamw, plan=plan).step(batches[0])
+    except ValueError as error:
+        return getattr(error, "__notes__", [])
+    return ["it ran"]
+
+
+def test_what_a_model_raises_under_a_plan_is_said_with_the_plan(pool: Pool) -> None:
+    for rank, notes in enumerate(pool.run(knowing, "cp=2", False, ranks=2)):
+        assert len(notes) == 1
+        for said in (
+            f"rank {rank}, step 1, under plan dp=1,cp=2",
+            "The plain model ran on rows of this batch before.",
+        ):
+            assert said in notes[0]
+    for notes in pool.run(knowing, "cp=2", True, ranks=2):
+        assert len(notes) == 1
+        assert "The plain model ran" not in notes[0]
+
+
+def test_what_a_model_raises_anyway_is_left_alone(pool: Pool) -> None:
+    assert pool.run(knowing, "dp=2,zero=1", True, ranks=2) == [[], []]
+    assert pool.run(knowing, "dp=2,zero=1", False, ranks=2) == [["it ran"]] * 2
+
+
 def counted(plan: str) -> str:
     torch.manual_seed(3)
     model = Counted().double()

@@ -167,18 +167,15 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
         "`larger`: of each such file the larger of the two; `added`: added ones; `all`: of every file. `by labels`: of the commits that the labels call "
         "fixes, among the chosen and the rejected, each counted for as many as it stands for."
     )
-    head = [
-        "lines",
-        "all fixes",
-        *repos,
+    others = (
         "repositories alike",
         "in the study's mix",
         "before the study",
         "by labels",
         "by syntax too",
         "no fixes",
-        "median",
-    ]
+    )
+    head = ["lines", "all fixes", *repos, *others, "median"]
     rows = [
         [name, percent(row["all"]), *(percent(row["repos"].get(repo)) for repo in repos)]
         + [percent(row[key]) for key in ("alike", "mix", "before", "labels", "syntax", "others")]
@@ -260,16 +257,9 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
     head = [["dimension", "labeller", "fixes", "alike", "kappa", "sure", "kappa where sure"]]
     alike = lambda one: f"{one.kappa.alike:.0%}" if one.kappa.count else "-"
     sure = lambda one: f"{one.sure.count / one.kappa.count:.0%}" if one.kappa.count else "-"
-    row = lambda one: [
-        one.dimension,
-        one.labeller,
-        str(one.kappa.count),
-        alike(one),
-        _kappa(one.kappa),
-        sure(one),
-        _kappa(one.sure),
-    ]
-    yield Table(head + [row(one) for one in judged])
+    who = lambda one: [one.dimension, one.labeller, str(one.kappa.count)]
+    how = lambda one: [alike(one), _kappa(one.kappa), sure(one), _kappa(one.sure)]
+    yield Table(head + [who(one) + how(one) for one in judged])
     for one in judged:
         if one.labeller != ALL:
             continue
@@ -334,12 +324,6 @@ def _curves(axes: Any, lines: Mapping[str, Sequence[Share]]) -> None:
         parts = np.array(lines[key])
         axes.plot(LINES, parts[:, 0], marker="o", color=COLORS[i], label=label)
         axes.fill_between(LINES, parts[:, 1], parts[:, 2], color=COLORS[i], alpha=0.2)
-    axes.set(
-        xscale="log",
-        xticks=LINES,
-        xticklabels=[str(n) for n in LINES],
-        ylim=(0, 1),
-        xlabel="source lines",
-        ylabel="share",
-    )
+    axes.set(xscale="log", xticks=LINES, xticklabels=[str(n) for n in LINES])
+    axes.set(ylim=(0, 1), xlabel="source lines", ylabel="share")
     axes.legend(frameon=False)

@@ -15,10 +15,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from soli.cli.options import AsJson
 from soli.core.errors import SoliError, needing
 
 if TYPE_CHECKING:
     from soli.bugs.mine import Mined
+
+Clones = Annotated[
+    list[Path],
+    typer.Argument(help="Whole clones, bare or not; nothing in them is run.", show_default=False),
+]
+Database = Annotated[
+    Path, typer.Option(help="The SQLite file: soli bugs mine writes it, classify adds words.")
+]
+Sample = Annotated[Path | None, typer.Option(help="What the labelled commits were drawn from, as JSON.")]
 
 app = typer.Typer(
     help="Bugs of distributed training, from the fixes of real frameworks.", no_args_is_help=True
@@ -32,16 +42,13 @@ def bugs() -> None:
 
 @app.command("mine")
 def mine(
-    repos: Annotated[
-        list[Path],
-        typer.Argument(help="Whole clones, bare or not; nothing in them is run.", show_default=False),
-    ],
+    repos: Clones,
     out: Annotated[Path, typer.Option(help="The SQLite file; what is in it stays.")] = Path("bugs.db"),
     rules: Annotated[
         Path | None, typer.Option(help="Rules of selection, as soli/bugs/selection.toml has them.")
     ] = None,
     issues: Annotated[list[Path] | None, typer.Option(help="What soli bugs export wrote.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read git histories: every commit, whether it fixes a bug, why or why not, and how large it is."""
     from soli.bugs.mine import mine as read
@@ -60,11 +67,8 @@ def mine(
 
 @app.command("classify")
 def classify(
-    repos: Annotated[
-        list[Path],
-        typer.Argument(help="The clones that were mined; nothing in them is run.", show_default=False),
-    ],
-    db: Annotated[Path, typer.Option(help="What soli bugs mine wrote.")] = Path("bugs.db"),
+    repos: Clones,
+    db: Database = Path("bugs.db"),
     rules: Annotated[
         Path | None, typer.Option(help="Rules, as soli/bugs/classification.toml has them.")
     ] = None,
@@ -76,7 +80,7 @@ def classify(
     ] = "",
     model: Annotated[str, typer.Option(help="To ask there where the rules are not sure.")] = "",
     at_most: Annotated[int, typer.Option(help="Commits to ask the model of.", min=1)] = 1000,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """What each fix is of: symptom, cause, strategy, stage; by rules on message and changed syntax, then by a model if there is one."""
     with needing("reading what commits change needs packages that are not installed", "bugs"):
@@ -130,7 +134,7 @@ def export(
 @app.command("show")
 def show(
     name: Annotated[str, typer.Argument(help="Such as wrong-group; left out: all of them.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """A mechanism of bugs: what it is, how it shows, how it was fixed, and in which real commits."""
     from soli.bugs.catalogue import mechanism, mechanisms
@@ -158,13 +162,11 @@ def report(
     out: Annotated[
         Path, typer.Option(help="A folder: study.html, study.md, study.json.", show_default=False)
     ],
-    db: Annotated[Path, typer.Option(help="What soli bugs classify wrote.")] = Path("bugs.db"),
+    db: Database = Path("bugs.db"),
     labels: Annotated[
         Path | None, typer.Option(help="Labels, to stand beside the rules and to judge them.")
     ] = None,
-    sample: Annotated[
-        Path | None, typer.Option(help="What the labelled commits were drawn from, as JSON.")
-    ] = None,
+    sample: Sample = None,
 ) -> None:
     """The four questions of arXiv 2506.10426 asked of the mined fixes, beside what it states; with commits that are no fixes."""
     from soli.bugs import judging
@@ -200,9 +202,9 @@ def report(
 
 @app.command("label")
 def label(
-    repos: Annotated[list[Path], typer.Argument(help="The clones that were mined.", show_default=False)],
+    repos: Clones,
     labeller: Annotated[str, typer.Option(help="Who labels.", show_default=False)],
-    db: Annotated[Path, typer.Option(help="What soli bugs mine wrote.")] = Path("bugs.db"),
+    db: Database = Path("bugs.db"),
     labels: Annotated[Path, typer.Option(help="The CSV file, everybody's.")] = Path("labels.csv"),
     sample: Annotated[Path, typer.Option(help="The commits that were drawn; made if there is none.")] = Path(
         "sample.json"
@@ -231,13 +233,11 @@ def label(
 @app.command("agree")
 def agree(
     labels: Annotated[Path, typer.Argument(help="The CSV file.", show_default=False)],
-    sample: Annotated[
-        Path | None, typer.Option(help="What the commits were drawn from, as JSON: population.")
-    ] = None,
+    sample: Sample = None,
     db: Annotated[
         Path | None, typer.Option(help="What was mined and classified: its rules are judged by the labels.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """How labellers agree, where they do not, and how good the rules are that chose the fixes and gave them words."""
     from soli.bugs import judging

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from soli.cli.options import Backend, Ranks
+from soli.cli.options import AsJson, Backend, Ranks
 from soli.mesh.launch.local import launch
 
 
 def calibrate(
     ranks: Ranks = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what was measured before.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
     backend: Backend = None,
 ) -> None:
     """Measure this machine with N ranks: products, memory, every collective by group and size, overlap, disk.

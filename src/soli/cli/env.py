@@ -9,10 +9,9 @@ import re
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from soli.cli.options import AsJson
 from soli.core.errors import SoliError
 from soli.core.package import SOLI
 from soli.mesh.backends import cores, cpu_backend
@@ -21,7 +20,7 @@ REQUIREMENT = re.compile(r"([\w.-]+)(?:.*extra == ['\"](\w+))?")
 FEW_FILES, LITTLE_SHM = 1024, 64 * 2**20
 
 
-def env(as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False) -> None:
+def env(as_json: AsJson = False) -> None:
     """What this machine is, what works and what does not: for a bug report."""
     facts = gather()
     print(json.dumps(facts, indent=2) if as_json else as_text(facts))

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from soli.cli.options import AsJson
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.hardware.devices import Device, devices
 from soli.planner.hardware.networks import SHARED, networks
@@ -28,7 +29,7 @@ def hardware(
     cluster: Annotated[
         str, typer.Argument(help="Such as h100:8x64 or mine.toml. Without one: every device that is known.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The devices that are known, or one cluster as it was understood.
 

@@ -11,3 +11,5 @@ Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks on this 
 Backend = Annotated[
     str | None, typer.Option(help="Of CPU ranks: local (shared memory) or gloo; soli env says which and why.")
 ]
+
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]

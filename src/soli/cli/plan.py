@@ -16,7 +16,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from soli.cli import plan_search
-from soli.cli.options import Ranks
+from soli.cli.options import AsJson, Ranks
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.planner.legality import plain, resolve
@@ -82,7 +82,7 @@ def predict(
             help="A CSV file of measured runs (iter_time_s), to which the constants are fitted first."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time and memory of a step of each row, with 90% intervals, or why it cannot be said.
 

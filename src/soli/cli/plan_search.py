@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from soli.cli import programs
+from soli.cli.options import AsJson
 from soli.core.errors import SoliError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def search(
         ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the answer with pictures to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The best plans of a model on a cluster: time, memory, and why. "search" may be left out.
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from soli.cli import programs
+from soli.cli.options import AsJson
 from soli.core.errors import SoliError
 
 FORMS = f"{programs.FORM}; or a transformers config.json"
@@ -25,7 +26,7 @@ def roles(
     sp: Annotated[bool, typer.Option("--sp", help="Cut the sequence too.")] = False,
     role: Annotated[list[str] | None, typer.Option(help="PATTERN=ROLE, as parallelize(roles=...).")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every weight, not one row for each kind.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find what each weight is to tensor parallelism: column, row, vocabulary or replicated, with the reason."""
     made, batch, loss_fn = _made(model)

@@ -24,6 +24,7 @@ from soli.engine.check import FirstStep
 from soli.engine.data import Order, Position, batches
 from soli.engine.deciding import PROBES, Choice, Wish
 from soli.engine.differentiating import looking
+from soli.engine.noted import noted
 from soli.engine.remembered import Remembering
 from soli.losses import LossFn, from_model
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
@@ -127,24 +128,20 @@ class Engine:
         self.model, self.world_info, self.seed, self.max_norm = model, world, seed, clip
         self.rank, self.world, self.device = world.rank, world.size, world.device
         self.tied = {n: names[0] for names, _ in named_once(model) for n in names[1:]}
-        self.hints = roles
         self.parallel: Parallel | None = None
         self.pipeline: Pipeline | None = None
         self.to_load: Path | None = None  # a checkpoint that waits for the model to be laid over the ranks
-        self.optimizer = optimizer
+        self.hints, self.optimizer = roles, optimizer
         self.scheduler = optimizers.scheduled(scheduler, optimizer)
         self.loss_fn, self._call = Remembering(loss_fn, blind=world.absent is not None), Caller(model)
-        self.step_count = 0
-        self.last = Last()
+        self.step_count, self.last = 0, Last()
         self.positions: dict[str, Position] = {}
         self.numel = sum(param.numel() for param in model.parameters())
-        self._first = FirstStep()
         self._mark, self._whole = 0.0, False  # of this step's batch; whether it is the global one
-        self._given = between.Given(model)
-        self._count = 0.0  # counted targets of the gradients that wait for update()
-        self._seed_scale = 1.0
-        self._norm: float | None = None
-        self._factor = 1.0
+        self._first, self._given = FirstStep(), between.Given(model)
+        self._count, self._seed_scale = 0.0, 1.0  # counted targets of the gradients that wait for update()
+        self._norm: float | None
+        self._norm, self._factor = None, 1.0
         self._gathers: list[Pending] = []
         self._save_group: Any = None
         self.saving: Any = None
@@ -185,6 +182,7 @@ class Engine:
             deciding.without_batch(self)
         return self._mesh
 
+    @noted
     def lay(self, example: Any) -> None:
         """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
         if self.parallel is not None:
@@ -261,6 +259,7 @@ class Engine:
         self.last.seconds = time.perf_counter() - began
         return loss
 
+    @noted
     def forward_backward(self, batch: Any) -> Tensor:
         """Gradients of the mean loss over the counted targets of the global batch, summed over all ranks."""
         if self._count:
@@ -383,9 +382,8 @@ class Engine:
         if self.plan.zero in (1, 2):
             for unit in self.laid.units:
                 if unit.full is not None and unit.shard is not None:
-                    label = f"parameters of {unit.name}"
-                    axis = unit.shard_axis
-                    self._gathers.append(all_gather(unit.full, unit.shard, axis, label=label, wait=False))
+                    full, part, label = unit.full, unit.shard, f"parameters of {unit.name}"
+                    self._gathers.append(all_gather(full, part, unit.shard_axis, label=label, wait=False))
         self._finish_gathers()
 
     def _finish_gathers(self) -> None:
@@ -398,8 +396,9 @@ class Engine:
         events.emit("skip", step=self.step_count + 1, new_scale=scale)
         self.laid.reducer.drop()
         if self.rank == 0:
-            why = f"fp16 overflow, loss scale now {scale:g}"
-            print(f"soli: step {self.step_count + 1} skipped on all ranks: {why}")
+            print(
+                f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}"
+            )
 
     def _need_gradients(self, call: str) -> None:
         if not self._count:
@@ -426,6 +425,7 @@ class Engine:
         order = Order(global_batch, self.seed, shuffle, epochs, self.dp.size, self.dp.index, position)
         return batches(dataset, order, collate, workers)
 
+    @noted
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the counted targets of all batches; the model in eval mode and no gradients."""

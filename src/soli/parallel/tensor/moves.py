@@ -133,6 +133,10 @@ class _Move(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
+def _moved(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
+    return x if axis.size == 1 else _Move.apply(x, there, back)
+
+
 def enter(x: Tensor, axis: Axis) -> Tensor:
     """A whole tensor, for computations of parts: its gradient is summed."""
     return _Move.apply(x, alias, lambda grad: summed(grad, axis, COLUMN))
@@ -151,55 +155,43 @@ def enter_parameter(x: nn.Parameter, reducer: Reducer) -> Tensor:
 
 def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
     """The sum over the axis. `fresh`: a product that nobody else has or saved, which may be summed in place."""
-    if axis.size == 1:
-        return x
 
     def there(x: Tensor) -> Tensor:
         own = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         all_reduce(own, axis, label="output of a row")
         return own
 
-    return _Move.apply(x, lambda x: carried(x, there, alone=fresh), lambda grad: grad)
+    return _moved(x, axis, lambda x: carried(x, there, alone=fresh), lambda grad: grad)
 
 
 def reduce_both(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis, whose gradients on the ranks are parts of a sum too."""
-    if axis.size == 1:
-        return x
     total = lambda x: summed(x, axis, "a sum over a cut dim")
-    return _Move.apply(x, lambda x: carried(x, total, alone=False), total)
+    return _moved(x, axis, lambda x: carried(x, total, alone=False), total)
 
 
 def gather_both(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, whose gradients on the ranks are parts of a sum."""
-    if axis.size == 1:
-        return x
     there = lambda x: collected(x, split, axis, "a part of the sequence, whole")
-    return _Move.apply(x, there, lambda grad: scattered(grad, split, axis, "gradient of the sequence"))
+    return _moved(x, axis, there, lambda grad: scattered(grad, split, axis, "gradient of the sequence"))
 
 
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, with which every rank goes on alike."""
-    if axis.size == 1:
-        return x
     there = lambda x: collected(x, split, axis, "a cut tensor, whole")
-    return _Move.apply(x, there, lambda grad: taken(grad, split, axis.size, axis.index))
+    return _moved(x, axis, there, lambda grad: taken(grad, split, axis.size, axis.index))
 
 
 def share(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, for computations of parts."""
-    if axis.size == 1:
-        return x
     there = lambda x: collected(x, split, axis, "a column's input")
-    return _Move.apply(x, there, lambda grad: scattered(grad, split, axis, COLUMN))
+    return _moved(x, axis, there, lambda grad: scattered(grad, split, axis, COLUMN))
 
 
 def scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's part of a sum over the axis, of a product that nobody else has."""
-    if axis.size == 1:
-        return x
     there = lambda x: carried(x, lambda x: scattered(x, split, axis, "output of a row"), alone=True)
-    return _Move.apply(x, there, lambda grad: collected(grad, split, axis, "gradient of a row's output"))
+    return _moved(x, axis, there, lambda grad: collected(grad, split, axis, "gradient of a row's output"))
 
 
 def pick(x: Tensor, split: Split, axis: Axis) -> Tensor:
