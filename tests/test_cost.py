@@ -147,6 +147,40 @@ def test_the_update_of_fp16_copies_gradients_when_activations_are_gone() -> None
     assert memory.peak(many, k)[0] == memory.peak(replace(many, copied=np.zeros(1)), k)[0]
 
 
+def test_gradients_that_are_made_anew_take_no_memory_at_the_loss() -> None:
+    """With many activations they are not there at the peak, with few they are, and with several microbatches always."""
+    k = usual(resident=0.0, workspace=0.0)
+    kept = {"weight": 2, "gradient": 2, "summed": 2, "copied": 0, "moments": 4, "late": 1, "dp": 64}
+    few, many = point(seq=8, vocab=512, **kept), point(seq=8192, vocab=512, **kept)
+    count = memory.of_stage(few)[0][0]
+    assert isclose(memory.peak(few, k)[0], count * (2 + 2 + 4))
+    assert memory.kinds(many, k)["activations"][0] > count * 2
+    assert memory.kinds(many, k)["gradients"][0] == 0
+    assert memory.kinds(replace(many, dp=np.full(1, 8.0)), k)["gradients"][0] == count * 2
+    copied = memory.kinds(replace(few, copied=np.full(1, 2.0)), k)
+    assert copied["gradients"][0] + copied["optimizer"][0] == count * (2 + 4 + 2)
+
+
+def test_logits_in_pieces() -> None:
+    k, whole = usual(logit_kept=12.0), point(tp=2)
+    assert isclose(memory.logits(point(tp=2, pieces=8), k)[0] * 8, memory.logits(whole, k)[0])
+    assert isclose(memory.logits(point(tp=2, pieces=0), k)[0] * 51200 / 2048, memory.logits(whole, k)[0])
+
+
+def test_what_lies_on_the_host_takes_no_memory_here() -> None:
+    k, made = usual(resident=0.0), {"zero": 3, "dp": 8}
+    here, moments, all_of_it = (memory.states(point(**made, offload=level), k)[0] for level in (0, 1, 2))
+    assert isclose(here, memory.of_stage(point())[0][0] * 18 / 8)
+    assert isclose(moments, here * 6 / 18)
+    assert all_of_it == 0
+
+
+def test_activations_of_32_bits_are_twice_as_large() -> None:
+    for level in (NONE, SELECTIVE, FULL):
+        wide, narrow = (memory.activations_of_layer(point(recompute=level, low=low))[0] for low in (4, 2))
+        assert wide == 2 * narrow
+
+
 def test_the_longest_stage_is_what_is_kept_and_waited_for() -> None:
     equal, uneven = point(pp=8), point(pp=8, longest=4)
     assert (equal.own_layers[0], uneven.own_layers[0]) == (3, 4)

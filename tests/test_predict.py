@@ -137,6 +137,30 @@ def test_a_whole_row_is_read_as_it_is() -> None:
             {"layers": 32, "hidden": 4096, "kv_heads": 8, "ffn": 14336, "gated": 1, "tied": 0, "seq": 8192}),
         ({"layers": "", "hidden": "", "heads": "", "ffn": "", "model": "DeepSeek-V2-L4", "tp": "2", "pp": "1", "dp": "32"},
             {"layers": 4, "experts": 160, "active": 8, "ffn": 1536, "head_size": 160}),
+        ({"framework": "torchtitan", "attention": "eager (torch.softmax)"}, {"flash": 0}),
+        ({"framework": "torchtitan", "attn_implementation": "eager"}, {"flash": 0}),
+        ({"attn_implementation": "sdpa"}, {"flash": 1}),
+        ({"framework": "llm.c (cuDNN attention)"}, {"flash": 1}),
+        ({"gpu": "V100-32GB", "precision": "fp16", "seq_len": "4096"}, {"flash": 0}),
+        ({"framework": "torchtune", "notes": "pure bf16"}, {"weight": 2, "gradient": 2, "moments": 4, "late": 1}),
+        ({"framework": "litgpt", "precision": "bf16-true"}, {"weight": 2, "gradient": 2, "moments": 4}),
+        ({"framework": "torchtune", "notes": "not pure bf16"}, {"weight": 2, "moments": 12}),
+        ({"framework": "torchtune", "notes": "pure bf16", "optimizer": "AdamW8bit"}, {"moments": 2}),
+        ({"framework": "torchtune", "notes": "pure bf16", "optimizer": "PagedAdamW8bit"}, {"moments": 0}),
+        ({"framework": "torchtune", "notes": "optimizer in backward"}, {"gradient": 0, "moments": 12}),
+        ({"framework": "torchtitan", "optimizer": "Muon"}, {"moments": 8}),  # a copy and one moment
+        ({"framework": "torchtitan", "optimizer": "SGD"}, {"moments": 4}),
+        ({"framework": "torchtitan", "optim": "SGD, momentum 0.9"}, {"moments": 8}),
+        ({"framework": "torchtitan", "precision": "fp32"}, {"weight": 4, "gradient": 4, "moments": 8, "low": 4}),
+        ({"framework": "HF Trainer + FSDP"}, {"moments": 12, "copied": 4, "late": 1}),
+        ({"framework": "HF Trainer", "precision": "bf16-true"}, {"moments": 4, "copied": 2}),
+        ({"framework": "HF Trainer", "optimizer": "adafactor"}, {"moments": 4, "copied": 0}),
+        ({"framework": "HF Trainer, Liger"}, {"pieces": 0}),
+        ({"framework": "torchtune", "notes": "chunked loss"}, {"pieces": 8}),
+        ({"framework": "PyTorch FSDP", "shard": "FULL_SHARD", "offload": "cpu"}, {"offload": 2}),
+        ({"framework": "DeepSpeed", "shard": "zero3", "offload": "cpu"}, {"offload": 1}),
+        ({"framework": "DeepSpeed", "shard": "zero3", "offload": "optimizer; offload_param"}, {"offload": 2}),
+        ({"recompute": "gelu_checkpoint"}, {"recompute": SELECTIVE}),
         ({"hidden": "", "heads": "", "ffn": "", "layers": "8", "model": "mixtral-8x7b"}, {"layers": 8, "hidden": 4096, "experts": 8}),
     ],
 )  # fmt: skip
@@ -144,6 +168,22 @@ def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None
     row = read(ROW | changes)
     assert not row.refused, row.refused
     assert {name: row.point[name] for name in point} == pytest.approx(point)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flash"),
+    [({"seq_len": "4096"}, 1), ({"swiglu": "true"}, 1), ({}, 0), ({"model": "llama"}, 1)],
+)
+def test_on_a100_models_of_later_years_have_a_kernel_for_attention(
+    changes: dict[str, str], flash: int
+) -> None:
+    row = read(ROW | changes)
+    assert (row.point["flash"], "attention=flash" in row.inferred) == (flash, bool(flash))
+
+
+def test_words_of_the_optimizer_and_of_offloading_that_are_not_counted_are_said() -> None:
+    row = read(ROW | {"optimizer": "Prodigy", "offload": "activations"})
+    assert {"optimizer=Prodigy as Adam", "offload=activations is not counted"} <= set(row.inferred)
 
 
 @pytest.mark.parametrize("name", published())

@@ -13,6 +13,7 @@ from math import ceil
 
 from soli.planner.cells import SILENT, number, text, true
 from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, unread
+from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
@@ -56,10 +57,14 @@ def read(row: Mapping[str, str]) -> Row:
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != NANOTRON)}
     told = " ".join(text(row, name) for name in ("attn_backend", "notes", "framework"))
     point |= of_program(found.framework, found.generation, told)
-    point |= model_of(row, said, found) | attention_of(row, found)
+    point |= model_of(row, said, found)
+    point |= attention_of(row, point, found)
     point |= _degrees(said, point, found)
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
-    point |= of_states(found.framework, precision or "", point["pp"] > 1, told)
+    told, optimizer = f"{told} {text(row, 'precision')}", text(row, "optimizer")
+    if not SILENT.fullmatch(optimizer) and meant("moments", optimizer.lower()) is None:
+        found.inferred.append(f"optimizer={optimizer} as Adam")
+    point |= of_states(found.framework, precision or "", point["pp"] > 1, told, optimizer)
     point |= _ways(row, said, point, found)
     point |= _borders(point, found)
     point |= _choices(row, said, point, found)
@@ -69,6 +74,7 @@ def read(row: Mapping[str, str]) -> Row:
         found.refused += _impossible(said, point)
     if not found.refused:
         found.point = point
+        found.inferred += _uncounted(said, point)
         fitted(found)
     return found
 
@@ -179,17 +185,27 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         degrees = [fsdp, *(text(row, name) for name in ("data_parallel_shard_degree", "dp_shard"))]
         sharded = any(re.fullmatch(r"-1|[2-9]|\d\d+", degree) for degree in degrees)
         sharded = sharded or true(row, "fsdp") or true(row, "megatron_fsdp")
+        program = sharding(text(row, "framework")) or Sharding()
+        usual = 3.0 if found.framework == FSDP and point["dp"] * point["cp"] > 1 else 0.0
         zero = 3.0 if sharded else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
-            found.inferred.append("zero=0")
+            zero = usual if program.zero is None else program.zero
+            found.inferred.append(f"zero={zero:g}")
     level, again = _recomputed(row, said, recompute, point, found)
     sp = text(row, "sp") or "on" * recompute.lower().startswith("seq")  # Calculon's seqsel has both
     sp = "on" if sp == f"{point['tp']:g}" else sp
     parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else yes(sp)
     if parted is None and not SILENT.fullmatch(sp):
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
+    if "activ" in text(row, "offload"):
+        found.inferred.append("offload=activations is not counted")
     ranks, aside = point["dp"] * point["cp"], f"{text(row, 'offload')} {text(row, 'framework')}".lower()
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
+    aside = f"{aside} {shard} {text(row, 'zero')}".lower()
+    hosted = zero == 3 and (
+        found.framework == FSDP or re.search(r"infinity|offload\w*[ _-]?param|param\w*[ _-]offload", aside)
+    )
+    offload = float(states.offload or by_stage.offload or bool(meant("offloaded", aside)))
     group = said["shard_group"] or states.group
     copies = said["replicate"] or states.replicate
     found.grouped = states.copied and not group and not copies
@@ -197,7 +213,7 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     return {
         "zero": zero if ranks > 1 else 0.0,
         "replicate": copies if ranks % copies == 0 else 1.0,
-        "offload": float(states.offload or by_stage.offload or bool(meant("offloaded", aside))),
+        "offload": offload * (2.0 if hosted else 1.0),
         "recompute": level,
         "again": again,
         "sp": float(bool(parted) and point["tp"] > 1),
@@ -250,6 +266,10 @@ def _batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: R
         found.inferred.append(f"{SIZE}{size:g}")
     if whole < dp * size:
         found.refused.append(f"global_batch={whole:g} is less than dp x microbatch = {dp * size:g}")
+    elif whole % (dp * size):
+        found.inferred.append(f"a last microbatch of less than {size:g}")
+    if times and said["microbatch"] and whole != dp * size * times and not found.timeless:
+        found.inferred.append(f"grad_accum={times:g} is not counted (global_batch={whole:g}, dp={dp:g})")
     return {"global_batch": whole, "microbatch": size}
 
 
@@ -270,10 +290,23 @@ def _whole_batch(row: Mapping[str, str], said: Said, point: dict[str, float], fo
     return local * point["dp"] if local and not times else None
 
 
+def _uncounted(said: Said, q: Mapping[str, float]) -> list[str]:
+    """What a row says beside what is counted."""
+    count = float(memory.parameters(cost.points([q]))[0]) / 1e9
+    stated = said["params_b"] or count
+    beside = (
+        (
+            abs(count / stated - 1) > 0.25,
+            f"params_b={stated:g} is not counted: its dimensions have {count:.3g}B",
+        ),
+        (q["ep"] > 1 and not q["experts"], f"ep={q['ep']:g} is not counted: it has no experts"),
+    )
+    return [what for odd, what in beside if odd]
+
+
 def _impossible(said: Said, q: dict[str, float]) -> list[str]:
     """What no program could run."""
     rules = (
-        (q["tp"] > q["heads"], f"tp={q['tp']:g} cuts {q['heads']:g} heads"),
         (q["heads"] % q["kv_heads"] != 0, f"{q['kv_heads']:g} key heads do not divide {q['heads']:g} heads"),
         (q["heads"] > q["hidden"], f"{q['heads']:g} heads share a width of {q['hidden']:g}"),
         (q["pp"] * q["chunks"] > q["layers"] + 2,  # the tables may be stages too
@@ -281,7 +314,8 @@ def _impossible(said: Said, q: dict[str, float]) -> list[str]:
         (q["cp"] > q["seq"], f"cp={q['cp']:g} cuts a sequence of {q['seq']:g}"),
         (q["ep"] * q["etp"] > q["tp"] * q["cp"] * q["dp"],
              f"ep x etp = {q['ep'] * q['etp']:g} ranks are more than tp x cp x dp = {q['tp'] * q['cp'] * q['dp']:g}"),
-        (0 < q["experts"] < q["ep"], f"ep={q['ep']:g} shares {q['experts']:g} experts"),
+        ((said["heads"] or 0) % q["tp"] != 0, f"tp={q['tp']:g} cuts {q['heads']:g} heads"),
+        (q["experts"] % q["ep"] != 0, f"ep={q['ep']:g} shares {q['experts']:g} experts"),
         (0 < q["experts"] < (said["topk"] or 0), f"a token goes to {said['topk']} of {q['experts']:g} experts"),
     )  # fmt: skip
     return [what for wrong, what in rules if wrong]

@@ -17,6 +17,7 @@ import numpy as np
 from soli.planner.cost import overlap, rings
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import FULL, LINE, Array, Points
+from soli.planner.cost.schedules import in_a_v
 
 
 def inside(p: Points, n: Array, inner: Array) -> Array:
@@ -166,8 +167,28 @@ def of_gradients(p: Points, summed: Sums) -> Array:
 
 
 def send(p: Points, k: Constants) -> Array:
-    """Seconds in which a microbatch goes to the next stage. Ranks of tp each send their part under sp, and on a grid."""
-    size = p.tokens * p.hidden * 2.0 / p.around
-    near = p.tp * p.cp * p.dp * 2 <= p.node
-    rate = np.where(near, p.link, p.net) * k.send_share
-    return size / rate + np.where(near, p.link_latency, p.net_latency)
+    """Seconds in which a microbatch goes to the next stage, in the mean of the borders between stages, some of which lie between servers.
+    Ranks of tp each send their part under sp, and on a grid."""
+    near, far = (
+        _sent_part(p) / (rate * k.send_share) + latency
+        for rate, latency in ((p.link, p.link_latency), (p.net, p.net_latency))
+    )
+    return near + (far - near) * _borders(p) / np.maximum(p.pp - 1, 1.0)
+
+
+def sending(p: Points, k: Constants) -> Array:
+    """Seconds of the network that a microbatch takes of the rank that sends the most to other servers, forward and backward, whatever is
+    computed meanwhile: to both of its neighbours, unless one is beside it or it has but one; and as often as the rank has stages."""
+    once = (2 * p.tp * p.cp * p.dp <= p.node) | (p.pp == 2)
+    times = np.where(in_a_v(p), 2.0, p.chunks) * np.where(once, 1.0, 2.0)
+    return np.where(_borders(p) > 0, times * _sent_part(p) / (p.net * k.net_share), 0.0)
+
+
+def _sent_part(p: Points) -> Array:
+    """Bytes of a microbatch that each rank sends to the next stage."""
+    return p.tokens * p.hidden * 2.0 / p.around
+
+
+def _borders(p: Points) -> Array:
+    """Of the borders between stages those that lie between servers."""
+    return np.clip(np.ceil(p.tp * p.cp * p.dp * p.pp / p.node) - 1, 0.0, p.pp - 1)

@@ -77,9 +77,10 @@ def of_states(p: Points, rank: Rank) -> tuple[Array, Array, Array]:
     weights = gradients = moments = np.zeros_like(p.dp)
     for count, over in zip(of_rank(p, rank), (p.shards, p.expert_shards), strict=True):
         learnt = count * (1 - p.frozen)
-        weights = weights + count * p.weight / np.where(p.zero >= 3, over, 1.0)
+        here = np.where(p.offload > 1, 0.0, 1.0)
+        weights = weights + here * count * p.weight / np.where(p.zero >= 3, over, 1.0)
         apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
-        gradients = gradients + learnt * (p.gradient / np.where(apart, over, 1.0))
+        gradients = gradients + here * learnt * (p.gradient / np.where(apart, over, 1.0))
         own = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
         moments = moments + learnt * own
     return weights, gradients, moments
@@ -140,6 +141,7 @@ def activations_of_layer(p: Points) -> Array:
     whole = np.where(p.sp > 0, 4.0 * p.hidden * (1 - 1 / p.tp), 0.0) + more / p.tp
     kept = p.tokens * (outside / around + (inside + scores) / p.tp + np.where(p.frugal > 0, 0.0, whole))
     found = np.where(p.recompute == FULL, 2.0 * p.tokens * p.hidden / around, kept)
+    found = found * np.maximum(p.low, 2.0) / 2.0  # programs of 32 bits keep all of it so
     return np.where(p.casts > 0, _of_autocast(p, scores), found) if p.casts.any() else found
 
 
@@ -210,7 +212,8 @@ def backward(p: Points) -> Array:
 
 def logits(p: Points, k: Constants) -> Array:
     """Bytes of a microbatch's logits at the loss, in 16 and in 32 bits, and of what the loss makes of them."""
-    return p.tokens * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, k.logit_kept)
+    pieces = np.where(p.pieces > 0, p.pieces, np.maximum(p.vocab / p.hidden, 1.0))
+    return p.tokens * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, k.logit_kept / pieces)
 
 
 def kinds(p: Points, k: Constants, bare: bool = False) -> dict[str, Array]:
@@ -237,7 +240,7 @@ def _kinds(p: Points, k: Constants, rank: Rank, bare: bool) -> dict[str, Array]:
         "parameters": weights, "gradients": gradients, "optimizer": moments, "activations": passing, "logits": loss,
         "gathered": panels if bare else gathered(p, rank) + casts(p, rank) + panels, "workspace": k.resident + k.workspace,
     }  # fmt: skip
-    return _updating(p, rank, found) if p.copied.any() else found
+    return _fullest(p, rank, found) if p.copied.any() or p.late.any() else found
 
 
 def _fuller(p: Points, k: Constants, rank: Rank, passing: Array) -> tuple[Array, Array]:
@@ -255,12 +258,16 @@ def _fuller(p: Points, k: Constants, rank: Rank, passing: Array) -> tuple[Array,
     return passing + np.where(soli & ~at_loss, beside, 0.0), np.where(soli, found, rank.ends * logits(p, k))
 
 
-def _updating(p: Points, rank: Rank, found: dict[str, Array]) -> dict[str, Array]:
-    """The kinds of `kinds` at the update, where its copies are more than what the passes keep, which is gone by then."""
-    passing, copied = ("activations", "logits", "gathered"), copies(p, rank)
-    fuller = copied > sum((found[kind] for kind in passing), np.zeros(()))
+def _fullest(p: Points, rank: Rank, found: dict[str, Array]) -> dict[str, Array]:
+    """The kinds of `kinds` at the fullest moment: in the passes, where programs that make gradients anew have none yet at the loss
+    and no activations any more where they have them all; or at the update, with its copies and nothing that the passes keep."""
+    passing, copied, gradients = ("activations", "logits", "gathered"), copies(p, rank), found["gradients"]
+    at_loss = found["activations"] + found["logits"]
+    there = np.where((p.late > 0) & (p.microbatches == 1), np.maximum(gradients - at_loss, 0.0), gradients)
+    fuller = copied + gradients > there + sum((found[kind] for kind in passing), np.zeros(()))
     less = {kind: np.where(fuller, 0.0, found[kind]) for kind in passing}
-    return found | less | {"optimizer": found["optimizer"] + np.where(fuller, copied, 0.0)}
+    update = {"optimizer": found["optimizer"] + np.where(fuller, copied, 0.0)}
+    return found | less | update | {"gradients": np.where(fuller, gradients, there)}
 
 
 def peak(p: Points, k: Constants, bare: bool = False) -> Array:

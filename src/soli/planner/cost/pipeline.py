@@ -17,12 +17,19 @@ from soli.planner.cost.schedules import in_a_v, kept
 
 
 def spent(
-    p: Points, inner: Array, first: Array, last: Array, send: Array, layer: Array
+    p: Points,
+    inner: Array,
+    first: Array,
+    last: Array,
+    send: Array,
+    layer: Array,
+    sending: Array | float = 0.0,
 ) -> tuple[Array, Array]:
     """Seconds of m microbatches on the busiest stage; and those in which it waits for the others.
 
     The longest rank takes `inner` seconds a microbatch (both ways), the first and last ones so much more, the last one less by
-    the layers that it has fewer, and so do all together by those that stages lack; and a send.
+    the layers that it has fewer, and so do all together by those that stages lack; and a send. No microbatch takes less than the network
+    is busy with it: `sending`.
     """
     m, stages = p.microbatches, p.pp
     one = stages <= 1
@@ -31,11 +38,18 @@ def spent(
     fill = (through - longest) / p.chunks + 2 * send * (stages - 1)
     # Interleaving sends a microbatch v times; what is sent meanwhile is hidden but for the last.
     fill = fill + np.where(p.chunks > 1, 2 * send * (p.chunks - 1), 0.0)
-    return m * longest, np.where(one, 0.0, fill)
+    return m * np.maximum(longest, sending), np.where(one, 0.0, fill)
 
 
 def spent_otherwise(
-    p: Points, inner: Array, waits: Array, first: Array, last: Array, send: Array, layer: Array
+    p: Points,
+    inner: Array,
+    waits: Array,
+    first: Array,
+    last: Array,
+    send: Array,
+    layer: Array,
+    sending: Array | float = 0.0,
 ) -> tuple[Array, Array]:
     """`spent` of the schedules of schedules.py: the longest stage, and what ranks wait for there; twice as many borders in a V."""
     folded = in_a_v(p)
@@ -46,7 +60,7 @@ def spent_otherwise(
     lacking = p.pp * p.own_layers - p.layers - p.fewer
     waits = waits - np.where(p.schedule == GPIPE, lacking * layer, 0.0)
     fill = waits + ends + 2 * send * (p.pp - 1) * np.where(folded, 2.0, 1.0)
-    return p.microbatches * longest, fill
+    return p.microbatches * np.maximum(longest, sending), fill
 
 
 def in_flight(p: Points, rank: Array | float = 0.0) -> Array:

@@ -41,6 +41,8 @@ UNSAID = {
     "turns": 0.0,
     "blocking": 0.0,
     "fours": 0.0,
+    "late": 0.0,
+    "pieces": 1.0,
 }
 """What is meant where a row has no such field."""
 
@@ -76,7 +78,7 @@ class Points:
     zero: Array  # 0..3
     ep: Array
     recompute: Array  # NONE, SELECTIVE, FULL
-    offload: Array  # flag: the optimizer's state lies in the host's memory
+    offload: Array  # 1: the optimizer's state lies in the host's memory; 2: parameters and gradients too
     precision: Array  # of linear products: the place in PRECISIONS
     low: Array  # bytes of an element that they read: 2, 1 (fp8), 0.5 (fp4)
     # how the program keeps its states
@@ -115,6 +117,8 @@ class Points:
     behind: Array  # of what tp sends in a layer the share that runs behind products, where it is told so
     blocking: Array  # flag: nothing is launched before what was launched before it is done
     fours: Array  # flag: attention's softmax is Megatron's kernel, of four matrices of scores at a time
+    late: Array  # flag: gradients take no memory before the backward makes them, as torch's optimizers leave them
+    pieces: Array  # in which a microbatch's logits are made; 0: each as large as what the last product reads
     turns: Array  # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once
     once: Array  # flag: a token crosses to a server once, however many of its experts are there
     routed: Array  # bytes a hidden unit that are kept of a token at each of its experts

@@ -52,6 +52,13 @@ applied inside (Megatron-Core's recipes); that and what it gives; or both, in th
 memory was measured, docs/log.md)."""
 
 
+PIECES = {
+    r"\bliger(?! off)|cut[- ]cross|fused[- ]linear[- ](?:cross|ce\b)|\bflce\b": 0.0,
+    r"chunked (?:loss|cross|ce\b)": 8.0,
+}
+"""Losses that have a batch's logits in pieces: as many as make them as large as what they are of (0: linkedin/Liger-Kernel,
+ops/fused_linear_cross_entropy.py, chunk_size), or torchtune's eight (modules/loss)."""
+
 BLOCKS = re.compile(r"cuda_launch_blocking ?= ?1(?: from (\d+) gpus on)?")
 
 
@@ -85,5 +92,6 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "eager": EAGER if framework in UNFUSED and not COMPILER.search(has) else 1.0,
         "behind": BEHIND if ASYNC.search(has) else 0.0,
         "fours": float(framework.startswith("megatron")),
+        "pieces": next((pieces for words, pieces in PIECES.items() if re.search(words, has)), 1.0),
         "turns": float(bool(TURNS.search(has))),
     }

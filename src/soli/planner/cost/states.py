@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from soli.planner.cost.programs import MEGATRON, OLD
+from soli.planner.spellings import affirmed, meant
 
 WIDE = {
     "weight": 2.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0, "moments": 12.0, "whole": 0.0, "casts": 0.0,
@@ -25,6 +26,22 @@ CAST = {
 }  # fmt: skip
 """soli: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
 
+ADAM = 8.0
+"""Bytes of two moments in fp32, which are among `moments`; SHORT and others have the copy of the parameters beside them."""
+PURE = re.compile(
+    r"\bpure[- _]?(?:bf16|fp16|16|half|bfloat)|\b(?:bf16|fp16|16)[-_]true\b|mixed[_ ]precision[ =:]*(?:no|off|false)\b"
+    r"|\b(?:bf16|16-bit) (?:master )?(?:weights|parameters)|\b(?:weights|parameters),? .{0,40}\bstates in (?:bf16|fp16|16)"
+)
+"""Programs that keep parameters, gradients and moments in 16 bits, and no copy."""
+IN_BACKWARD = re.compile(r"(?:optimizer|step|update)[- _]in[- _](?:the[- _])?(?:backward|bwd)|fused backward")
+"""Programs that update each parameter in the backward, and keep no gradient."""
+TRAINER = re.compile(r"\b(?:hf|transformers|hugging ?face)[ _-]?trainer|\baccelerate\b")
+"""Programs that update by torch's AdamW as it is, whose square roots of all second moments are there at once (torch/optim/adamw.py,
+_multi_tensor_adam; fms-acceleration's runs peak at 20 bytes a parameter, 10 where all is in 16 bits)."""
+EIGHT = re.compile(r"8[- _]?bit|int8|\bbnb\b")
+FULL_WIDTH = {"weight": 4.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0}
+HALF_WIDTH = {"weight": 2.0, "gradient": 2.0, "summed": 2.0, "copied": 0.0}
+
 SHORTER = ("fsdp", "deepspeed", "jax", "other")
 DEEPSPEED = "megatron-deepspeed"
 RECIPES = re.compile(r"nemo|megatron[- ]bridge", re.I)
@@ -32,9 +49,34 @@ RECIPES = re.compile(r"nemo|megatron[- ]bridge", re.I)
 
 
 def of_states(
-    framework: str, precision: str = "bf16", pipeline: bool = True, said: str = ""
+    framework: str, precision: str = "bf16", pipeline: bool = True, said: str = "", optimizer: str = ""
 ) -> dict[str, float]:
-    """The program's part of a point. `said`: what a row tells of it."""
+    """The program's part of a point. `said`: what a row tells of it; `optimizer`: the same of its optimizer."""
+    found, told = _of_program(framework, precision, pipeline, said), affirmed(said)
+    if framework == "soli":
+        return found
+    copy, width = found["moments"] - ADAM, 4.0
+    if precision in ("fp32", "tf32", "fp64"):
+        found, copy = found | FULL_WIDTH, 0.0
+    elif PURE.search(told):
+        found, copy, width = found | HALF_WIDTH, 0.0, 2.0
+    moments = meant("moments", optimizer.lower())
+    width = 1.0 if EIGHT.search(optimizer.lower()) else width
+    width = (
+        0.0 if "paged" in optimizer.lower() else width
+    )  # memory that CUDA manages, on the host where there is too little
+    if TRAINER.search(told) and moments in (None, 2.0) and width > 1:
+        found = found | {"copied": width}
+    late = framework == "fsdp" or bool(TRAINER.search(told))
+    gradient = 0.0 if IN_BACKWARD.search(told) else found["gradient"]
+    return found | {
+        "moments": copy + width * (2.0 if moments is None else moments),
+        "gradient": gradient,
+        "late": float(late),
+    }
+
+
+def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> dict[str, float]:
     wide = bool(re.search("fp32 (?:grad )?reduce", said, re.I))
     if framework == "soli":
         return CAST

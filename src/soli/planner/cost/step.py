@@ -95,12 +95,13 @@ def running(
     send = np.where(p.pp > 1, communication.send(p, k), 0.0)
     first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
     one = own / p.own_layers
-    busy, waiting = pipeline.spent(p, inner, first, last, send, one)
+    sending = communication.sending(p, k)
+    busy, waiting = pipeline.spent(p, inner, first, last, send, one, sending)
     if (p.schedule > INTERLEAVED).any():
         plain = own if not p.again.any() else layers(replace(p, again=np.zeros(len(p))), k)[0] * of_layers
         parts = schedules.shares(p, k, _sent(p, k))
         waits = schedules.waits(p, plain + k.microbatch_overhead, inner, *parts)
-        other = pipeline.spent_otherwise(p, inner, waits, first, last, send, one)
+        other = pipeline.spent_otherwise(p, inner, waits, first, last, send, one, sending)
         busy, waiting = (
             np.where(p.schedule > INTERLEAVED, a, b) for a, b in zip(other, (busy, waiting), strict=True)
         )

@@ -29,7 +29,9 @@ def _has(name: str, clause: str) -> re.Match[str] | None:
 
 
 def _named(table: str, clause: str) -> dict[str, float]:
-    """The network that a clause names."""
+    """The network that a clause names, by its name here or as people write it."""
+    if (own := clause.strip().lower()) in networks():
+        return networks()[own]
     found = (name for name, words in _words()[table].items() if re.search(words, clause, re.I))
     return networks().get(next(found, ""), {})
 
