@@ -225,7 +225,7 @@ def faultless(repo: Path, tmp_path: Path) -> Path:
         (filtered, "the history is partial"),
         (lacking, "git stopped before the end of the history"),
         (headless, "the history cannot be read"),
-        (empty, "the history cannot be read"),
+        (empty, "the history has no commits"),
         (faultless, "no fix of a bug was found"),
         (lambda repo, folder: folder, "this is no git repository"),
         (lambda repo, folder: folder / "nowhere", "this is no git repository"),

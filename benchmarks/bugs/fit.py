@@ -4,7 +4,8 @@
 
 Regularised maximum likelihood of the labels (each dimension by itself), weights not below nothing: a rule speaks for its word or
 is silent; one that gets no weight is taken out. Whether a commit is a fix is learnt of all, each as heavy as what it stands for.
-What ten folds of the same labels say of it is printed; the labels that judge it (labels.csv) are not read here.
+What ten folds of the same labels say of it is printed, and what the others' labels say of each repository that no rule was written
+by; the labels that judge it (labels.csv, elsewhere) are not read here.
 """
 
 import argparse
@@ -27,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 FILE = HERE.parent.parent / "src" / "soli" / "bugs" / "classification.toml"
 RIDGE, FOLDS = 1.0, 10
 LEAST = 0.05  # a weight below it is none
-UNSEEN = "E"  # whose labels no rule was written by
+UNSEEN, ELSEWHERE = "E", "F"  # whose labels no rule was written by; and who read repositories that no rule was written by
 
 
 def seen(base, repos: dict[str, Path], rows: list[labels.Label]) -> list[dict[str, str]]:
@@ -76,11 +77,11 @@ def fitted(hints: Hints, matched: np.ndarray, true: np.ndarray, heavy: np.ndarra
 
 
 def counts(base, rows: list[labels.Label]) -> np.ndarray:
-    """[rows] how many commits each stands for, over the mean: by whether its message calls it a fix, says nothing of it, or another thing, and
-    whether it is small; of these strata the labelled commits are uniform samples."""
+    """[rows] how many commits each stands for, over the mean: by its repository, whether its message calls it a fix, says nothing of it, or
+    another thing, and whether it is small; of these strata the labelled commits are uniform samples."""
     query = f"SELECT repo, hash, change.fix, rule = 'silent', source BETWEEN 1 AND 40 FROM change JOIN size USING (repo, hash) WHERE {store.CODE}"
     strata = {
-        (repo, hash_): (fix, silent, silent and small)
+        (repo, hash_): (repo, fix, silent, silent and small)
         for repo, hash_, fix, silent, small in base.execute(query)
     }
     there, drawn = Counter(strata.values()), Counter(strata[row.repo, row.commit] for row in rows)
@@ -123,6 +124,12 @@ def main() -> None:
             say_fix(chances[:, 0], true == 0, weight)
             print(f"of the {len(unseen)} that no rule was written by:")
             say_fix(chances[unseen, 0], true[unseen] == 0, heavy_unseen)
+            others = np.array([row.repo if row.labeller == ELSEWHERE else "" for row in rows])
+            for repo in sorted(set(others) - {""}):
+                there = fitted(hints, matched[others != repo], true[others != repo], weight[others != repo])
+                chances[others == repo] = likely(there, matched[others == repo])
+            print(f"of {len(set(others)) - 1} repositories, each by the labels of all others:")
+            say_fix(chances[others != "", 0], true[others != ""] == 0, weight[others != ""])
         else:
             found = kappa([words[i] for i in true], [words[i] for i in chances.argmax(axis=1)])
             print(

@@ -48,7 +48,7 @@ class Change:
 
 def changes(repo: Path, hashes: Sequence[str]) -> Iterator[tuple[str, list[Change]]]:
     """The Python, C++ and CUDA files of each of these commits, in their order. A commit without one has an empty list."""
-    for some in _batched(hashes):
+    for some in batched(hashes):
         patches = dict(_patches(repo, some, ("-U0", *(f":(glob)**/?*{suffix}" for suffix in LANGUAGES))))
         files = {hash_: _files(patch) for hash_, patch in patches.items()}
         wanted = sorted(
@@ -66,7 +66,7 @@ def patches(repo: Path, hashes: Sequence[str], lines: int) -> dict[str, str]:
     """Commits' diffs for readers: of each its first lines, and how many more there are. Pictures and the like are left out."""
     paths = [".", *(f":(exclude,icase,glob)**/{name}" for name in (*rules().left_out, "*.lock", "*.ipynb"))]
     found = dict.fromkeys(hashes, "")
-    for some in _batched(hashes):
+    for some in batched(hashes):
         found |= {hash_: _first(text, lines) for hash_, text in _patches(repo, some, ("-U4", *paths))}
     return found
 
@@ -79,8 +79,8 @@ def _first(text: str, lines: int) -> str:
     )
 
 
-def _batched(hashes: Sequence[str]) -> Iterator[Sequence[str]]:
-    yield from (hashes[i : i + AT_ONCE] for i in range(0, len(hashes), AT_ONCE))
+def batched(hashes: Sequence[str], most: int = AT_ONCE) -> Iterator[Sequence[str]]:
+    yield from (hashes[i : i + most] for i in range(0, len(hashes), most))
 
 
 def _patches(repo: Path, hashes: Sequence[str], words: tuple[str, ...]) -> Iterator[tuple[str, str]]:

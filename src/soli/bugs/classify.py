@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from soli.bugs import history, store
-from soli.bugs.changes import LANGUAGES, changes, patches
+from soli.bugs.changes import LANGUAGES, batched, changes, patches
 from soli.bugs.classification import FIX, Classifier, classifier, decided, places, verdict
 from soli.bugs.endpoint import Endpoint, Nonsense, Unreachable
 from soli.bugs.mine import by_name
@@ -25,7 +25,7 @@ from soli.core.progress import busy
 RULES = "rules"
 READ = ("source", "build")  # kinds of files whose syntax is looked at
 LINES = 200  # of a diff that a model is shown
-AT_ONCE = 20  # answers that are kept together
+ANSWERS = 20  # answers that are kept together
 NONSENSE = 5  # answers in a row that say nothing
 
 
@@ -104,18 +104,25 @@ def _by_rules(repo: str, path: Path, mined: Path, made: Classifier) -> int:
             repo,
             repo,
         )
-        with busy(f"classifying {repo}", len(todo), unit="commits") as add:
-            for hash_, of, done in looked_at(base, repo, path, todo):
-                fix = decided(made, of)
-                said = {"fix": fix}
-                if fix.word == FIX[0]:
-                    said |= {dimension: verdict(made.dimensions[dimension], of) for dimension in DIMENSIONS}
-                for dimension, one in said.items():
-                    told = (repo, hash_, dimension, one.word, one.confidence, RULES, made.digest)
-                    store.say(base, told, one.evidence)
-                store.edited(base, repo, hash_, done)
-                add(1)
+    with busy(f"classifying {repo}", len(todo), unit="commits") as add:
+        for some in batched(todo):  # what is done is kept, if the rest is interrupted
+            with store.opened(mined) as base:
+                for hash_, of, done in looked_at(base, repo, path, some):
+                    _keep(base, repo, hash_, of, made)
+                    store.edited(base, repo, hash_, done)
+                    add(1)
     return len(todo)
+
+
+def _keep(base: sqlite3.Connection, repo: str, hash_: str, of: Mapping[str, str], made: Classifier) -> None:
+    """Say of a commit whether it is a fix, and of what."""
+    fix = decided(made, of)
+    said = {"fix": fix}
+    if fix.word == FIX[0]:
+        said |= {dimension: verdict(made.dimensions[dimension], of) for dimension in DIMENSIONS}
+    for dimension, one in said.items():
+        told = (repo, hash_, dimension, one.word, one.confidence, RULES, made.digest)
+        store.say(base, told, one.evidence)
 
 
 def _hashes(base: sqlite3.Connection, query: str, *values: str) -> list[str]:
@@ -136,9 +143,9 @@ def _by_model(
     todo = [(repo, hash_) for repo, hash_ in rows if repo in where][:at_most]
     asked = unread = in_a_row = 0
     with busy(f"asking {endpoint.model}", len(todo), unit="fixes") as add:
-        for start in range(0, len(todo), AT_ONCE):
+        for start in range(0, len(todo), ANSWERS):
             with store.opened(mined) as base:
-                for repo, hash_ in todo[start : start + AT_ONCE]:
+                for repo, hash_ in todo[start : start + ANSWERS]:
                     try:
                         words, why = endpoint.ask(shown(base, repo, where[repo], hash_))
                     except Unreachable as error:

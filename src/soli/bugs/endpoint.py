@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from soli.core.errors import SoliError, needing
 HERE = ("127.0.0.1", "localhost", "::1")
 SECONDS = 120.0
 TRIES = 2
+LONGEST = 2 * SECONDS
 LONG = 200  # characters of a reason that are kept
 
 
@@ -44,11 +46,18 @@ class Endpoint:
                 "a key is not sent over a connection that others can read", got=self.url, allowed="https://"
             )
         with needing("asking a model needs a package that is not installed", "bugs"):
-            from openai import DefaultHttpxClient, OpenAI
+            from openai import AsyncOpenAI, DefaultAsyncHttpxClient
         # no proxy stands between this machine and itself
-        client = DefaultHttpxClient(trust_env=False) if where.hostname in HERE else None
-        own: dict[str, Any] = {"timeout": SECONDS, "max_retries": TRIES, "http_client": client}
-        self._client = OpenAI(base_url=self.url, api_key=self.key or "none", **own)
+        own = lambda: DefaultAsyncHttpxClient(trust_env=False) if where.hostname in HERE else None
+        more: dict[str, Any] = {"timeout": SECONDS, "max_retries": TRIES}
+        key = self.key or "none"
+        self._client = lambda: AsyncOpenAI(base_url=self.url, api_key=key, http_client=own(), **more)
+
+    async def _answer(self, said: list[dict[str, str]]) -> Any:
+        """A client for each, as its connections belong to one loop; a library's own time-out is of each read and not of an answer."""
+        async with self._client() as client:
+            asked = client.chat.completions.create(model=self.model, temperature=0, messages=said)
+            return await asyncio.wait_for(asked, LONGEST)
 
     def ask(self, shown: str) -> tuple[dict[str, str], str]:
         """A word for each dimension, and why. Unreachable or Nonsense where there is no answer."""
@@ -56,7 +65,9 @@ class Endpoint:
 
         try:
             said = [{"role": "system", "content": instructions()}, {"role": "user", "content": shown}]
-            answer = self._client.chat.completions.create(model=self.model, temperature=0, messages=said)
+            answer = asyncio.run(self._answer(said))
+        except TimeoutError as error:
+            raise Unreachable(f"no whole answer in {LONGEST:g} s") from error
         except json.JSONDecodeError as error:
             raise Nonsense(f"no JSON: {error}") from error
         except (BadRequestError, UnprocessableEntityError) as error:

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,8 @@ from soli.core.progress import busy
 API = "https://api.github.com/graphql"
 PAGE = 50
 TRIES = 5
+HOUR = 3600  # seconds: GitHub counts requests by the hour
+LONG = 200  # characters of an answer that are shown
 FIELDS = {"labels": "name", "reviews": "author { login }"}
 """Of the lists that requests and issues have, each in pages of its own."""
 
@@ -53,6 +56,7 @@ query($owner: String!, $name: String!, $after: String, $count: Int!) {{
   }}
 }}
 """
+REQUEST = {"number", "hash", "title", "labels", "opened", "merged", "reviewers", "closes"}
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
 """A query and its variables; what GitHub answers."""
 
@@ -73,6 +77,8 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
             "a token is not sent over a connection that others can read", got=api, allowed="https://"
         )
     after, count = _begun(out, repo)
+    if not out.parent.is_dir():
+        raise SoliError("there is no such folder", got=str(out.parent), fix="another --out")
     ask: Ask = lambda query, variables: _asked(api, token, query, variables, pause)
     with out.open("a", encoding="utf-8") as file, busy(f"exporting {repo}", unit="requests") as add:
         if not out.stat().st_size:
@@ -94,7 +100,7 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
 def load(base: sqlite3.Connection, path: Path) -> tuple[str, int, int]:
     """Into what `soli bugs mine` made: the repository, requests of which it has the commit, and all."""
     lines = _lines(path)
-    repo = lines[0]["repo"]
+    repo = _called(base, lines[0]["repo"])
     found = 0
     requests = [one for one in lines[1:] if "number" in one]
     numbers = dict(base.execute("SELECT pull, hash FROM change WHERE repo = ? AND pull IS NOT NULL", (repo,)))
@@ -114,6 +120,19 @@ def load(base: sqlite3.Connection, path: Path) -> tuple[str, int, int]:
                     "INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'github')", (repo, hash_, issue["number"])
                 )
     return repo, found, len(requests)
+
+
+def _called(base: sqlite3.Connection, repo: str) -> str:
+    """What the history of owner/name is called there: so, or by its folder alone. SoliError where it was not mined."""
+    known = {name for (name,) in base.execute("SELECT repo FROM history")}
+    found = next((name for name in (repo, repo.partition("/")[2]) if name in known), None)
+    if found is None:
+        raise SoliError(
+            "this is an export of a history that was not mined into this file",
+            got=f"{repo} (it has {', '.join(sorted(known))})",
+            fix="mine its clone too, in a folder of the repository's name",
+        )
+    return found
 
 
 def _request(node: dict[str, Any], ask: Ask) -> dict[str, Any]:
@@ -183,8 +202,12 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if not lines or lines[0].get("format") != 1 or "cursor" not in lines[-1]:
+        if not all(isinstance(line, dict) for line in lines):
+            raise ValueError("a line is no object")
+        if not lines or lines[0].get("format") != 1 or "repo" not in lines[0] or "cursor" not in lines[-1]:
             raise ValueError("it does not begin and end as an export does: was it interrupted?")
+        if lacking := [i for i, line in enumerate(lines, 1) if "number" in line and not set(line) >= REQUEST]:
+            raise ValueError(f"line {lacking[0]} is no whole request")
     except (OSError, ValueError) as error:
         raise SoliError(
             "this is no export of GitHub's",
@@ -199,35 +222,60 @@ def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: f
     body = json.dumps({"query": query, "variables": variables}).encode()
     headers = {"Authorization": f"bearer {token}", "Content-Type": "application/json", "User-Agent": "soli"}
     said = ""
-    for attempt in _attempts(pause):
+    for _ in _attempts(pause):
         try:
-            with urllib.request.urlopen(urllib.request.Request(api, body, headers), timeout=60) as answer:
-                told = json.loads(answer.read())
+            with _OPENER.open(urllib.request.Request(api, body, headers), timeout=60) as answer:
+                told, sent = json.loads(answer.read()), answer.headers
         except urllib.error.HTTPError as error:
-            said = f"{error.code} {error.reason}"
+            said = f"{error.code} {error.reason} {error.read(LONG).decode(errors='replace')}".strip()
             if error.code == 401:
                 raise SoliError(
                     "GitHub does not take this token", got=said, fix="GITHUB_TOKEN=... that is valid"
                 ) from error
-            wait = error.headers.get("Retry-After") or ""
-            if error.code in (403, 429) and wait.isdigit():
-                time.sleep(min(int(wait), 3600))
-            elif error.code < 500 and error.code not in (403, 429):
+            if error.code < 500 and error.code not in (403, 429):
                 raise failure("GitHub refused the request", got=said) from error
+            _wait(error.headers)
             continue
-        except (urllib.error.URLError, TimeoutError, json.JSONDecodeError) as error:
-            said = str(error)
+        except (OSError, HTTPException, json.JSONDecodeError) as error:
+            said = str(error) or type(error).__name__
             continue
-        if told.get("errors"):
-            said = "; ".join(str(one.get("message")) for one in told["errors"])
-            if any(one.get("type") == "RATE_LIMITED" for one in told["errors"]) and attempt < TRIES - 1:
-                continue
-            raise failure("GitHub refused the request", got=said)
-        data: dict[str, Any] = told["data"]
+        errors = told.get("errors") if isinstance(told, dict) else None
+        if errors and any(one.get("type") == "RATE_LIMITED" for one in errors):
+            said = _messages(errors)
+            _wait(sent)
+            continue
+        data = None if errors or not isinstance(told, dict) else told.get("data")
+        if not isinstance(data, dict) or None in data.values():
+            raise failure(
+                "GitHub refused the request", got=_messages(errors) if errors else repr(told)[:LONG]
+            )
         return data
     raise failure(
         "GitHub does not answer", got=f"{said}, {TRIES} times", fix="the same command later goes on from here"
     )
+
+
+def _messages(errors: list[dict[str, Any]]) -> str:
+    return "; ".join(str(one.get("message")) for one in errors)
+
+
+def _wait(headers: Any) -> None:
+    """As long as GitHub says, before it answers again."""
+    wait, reset = headers.get("Retry-After") or "", headers.get("X-RateLimit-Reset") or ""
+    if not wait.isdigit() and reset.isdigit() and headers.get("X-RateLimit-Remaining") == "0":
+        wait = str(max(int(reset) - int(time.time()) + 1, 0))
+    if wait.isdigit():
+        time.sleep(min(int(wait), HOUR))
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Where an answer points elsewhere the token would go there too."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def _attempts(pause: float) -> Iterator[int]:

@@ -7,7 +7,9 @@ pager of the repository is used, and nothing is fetched.
 
 from __future__ import annotations
 
+import codecs
 import os
+import secrets
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ from typing import IO
 from soli.core.errors import SoliError
 
 FIELDS = ("%H", "%P", "%at", "%ct", "%B")
-MARK, PART, END = "\x1e", "\x1f", "\x1d"
+MARK, PART, END = (f"{sign}{secrets.token_hex(8)}" for sign in "\x1e\x1f\x1d")
+"""What stands between commits and their fields: no message can have it."""
+LATEST = 253402300799  # the last second of the year 9999: git takes any number for a date
 SAFE = (
     "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "diff.external=", "-c", "core.quotePath=off",
     "-c", "log.showSignature=false", "-c", "diff.renameLimit=400", "-c", "protocol.allow=never",
@@ -100,6 +104,15 @@ def check(path: Path) -> int:
                 allowed="a whole clone",
                 fix="git clone without --filter",
             )
+    status, inside, _ = asked(path, "rev-parse", "--show-prefix")
+    if inside:
+        raise SoliError(
+            "this is a folder of a repository, and a history is of all of it",
+            got=str(path),
+            fix=asked(path, "rev-parse", "--show-toplevel")[1],
+        )
+    if asked(path, "rev-parse", "--verify", "HEAD")[0] and not asked(path, "rev-list", "-n1", "--all")[1]:
+        raise SoliError("the history has no commits", got=str(path))
     status, count, error = asked(path, "rev-list", "--count", "HEAD")
     if status:
         raise SoliError(
@@ -107,8 +120,6 @@ def check(path: Path) -> int:
             got=f"{path}: {_last(error)}",
             fix="clone it again; git fsck says what is damaged",
         )
-    if count == "0":
-        raise SoliError("the history has no commits", got=str(path))
     return int(count)
 
 
@@ -129,7 +140,8 @@ def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
         hash_, parents, written, committed, message = fields
         subject, _, body = message.strip().partition("\n")
         count += 1
-        times, files = (int(written), int(committed)), found.get(hash_, ())
+        times = (_time(written or committed), _time(committed or written))
+        files = found.get(hash_, ())
         yield Commit(hash_, tuple(parents.split()), *times, subject.strip(), body.strip(), files)
     if count != wanted:
         raise SoliError(
@@ -142,9 +154,9 @@ def _chunks(path: Path, words: tuple[str, ...]) -> Iterator[tuple[list[str], tup
     with git(path, *words) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        rest = ""
+        rest, text = "", codecs.getincrementaldecoder("utf-8")("surrogateescape")
         while block := process.stdout.read(1 << 20):
-            *whole, rest = (rest + block.decode(errors="surrogateescape")).split(MARK)
+            *whole, rest = (rest + text.decode(block)).split(MARK)
             yield from (_parsed(one) for one in whole if one)
         if rest:
             yield _parsed(rest)
@@ -170,13 +182,17 @@ def _parsed(text: str) -> tuple[list[str], tuple[File, ...]]:
 
 def _files(text: str) -> Iterator[File]:
     """The lines of --numstat -z: "added TAB deleted TAB path NUL", or of a rename "... TAB NUL before NUL after NUL"."""
-    words = iter(text.replace("\n", "").split("\0")) if "\t" in text else iter(())
+    words = iter(text.split("\0")) if "\t" in text else iter(())
     for word in words:
         if "\t" not in word:
             continue
-        added, deleted, name = word.split("\t", 2)
+        added, deleted, name = word.lstrip("\n").split("\t", 2)
         was = "" if name else next(words)
         yield File(name or next(words), was, _number(added), _number(deleted))
+
+
+def _time(word: str) -> int:
+    return min(max(int(word or 0), 0), LATEST)
 
 
 def _number(word: str) -> int:

@@ -11,6 +11,7 @@ from soli.bugs.agreement import Kappa, confusion, kappa
 from soli.bugs.labels import Label, by_labeller
 from soli.bugs.mine import share
 from soli.bugs.taxonomy import DIMENSIONS
+from soli.core.errors import SoliError
 
 ALL = "all of them"
 
@@ -40,6 +41,13 @@ def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
                 "SELECT repo, hash, dimension, word, confidence FROM class"
             )
         }
+    labels = list(labels)
+    if not any((one.repo, one.commit, dimension) in said for one in labels for dimension in DIMENSIONS):
+        raise SoliError(
+            "none of these labels is of a fix that this file has",
+            got=f"{mined}: {', '.join(sorted({repo for repo, *_ in said})) or 'nothing is classified'}; labels of {', '.join(sorted({one.repo for one in labels}))}",
+            fix="mine and classify their histories too",
+        )
     by, found = by_labeller(labels), []
     for dimension in DIMENSIONS:
         words = {

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from soli.bugs import store
 from soli.bugs.agreement import Kappa, kappa
+from soli.bugs.catalogue import mechanisms
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import Problem, SoliError, raise_all
 
@@ -87,17 +88,22 @@ def write(path: Path, labels: Iterable[Label]) -> None:
 
 
 def draw(
-    base: sqlite3.Connection, seed: int, counts: Mapping[str, int], without: Collection[str] = ()
+    base: sqlite3.Connection,
+    seed: int,
+    counts: Mapping[str, int],
+    without: Collection[str] = (),
+    of: Collection[str] | None = None,
 ) -> tuple[dict[str, list[tuple[str, str]]], dict[str, int]]:
     """Repository and hash of so many commits of each sample, uniformly, and how many each stands for.
 
     The same seed, file and counts give the same ones (Python's Mersenne twister). `without`: hashes that were read while the rules
-    were made.
+    were made; `of`: repositories to draw from, left out: all.
     """
     places = {"fix": "fix", "rest": "other"}
     random, drawn, population = Random(seed), {}, {}
     for name in SAMPLES:
         rows = sorted(base.execute(f"SELECT repo, hash FROM {places[name]}"))
+        rows = rows if of is None else [row for row in rows if row[0] in of]
         population[name] = len(rows)
         rows = [row for row in rows if row[1] not in without]
         if len(rows) < counts[name]:
@@ -119,6 +125,8 @@ def wrong(one: Label) -> list[tuple[str, str]]:
         word = getattr(one, name)
         if (one.fix == "yes" or word) and word not in known:
             found.append((f"'{name}' says none of {', '.join(known)}", word))
+    if one.mechanism and one.mechanism not in mechanisms():
+        found.append((f"'mechanism' says none of {', '.join(mechanisms())}", one.mechanism))
     return found
 
 

@@ -16,8 +16,10 @@ from soli.core.errors import SoliError
 LINES = 400  # of a diff that a person is shown
 
 
-def drawn(path: Path, mined: Path, seed: int, counts: Mapping[str, int]) -> dict[str, Any]:
-    """What the file says; if there is none, what is drawn now, which is kept in it."""
+def drawn(
+    path: Path, mined: Path, seed: int, counts: Mapping[str, int], repos: Collection[Path] = ()
+) -> dict[str, Any]:
+    """What the file says; if there is none, what is drawn now of these histories (left out: of all), which is kept in it."""
     if path.exists():
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
@@ -29,8 +31,10 @@ def drawn(path: Path, mined: Path, seed: int, counts: Mapping[str, int]) -> dict
             ) from error
         return dict(said)
     with store.opened(mined) as base:
-        commits, population = labels.draw(base, seed, counts)
         heads = base.execute("SELECT repo, head, rules FROM history ORDER BY repo").fetchall()
+        of = set(by_name(repos)) or {repo for repo, *_ in heads}
+        commits, population = labels.draw(base, seed, counts, of=of)
+        heads = [row for row in heads if row[0] in of]
     said = {
         "seed": seed, "population": population, "drawn": dict(counts), "rules": sorted({rules for *_, rules in heads}),
         "heads": {repo: head for repo, head, _ in heads}, "commits": commits,

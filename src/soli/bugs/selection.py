@@ -89,7 +89,14 @@ def written(own: str, path: Path | None) -> tuple[dict[str, Any], str]:
 def rules(path: Path | None = None) -> Rules:
     """soli's own, or a file's. SoliError with all that is wrong in it."""
     said, digest = written("selection.toml", path)
-    wrong: list[Problem] = []
+    wrong: list[Problem] = [
+        Problem(f"'{key}' is a list of tables", got=repr(said[key])[:80], allowed=f"[[{key}]]")
+        for key in ("kind", "rule")
+        if not (
+            isinstance(said.get(key, []), list) and all(isinstance(one, dict) for one in said.get(key, []))
+        )
+    ]
+    raise_all(wrong)
     kinds = tuple((one.get("name", ""), _pattern(one, "path", wrong)) for one in said.get("kind", []))
     made = tuple(_rule(one, wrong) for one in said.get("rule", []))
     if not made or made[-1].match.pattern:

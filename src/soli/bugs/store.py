@@ -106,7 +106,10 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
     fresh = not path.exists()
     if fresh and not made:
         raise SoliError("there is no such file", got=str(path), fix=f"soli bugs mine ... --out {path}")
-    base = sqlite3.connect(path)
+    try:
+        base = sqlite3.connect(path)
+    except sqlite3.OperationalError as error:
+        raise SoliError("this file cannot be opened", got=f"{path}: {error}", fix="another --out") from error
     try:
         base.execute("PRAGMA foreign_keys = ON")
         found = 0 if fresh else base.execute("PRAGMA user_version").fetchone()[0]
@@ -126,6 +129,8 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
             raise SoliError(
                 "another command is writing this file", got=str(path), fix="wait for it"
             ) from error
+        if "readonly" in str(error) or "unable to open" in str(error):
+            raise SoliError("this file cannot be written", got=f"{path}: {error}") from error
         raise SoliError(
             "this file is no SQLite database, or is damaged",
             got=f"{path}: {error}",
@@ -136,15 +141,17 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
 
 
 def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: Rules) -> tuple[int, int]:
-    """Keep a history's commits; how many there are, and how many of them are new. What rules of another text decided is decided again."""
+    """Keep a history's commits; how many there are, and how many of them are new. What rules of another text decided is decided again, and what
+    HEAD has no more goes. SoliError where it has none of what is kept: another history is called so."""
     before = base.execute("SELECT rules FROM history WHERE repo = ?", (repo,)).fetchone()
     known = {hash_ for (hash_,) in base.execute("SELECT hash FROM change WHERE repo = ?", (repo,))}
     base.execute("INSERT OR IGNORE INTO history VALUES (?, '', 0, ?)", (repo, rules.digest))
     again = before is not None and before[0] != rules.digest
     if again:  # what fixes are of hangs on which they are
         base.execute("DELETE FROM verdict WHERE repo = ? AND by = 'rules'", (repo,))
-    head, count, new = "", 0, 0
+    head, count, new, gone = "", 0, 0, set(known)
     for commit in commits:
+        gone.discard(commit.hash)
         head, count = head or commit.hash, count + 1
         if commit.hash not in known:
             _insert(base, repo, commit, rules)
@@ -159,6 +166,14 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
                 "UPDATE file SET kind = ? WHERE repo = ? AND hash = ? AND path = ?",
                 [(rules.kind(f.path), repo, commit.hash, f.path) for f in commit.files],
             )
+    if known and gone == known:
+        raise SoliError(
+            "another history of this name is in this file",
+            got=repo,
+            fix="mine into another file, or name the folder owner+name",
+        )
+    for table in ("verdict", "edited", "closed", "file", "change"):
+        base.executemany(f"DELETE FROM {table} WHERE repo = ? AND hash = ?", [(repo, h) for h in gone])
     base.execute(
         "UPDATE history SET head = ?, commits = ?, rules = ? WHERE repo = ?",
         (head, count, rules.digest, repo),

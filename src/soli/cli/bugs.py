@@ -224,7 +224,7 @@ def label(
     if labels.exists():
         rows.read(labels)  # what is wrong with it is said here, and not on the page
     before = sample.exists()
-    said = of.drawn(sample, db, seed, {"fix": fixes, "rest": rest})
+    said = of.drawn(sample, db, seed, {"fix": fixes, "rest": rest}, repos)
     if before:
         print(f"The commits that {sample} has: --fixes, --rest and --seed draw into another --sample.")
     label_page.serve(of.items(said, db, repos), labels, labeller, "a person", port)
