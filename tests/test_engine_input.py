@@ -237,7 +237,7 @@ def test_losses_of_float32_add_up_in_float64(coupled: bool) -> None:
     """Models from elsewhere cast so: rows that are apart differ by float32's rounding, and coupled ones by more."""
     model = Casting().double()
     engine = parallelize(
-        model, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2,accumulate=2"
+        model, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1,accumulate=2"
     )
     generator = torch.Generator().manual_seed(0)
     x, targets = (torch.randn(14, n, generator=generator, dtype=torch.float64) for n in (5, 3))

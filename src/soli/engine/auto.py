@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 from dataclasses import asdict, replace
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from soli.core import copies
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
@@ -414,7 +414,7 @@ def _copied(program: Program) -> Any:
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in program.model.parameters() if is_deferred(p)
     }
-    return copy.deepcopy((program.model, program.optimizer), memo)
+    return copies.deep((program.model, program.optimizer), memo)
 
 
 def _asked(option: Option) -> Plan:

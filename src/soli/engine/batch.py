@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, SoliError, listed, raise_all
 from soli.core.layout import even_parts
 from soli.core.plan import Plan
+from soli.parallel import partial
 
 MODEL_INPUTS = "the model is called with those entries of the batch that its forward names, or all where it names none but **kwargs"
 
@@ -41,6 +42,16 @@ class Part:
 def rows_of(batch: Any) -> int:
     """The number of rows of a batch: the length of dim 0, which its tensors agree on."""
     leaves, _ = tree_flatten_with_path(batch)
+    sparse = [
+        _path(path) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout != torch.strided
+    ]
+    if sparse:
+        raise SoliError(
+            "the batch has sparse tensors, whose rows cannot be taken apart",
+            got=listed(sparse),
+            fix="give their indices and values, padded to the same number a row, and make them in the forward; or to_dense()",
+            everywhere=True,
+        )
     sizes = {
         _path(path): leaf.shape[0] for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0
     }
@@ -54,7 +65,7 @@ def rows_of(batch: Any) -> int:
     if len(set(sizes.values())) > 1:
         raise SoliError(
             "the tensors of the batch do not agree on the number of rows (dim 0)",
-            got=", ".join(f"{name}: {size}" for name, size in sizes.items()),
+            got=listed([f"{name}: {size}" for name, size in sizes.items()]),
             fix="give every tensor the batch on dim 0; what is the same for all rows goes in as a 0-d tensor, "
             "a number, or into the model",
             everywhere=True,
@@ -146,10 +157,13 @@ class Caller:
         if isinstance(batch, dict):
             raise_all(self._problems(batch), everywhere=True)
             names = batch if self.every else [name for name in self.named if name in batch]
-            return self.model(**{name: batch[name] for name in names})
-        if isinstance(batch, tuple | list):
-            return self.model(*batch[:-1]) if len(batch) > 1 else self.model(batch[0])
-        return self.model(batch)
+            args, kwargs = [], {name: batch[name] for name in names}
+        elif isinstance(batch, tuple | list):
+            args, kwargs = list(batch[:-1] if len(batch) > 1 else batch), {}
+        else:
+            args, kwargs = [batch], {}
+        with partial.calling():
+            return self.model(*args, **kwargs)
 
     def _problems(self, batch: dict[str, Any]) -> list[Problem]:
         missing = [name for name in self.required if name not in batch]

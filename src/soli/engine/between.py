@@ -10,6 +10,7 @@ from torch import nn
 
 from soli.core.errors import Problem, listed, listing, raise_all
 from soli.core.events import events
+from soli.engine import optimizer as optimizers
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -28,13 +29,15 @@ def training(model: nn.Module) -> bool:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Every module has the mode afterwards that it had before."""
+    """Every module has the mode afterwards that it had before, and was told so: train() of some does more than to keep a flag
+    (LoRA's merge their weights for evaluation)."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, mode in modes:  # from the outside in, as each tells those inside it
+            if module.training != mode:
+                module.train(mode)
 
 
 class Given:
@@ -45,6 +48,7 @@ class Given:
         self.frozen = [param.requires_grad for param in self.named.values()]
         self.hooks = {name: _hooks(param) for name, param in self.named.items()}
         self._said = False
+        self.optimizer: tuple[Any, list[int]] | None = None
 
     def check(self, engine: Engine) -> None:
         """Raises SoliError with all that was changed. The program is the same on every rank, and so is this."""
@@ -78,6 +82,29 @@ class Given:
                 fix="register them before soli.parallelize",
             )
         yield from _replaced(engine)
+        yield from self._optimizer(engine)
+
+    def _optimizer(self, engine: Engine) -> Iterator[Problem]:
+        """What was changed of the optimizer since the model was laid over the ranks."""
+        if self.optimizer is None:
+            return
+        plan = engine.plan
+        if plan.zero == 0 and plan.tp == 1 and plan.pp == 1:
+            return
+        made, params = self.optimizer
+        if engine.optimizer is not made or params != _ids(made):
+            yield Problem(
+                "the optimizer, or which parameters it has, was changed after soli.parallelize",
+                got="another optimizer"
+                if engine.optimizer is not made
+                else f"{len(_ids(made))} parameters, {len(params)} before",
+                fix="give soli.parallelize all parameters that are to train at any time: a group's lr may be 0 until then",
+            )
+        yield from optimizers.hooked(engine.optimizer, plan)
+
+    def laid(self, optimizer: Any) -> None:
+        """The model lies on the ranks, and the optimizer has their parts."""
+        self.optimizer = (optimizer, _ids(optimizer))
 
     def begin(self, engine: Engine) -> None:
         """Training mode; said once where the program had put the whole model into evaluation mode."""
@@ -88,6 +115,10 @@ class Given:
                 "frozen statistics, put the modules inside it in eval(), and not the model",
                 shown=engine.rank == 0,
             )
+
+
+def _ids(optimizer: Any) -> list[int]:
+    return [id(param) for group in optimizer.param_groups for param in group["params"]]
 
 
 def _hooks(param: nn.Parameter) -> list[Any]:

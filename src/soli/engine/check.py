@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from soli.core.errors import SoliError
+from soli.core.events import events
 from soli.engine import coupling
 from soli.engine.batch import Part, few, part_of, take, to_device
 from soli.engine.contract import rounding
@@ -34,6 +35,7 @@ class FirstStep:
     def __init__(self) -> None:
         self.modes: list[bool] | None = None
         self._losses: list[float] | None = None
+        self.loss_seen = False  # whether what it trains was looked at
 
     def before(self, engine: Engine, example: Any) -> None:
         """What is looked at while every rank has the whole weights, if it has; else it is gathered in `check`."""
@@ -56,15 +58,20 @@ class FirstStep:
         with Differentiating(engine.plan), looked_at(model, engine.plan) as effects:
             try:
                 whole = _run(engine, data, rows)
-            except RuntimeError:  # under zero=3 there may be nothing to write into
+            except RuntimeError as error:  # under zero=3 there may be nothing to write into
                 effects.explain(engine.plan)
+                if rows < part.total:
+                    error.add_note(
+                        f"soli: on {rows} of the batch's {part.total} rows. If the model runs on all of them alone (plan dp=1), as on the "
+                        "nodes of a graph, they are no rows that can be shared out: let a row be what is computed by itself (one graph)"
+                    )
                 raise
         weights = {} if engine.plan.zero == 3 else effects.before  # there they are gone by now
         start |= weights
         before, changes = kept.values(model, weights), kept.Changes(weights)
         moved = kept.changed(model, start)
         aside = len(moved) > len(kept.in_state(model, moved))
-        parts = [(0, cut), (cut, rows)]
+        parts = [(0, cut), (cut, rows)] if _in_parts(engine, data, cut) else []
         idle = False  # whether nothing comes of attributes, as of results that a module keeps for others to look at
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
             changes.once.append(moved)  # two parts of one size are alike to what counts rows
@@ -87,7 +94,7 @@ class FirstStep:
         first = _counts_first(engine, data, rows, whole)
         if idle:
             changes = changes.in_state(model)
-        apart, repeats = not _adds_up(sums, engine), True
+        apart, repeats = bool(parts) and not _adds_up(sums, engine), True
         if _anywhere(engine, apart, "whether losses do not add up"):
             repeats = _same(_run(engine, data, rows), whole)
             kept.restore(model, before)
@@ -100,12 +107,14 @@ class FirstStep:
             engine.loss_fn.explain(engine.plan)
             if apart and not repeats and engine.plan.pieces > 1:
                 _refuse_memory(engine)
-            _explain(sums, [rows, cut, rows - cut], engine)
+            if parts:
+                _explain(sums, [rows, cut, rows - cut], engine)
             if first is not None:
                 _refuse_shift(first)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
-        coupling.check(engine, coupling.measured(engine, part) if self._losses is None else self._losses)
+        if parts:
+            coupling.check(engine, coupling.measured(engine, part) if self._losses is None else self._losses)
         self.modes = _modes(model)
 
 
@@ -123,6 +132,29 @@ def _run(engine: Engine, data: Any, rows: int, part: bool = False) -> tuple[floa
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")
     total, count = sums.tolist()
     return total, count
+
+
+def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
+    """Whether the model runs on its first rows alone: a graph's nodes do not. SoliError where the plan has to take them apart."""
+    try:
+        with kept.unchanged(engine.model):
+            _run(engine, take(data, 0, rows), rows, part=True)
+    except SoliError:
+        raise
+    except Exception as error:  # of somebody's model
+        said = f"{type(error).__name__}: {error}".split("\n")[0]
+        if engine.plan.pieces > 1:
+            raise SoliError(
+                "the model does not run on a part of the batch's rows",
+                got=said,
+                allowed="rows that are computed by themselves, however many there are",
+                fix="let a row be what is computed by itself (one graph, one sequence with its state), or run with dp=1, tensor=1d and no "
+                "accumulate or microbatches",
+            ) from error
+        text = f"the loss was not checked to be a sum over rows, as the model does not run on a part of them: {said}"
+        events.note(text, shown=engine.rank == 0)
+        return False
+    return True
 
 
 def _same(a: tuple[float, float], b: tuple[float, float]) -> bool:
@@ -193,7 +225,7 @@ def _explain(sums: list[tuple[float, float]], rows: list[int], engine: Engine) -
     (whole, count), (first, count1), (second, count2) = sums
     if any(value - value != 0 for value, _ in sums):
         return  # not finite: the step itself reports it
-    if count != count1 + count2:
+    if abs(count - count1 - count2) > (rounding(engine, count) * count if count % 1 else 0):
         raise SoliError(
             "the loss's count does not add up over the rows of the batch",
             got=f"{count:g} for {rows[0]} rows, {count1:g} + {count2:g} for its two parts",

@@ -16,7 +16,7 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import between, deciding, layout, microbatch, norm, pipelined, same
+from soli.engine import between, deciding, layout, microbatch, norm, pipelined, rng, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, rows_of, to_device
@@ -38,7 +38,6 @@ from soli.parallel.pipeline.run import Pipeline
 from soli.parallel.randomness import Randomness
 from soli.parallel.statistics import Statistics
 from soli.parallel.tensor.cut import Run, running
-from soli.parallel.tensor.moves import collected
 from soli.parallel.units import named_once
 from soli.planner.legality import resolve
 
@@ -183,6 +182,7 @@ class Engine:
         return self._mesh
 
     @noted
+    @rng.kept()
     def lay(self, example: Any) -> None:
         """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
         if self.parallel is not None:
@@ -200,6 +200,8 @@ class Engine:
         cutting = pipelined.cutting_of(self, example) if self.plan.pp > 1 else None
         self.parallel = apply(self.model, self.plan, self.mesh, roles, cutting)
         optimizers.exchange(self.optimizer, self.laid.slots, self.laid.absent)
+        optimizers.guard(self.optimizer, self.plan)
+        self._given.laid(self.optimizer)
         if cutting is not None:
             self.pipeline = pipelined.build(self, cutting)
         if sample is not None:
@@ -237,13 +239,6 @@ class Engine:
     def _levels(self) -> list[Run]:
         return [] if self.parallel is None else self.parallel.levels
 
-    def whole(self, param: nn.Parameter, local: Tensor) -> Tensor:
-        """The whole tensor of which every rank of tp has the part that it has of a parameter. Collective."""
-        tensor = self.parallel.tensor if self.parallel is not None else None
-        for axis, split in reversed(tensor.splits.get(id(param), {}).items()) if tensor is not None else ():
-            local = collected(local, split, self.mesh[axis], "a cut tensor, whole")
-        return local
-
     @property
     def dp(self) -> Axis:
         return self.mesh.dp
@@ -278,7 +273,8 @@ class Engine:
         self._given.begin(self)
         self._finish_gathers()
         if self._first.wanted(self.model, part, self.dp.size):
-            self._first.check(self, part)
+            with rng.kept():
+                self._first.check(self, part)
         if self._watch is not None:
             self._watch.begin(self)
         self.laid.reducer.begin_step()
@@ -430,16 +426,19 @@ class Engine:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the counted targets of all batches; the model in eval mode and no gradients."""
         self._finish_gathers()
-        found, seen = torch.zeros(2, dtype=torch.float64), 0.0
+        found, seen, rows = torch.zeros(2, dtype=torch.float64), 0.0, 0
         with between.modes_kept(self.model), self.loss_fn.going_on():
             self.model.eval()
             for batch in batches:
                 self.decide(batch, 0)
                 part = part_of(batch, self.dp.size, self.dp.index)
                 need_rows(part, self.dp.size, self.plan)
-                self.lay(part)
+                with torch.enable_grad():  # the layout is checked with gradients
+                    self.lay(part)
                 data = to_device(part.data, self.device) if part.rows else None
-                found += torch.tensor(self.forward_only(data), dtype=torch.float64)
+                with self.randomness.evaluating(self.step_count, rows + part.start, part.rows):
+                    found += torch.tensor(self.forward_only(data), dtype=torch.float64)
+                rows += part.total
                 seen += 0.0 if isinstance(batch, Part) else same.mark(self, batch)
         sums = torch.cat([found, torch.zeros(self.dp.size, dtype=torch.float64)])
         sums[2 + self.dp.index] = seen

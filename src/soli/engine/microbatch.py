@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError
@@ -51,12 +51,36 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
     return value, count
 
 
+def _need_own(engine: Engine, total: Tensor) -> None:
+    """SoliError where the loss trains parameters that are not the model's: nobody sums their gradients."""
+    own, seen, todo = {id(p) for p in engine.model.parameters()}, set(), [total.grad_fn]
+    strange = 0
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        strange += isinstance(leaf, nn.Parameter) and id(leaf) not in own
+        todo += [following for following, _ in node.next_functions]
+    if strange:
+        raise SoliError(
+            f"the loss trains {strange} parameters that are not the model's: no rank sums their gradients, which are of its own rows",
+            allowed="parameters of the model that soli.parallelize was given",
+            fix="make the criterion a module of the model, whose forward returns what it makes; its options can be a parameter group's",
+            everywhere=True,
+        )
+
+
 def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
     """Total and count. Without counted targets there is no gradient: the total may be 0/0, and nobody differentiates it.
 
     On a grid others wait in the backward for this rank's part of their products: zeros go back instead.
     """
     total, count = total_and_count(engine.loss_fn(output, data))
+    if engine.plan.pieces > 1 and total.grad_fn is not None and not engine._first.loss_seen:
+        _need_own(engine, total)
+        engine._first.loss_seen = True
     if engine.mesh.all.simulated and torch.is_grad_enabled():
         count = count or 1.0  # other rows have targets
     elif not count and not total.is_meta and torch.isfinite(total) and total != 0:

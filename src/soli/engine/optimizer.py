@@ -75,8 +75,12 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
             fix="build the model without soli.deferred(), or use zero=0 and tp=1",
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        yield Problem("LBFGS evaluates the loss several times a step, and engine.step does so once")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        yield Problem(
+            f"{type(optimizer).__name__} evaluates the loss several times a step, by a closure, and engine.step does so once",
+            allowed="an optimizer whose step() needs no closure, such as AdamW or SGD",
+        )
     elif (plan.zero > 0 or plan.tp > 1) and not elementwise(optimizer):
         yield Problem(
             f"{type(optimizer).__name__} does not update element by element, so its states cannot be cut",
@@ -89,6 +93,11 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             got=f"pp={plan.pp}",
             allowed="pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)",
         )
+    yield from hooked(optimizer, plan)
+
+
+def hooked(optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Problem]:
+    """Hooks that would see a rank's parts."""
     kept = (
         vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")
     )  # a wrapper may have none
@@ -191,6 +200,20 @@ def _stepped(
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, Tensor) and x.numel() == 1 and not x.is_meta
+
+
+def guard(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Let state_dict() and load_state_dict() of an optimizer that has a rank's parts say so."""
+
+    def refuse(*_: Any) -> None:
+        raise SoliError(
+            "the optimizer has this rank's part of its states",
+            fix="engine.save(path) and engine.load(path) have them whole, and engine.global_state_dict(optimizer=True)",
+        )
+
+    if plan.zero or plan.tp > 1 or plan.pp > 1:
+        for when in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):
+            getattr(optimizer, when, lambda hook: None)(refuse)  # a wrapper may have none
 
 
 def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot], absent: Container[int] = ()) -> None:

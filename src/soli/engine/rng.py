@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -37,6 +39,16 @@ def restore(state: Tensor) -> None:
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     version, words, next_gauss = found["python"]
     random.setstate((version, tuple(words), next_gauss))
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """The generators are afterwards as they were before."""
+    before = state()
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def _tensor(text: str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from soli import checkpoint
+from soli.core import copies
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import rng
 from soli.engine.data import Position
-from soli.mesh.collectives import all_gather, all_reduce, broadcast, gather_json
+from soli.mesh.collectives import all_gather, all_reduce, barrier, broadcast, gather_json
+from soli.parallel.tensor.moves import collected
 from soli.parallel.units import Slot, Unit, cut_over, named_once
 from soli.parallel.wrapping import unwrap
 
@@ -40,10 +41,10 @@ def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
         flat = unit.whole(unit.shard, "parameters") if unit.zero and unit.shard is not None else None
         for slot in unit.slots:
             value = slot.param.detach().clone() if flat is None else _cut(flat, slot)
-            value = engine.whole(slot.param, value)
+            value = uncut(engine, slot.param, value)
             found |= {name: value for name in slot.names}
     for names, param in engine.laid.plain:
-        value = engine.whole(param, param.detach().clone())
+        value = uncut(engine, param, param.detach().clone())
         found |= {name: value for name in names}
     found |= {name: buffer.detach().clone() for name, buffer in _buffers(engine)}
     if engine.pipeline is not None:
@@ -99,7 +100,7 @@ def copy_model(engine: Engine) -> nn.Module:
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """A copy, with this rank's parameters, that computes without soli."""
-    plain = copy.deepcopy(model)
+    plain = copies.deep(model)
     for module in plain.modules():
         while unwrap(module):
             pass
@@ -114,13 +115,21 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "hook", hook).__module__).startswith("soli.")  # torch wraps some of them
 
 
+def uncut(engine: Engine, param: nn.Parameter, local: Tensor) -> Tensor:
+    """The whole tensor of which every rank of tp has the part that it has of a parameter. Collective."""
+    tensor = engine.parallel.tensor if engine.parallel is not None else None
+    for axis, split in reversed(tensor.splits.get(id(param), {}).items()) if tensor is not None else ():
+        local = collected(local, split, engine.mesh[axis], "a cut tensor, whole")
+    return local
+
+
 def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
     for unit in engine.laid.reducer.units:
         assert unit.grad_shard is not None, "every unit was reduced"
         flat = unit.whole(unit.grad_shard, "gradients")
         for slot in unit.slots:
-            found[slot.name] = engine.whole(slot.param, _cut(flat, slot)) * factor if slot.used else None
+            found[slot.name] = uncut(engine, slot.param, _cut(flat, slot)) * factor if slot.used else None
     if engine.pipeline is None:
         return found
     used = {
@@ -232,6 +241,7 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
     if engine.saving is not None:
         engine.saving.wait()
         engine.saving = None
+    barrier(engine.mesh.all, label="save(), which every rank calls")
     tensors = model_tensors(engine) | optimizer_tensors(engine)
     if engine.mesh.leads:  # one for each place on dp
         tensors[f"{RNG}{engine.dp.index}"] = from_whole(rng.state())
@@ -288,6 +298,9 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     if only_weights:
         text = f"{path} holds weights alone: optimizer, data position and step start anew"
         events.note(text, shown=engine.rank == 0)
+        engine.step_count = 0
+        for position in engine.positions.values():
+            vars(position).update(asdict(Position()))
         return {}
     # By place on dp: ranks that share rows draw alike. More places than were saved go on from the first's: random
     # numbers of one's own (in a dataset) then differ.
@@ -310,9 +323,8 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
         for unit in engine.laid.units:
             if unit.zero in (1, 2) and unit.full is not None and unit.shard is not None:
                 all_gather(unit.full, unit.shard, unit.shard_axis, label=f"parameters of {unit.name}")
-    if any(name.startswith("optimizer.") for name in manifest.tensors):
-        engine.optimizer.state.clear()
-        engine.optimizer.state.update(fresh)
+    engine.optimizer.state.clear()  # also where the checkpoint is of before the first step, or of weights alone
+    engine.optimizer.state.update(fresh)
     return state
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from soli.core.errors import SoliError, listed
 from soli.core.plan import Plan
 
-Value = Tensor | float | None
+Value = Tensor | float | None | tuple[Tensor, ...]  # an LSTM's state is a pair
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -71,7 +71,7 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
     for path, module in model.named_modules():
         for key, value in _attributes(module) if module in before.hooks else ():
             name = f"{path}.{key}".lstrip(".")
-            if isinstance(value, Tensor) and not tensors:
+            if isinstance(value, Tensor | tuple) and not tensors:
                 continue
             if name not in before:
                 del vars(module)[key]
@@ -101,10 +101,15 @@ def _attributes(module: nn.Module) -> list[tuple[str, Value]]:
     return [
         (key, value)
         for key, value in vars(module).items()
-        if key not in _OF_TORCH
-        and isinstance(value, Tensor | int | float | NoneType)
-        and not (isinstance(value, Tensor) and value.is_meta)
+        if key not in _OF_TORCH and (isinstance(value, int | float | NoneType) or _whole(value))
     ]
+
+
+def _whole(value: Any) -> bool:
+    """A tensor with values, or a plain tuple of them."""
+    if type(value) is tuple and value:
+        return all(isinstance(one, Tensor) and not one.is_meta for one in value)
+    return isinstance(value, Tensor) and not value.is_meta
 
 
 def _hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -112,6 +117,8 @@ def _hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def _copy(value: Value) -> Value:
+    if isinstance(value, tuple):
+        return tuple(one.detach().clone() for one in value)
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -135,7 +142,7 @@ class Changes:
         # Weights are changed by the tokens of a rank; what is computed of them for a buffer is of all ranks of cp.
         if plan.pieces == 1:
             by_rows = [name for name in by_rows if name in self.weights and plan.cp > 1]
-        first = self.again[0]
+        first = self.again[0] if self.again else {}
         if by_rows:
             raise SoliError(
                 "the forward changes what the model keeps by the rows that it sees: no part of a batch changes it as the "
@@ -166,6 +173,8 @@ def _differing(found: list[dict[str, Value]]) -> set[str]:
 
 
 def _same(a: Value, b: Value) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(_number(a), _number(b))
     return type(a) is type(b) and a == b

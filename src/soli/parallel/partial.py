@@ -1,7 +1,10 @@
-"""A model of which a rank has parts, asked for its whole state: state_dict() would be those parts, or NaN, without a word."""
+"""A model of which a rank has parts, asked for its whole state, or called by itself: state_dict() would be those parts, or NaN, without a
+word, and a call between steps would compute with them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,9 +18,34 @@ def guard(model: nn.Module, plan: Plan) -> None:
 
     With keep_vars=True, which asks for the parameters themselves, nothing is said.
     """
-    for module in model.modules() if plan.tp > 1 or plan.pp > 1 or plan.zero == 3 else ():
-        module.register_state_dict_pre_hook(_asked)
-        module.register_load_state_dict_pre_hook(_given)
+    if plan.tp > 1 or plan.pp > 1 or plan.zero == 3:
+        model.register_forward_pre_hook(_called)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(_asked)
+            module.register_load_state_dict_pre_hook(_given)
+
+
+_calls = 0
+
+
+@contextmanager
+def calling() -> Iterator[None]:
+    """Around a call of the model that the engine makes."""
+    global _calls
+    _calls += 1
+    try:
+        yield
+    finally:
+        _calls -= 1
+
+
+def _called(module: nn.Module, _: Any) -> None:
+    if not _calls:
+        raise SoliError(
+            "the model is called by itself, and each rank has a part of it",
+            got=type(module).__name__,
+            fix="engine.copy_model() is a plain model to sample, act or validate with (every rank calls it); engine.evaluate(batches) is a mean loss",
+        )
 
 
 def _asked(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -125,6 +125,12 @@ class Randomness:
                 torch.cuda.set_rng_state(of_device)
 
     @contextmanager
+    def evaluating(self, step: int, first_row: int, rows: int) -> Iterator[None]:
+        """A forward that trains nothing, on rows of an evaluation: what it draws is theirs, and another than a step's."""
+        with self.begin(-1 - step, first_row, max(rows, 1)), _Mode(self):
+            yield
+
+    @contextmanager
     def resume(self, microbatch: _Microbatch) -> Iterator[None]:
         """The backward of a microbatch that began before others did (in a pipeline)."""
         self._now = microbatch

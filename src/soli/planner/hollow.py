@@ -11,7 +11,6 @@ it, and the meta device, on which it stands, means "of another stage" to a pipel
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from soli.core import versions
+from soli.core import copies, versions
 from soli.core.errors import SoliError
 from soli.planner.where import here
 
@@ -340,4 +339,4 @@ def hollowed(hollow: Hollow, model: nn.Module, *more: Any) -> Any:
         empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
         memo[id(param)] = nn.Parameter(hollow.mark(empty), param.requires_grad)
         hollow.see(empty)
-    return copy.deepcopy((model, *more), memo)
+    return copies.deep((model, *more), memo)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from soli.core import copies
 from soli.core.axes import CP, DEPTH, ROW, TP
 from soli.core.errors import SoliError
 from soli.core.events import events
@@ -172,7 +173,7 @@ def _traced(
     sample: Sample, divide: Callable[[nn.Module], None], levels: list[Run], seed: float
 ) -> dict[str, Tensor]:
     """Outputs and gradients of a float64 copy of the block. Outputs are whole, parameters' gradients local."""
-    block = copy.deepcopy(sample.module).double()
+    block = copies.deep(sample.module).double()
     block.eval()
     args, kwargs = tree_map(_leaf, copy.deepcopy((sample.args, sample.kwargs)))
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

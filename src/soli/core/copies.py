@@ -1,0 +1,51 @@
+"""Deep copies of modules, with functions among their attributes that reach into the module itself: torch's models have such.
+
+`copy.deepcopy` leaves a function as it is: `self.mlp_forward = lambda x: m.proj(m.act(m.fc(x)))` (minGPT's blocks) in a copy would
+compute with the weights of the original.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import CellType, FunctionType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+def deep(x: T, memo: dict[int, Any] | None = None) -> T:
+    """`copy.deepcopy(x, memo)`, whose modules' functions have the copies of what they close over."""
+    memo = {} if memo is None else memo
+    made = copy.deepcopy(x, memo)
+    for module in [one for one in memo.values() if isinstance(one, nn.Module)]:
+        for name, value in vars(module).items():
+            vars(module)[name] = _rebound(value, memo)
+    return made
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """A function, or a list or dict of them, with copies in its closure; anything else as it is."""
+    if type(value) in (list, dict):
+        inner = dict(enumerate(value)) if isinstance(value, list) else value
+        some = {key: _rebound(one, memo) for key, one in inner.items()}
+        if all(some[key] is inner[key] for key in inner):
+            return value
+        return some if isinstance(value, dict) else list(some.values())
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    cells = tuple(_cell(cell, memo) for cell in value.__closure__)
+    if all(a is b for a, b in zip(cells, value.__closure__, strict=True)):
+        return value
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    made.__kwdefaults__, made.__dict__ = value.__kwdefaults__, dict(value.__dict__)
+    return made
+
+
+def _cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+    try:
+        held = cell.cell_contents
+    except ValueError:
+        return cell  # not set yet
+    return CellType(memo[id(held)]) if id(held) in memo and isinstance(held, nn.Module | Tensor) else cell
