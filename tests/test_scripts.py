@@ -1,0 +1,402 @@
+"""What published training scripts do around a step: adapters, several optimizers, validation, sampling, their own checkpoints."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.test_kept import DIM, Plain, case_of, error_of, tokens_of
+from torch import Tensor, nn
+
+from pool import Pool
+from soli import losses
+from soli.core.errors import SoliError
+from soli.engine.engine import Engine, parallelize
+from soli.verify.parity import BOUND
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def engine_of(kind: type[nn.Module], plan: str, **options: Any) -> tuple[Engine, list[Any]]:
+    model, loss_fn, batches = case_of(kind).make()
+    options = {"loss_fn": loss_fn, "optimizer": sgd, "plan": plan} | options
+    return parallelize(model.double(), **options), batches
+
+
+def said_by(call: Any, *args: Any, **options: Any) -> str:
+    try:
+        call(*args, **options)
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+# --- adapters that merge in eval() -------------------------------------------------------------------------
+
+
+class Adapted(nn.Linear):
+    """LoRA as its authors' library has it: eval() merges the adapter into the weight, train() takes it out again."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.down, self.up = nn.Linear(DIM, 2, bias=False), nn.Linear(2, DIM, bias=False)
+        self.weight.requires_grad_(False)
+        self.merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (self.up.weight @ self.down.weight) * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (0 if self.merged else self.up(self.down(x)))
+
+
+class WithAdapters(Plain):
+    def layer(self) -> nn.Module:
+        return Adapted()
+
+
+def trained_between_evaluations(plan: str) -> list[float]:
+    engine, batches = engine_of(WithAdapters, plan)
+    found = []
+    for batch in batches:
+        found += [engine.evaluate([batch]), float(engine.step(batch))]
+    assert not any(module.merged for module in engine.model.modules() if isinstance(module, Adapted))
+    return found
+
+
+def test_adapters_train_after_an_evaluation(pool: Pool) -> None:
+    model, loss_fn, batches = case_of(WithAdapters).make()
+    model.double()
+    optimizer, expected = sgd(model.parameters()), []
+    for batch in batches:
+        model.eval()
+        total, count = loss_fn(model(batch["tokens"]), batch)
+        expected.append(float(total.detach() / count))
+        model.train()
+        total, count = loss_fn(model(batch["tokens"]), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        expected.append(float(total.detach() / count))
+    for found in (
+        trained_between_evaluations("dp=1"),
+        *pool.run(trained_between_evaluations, "dp=2", ranks=2),
+    ):
+        assert found == pytest.approx(expected, rel=BOUND)
+
+
+# --- losses ------------------------------------------------------------------------------------------------
+
+
+def ratio_of_policies(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """PPO's: advantages normalised over the rows at hand. At the first weights the ratio is 1, and they sum to nothing."""
+    chosen = output.log_softmax(-1).gather(-1, batch["targets"].unsqueeze(-1)).squeeze(-1).sum(1)
+    advantages = torch.linspace(-1, 2, 8, dtype=output.dtype)[batch["rows"]].square()
+    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+    return ((chosen - batch["old"]).exp() * advantages).sum(), len(advantages)
+
+
+def policy(plan: str) -> str:
+    model, _, batches = case_of(Plain).make()
+    batch = batches[0] | {"rows": torch.arange(8)}
+    with torch.no_grad():
+        model.double()
+        chosen = model(batch["tokens"]).log_softmax(-1).gather(-1, batch["targets"].unsqueeze(-1))
+    batch["old"] = chosen.squeeze(-1).sum(1)
+    engine = parallelize(model, ratio_of_policies, optimizer=sgd, plan=plan)
+    return said_by(engine.step, batch)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2"])
+def test_losses_that_add_up_at_the_first_weights_alone_are_refused(pool: Pool, plan: str) -> None:
+    assert policy("dp=1") == "it ran"
+    for text in pool.run(policy, plan, ranks=2):
+        assert "something couples the rows" in text
+
+
+def with_a_criterion(plan: str) -> str:
+    centres = nn.Parameter(torch.zeros(29, dtype=torch.float64))
+    inner = losses.cross_entropy("targets")
+    engine, batches = engine_of(Plain, plan, loss_fn=lambda output, batch: inner(output + centres, batch))
+    return said_by(engine.step, batches[0])
+
+
+def test_parameters_that_the_loss_alone_has_are_refused_where_nobody_sums_their_gradients(pool: Pool) -> None:
+    assert with_a_criterion("dp=1") == "it ran"
+    for plan in ("dp=2", "zero=3", "pp=2,microbatches=2"):
+        assert any(
+            "1 parameters that are not the model's" in t for t in pool.run(with_a_criterion, plan, ranks=2)
+        )
+
+
+def weighted(plan: str) -> tuple[str, float]:
+    """Class weights: what is counted is no whole number."""
+    weights = torch.linspace(0.1, 1.7, 29, dtype=torch.float64)
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        found = nn.functional.cross_entropy(
+            output.flatten(0, 1), batch["targets"].flatten(), weights, reduction="sum"
+        )
+        return found, weights[batch["targets"]].sum()
+
+    engine, batches = engine_of(Plain, plan, loss_fn=loss)
+    return said_by(lambda: [engine.step(batch) for batch in batches]), engine.last.loss
+
+
+def test_counts_may_be_weights(pool: Pool) -> None:
+    (_, expected), found = weighted("dp=1"), pool.run(weighted, "dp=2,accumulate=2", ranks=2)
+    assert found == [("it ran", pytest.approx(expected, rel=BOUND))] * 2
+
+
+# --- the optimizer ------------------------------------------------------------------------------------------
+
+
+def edited(how: str, plan: str) -> str:
+    engine, batches = engine_of(Plain, plan)
+    engine.step(batches[0])
+    if how == "group":
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    elif how == "other":
+        engine.optimizer = sgd(engine.model.parameters())
+    elif how == "hook":
+        engine.optimizer.register_step_pre_hook(lambda *_: None)
+    elif how == "asked":
+        return said_by(engine.optimizer.state_dict)
+    return said_by(engine.step, batches[1])
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("group", "parameters, "),
+        ("other", "another optimizer"),
+        ("hook", "hooks on its step"),
+        ("asked", "this rank's part of its states"),
+    ],
+)
+def test_an_optimizer_that_is_changed_where_it_has_parts_is_refused(pool: Pool, how: str, said: str) -> None:
+    for plan in ("dp=2,zero=1", "tp=2"):
+        assert all(said in text for text in pool.run(edited, how, plan, ranks=2))
+    assert pool.run(edited, how, "dp=2", ranks=2) == ["it ran"] * 2
+
+
+def rewound(plan: str, folder: str) -> tuple[list[float], int]:
+    make = lambda p: torch.optim.Adam(p, lr=0.1)
+    engine, batches = engine_of(Plain, plan, optimizer=make)
+    engine.save(f"{folder}/0")
+    first = [float(engine.step(batch)) for batch in batches]
+    engine.load(f"{folder}/0")
+    kept = len(engine.optimizer.state)
+    return [a - float(engine.step(batch)) for a, batch in zip(first, batches, strict=True)], kept
+
+
+def test_a_checkpoint_from_before_the_first_step_has_no_moments(pool: Pool, tmp_path: Path) -> None:
+    for differences, kept in pool.run(rewound, "dp=2,zero=1", str(tmp_path), ranks=2):
+        assert differences == [0.0] * 3
+        assert kept == 0
+
+
+def alone(call: str, folder: str) -> str:
+    engine, batches = engine_of(Plain, "dp=2")
+    engine.step(batches[0])
+    if engine.rank == 0:
+        return said_by(engine.save, f"{folder}/0")
+    return said_by(engine.step, batches[1])
+
+
+def test_a_call_that_rank_0_makes_alone_is_named(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(alone, "save", str(tmp_path), ranks=2, deadline=30)
+    assert all(
+        "save(), which every rank calls" in text or "different collectives" in text for text in found
+    ), found
+
+
+# --- evaluation, sampling -----------------------------------------------------------------------------------
+
+
+class Sampling(Plain):
+    """It draws in evaluation too, as a variational autoencoder does."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(torch.tanh(self.layers[0](x + 0.1 * torch.randn_like(x))))
+
+
+def evaluated(plan: str) -> tuple[list[float], float]:
+    torch.manual_seed(5)
+    engine, batches = engine_of(Sampling, plan)
+    engine.step(batches[0])
+    torch.manual_seed(7)
+    found = [engine.evaluate(batches), engine.evaluate(batches[1:])]
+    return found, float(torch.rand(()))
+
+
+def test_what_an_evaluation_draws_belongs_to_its_rows(pool: Pool) -> None:
+    expected, after = evaluated("dp=1")
+    torch.manual_seed(7)
+    assert after == float(torch.rand(()))  # the program's own numbers go on
+    assert expected[0] != pytest.approx(expected[1], rel=1e-3)
+    for plan in ("dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"):
+        for found, drawn in pool.run(evaluated, plan, ranks=2):
+            assert found == pytest.approx(expected, rel=BOUND)
+            assert drawn == after
+
+
+def sampled(plan: str) -> str:
+    engine, batches = engine_of(Plain, plan)
+    engine.step(batches[0])
+    said = said_by(engine.model, batches[0]["tokens"])
+    assert said_by(engine.copy_model(), batches[0]["tokens"]) == "it ran"
+    assert said_by(engine.step, batches[1]) == "it ran"
+    return said
+
+
+def test_a_model_of_which_a_rank_has_parts_is_not_called_by_itself(pool: Pool) -> None:
+    for plan in ("dp=2,zero=3", "tp=2", "pp=2,microbatches=2"):
+        assert all("engine.copy_model()" in text for text in pool.run(sampled, plan, ranks=2))
+    assert pool.run(sampled, "dp=2,zero=2", ranks=2) == ["it ran"] * 2
+
+
+class Closing(nn.Module):
+    """A block of minGPT: its forward calls a function that closes over modules of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"up": nn.Linear(DIM, 4 * DIM), "down": nn.Linear(4 * DIM, DIM)})
+        m = self.parts
+        self.function = lambda x: m["down"](torch.tanh(m["up"](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class WithClosures(Plain):
+    def layer(self) -> nn.Module:
+        return Closing()
+
+
+def copied(plan: str) -> float:
+    engine, batches = engine_of(WithClosures, plan)
+    made = engine.copy_model()
+    before = made(batches[0]["tokens"])
+    engine.step(batches[0])
+    return float((made(batches[0]["tokens"]) - before).abs().max())
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
+def test_functions_that_close_over_modules_are_the_copys_own(pool: Pool, plan: str) -> None:
+    assert max(pool.run(error_of, WithClosures, plan, ranks=2)) < BOUND
+    if plan.startswith("dp"):  # else it is laid over the ranks on the first batch
+        assert pool.run(copied, plan, ranks=2) == [0.0, 0.0]
+
+
+def before_the_first_step(plan: str) -> tuple[float, float]:
+    engine, batches = engine_of(Plain, plan)
+    return engine.evaluate(batches), float(engine.step(batches[0]))
+
+
+def test_an_evaluation_may_come_before_the_first_step(pool: Pool) -> None:
+    expected = before_the_first_step("dp=1")
+    for found in pool.run(before_the_first_step, "tp=2,sp=on", ranks=2):
+        assert found == pytest.approx(expected, rel=BOUND)
+
+
+# --- what the first step's checks leave ---------------------------------------------------------------------
+
+
+class Teaching(Plain):
+    """Scheduled sampling: half of its steps go by Python's random."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.drawn = (random.random(), float(np.random.rand()))
+        return super().forward(tokens) * (1 + (self.drawn[0] > 0.5))
+
+
+def test_checks_draw_nothing_from_python_and_numpy() -> None:
+    random.seed(1), np.random.seed(1)
+    expected = (random.random(), float(np.random.rand()))
+    random.seed(1), np.random.seed(1)
+    engine, batches = engine_of(Teaching, "dp=1")
+    engine.step(batches[0])
+    assert engine.model.drawn == expected
+
+
+class Carrying(Plain):
+    """A state that is a pair, of the batch before, as truncated backpropagation keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(DIM, DIM, batch_first=True)
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, state = self.lstm(self.embed(tokens), self.state)
+        self.state = tuple(one.detach() for one in state)
+        return self.head(torch.tanh(self.layers[0](x)))
+
+
+def carried(plan: str) -> list[float]:
+    engine, _ = engine_of(Carrying, plan)
+    return [float(engine.step(tokens_of(8, seed))) for seed in range(3)]
+
+
+def test_a_state_that_a_batch_leaves_to_the_next(pool: Pool) -> None:
+    model, loss_fn, _ = case_of(Carrying).make()
+    model.double()
+    optimizer, expected = sgd(model.parameters()), []
+    for seed in range(3):
+        batch = tokens_of(8, seed)
+        total, count = loss_fn(model(batch["tokens"]), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        expected.append(float(total.detach() / count))
+    assert carried("dp=1") == pytest.approx(expected, rel=BOUND)
+    for found in pool.run(carried, "tp=2", ranks=2):
+        assert found == pytest.approx(expected, rel=BOUND)
+    for text in pool.run(refused_to_carry, "dp=2", ranks=2):
+        assert "does not run on a part of the batch's rows" in text
+
+
+def refused_to_carry(plan: str) -> str:
+    return said_by(carried, plan)
+
+
+class Graph(nn.Module):
+    """Nodes are rows, and every node sees its neighbours: no row stands alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+        self.register_buffer("edges", torch.eye(6).roll(1, 0) + torch.eye(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.edges @ self.head(x)
+
+
+def graph(plan: str, sparse: bool = False) -> str:
+    engine = parallelize(Graph().double(), losses.mse("targets"), optimizer=sgd, plan=plan)
+    x = torch.arange(30, dtype=torch.float64).reshape(6, 5)
+    batch = {"x": x.to_sparse() if sparse else x, "targets": torch.zeros(6, 3, dtype=torch.float64)}
+    try:
+        return said_by(engine.step, batch)
+    except RuntimeError as error:
+        return " ".join(error.__notes__)
+
+
+def test_rows_that_do_not_stand_alone(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert graph("dp=1") == "it ran"
+    assert "the loss was not checked to be a sum over rows" in capsys.readouterr().out
+    assert all("on 3 of the batch's 6 rows" in text for text in pool.run(graph, "dp=2", ranks=2))
+    assert "on 3 of the batch's 6 rows" in graph("dp=1,accumulate=2")
+    assert "sparse tensors" in graph("dp=1", True)
