@@ -152,10 +152,33 @@ def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
     asked = task(cluster="h100:8x1", batch=8)
     length, choice = whatif.longest(asked)
     assert choice.memory_high_gb <= asked.limit / 1e9
-    following = whatif.LENGTHS[whatif.LENGTHS.index(length) + 1]
+    shorter, longer = (
+        max(n for n in whatif.LENGTHS if n <= length),
+        min(n for n in whatif.LENGTHS if n > length),
+    )
     assert whatif.holds(replace(asked, seq=length))
-    assert not whatif.holds(replace(asked, seq=following))
+    assert not whatif.holds(replace(asked, seq=length + (longer - shorter) // whatif.FINER))
     assert whatif.longest(replace(asked, cluster=read_cluster("h200:8x1")))[0] > length
+
+
+def test_no_fewer_servers_are_enough() -> None:
+    asked = task(cluster="h100:8x1", batch=64)
+    each = whatif.explain.answer(replace(asked, cluster=read_cluster("h100:8x5")), 1).choices[0].tokens_per_s
+    nodes, choice = whatif.devices(asked, each * 86400 * 0.999, 1.0)
+    assert nodes == 5
+    assert choice.tokens_per_s == each
+
+
+def test_the_nearest_plan_that_does_not_fit_says_what_it_lacks() -> None:
+    asked = task(cluster="h100:8x1", batch=64)
+    best = whatif.explain.answer(asked, 1).choices[0]
+    said = whatif.explain.beyond(asked, best)
+    lacks, limit = float(said.split("lacks ")[1].split()[0]), asked.limit / 1e9
+    assert float(said.split("up to ")[1].split()[0]) == pytest.approx(limit + lacks, abs=0.11)
+    plan = said.split("does not fit, ")[1].split(", would")[0]
+    fixed = whatif.explain.fixed_of(plan, asked.batch)
+    assert "does not fit" in whatif.explain.why_not(asked, fixed)
+    assert whatif.explain.beyond(replace(asked, cluster=read_cluster("b300:8x64")), best) == ""
 
 
 def test_the_largest_model_fits_and_the_next_does_not() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from answering import answering
+from soli.bugs import store
 from soli.bugs.classification import FIX, PLACES, Hint, Hints, classifier, decided, likely, places, verdict
 from soli.bugs.classify import classify
 from soli.bugs.endpoint import Endpoint, Nonsense, instructions, words
@@ -271,6 +272,67 @@ def test_a_model_is_asked_where_rules_are_not_sure(mined: tuple[Path, Path]) -> 
             assert len(rows) == 4
             assert all((got == right) if by == "model" else confidence >= 0.6 for got, by, confidence in rows)
         assert classify([repo], db, endpoint=Endpoint(url, "small")).asked == 0  # asked once
+
+
+def test_an_answer_that_drips_is_not_waited_for(
+    mined: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read of it is quick, and all of it is not."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    class Drip(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            for _ in range(100):
+                try:
+                    self.wfile.write(b" ")
+                except OSError:
+                    return
+                if over.wait(0.1):
+                    return
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    over = threading.Event()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Drip)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("soli.bugs.endpoint.LONGEST", 1.0)
+    try:
+        found = classify(
+            [mined[0]], mined[1], endpoint=Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "m")
+        )
+    finally:
+        over.set()
+        server.shutdown()
+        server.server_close()
+    assert "no whole answer in 1 s" in found.said
+
+
+def test_what_was_classified_before_an_interruption_is_kept(
+    mined: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo, db = mined
+    monkeypatch.setattr("soli.bugs.classify.batched", lambda todo: [[one] for one in todo])
+    kept = store.edited
+    calls: list[str] = []
+
+    def interrupted(base: object, repo: str, hash_: str, done: object) -> None:
+        calls.append(hash_)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        kept(base, repo, hash_, done)
+
+    monkeypatch.setattr(store, "edited", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        classify([repo], db)
+    assert said(db, "SELECT count(DISTINCT hash) FROM verdict") == [(2,)]
+    monkeypatch.setattr(store, "edited", kept)
+    assert classify([repo], db).looked == 4
 
 
 def test_an_endpoint_that_is_down_leaves_the_rules_words(mined: tuple[Path, Path]) -> None:

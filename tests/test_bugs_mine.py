@@ -480,6 +480,104 @@ def test_exports_that_cannot_be(
     assert len(asked) == (answer is not None)
 
 
+def test_a_token_follows_no_redirect(tmp_path: Path) -> None:
+    with (
+        answering(lambda said: (200, {}, json.dumps(PAGES[None]))) as (other, elsewhere),
+        served([(302, {"Location": f"{other}/graphql"}, {})]) as (api, asked),
+        pytest.raises(SoliError, match="302"),
+    ):
+        github.export("owner/name", tmp_path / "out.jsonl", "secret", api, pause=0.001)
+    assert len(asked) == 1
+    assert not elsewhere
+
+
+def test_a_limit_by_the_hour_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as GitHub says, whether by status or in its answer; what it says is shown where it goes on saying it."""
+    slept: list[float] = []
+    monkeypatch.setattr(github.time, "sleep", slept.append)
+    monkeypatch.setattr(github.time, "time", lambda: 1_000.0)
+    limit = {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "1090"}
+    told = {"errors": [{"type": "RATE_LIMITED", "message": "API rate limit exceeded"}]}
+    with served([(403, limit, told), (200, limit, told)]) as (api, _):
+        assert github.export("owner/name", tmp_path / "1.jsonl", "secret", api, pause=0.001) == 3
+    assert slept.count(91) == 2
+    with (
+        served([(403, {}, told)] * github.TRIES) as (api, _),
+        pytest.raises(SoliError, match="API rate limit exceeded"),
+    ):
+        github.export("owner/name", tmp_path / "2.jsonl", "secret", api, pause=0.001)
+
+
+@pytest.mark.parametrize("answer", [{"data": {"repository": None}}, {"data": None}, [], {}])
+def test_answers_that_say_nothing_are_refusals(answer: Any, tmp_path: Path) -> None:
+    with served([(200, {}, answer)]) as (api, _), pytest.raises(SoliError, match="refused the request"):
+        github.export("owner/name", tmp_path / "out.jsonl", "secret", api, pause=0.001)
+
+
+# --- histories that change, and words that look like git's --------------------------------------------------
+
+
+def test_what_head_has_no_more_goes(repo: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bugs.db"
+    mine([repo], out)
+    git(repo, "commit", "-q", "--amend", "-m", "Fix a missing import, amended")
+    (found,) = mine([repo], out)
+    assert (found.commits, found.new, found.fixes) == (15, 1, 8)
+    assert read(out, "SELECT count(*) FROM change") == [(15,)]
+    assert read(out, "SELECT count(*) FROM file WHERE hash NOT IN (SELECT hash FROM change)") == [(0,)]
+    other = tmp_path / "other" / "owner+name"
+    other.mkdir(parents=True)
+    git(other, "init", "-q")
+    commit(other, "Fix another thing", {"a.py": lines(1)})
+    with pytest.raises(SoliError, match="another history of this name"):
+        mine([other], out)
+    assert read(out, "SELECT count(*) FROM change") == [(15,)]
+
+
+def test_a_folder_of_a_repository_is_no_history(repo: Path, tmp_path: Path) -> None:
+    with pytest.raises(SoliError, match="a folder of a repository") as raised:
+        mine([repo / "tests"], tmp_path / "bugs.db")
+    assert str(repo) in str(raised.value)
+
+
+def test_messages_cannot_say_what_git_says(tmp_path: Path) -> None:
+    path = tmp_path / "owner+name"
+    path.mkdir()
+    git(path, "init", "-q")
+    for sign in "\x1d\x1e\x1f":
+        message = f"Fix x{sign}9000\t9000\tevil.py{sign} and {sign}more"
+        commit(path, message, {"a.py": lines(*range(ord(sign)))})
+    commit(path, "Fix a name", {"new\nline.py": lines(1)})
+    commit(path, "Fix a language", {"lib.rs": lines(1, 2, 3)})
+    (found,) = mine([path], tmp_path / "bugs.db")
+    assert (found.commits, found.fixes) == (5, 5)
+    paths = {path for (path,) in read(tmp_path / "bugs.db", "SELECT path FROM file")}
+    assert paths == {"a.py", "new\nline.py", "lib.rs"}
+    assert read(
+        tmp_path / "bugs.db", "SELECT source FROM size JOIN file USING (repo, hash) WHERE path = 'lib.rs'"
+    ) == [(3,)]
+
+
+def test_an_export_is_of_the_folder_of_its_name(repo: Path, tmp_path: Path) -> None:
+    """A clone is called as git clone calls it, an export owner/name; what was not mined is refused."""
+    out, base = tmp_path / "requests.jsonl", tmp_path / "bugs.db"
+    plain = tmp_path / "name"
+    shutil.copytree(repo, plain)
+    with served([]) as (api, _):
+        github.export("owner/name", out, "secret", api, pause=0.001)
+    mine([plain], base)
+    assert take_in(base, out) == ("name", 1, 3)
+    assert read(base, "SELECT count(*) FROM time_to_fix") == [(1,)]
+    other = tmp_path / "other.db"
+    path = tmp_path / "else"
+    path.mkdir()
+    git(path, "init", "-q")
+    commit(path, "Fix it", {"a.py": lines(1)})
+    mine([path], other)
+    with pytest.raises(SoliError, match="not mined into this file"):
+        take_in(other, out)
+
+
 # --- as typed ---------------------------------------------------------------------------------------------
 
 
@@ -494,6 +592,11 @@ def test_the_commands(repo: Path, tmp_path: Path) -> None:
     done = run("mine", str(repo), "--issues", "r.jsonl")
     assert "owner/name, fixes by rule: fix 3, " in done.stdout
     assert "3 merged pull requests, of 1 the commit is in the history" in done.stdout
+    done = run("mine", str(repo), "--out", "no/such/folder.db")
+    assert (done.returncode, "this file cannot be opened" in done.stderr) == (2, True)
+    (tmp_path / "bad.toml").write_text("rule = 3")
+    done = run("mine", str(repo), "--rules", "bad.toml")
+    assert (done.returncode, "'rule' is a list of tables" in done.stderr) == (2, True)
     done = run("mine", str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert "this is no git repository" in done.stderr

@@ -196,14 +196,15 @@ def test_what_other_rules_classified_is_refused(classified: Path) -> None:
 
 
 def test_where_every_commit_is_a_fix_there_is_no_control_group(classified: Path) -> None:
-    """And labels of none of them: what is not known is not written as a number."""
+    """What is not known is not written as a number; labels of none of them are refused."""
     with sqlite3.connect(classified / "bugs.db") as base:
         base.execute(f"UPDATE change SET fix = 1 WHERE {store.CODE}")
     said = study(classified / "bugs.db")
     assert said["sizes"]["source"]["others"] is None
-    judged = judge([replace(ONE, commit="9" * 40)], classified / "bugs.db")
-    assert "nan" not in report.markdown(said, judged)
-    assert report.page(said, judged).count("<svg") == 10
+    assert "nan" not in report.markdown(said)
+    assert report.page(said).count("<svg") == 10
+    with pytest.raises(SoliError, match="none of these labels is of a fix that this file has"):
+        judge([replace(ONE, commit="9" * 40)], classified / "bugs.db")
 
 
 def test_markdown_and_page_say_the_same(classified: Path) -> None:

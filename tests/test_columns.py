@@ -195,6 +195,39 @@ def test_columns_of_the_plan(changes: dict[str, str], point: dict[str, float]) -
     assert {name: row.point[name] for name in point} == pytest.approx(point)
 
 
+def test_what_contradicts_is_said_or_refused() -> None:
+    """Beside what is counted; what no program could run is refused."""
+    said = lambda **changes: read(ROW | changes).inferred
+    assert "grad_accum=7 is not counted (global_batch=128, dp=8)" in said(grad_accum="7")
+    assert any(text.startswith("params_b=70 is not counted") for text in said(params_b="70"))
+    assert "ep=4 is not counted: it has no experts" in said(ep="4")
+    assert "a last microbatch of less than 2" in said(global_batch="130")
+    assert "tp=4 cuts 30 heads" in read(ROW | {"heads": "30"}).refused
+    assert "ep=3 shares 8 experts" in read(ROW | {"experts": "8", "topk": "2", "ep": "3"}).refused
+
+
+def test_what_is_sharded_where_no_column_says_it() -> None:
+    for framework, zero in (
+        ("torchtitan", 3),
+        ("PyTorch FSDP", 3),
+        ("DeepSpeed ZeRO-2", 2),
+        ("Megatron-LM", 0),
+    ):
+        row = read({name: cell for name, cell in ROW.items() if name != "shard"} | {"framework": framework})
+        assert (row.point["zero"], f"zero={zero}" in row.inferred) == (zero, True), framework
+    assert (
+        read(
+            ROW | {"framework": "torchtitan", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "shard": ""}
+        ).point["zero"]
+        == 0
+    )
+
+
+def test_networks_by_their_names_here() -> None:
+    slow = read(ROW | {"interconnect": "ethernet-10"})
+    assert slow.point["net"] == read(ROW | {"interconnect": "10 GbE"}).point["net"]
+
+
 def test_what_nobody_reads_is_said() -> None:
     for changes, said in (
         ({"mtp_num_layers": "1"}, ["mtp_num_layers=1 is not counted"]), ({"moe_layer_freq": "2"}, ["moe_layer_freq=2 is not counted"]),

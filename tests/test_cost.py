@@ -161,6 +161,37 @@ def test_gradients_that_are_made_anew_take_no_memory_at_the_loss() -> None:
     assert copied["gradients"][0] + copied["optimizer"][0] == count * (2 + 4 + 2)
 
 
+def test_stages_in_one_server_and_in_several() -> None:
+    """Sends go over the network where stages lie in several servers, and no microbatch takes less than the network is busy with it."""
+    slow = {
+        "pp": 16,
+        "cp": 1,
+        "tp": 2,
+        "dp": 1,
+        "layers": 32,
+        "global_batch": 64,
+        "net": 1e6,
+        "net_latency": 0,
+    }
+    send = lambda **changes: float(communication.send(point(**slow | changes), ONE)[0])
+    tokens, share = 2048 * 2048 * 2, float(ONE.send_share[0])
+    assert isclose(
+        send(node=8), send(node=32) + 3 / 15 * (tokens / (1e6 * share) - tokens / (300e9 * share) - 6e-6)
+    )
+    assert isclose(send(node=2, link_latency=0), tokens / (1e6 * share))
+    floor = lambda **changes: float(communication.sending(point(**slow | changes), ONE)[0])
+    each = tokens / (1e6 * float(ONE.net_share[0]))
+    assert floor(node=32) == 0  # all of it in one server
+    assert isclose(floor(node=8), each)  # a rank has one neighbour elsewhere
+    assert isclose(floor(node=2), 2 * each)
+    assert isclose(floor(node=2, pp=2), each)
+    assert isclose(floor(node=2, chunks=2), 4 * each)
+    assert isclose(floor(node=8, sp=1), each / 2)
+    for net in (1e6, 1e9, 1e11):
+        made = point(**slow | {"net": net, "node": 2})
+        assert step(made, ONE).time[0] >= 64 * 2 * tokens / (net * float(ONE.net_share[0]))
+
+
 def test_logits_in_pieces() -> None:
     k, whole = usual(logit_kept=12.0), point(tp=2)
     assert isclose(memory.logits(point(tp=2, pieces=8), k)[0] * 8, memory.logits(whole, k)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +45,10 @@ def search(
         typer.Option(help="bf16, fp16, fp8, or several: bf16,fp8; else bf16 where the device has it."),
     ] = "",
     memory: Annotated[str, typer.Option(help="Of a device, such as 70GB; else all that it has.")] = "",
-    fix: Annotated[str, typer.Option(help="What every plan must have, such as tp=8,recompute=full.")] = "",
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(help="What every plan must have: tp=8,recompute=full. Any number of times."),
+    ] = None,
     why_not: Annotated[
         list[str] | None,
         typer.Option(help="Ask why the best plan is not such a one: tp=8. Any number of times."),
@@ -81,7 +85,7 @@ def search(
     asked = ",".join(_one_of("precision", name.strip(), PRECISIONS) for name in precision.split(","))
     tokens = seq or (known.seq if programs.is_program(model) else min(known.seq or 8192, 8192))
     task = Task(
-        known, made, batch, tokens, asked, _bytes(memory), explain.fixed_of(fix, batch) if fix else {},
+        known, made, batch, tokens, asked, _bytes(memory), explain.fixed_of(",".join(fix), batch) if fix else {},
         _one_of("framework", framework, FRAMEWORKS),
     )  # fmt: skip
     said: dict[str, Any] = {
@@ -92,6 +96,9 @@ def search(
         said["whatif"] = [_whatif(task, question) for question in whatif]
     else:
         found = explain.answer(task, count)
+        found = replace(
+            found, why=". ".join(filter(None, (found.why, explain.beyond(task, found.choices[0]))))
+        )
         reasons = [explain.why_not(task, explain.fixed_of(one, batch)) for one in why_not or []]
         said |= {**found.asdict(), "why_not": reasons}
         if html is not None:

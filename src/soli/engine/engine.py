@@ -86,6 +86,10 @@ def parallelize(
     `memory`: bytes that a rank may take; left out, what is free. "auto=probe" also runs the best plans for a few steps.
     """
     world = join(deadline)
+    if memory is not None and not memory > 0:
+        raise SoliError(
+            "memory is of bytes that a rank may take", got=memory, allowed="above 0", everywhere=True
+        )
     wish = Wish(PROBES[plan], memory) if isinstance(plan, str) and plan in PROBES else None
     chosen = Plan(dp=1)  # stands for any, where the plan is wished for
     if wish is None:

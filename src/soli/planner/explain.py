@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from soli.planner.space import CONTEXTS, LEVELS, OFFLOADS, TENSORS
 from soli.planner.task import FIXED, Task, problems
 
 GB = 1e9
+MORE = (1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+"""Memories that are tried beyond what there is."""
 PARTS = {
     "computing": "computing", "exposed": "communication inside layers that nothing hides", "waiting": "waiting in the pipeline",
     "gradients": "reducing gradients", "update": "the optimizer",
@@ -147,6 +149,22 @@ def why(best: list[Choice]) -> str:
     if first.time_high_s > second.time_low_s:
         text += ". Less than the error: measure both"
     return text
+
+
+def beyond(task: Task, best: Choice) -> str:
+    """What the nearest plan lacks that would be quicker, and does not fit: the least of some amounts of more memory that brings one."""
+    device = task.cluster.device
+    for more in MORE:
+        wide = replace(device, memory_gib=device.memory_gib * more * task.limit / device.usable)
+        free = search(replace(task, cluster=replace(task.cluster, device=wide), memory=0.0), 1)
+        quick = choice(task, free.points, free.cost, 0)
+        if quick.memory_high_gb > task.limit / GB and quick.step_time_s < best.step_time_s * (1 - 5e-4):
+            return (
+                f"The nearest that is quicker and does not fit, {quick.plan}, would take {quick.step_time_s:.4g} s "
+                f"({1 - quick.step_time_s / best.step_time_s:.1%} less), up to {quick.memory_high_gb:.1f} GB a device, and lacks "
+                f"{quick.memory_high_gb - task.limit / GB:.1f} GB"
+            )
+    return ""
 
 
 def compared(a: Choice, b: Choice) -> str:

@@ -112,7 +112,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     )
     raise_all(_contradictions(file, numbers))
     layers, hidden, heads, vocab = (numbers[name] or 0 for name in NEEDED)
-    experts = numbers["experts"] or 0
+    experts = 0 if said.get("is_moe") is False else numbers["experts"] or 0
     kind = str(said.get("model_type", ""))
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))

@@ -13,6 +13,7 @@ from soli.planner.task import Task
 
 LENGTHS = sorted({n << k for n in range(8, 16) for k in range(6, 21)})
 """Sequences that are tried, tokens: eighths between powers of two; times what cp is fixed to, so that it divides them."""
+FINER = 16  # between two of them
 STEP = 2 ** (1 / 8)  # from one size of a model to the next, in its width
 SIZES = range(-40, 81)
 
@@ -25,7 +26,11 @@ def longest(task: Task) -> tuple[int, explain.Choice]:
     kept = _last(lambda n: holds(replace(task, seq=lengths[n - 1])), len(lengths))
     if not kept:
         raise _none(task, f"not even sequences of {lengths[0]} tokens fit")
-    return lengths[kept - 1], explain.answer(replace(task, seq=lengths[kept - 1]), 1).choices[0]
+    longest = lengths[kept - 1]
+    step = (lengths[kept] - longest) // FINER // cp * cp if kept < len(lengths) else 0
+    if step:
+        longest += step * _last(lambda n: holds(replace(task, seq=longest + n * step)), FINER - 1)
+    return longest, explain.answer(replace(task, seq=longest), 1).choices[0]
 
 
 def largest(task: Task) -> tuple[Model, float, explain.Choice]:
@@ -55,17 +60,28 @@ def scaled(model: Model, times: float) -> Model:
 
 
 def devices(task: Task, tokens: float, days: float) -> tuple[int, explain.Choice]:
-    """The fewest servers (1, 2, 3, 4, 6, 8, 12, ...) on which so many tokens take no longer; and the best plan."""
+    """The fewest servers on which so many tokens take no longer, and the best plan: 1, 2, 3, 4, 6, 8, 12, ... are tried, and those between the
+    first that are enough and the last that are not, halving, as if more never took longer."""
     nodes = sorted({n for k in range(MOST.bit_length()) for n in (1 << k, 3 << k) if n <= MOST})
-    best = 0.0
-    for count in nodes:
+    best, less = 0.0, 0
+
+    def quickest(count: int) -> explain.Choice | None:
         larger = replace(task, cluster=replace(task.cluster, nodes=count))
-        if not holds(larger):
+        return explain.answer(larger, 1).choices[0] if holds(larger) else None
+
+    for count in nodes:
+        found = quickest(count)
+        if found is None or tokens / found.tokens_per_s > days * 86400:
+            best, less = max(best, found.tokens_per_s if found else 0.0), count
             continue
-        found = explain.answer(larger, 1).choices[0]
-        best = max(best, found.tokens_per_s)
-        if tokens / found.tokens_per_s <= days * 86400:
-            return count, found
+        while count - less > 1:
+            middle = (count + less) // 2
+            other = quickest(middle)
+            if other is None or tokens / other.tokens_per_s > days * 86400:
+                less = middle
+            else:
+                count, found = middle, other
+        return count, found
     raise SoliError(
         f"no cluster of up to {MOST} servers of {task.cluster.device.name} makes {tokens:.3g} tokens in {days:g} days",
         got=f"at best {tokens / best / 86400:.3g} days" if best else "none holds the model",
