@@ -63,8 +63,7 @@ def measure(system: str, environment: str, n: int, largest: int) -> tuple[dict, 
         return {"error": outcome.error}, outcome.cpu_seconds
     first = outcome.records[0]
     found = {
-        name: {size: max(r[name][size] for r in outcome.records) for size in sizes}
-        for name, sizes in first.items()
+        name: {size: max(r[name][size] for r in outcome.records) for size in sizes} for name, sizes in first.items()
     }
     return found, outcome.cpu_seconds
 
@@ -113,9 +112,7 @@ def markdown(result: dict) -> str:
             f"{row['gloo'] / row[s]:.1f}" if s in row and "gloo" in row and row["operation"] != "copy" else ""
             for s in ("local", "local-shared")
         ]
-        lines.append(
-            f"| {row['operation']} | {row['ranks']} | {row['bytes']:,} | " + " | ".join(cells + ratios) + " |"
-        )
+        lines.append(f"| {row['operation']} | {row['ranks']} | {row['bytes']:,} | " + " | ".join(cells + ratios) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -88,9 +88,7 @@ def torch_run(system: str) -> Callable[[int], dict[str, Callable[[], object]]]:
             calls["copy"] = lambda: other.copy_(whole)
         if system != "local-shared" and world == 2:
             calls["send, and back"] = lambda: (
-                (dist.send(whole, 1), dist.recv(whole, 1))
-                if rank == 0
-                else (dist.recv(whole, 0), dist.send(whole, 0))
+                (dist.send(whole, 1), dist.recv(whole, 1)) if rank == 0 else (dist.recv(whole, 0), dist.send(whole, 0))
             )
         return calls
 

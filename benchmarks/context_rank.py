@@ -58,9 +58,7 @@ def waited(into: list[float]) -> None:
     collectives.Pending.wait = wait  # type: ignore[method-assign]
 
 
-def times(
-    engine: soli.Engine, meeting: Meeting, tokens: int, warmup: int, steps: int, vocabulary: int
-) -> dict:
+def times(engine: soli.Engine, meeting: Meeting, tokens: int, warmup: int, steps: int, vocabulary: int) -> dict:
     """Seconds of each step, and of waiting in it."""
     batch, waits, wall, losses = batch_of(tokens, vocabulary), [0.0], [], []
     waited(waits)

@@ -167,18 +167,12 @@ def _together(off: Array, weights: Array, own: NDArray[np.int64]) -> tuple[Array
     timed, found, shifts = off[0] != 0, off.copy(), np.zeros(own.max() + 1)
     for _ in range(SETTLED):
         sure = np.where(timed, weights[0] / np.sqrt(1 + found[0] ** 2), 0.0)
-        shifts = (
-            -TIME_ERROR
-            * np.bincount(own, sure * off[0])
-            / (np.bincount(own, sure) + (TIME_ERROR / SOURCE) ** 2)
-        )
+        shifts = -TIME_ERROR * np.bincount(own, sure * off[0]) / (np.bincount(own, sure) + (TIME_ERROR / SOURCE) ** 2)
         found[0] = np.where(timed, off[0] + shifts[own] / TIME_ERROR, 0.0)
     return found, sure, shifts
 
 
-def _followed(
-    slopes: Array, sure: Array, own: NDArray[np.int64], members: NDArray[np.int64], sets: int
-) -> Array:
+def _followed(slopes: Array, sure: Array, own: NDArray[np.int64], members: NDArray[np.int64], sets: int) -> Array:
     """What the normal equations lose as each source's shift follows the parts: its Schur complement. `slopes` [N, constants]: of times."""
     moved = np.zeros((own.max() + 1, sets, slopes.shape[1]))
     for part in members.T:
@@ -199,9 +193,7 @@ def _slopes(rows_off: Callable[[Array], Array], at: Array, off: Array) -> Array:
     return found
 
 
-def _normal(
-    slopes: Array, off: Array, weights: Array, members: NDArray[np.int64], sets: int
-) -> tuple[Array, Array]:
+def _normal(slopes: Array, off: Array, weights: Array, members: NDArray[np.int64], sets: int) -> tuple[Array, Array]:
     """The normal equations of the parts: [sets, constants] squared, and what pulls at each."""
     constants = slopes.shape[-1]
     gram, pull = np.zeros((sets, constants, sets, constants)), np.zeros((sets, constants))

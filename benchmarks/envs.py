@@ -143,9 +143,7 @@ def run(arguments: list[str], variables: dict[str, str], seconds: int) -> str:
     print("  $", " ".join(a if "\n" not in a else "..." for a in arguments)[:160], flush=True)
     try:
         environment = {**os.environ, **variables}
-        done = subprocess.run(
-            arguments, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-        )
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return f"took more than {seconds} s: {' '.join(arguments[:4])}"
     if done.returncode == 0:

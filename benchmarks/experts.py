@@ -52,9 +52,7 @@ def placed(row: Row) -> dict:
     task = task_of(row)
     alike = task.with_fixed({"replicate": 1.0, "offload": row.point["offload"]})
     found = stages(alike, layouts(alike))
-    plain = rows_of(
-        found, (found["most"] == 0) & (found["context"] == RING) & (found["schedule"] <= INTERLEAVED)
-    )
+    plain = rows_of(found, (found["most"] == 0) & (found["context"] == RING) & (found["schedule"] <= INTERLEAVED))
     space = points_of(alike, shards(alike, plain))
     own = np.array([row.point[name] for name in NAMES])
     table = np.stack([getattr(space, name) for name in NAMES], axis=1)
@@ -68,9 +66,7 @@ def placed(row: Row) -> dict:
     mine = int(same[0])
     times = cost.time[fits]
     best = search(task, 1)
-    first, quickest = (
-        (best.points, best.cost.time[0]) if len(best.points) else (space.take([mine]), cost.time[mine])
-    )
+    first, quickest = (best.points, best.cost.time[0]) if len(best.points) else (space.take([mine]), cost.time[mine])
     return {
         **said, "inside": True, "fits": bool(fits[mine]), "plans": int(fits.sum()),
         "quicker": float((times < cost.time[mine]).mean()) if fits.any() else 0.0,
@@ -85,9 +81,7 @@ def task_of(row: Row) -> Task:
     node = int(min(q["node"], size))
     node = node if size % node == 0 else gcd(size, node)
     device = replace(row.device, node=node, net_gbits=q["net"] * 8 / 1e9)
-    precision = next(
-        name for name in ("fp8", "fp4", "bf16", "fp16") if device.tflops.get(name, 0) * 1e12 == q["peak"]
-    )
+    precision = next(name for name in ("fp8", "fp4", "bf16", "fp16") if device.tflops.get(name, 0) * 1e12 == q["peak"])
     ints = {n: int(q[n]) for n in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab")}
     model = Model(
         "",
@@ -105,17 +99,11 @@ def spelt(point: dict[str, float]) -> str:
     """A plan in short: what is not 1, 0 or none."""
     level = {value: name for name, value in LEVELS.items()}[point["recompute"]]
     usual = {"zero": 0.0}
-    words = [
-        f"{n}={point[n]:g}" for n in NAMES if n not in ("recompute", "sp") and point[n] != usual.get(n, 1.0)
-    ]
+    words = [f"{n}={point[n]:g}" for n in NAMES if n not in ("recompute", "sp") and point[n] != usual.get(n, 1.0)]
     words += [f"{n}={point[n]:g}" for n in ("replicate", "again") if point.get(n, 0) > (n == "replicate")]
-    words += [
-        word for n, word in (("context", "context=ulysses"), ("offload", "offload=optimizer")) if point.get(n)
-    ]
+    words += [word for n, word in (("context", "context=ulysses"), ("offload", "offload=optimizer")) if point.get(n)]
     if point.get("schedule", 0) > INTERLEAVED:
-        words.append(
-            next(f"schedule={name}" for name, code in SCHEDULES.items() if code == point["schedule"])
-        )
+        words.append(next(f"schedule={name}" for name, code in SCHEDULES.items() if code == point["schedule"]))
     words += ["sp=on"] * bool(point["sp"]) + [f"recompute={level}"] * (level != "none")
     return ",".join(words)
 

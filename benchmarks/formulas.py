@@ -76,9 +76,7 @@ def main() -> None:
     for name, (model, dimensions) in cases().items():
         tokens = torch.zeros(ROWS, dimensions.seq, dtype=torch.int64)
         batch = {"tokens": tokens, "targets": tokens}
-        program = Program(
-            model, torch.optim.AdamW(model.parameters()), soli.losses.cross_entropy("targets"), batch
-        )
+        program = Program(model, torch.optim.AdamW(model.parameters()), soli.losses.cross_entropy("targets"), batch)
         task = Task(dimensions, read_cluster(f"h100:{RANKS}"), ROWS, dimensions.seq)
         p = spaces(task)
         kinds = memory.kinds(p, constants_of(task, len(p)))

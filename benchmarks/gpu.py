@@ -33,9 +33,7 @@ from soli.planner.search import costs, spaces
 from soli.planner.task import Task
 
 OUT = Path(__file__).resolve().parent / "results" / "gpu"
-PLANS = tuple(
-    f"dp=1,precision=bf16{more}" for more in ("", ",recompute=selective", ",recompute=full", ",accumulate=4")
-)
+PLANS = tuple(f"dp=1,precision=bf16{more}" for more in ("", ",recompute=selective", ",recompute=full", ",accumulate=4"))
 LOSS = soli.losses.cross_entropy("targets")
 ROUNDS = 3
 

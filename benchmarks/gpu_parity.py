@@ -67,9 +67,7 @@ def main() -> int:
     bad = [one for one in found if one.error or one.row.worst > BOUND]
     print(f"{len(found)} of {result['asked']} rows, {len(bad)} over {BOUND:g} or not run")
     for one in bad:
-        print(
-            f"{one.row.model} {one.row.plan} over {one.backend}: {one.row.worst:.1e} {one.row.tensor}\n{one.error}"
-        )
+        print(f"{one.row.model} {one.row.plan} over {one.backend}: {one.row.worst:.1e} {one.row.tensor}\n{one.error}")
     return 1 if bad or len(found) < result["asked"] else 0
 
 
@@ -107,9 +105,7 @@ def checked(name: str, plan: str, ranks: int) -> Row:
 
 def page(result: dict, found: list[Found]) -> str:
     """The table."""
-    worst = {
-        b: [f.row.worst for f in found if f.backend == b] for b in dict.fromkeys(f.backend for f in found)
-    }
+    worst = {b: [f.row.worst for f in found if f.backend == b] for b in dict.fromkeys(f.backend for f in found)}
     told = "; ".join(
         f"over {b} {len(w)} rows, the worst {max(w):.1e}, the median {statistics.median(w):.1e}"
         for b, w in worst.items()

@@ -65,11 +65,7 @@ def main() -> None:
             if name == "reference":
                 expected = losses
             result["rows"].append(row)
-            said = (
-                row["verdict"]
-                if "growth_mib" not in row
-                else f"{row['growth_mib']:.0f} MiB, {row['verdict']}"
-            )
+            said = row["verdict"] if "growth_mib" not in row else f"{row['growth_mib']:.0f} MiB, {row['verdict']}"
             print(f"{ranks} ranks {name}: {said}", flush=True)
             record.write(result, markdown(result), args.out)
     print(markdown(result))

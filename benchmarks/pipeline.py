@@ -63,8 +63,7 @@ def row(name: str, rounds: list[list[dict]]) -> dict:
     last = [r["steps"][-1] for r in rounds[-1]]
     start = min(action[3] for actions in last for action in actions)
     picture = [
-        [[kind, stage, number, a - start, b - start] for kind, stage, number, a, b in actions]
-        for actions in last
+        [[kind, stage, number, a - start, b - start] for kind, stage, number, a, b in actions] for actions in last
     ]
     return {
         "schedule": name,

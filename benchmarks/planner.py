@@ -45,7 +45,7 @@ CONSTANTS = HERE.parent / "src/soli/planner/cost/constants.toml"
 FOLDS = 10
 EVEN, GUESSED, READ = 150, 0.3, 0.03
 SEEDS, CALIBRATION = 5, 48
-USUAL = ("zero=", "precision=", "heads=", "ffn=", "vocab=", "model=", "interconnect: ")
+USUAL = ("zero=", "precision=", "heads=", "ffn=", "vocab=", "model=", "interconnect: ", "swiglu=", "attention=")
 """What a row may leave out and be complete: no ZeRO, 16 bits, an MLP four times as wide as the model, a usual network, ..."""
 Sets = dict[str, dict[str, float]]
 
@@ -111,9 +111,7 @@ def off(rows: Sequence[Row], sets: Sets) -> tuple[np.ndarray, np.ndarray]:
     return cost.time / measured.times, cost.memory / measured.memories
 
 
-def held_out(
-    rows: Sequence[Row], sources: Sequence[str], groups: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
+def held_out(rows: Sequence[Row], sources: Sequence[str], groups: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """`off`, each row by constants that were fitted without its group."""
     times, memories = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
     each = sorted(set(groups))
@@ -175,9 +173,7 @@ def of_soli() -> dict[str, float]:
     what the engine leaves to allocators."""
     plans = json.loads((RESULTS / "memory-formulas.json").read_text(encoding="utf-8"))["rows"]
     runs = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["rows"]
-    ratios = [row["rehearsed"] / row["formula"] for row in plans] + [
-        row["taken"] / row["said"] for row in runs
-    ]
+    ratios = [row["rehearsed"] / row["formula"] for row in plans] + [row["taken"] / row["said"] for row in runs]
     low, high = np.quantile(ratios, (0.05, 0.95))
     return {"memory_low": float(f"{low:.4g}"), "memory_high": float(f"{HEADROOM * high:.4g}")}
 
@@ -199,9 +195,7 @@ def write_constants(sets: Sets, of_sets: Sets, counts: dict[str, int]) -> None:
     ]
     for name, values in sets.items():
         parent = DEFAULT if " " not in name else name.rsplit(" ", 1)[0]
-        said = {k: v for k, v in values.items() if name == DEFAULT or v != sets[parent][k]} | of_sets.get(
-            name, {}
-        )
+        said = {k: v for k, v in values.items() if name == DEFAULT or v != sets[parent][k]} | of_sets.get(name, {})
         lines += [
             "",
             f'["{name}"]',
@@ -235,9 +229,7 @@ def sweeps(rows: Sequence[Row], sources: Sequence[str], least: int) -> list[list
         if row.time is not None:
             devices = row.point["tp"] * row.point["pp"] * row.point["cp"] * row.point["dp"]
             key = (sources[i], row.framework, devices, *(row.point[name] for name in names))
-            groups.setdefault(key, {}).setdefault(
-                tuple(row.point.values()), i
-            )  # measured again: the first counts
+            groups.setdefault(key, {}).setdefault(tuple(row.point.values()), i)  # measured again: the first counts
     return [list(group.values()) for group in groups.values() if len(group) >= least]
 
 
@@ -314,9 +306,7 @@ def fitting(tables: Sequence[Table]) -> dict[str, list[int]]:
 
 def main() -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="write constants.toml")
     parser.add_argument("--validate", action="store_true", help="write results/planner.json and planner.md")
     args = parser.parse_args()
@@ -386,8 +376,7 @@ def write(
     for name, chosen in choices:
         at = chosen(names)
         entry: dict[str, Any] = {
-            kind: {"time": errors(found[0][at]), "memory": errors(found[1][at])}
-            for kind, found in kinds.items()
+            kind: {"time": errors(found[0][at]), "memory": errors(found[1][at])} for kind, found in kinds.items()
         }
         index = np.flatnonzero(at)
         groups = [g for g in sweeps(rows, sources, 3) if set(g) <= set(index.tolist())]
@@ -485,9 +474,7 @@ def _said(found: dict[str, float]) -> str:
 
 
 def _ranked(found: dict[str, Any]) -> str:
-    regrets = (
-        f"{100 * mean:.2f}%, {100 * worst:.1f}%" for mean, worst in (found[f"regret@{k}"] for k in (1, 3, 5))
-    )
+    regrets = (f"{100 * mean:.2f}%, {100 * worst:.1f}%" for mean, worst in (found[f"regret@{k}"] for k in (1, 3, 5)))
     return " | ".join((str(found["sweeps"]), f"{found['rank correlation']:.3f}", *regrets))
 
 

@@ -237,9 +237,7 @@ def searched_by_soli(task: dict) -> dict[str, Any]:
     names = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "seq")
     model = Model("", **{n: task[n] for n in names}, gated=False, experts=0, active=1, tied=True)
     start = time.process_time()
-    found = search(
-        Task(model, read_cluster(task["cluster"]), task["batch"], task["seq"], framework="megatron")
-    )
+    found = search(Task(model, read_cluster(task["cluster"]), task["batch"], task["seq"], framework="megatron"))
     return {"seconds": time.process_time() - start, "plans": found.counted}
 
 
@@ -263,9 +261,7 @@ def searched(tool: Tool, clone: Path | None, every: list[dict], deadline: float)
 
 def main() -> None:
     """Rows, then searches."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--clone", action="append", default=[], metavar="NAME=FOLDER", help="calculon, simumax, llm-analysis"
     )
@@ -275,9 +271,7 @@ def main() -> None:
     args = parser.parse_args()
     if odd := [word for word in args.clone if not Path(word.partition("=")[2] or "?").is_dir()]:
         parser.error(f"--clone NAME=FOLDER: no folder in {', '.join(odd)}")
-    clones = {
-        name: Path(folder).resolve() for name, _, folder in (word.partition("=") for word in args.clone)
-    }
+    clones = {name: Path(folder).resolve() for name, _, folder in (word.partition("=") for word in args.clone)}
     rows, told = rows_of([Table(name) for name in planner.TABLES])
     message = {"rows": told}
     result: dict[str, Any] = {**record.head(), "rows": len(rows), "tools": {}, "searches": {}}
@@ -299,9 +293,7 @@ def main() -> None:
         every = tasks()
         result["searches"]["soli"] = [searched_by_soli(task) for task in every]
         for name in (n for n in ready if TOOLS[n].searches):
-            result["searches"][name] = searched(
-                TOOLS[name], clones.get(TOOLS[name].env), every, args.deadline
-            )
+            result["searches"][name] = searched(TOOLS[name], clones.get(TOOLS[name].env), every, args.deadline)
         result["tasks"] = [{k: task[k] for k in ("model", "cluster", "devices", "batch")} for task in every]
     elif (before := args.out.with_suffix(".json")).exists():
         told = json.loads(before.read_text(encoding="utf-8"))

@@ -54,8 +54,7 @@ def versions(result: dict[str, Any]) -> list[str]:
     """What was run, and what was not."""
     lines = ["| planner | what was run |", "|---|---|"]
     return lines + [
-        f"| {name} | {tool.get('version') or 'not run: ' + tool['not run']} |"
-        for name, tool in result["tools"].items()
+        f"| {name} | {tool.get('version') or 'not run: ' + tool['not run']} |" for name, tool in result["tools"].items()
     ]
 
 
@@ -82,8 +81,7 @@ def choices_table(ran: dict[str, Any]) -> list[str]:
             for kind in ("it", *OWN):
                 found = entry[kind]["choice"]
                 regrets = (
-                    f"{100 * mean:.2f}%, {100 * worst:.1f}%"
-                    for mean, worst in (found["regret@1"], found["regret@3"])
+                    f"{100 * mean:.2f}%, {100 * worst:.1f}%" for mean, worst in (found["regret@1"], found["regret@3"])
                 )
                 who = name if kind == "it" else kind
                 lines.append(
@@ -119,8 +117,7 @@ def refusals(ran: dict[str, Any]) -> list[str]:
             if table == "all but tests" or name == AGAIN:
                 continue
             lines += [
-                f"- {name}, {table}: {count} of {entry['rows']}: {reason}"
-                for reason, count in entry["refused"].items()
+                f"- {name}, {table}: {count} of {entry['rows']}: {reason}" for reason, count in entry["refused"].items()
             ]
             if entry["does not fit, it says"]:
                 lines.append(
@@ -131,8 +128,7 @@ def refusals(ran: dict[str, Any]) -> list[str]:
 
 def _errors(found: dict[str, float]) -> str:
     return ", ".join(
-        f"{100 * found[key]:{'+.1f' if key == 'bias' else '.1f'}}"
-        for key in ("mean", "median", "p90", "bias")
+        f"{100 * found[key]:{'+.1f' if key == 'bias' else '.1f'}}" for key in ("mean", "median", "p90", "bias")
     )
 
 

@@ -48,11 +48,7 @@ def cpu_shares(before: dict[str, int], after: dict[str, int], own_seconds: float
 def machine() -> dict[str, object]:
     """Processor, cores, memory and kernel."""
     model = next(
-        (
-            x.partition(":")[2].strip()
-            for x in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in x
-        ),
+        (x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x),
         platform.processor() or platform.machine(),
     )
     total = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemTotal"))

@@ -26,9 +26,7 @@ def line(result: dict) -> str:
     """The same for people, as a page begins."""
     about = result["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    return (
-        f"{result['date']}, `{result['command']}`; {about['processor']}, {about['cores']} cores, {versions}."
-    )
+    return f"{result['date']}, `{result['command']}`; {about['processor']}, {about['cores']} cores, {versions}."
 
 
 def write(result: dict, text: str, out: Path) -> None:

@@ -15,9 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent / "network")
-)  # its launch, and not the one beside this file
+sys.path.insert(0, str(Path(__file__).resolve().parent / "network"))  # its launch, and not the one beside this file
 
 import record
 from lab import end_well, lab, stopped
@@ -44,16 +42,12 @@ def main() -> None:
         metavar="MODEL:NETWORK:RANKS",
     )  # fmt: skip
     parser.add_argument("--all", action="store_true", help="every variant of every layout")
-    parser.add_argument(
-        "--reuse", action="store_true", help="choose again among plans as they were measured before"
-    )
+    parser.add_argument("--reuse", action="store_true", help="choose again among plans as they were measured before")
     parser.add_argument("--deadline", type=float, default=3600.0)
     args = parser.parse_args()
     written = OUT.with_suffix(".json")
     rows = (
-        {_name(row): row for row in json.loads(written.read_text(encoding="utf-8"))["rows"]}
-        if written.exists()
-        else {}
+        {_name(row): row for row in json.loads(written.read_text(encoding="utf-8"))["rows"]} if written.exists() else {}
     )
     for one in args.only:
         model, network, ranks = one.split(":")

@@ -78,9 +78,7 @@ def main() -> None:
     """Measure, choose, measure the best again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument(
-        "--within", type=float, default=float("inf"), help="no variants of layouts slower than this"
-    )
+    parser.add_argument("--within", type=float, default=float("inf"), help="no variants of layouts slower than this")
     parser.add_argument("--known", type=Path, help="what was measured before, as regret.py writes it")
     parser.add_argument("--kept", type=Path, help="where what is measured is kept, and read by the next run")
     args = parser.parse_args()

@@ -110,9 +110,7 @@ def rehearsed(name: str, plan: str, ranks: int) -> Rehearsal:
     return rehearse(program, resolve(Plan.parse(plan), ranks))
 
 
-def _both(
-    name: str, plan: str, ranks: int, often: bool
-) -> tuple[tuple[int, int, int], tuple[int, int, str] | None]:
+def _both(name: str, plan: str, ranks: int, often: bool) -> tuple[tuple[int, int, int], tuple[int, int, str] | None]:
     mine = tracked(name, plan, often)
     if ranks > 1 and torch.distributed.get_rank():
         return mine, None
@@ -143,9 +141,7 @@ def run(rows: Iterable[tuple[str, str, int]]) -> tuple[list[Row], list[str]]:
             print(failed[-1], flush=True)
             continue
         one = found[-1]
-        exact = (
-            "" if one.states == one.states_rehearsed else f"  states {one.states_rehearsed} for {one.states}"
-        )
+        exact = "" if one.states == one.states_rehearsed else f"  states {one.states_rehearsed} for {one.states}"
         print(f"{name:12} {plan:40} {ranks:2} ranks  peak {one.peak:9} {one.error:.2%}{exact}", flush=True)
     pool.close()
     return found, failed

@@ -96,9 +96,7 @@ def worst(got: Result, expected: Result) -> tuple[float, str]:
             found.append((float("inf"), name))
         elif not torch.equal(a, b):
             scale = max(float(b.double().abs().max()), _floor(name, noise, expected[1]))
-            found.append(
-                (max(float((a.double() - b.double()).abs().max()) / scale, sys.float_info.min), name)
-            )
+            found.append((max(float((a.double() - b.double()).abs().max()) / scale, sys.float_info.min), name))
     return max(found)
 
 
@@ -138,9 +136,7 @@ def rows() -> list[dict[str, Any]]:
             limit = 0.0 if first == second else BOUND
             if first != second and dtype == "float32":
                 limit = tolerance.bound(model(kind), BATCH * CONTEXT, STEPS, kind)
-            found.append(
-                {"first": first, "second": second, "dtype": dtype, "worst": error, "of": of, "allowed": limit}
-            )
+            found.append({"first": first, "second": second, "dtype": dtype, "worst": error, "of": of, "allowed": limit})
             print(f"{first:26} then {second:26} {dtype}: {error:.1e} (allowed {limit:.1e})", flush=True)
     return found
 

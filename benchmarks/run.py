@@ -100,9 +100,7 @@ def describe(args: argparse.Namespace, names: list[str]) -> dict:
     """The head of the record: where, with what, when, how."""
     result = record.head()
     for environment in sorted({ENTRIES[n].environment for n in names} - {"base"}):
-        result["versions"] |= {
-            k: v for k, v in envs.state_of(environment)["versions"].items() if k != "torch"
-        }
+        result["versions"] |= {k: v for k, v in envs.state_of(environment)["versions"].items() if k != "torch"}
     return result | {
         "steps": args.steps,
         "warmup": args.warmup,

@@ -25,9 +25,7 @@ MODELS = {
 MIXTURES = {
     "Mixtral 8x22B": Model("Mixtral 8x22B", 56, 6144, 48, 8, 128, 16384, True, 32768, 8, 2, False, 8192),
     "Qwen3 30B-A3B": Model("Qwen3 30B-A3B", 48, 2048, 32, 4, 128, 768, True, 151936, 128, 8, False, 8192),
-    "256 experts of 2048": Model(
-        "256 experts", 60, 7168, 128, 128, 128, 2048, True, 129280, 256, 9, False, 8192, 1
-    ),
+    "256 experts of 2048": Model("256 experts", 60, 7168, 128, 128, 128, 2048, True, 129280, 256, 9, False, 8192, 1),
 }
 CLUSTERS = {"h100:8x8": 512, "h100:8x64": 1024, "h100:8x640": 2048, "h100:8x2048": 8192, "h100:8x12288": 16384, "h100:8x12500": 100000}  # fmt: skip
 

@@ -35,9 +35,7 @@ def loss_difference(losses: list[float], reference: list[float]) -> float:
 
 def rows(runs: dict[str, list[dict]]) -> dict[str, dict]:
     """One row an entry from its rounds. A round that failed is in the row as an error, never left out."""
-    losses = {
-        name: next((r["losses"] for r in rounds if "losses" in r), None) for name, rounds in runs.items()
-    }
+    losses = {name: next((r["losses"] for r in rounds if "losses" in r), None) for name, rounds in runs.items()}
     table = {name: row(name, rounds, losses[ENTRIES[name].reference]) for name, rounds in runs.items()}
     for name, entry in table.items():
         stage = ENTRIES[name].stage

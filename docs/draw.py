@@ -28,12 +28,8 @@ def main() -> None:
         print(f"docs/pictures/{picture.__name__}.svg")
 
 
-def box(
-    axes: Axes, x: float, y: float, width: float, colour: str, text: str = "", shade: float = 1.0
-) -> None:
-    axes.add_patch(
-        Rectangle((x, y), width, 1, facecolor=colour, edgecolor="white", linewidth=1.5, alpha=shade)
-    )
+def box(axes: Axes, x: float, y: float, width: float, colour: str, text: str = "", shade: float = 1.0) -> None:
+    axes.add_patch(Rectangle((x, y), width, 1, facecolor=colour, edgecolor="white", linewidth=1.5, alpha=shade))
     axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", color="white")
 
 
@@ -53,9 +49,7 @@ def batch() -> plt.Figure:
         box(axes, row, 1, 1, "#5b6770", str(row))
     sizes = ((0, 3, "rank 0"), (3, 3, "rank 0"), (6, 3, "rank 1"), (9, 2, "rank 1"))
     for i, (start, count, name) in enumerate(sizes):
-        box(
-            axes, start, -0.3, count, RANKS[i // 2], f"{name}\n{start}-{start + count - 1}", 1 - 0.3 * (i % 2)
-        )
+        box(axes, start, -0.3, count, RANKS[i // 2], f"{name}\n{start}-{start + count - 1}", 1 - 0.3 * (i % 2))
         axes.text(start + count / 2, -0.75, f"total, count {i + 1}", ha="center", va="center", fontsize=8)
     axes.text(5.5, -1.6, "loss = (sum of the totals) / (sum of the counts)", ha="center", va="center")
     axes.text(5.5, -2.2, "one division a step, whatever the cut", ha="center", va="center", color="#5b6770")
@@ -167,9 +161,7 @@ def backend() -> plt.Figure:
         found = [row for row in rows if row["operation"] == "all_reduce" and row["ranks"] == ranks]
         for system, colour in systems.items():
             points = [(row["bytes"], row[system]) for row in found if system in row]
-            axes.loglog(
-                *zip(*points, strict=True), "o-", color=colour, markersize=3, label=named.get(system, system)
-            )
+            axes.loglog(*zip(*points, strict=True), "o-", color=colour, markersize=3, label=named.get(system, system))
         axes.set_title(f"{ranks} ranks", fontsize=9)
         axes.set_xticks([2**10, 2**20, 2**28], ["1 KB", "1 MB", "256 MB"], fontsize=8)
         axes.minorticks_off()

@@ -28,9 +28,7 @@ def main() -> None:
     measured(figure.add_subplot(grid[:, 0]), labs)
     for number, ratio in enumerate(ratios):
         here = [row for row in result["beyond"] if row["tokens_to_width"] == ratio]
-        predicted(
-            figure.add_subplot(grid[number, 1]), here, f"predicted only: {ratio} tokens to a unit of width"
-        )
+        predicted(figure.add_subplot(grid[number, 1]), here, f"predicted only: {ratio} tokens to a unit of width")
     handles = [plt.Line2D([], [], color=c, marker="o", linestyle="") for c in COLOURS.values()]
     handles.append(plt.Line2D([], [], color=INK, marker="o", linestyle="", markerfacecolor="white"))
     figure.legend(
@@ -59,9 +57,7 @@ def measured(axes: Axes, labs: list[dict]) -> None:
                 continue
             colour = COLOURS[kind_of(plan)]
             if "predicted_over_1d" in row:
-                axes.plot(
-                    row["predicted_over_1d"], y, "o", color=colour, markersize=6, markerfacecolor="white"
-                )
+                axes.plot(row["predicted_over_1d"], y, "o", color=colour, markersize=6, markerfacecolor="white")
             axes.plot(row["over_1d"], y, "o", color=colour, markersize=5)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
@@ -80,9 +76,7 @@ def predicted(axes: Axes, rows: list[dict], title: str) -> None:
     for kind, colour in COLOURS.items():
         there = [row for row in rows if kind in row["kinds"]]
         speed = [row["kinds"]["1d"]["step_ms"] / row["kinds"][kind]["step_ms"] for row in there]
-        axes.plot(
-            [row["ranks"] for row in there], speed, "o--", color=colour, markersize=4, markerfacecolor="white"
-        )
+        axes.plot([row["ranks"] for row in there], speed, "o--", color=colour, markersize=4, markerfacecolor="white")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.axhline(1, color="black", linewidth=0.8)
@@ -99,9 +93,7 @@ def kind_of(plan: str) -> str:
     """1d, 2d, 2.5d, 3d or dp."""
     if plan.startswith("dp"):
         return "dp"
-    return next(
-        (word.removeprefix("tensor=") for word in plan.split(",") if word.startswith("tensor=")), "1d"
-    )
+    return next((word.removeprefix("tensor=") for word in plan.split(",") if word.startswith("tensor=")), "1d")
 
 
 if __name__ == "__main__":

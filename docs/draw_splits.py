@@ -360,9 +360,7 @@ def pipeline() -> plt.Figure:
             cell(axes, stage + micro + 0.05, 1.3 * stage, 0.9, 0.8, RANKS[0], f"F{micro}")
             cell(axes, 6.8 + (2 - stage) + micro + 0.05, 1.3 * stage, 0.9, 0.8, RANKS[1], f"B{micro}")
             if stage < 2:
-                arrow(
-                    axes, (stage + micro + 0.7, 1.3 * stage + 0.8), (stage + micro + 1.3, 1.3 * stage + 1.28)
-                )
+                arrow(axes, (stage + micro + 0.7, 1.3 * stage + 0.8), (stage + micro + 1.3, 1.3 * stage + 1.28))
                 arrow(
                     axes,
                     (9.3 - stage - 1 + micro - 0.2, 1.3 * stage + 1.3),

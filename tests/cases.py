@@ -31,9 +31,7 @@ def _tokens(rows: int, length: int = 7, vocab: int = 29, seed: int = 0) -> dict[
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
 
 
-def _gpt(
-    rows: list[int], *, dropout: float = 0.0, tied: bool = True, mask: bool = False, length: int = 7
-) -> Any:
+def _gpt(rows: list[int], *, dropout: float = 0.0, tied: bool = True, mask: bool = False, length: int = 7) -> Any:
     torch.manual_seed(11)
     model = GPT(GPTConfig(vocab=29, context=length, dim=12, layers=3, heads=3, dropout=dropout, tied=tied))
     batches = [_tokens(n, length, seed=i) for i, n in enumerate(rows)]
@@ -179,9 +177,7 @@ CASES = {
     for case in (Case(make.__name__.replace("_", "-"), make, adamw) for make in (*MAKERS, *foreign.MAKERS))
 }
 TABLE = Path(__file__).with_name("plans.toml")
-PLANS: dict[int, list[str]] = {
-    int(n): plans for n, plans in tomllib.loads(TABLE.read_text(encoding="utf-8")).items()
-}
+PLANS: dict[int, list[str]] = {int(n): plans for n, plans in tomllib.loads(TABLE.read_text(encoding="utf-8")).items()}
 
 
 def refused(name: str, plan: str) -> bool:

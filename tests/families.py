@@ -65,10 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "data2vec": (  # stochastic depth
         "Data2VecVisionForImageClassification",
-        {
-            key: SMALL[key]
-            for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        }
+        {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
         | {"image_size": 8, "patch_size": 4, "num_labels": 5, "drop_path_rate": 0.3},
     ),
     "mixtral": (
@@ -109,9 +106,7 @@ def case(name: str) -> Case:
         for rows in (8, 7, 9):
             if kind.endswith("ImageClassification"):
                 pixels = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
-                batches.append(
-                    {"pixel_values": pixels, "labels": torch.randint(5, (rows,), generator=generator)}
-                )
+                batches.append({"pixel_values": pixels, "labels": torch.randint(5, (rows,), generator=generator)})
                 continue
             tokens = torch.randint(3, 37, (rows, 6), generator=generator)
             labels = tokens.clone()

@@ -59,9 +59,7 @@ def _causal(kind: str, seed: int, **options: Any) -> Any:
 
 def hf_llama() -> Any:
     """Grouped queries, rotary positions, RMS norms in float32, padding, and blocks recomputed in backward."""
-    model = _causal(
-        "Llama", 22, hidden_size=12, intermediate_size=20, num_attention_heads=6, num_key_value_heads=2
-    )
+    model = _causal("Llama", 22, hidden_size=12, intermediate_size=20, num_attention_heads=6, num_key_value_heads=2)
     model.gradient_checkpointing_enable()
     return model, losses.from_model(), _batches([8, 9, 8], masked_share=0.0, padded=True)
 

@@ -71,9 +71,7 @@ def _one(name: str, plan: str) -> dict[str, Any]:
 def of_case(pool: Pool, name: str) -> dict[str, Any]:
     """The layouts of one model under each plan."""
     return {
-        plan: pool.run(_one, name, plan, ranks=ranks)[0]
-        for plan, ranks in PLANS.items()
-        if not refused(name, plan)
+        plan: pool.run(_one, name, plan, ranks=ranks)[0] for plan, ranks in PLANS.items() if not refused(name, plan)
     }
 
 

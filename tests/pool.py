@@ -73,9 +73,7 @@ class Pool:
         Path(store).unlink(missing_ok=True)
         errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
         if errors:
-            raise failure(
-                f"{len(errors)} of {ranks} ranks failed in {function.__name__}:\n" + "\n".join(errors)
-            )
+            raise failure(f"{len(errors)} of {ranks} ranks failed in {function.__name__}:\n" + "\n".join(errors))
         return [value for _, value in results]
 
     def _collect(self, ranks: int, until: float) -> list[tuple[bool, Any]]:
@@ -89,9 +87,7 @@ class Pool:
                     raise failure(f"rank {rank} of the pool died with exit code {code}")
                 if time.monotonic() > until:
                     report = self._failed(results, ranks) + self._hang(ranks)
-                    raise failure(
-                        f"rank {rank} did not finish before the deadline; where the ranks stood:\n{report}"
-                    )
+                    raise failure(f"rank {rank} did not finish before the deadline; where the ranks stood:\n{report}")
             try:
                 results.append(pipe.recv())
             except EOFError:

@@ -29,17 +29,13 @@ from typed import soli, soli_anew
 
 
 @pytest.mark.parametrize(("stages", "chunks", "m"), [(1, 1, 3), (2, 1, 5), (4, 1, 8), (8, 1, 3), (4, 2, 8), (4, 3, 12), (2, 4, 6), (8, 4, 16)])  # fmt: skip
-def test_a_timeline_takes_what_the_cost_says_and_keeps_what_the_memory_says(
-    stages: int, chunks: int, m: int
-) -> None:
+def test_a_timeline_takes_what_the_cost_says_and_keeps_what_the_memory_says(stages: int, chunks: int, m: int) -> None:
     work = timeline(stages, chunks, m, 1 / chunks, 2 / chunks)
     p = point(pp=stages, chunks=chunks, global_batch=m, layers=stages * chunks)
     busy, waiting = pipeline.spent(p, np.array([3.0]), np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1))
     assert max(one.end for one in work) == pytest.approx(float((busy + waiting)[0]))
     assert (
-        len({(one.kind, one.rank, one.chunk, one.microbatch) for one in work})
-        == len(work)
-        == 2 * stages * chunks * m
+        len({(one.kind, one.rank, one.chunk, one.microbatch) for one in work}) == len(work) == 2 * stages * chunks * m
     )
     for rank in range(stages):  # one thing at a time
         own = sorted((one.start, one.end) for one in work if one.rank == rank)
@@ -94,16 +90,10 @@ def test_kinds_of_memory_are_the_peak() -> None:
     plain = (p.pp > 1) & (p.logged == 0)
     assert all((plain & (one == np.maximum.reduce(each))).sum() > 100 for one in (first, last))
     folded = (p.pp == 1) | (p.schedule == 4)
-    fullest = (
-        np.where(p.logged > 0, np.where(folded, first, last), np.maximum.reduce(each))
-        + k.resident
-        + k.workspace
-    )
+    fullest = np.where(p.logged > 0, np.where(folded, first, last), np.maximum.reduce(each)) + k.resident + k.workspace
     np.testing.assert_allclose(sum(kinds.values()), memory.peak(p, k), rtol=1e-12)
     np.testing.assert_allclose(memory.peak(p, k)[p.casts == 0], fullest[p.casts == 0], rtol=1e-12)
-    assert (
-        memory.peak(p, k) >= fullest * (1 - 1e-12)
-    ).all()  # soli's, at a loss or in a layer's backward beside
+    assert (memory.peak(p, k) >= fullest * (1 - 1e-12)).all()  # soli's, at a loss or in a layer's backward beside
     assert not kinds["optimizer"][p.offload > 0].any()
     assert not kinds["gathered"][(p.zero < 3) & (p.casts == 0)].any()
     shared = (p.zero == 3) & (p.offload == 0) & (p.experts == 0)
@@ -114,9 +104,7 @@ def test_kinds_are_shown_and_in_json() -> None:
     """In the table, within 80 columns, and in the answer for programs, where they are the memory that is said."""
     words = ["plan", "llama-3-70b", "--cluster", "h100:8x8", "--global-batch", "256", "--count", "3"]
     found = json.loads(soli(*words, "--json").stdout)["best"]
-    assert all(
-        sum(one["memory_parts_gb"].values()) == pytest.approx(one["memory_gb"], rel=1e-12) for one in found
-    )
+    assert all(sum(one["memory_parts_gb"].values()) == pytest.approx(one["memory_gb"], rel=1e-12) for one in found)
     shown = soli(*words).stdout
     table = shown[: shown.index("GB by kind")].splitlines()
     assert all(len(line) <= 80 for line in table if not line.startswith(("llama", "GB of a device")))

@@ -481,9 +481,7 @@ def test_a_plan_that_takes_more_than_rehearsed_is_not_begun(capsys: Any) -> None
     """Half of what is free is rehearsed, and twice of it taken: smaller pieces, before the first step."""
     model = Hoards()
     batch = (torch.randn(64, 512), torch.randn(64, 512))
-    engine = parallelize(
-        model, losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto", memory=60e6
-    )
+    engine = parallelize(model, losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto", memory=60e6)
     auto_tight, auto.TIGHT = auto.TIGHT, 0.0
     try:
         engine.step(batch)
@@ -504,9 +502,7 @@ def begun(folder: str) -> tuple[list[str], str, list[bool]]:
         for plan in plans:
             torch.manual_seed(0)
             model, rows = Hoards(), torch.randn(16 * join().size, 512)
-            engine = parallelize(
-                model, losses.mse(), optimizer=lambda p: torch.optim.AdamW(p), plan=plan, memory=40e6
-            )
+            engine = parallelize(model, losses.mse(), optimizer=lambda p: torch.optim.AdamW(p), plan=plan, memory=40e6)
             for _ in range(2):
                 engine.step((rows, rows))
             weights.append([*engine.global_state_dict().values(), torch.rand(4)])
@@ -555,9 +551,7 @@ def first_steps(folder: str) -> tuple[str, list[str]]:
     usual, auto.bases = auto.bases, lambda ranks, *_, **__: [Plan(dp=ranks)]
     try:
         with redirect_stdout(io.StringIO()) as said:
-            engine = parallelize(
-                Hoards(), losses.mse(), optimizer=torch.optim.SGD, plan="auto", example=batch(8)
-            )
+            engine = parallelize(Hoards(), losses.mse(), optimizer=torch.optim.SGD, plan="auto", example=batch(8))
             for _ in range(2):
                 engine.step(batch(256))
     finally:

@@ -118,9 +118,7 @@ def test_changes_that_training_cannot_follow_are_refused(
     ("change", "plan"),
     [(replaced, "dp=2"), (written, "dp=2"), (written, "dp=2,zero=1"), (written, "dp=2,zero=2")],
 )
-def test_changes_that_it_can_follow_are_followed(
-    pool: Pool, change: Callable[[nn.Module], None], plan: str
-) -> None:
+def test_changes_that_it_can_follow_are_followed(pool: Pool, change: Callable[[nn.Module], None], plan: str) -> None:
     (alone, sequential), *_ = pool.run(attempt, "dp=1", change, ranks=1)
     assert not alone
     for text, bias in pool.run(attempt, plan, change, ranks=2):

@@ -46,9 +46,7 @@ def test_borders_are_the_best_that_there_are(layers: int, pp: int, chunks: int, 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 40), st.integers(2, 12), st.sampled_from([1, 2]), st.integers(1, 60))
-def test_no_rank_of_the_engines_cut_has_more_layers_than_is_said(
-    layers: int, pp: int, chunks: int, vocab: int
-) -> None:
+def test_no_rank_of_the_engines_cut_has_more_layers_than_is_said(layers: int, pp: int, chunks: int, vocab: int) -> None:
     """The first rank, the last, and any between; the embedding's lookup takes a thousandth of a layer."""
     if pp * chunks > layers:
         return

@@ -47,9 +47,7 @@ def test_what_points_to_a_mechanism_points_to_one_that_is_there() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.keyword) and node.arg == "seen":
                 words |= {
-                    one.value
-                    for one in ast.walk(node.value)
-                    if isinstance(one, ast.Constant) and "-" in str(one.value)
+                    one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant) and "-" in str(one.value)
                 }
     assert words
     assert words <= set(mechanisms())

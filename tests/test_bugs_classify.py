@@ -49,9 +49,7 @@ def mined(tmp_path: Path) -> tuple[Path, Path]:
     commit(
         repo,
         "Fix AttributeError when x is None",
-        {
-            "train.py": "def step(x):\n    work.wait()\n    if x is None:\n        return 0\n    return x.sum()\n"
-        },
+        {"train.py": "def step(x):\n    work.wait()\n    if x is None:\n        return 0\n    return x.sum()\n"},
     )
     commit(repo, "Fix the build with CUDA 12", {"setup.py": "flags = ['-std=c++17']\n"})
     commit(repo, "Fix", {"other.py": "x = 1\n"})
@@ -92,9 +90,7 @@ def test_fixes_get_words_with_a_confidence_and_evidence(mined: tuple[Path, Path]
     ((evidence, confidence),) = said(db, "SELECT evidence, confidence FROM verdict JOIN change USING (repo, hash) WHERE subject LIKE 'Fix Attr%' AND dimension = 'strategy'")  # fmt: skip
     assert any("x is None" in one for one in json.loads(evidence))
     assert 0.3 < confidence <= 1
-    edited = said(
-        db, "SELECT what, count FROM edited JOIN change USING (repo, hash) WHERE subject LIKE 'Fix Attr%'"
-    )
+    edited = said(db, "SELECT what, count FROM edited JOIN change USING (repo, hash) WHERE subject LIKE 'Fix Attr%'")
     assert ("condition added", 1) in edited
     others = said(db, "SELECT count(DISTINCT hash) FROM edited JOIN change USING (repo, hash) WHERE NOT fix")
     assert others == [(2,)]  # the first and Faster: the control group
@@ -245,9 +241,7 @@ def model(answer: Callable[[dict], tuple[int, str]]) -> Iterator[tuple[str, list
 
 def message(text: str) -> tuple[int, str]:
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-    return 200, json.dumps(
-        {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-    )
+    return 200, json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
 
 
 def test_a_model_is_asked_where_rules_are_not_sure(mined: tuple[Path, Path]) -> None:
@@ -274,9 +268,7 @@ def test_a_model_is_asked_where_rules_are_not_sure(mined: tuple[Path, Path]) -> 
         assert classify([repo], db, endpoint=Endpoint(url, "small")).asked == 0  # asked once
 
 
-def test_an_answer_that_drips_is_not_waited_for(
-    mined: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_drips_is_not_waited_for(mined: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read of it is quick, and all of it is not."""
     import threading
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -303,9 +295,7 @@ def test_an_answer_that_drips_is_not_waited_for(
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr("soli.bugs.endpoint.LONGEST", 1.0)
     try:
-        found = classify(
-            [mined[0]], mined[1], endpoint=Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "m")
-        )
+        found = classify([mined[0]], mined[1], endpoint=Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "m"))
     finally:
         over.set()
         server.shutdown()
@@ -367,9 +357,7 @@ def test_nonsense_is_counted_and_not_kept(mined: tuple[Path, Path], text: str) -
         words(text)
 
 
-@pytest.mark.parametrize(
-    "answer", [(200, "<html>"), (200, "{}"), (404, '{"error": "no such model"}'), (500, "")]
-)
+@pytest.mark.parametrize("answer", [(200, "<html>"), (200, "{}"), (404, '{"error": "no such model"}'), (500, "")])
 def test_what_answers_and_is_no_model(mined: tuple[Path, Path], answer: tuple[int, str]) -> None:
     repo, db = mined
     with model(lambda _: answer) as (url, _):

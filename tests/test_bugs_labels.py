@@ -38,15 +38,10 @@ def test_all_that_is_wrong_is_said(tmp_path: Path) -> None:
 
 def test_labellers_are_compared_where_both_have_labels() -> None:
     number = lambda i: str(i) * 40
-    first = [
-        replace(ONE, commit=number(i), symptom=word)
-        for i, word in enumerate(("crash", "hang", "crash", "hang"))
-    ]
+    first = [replace(ONE, commit=number(i), symptom=word) for i, word in enumerate(("crash", "hang", "crash", "hang"))]
     second = [replace(one, labeller="B") for one in first[:3]]
     second[1] = replace(second[1], symptom="crash")
-    second.append(
-        replace(ONE, commit=number(3), labeller="B", fix="no", symptom="", cause="", strategy="", stage="")
-    )
+    second.append(replace(ONE, commit=number(3), labeller="B", fix="no", symptom="", cause="", strategy="", stage=""))
     (found,) = pairs([*first, *second])
     assert (found.first, found.second, found.fix.count, found.fix.alike) == ("A", "B", 4, 0.75)
     assert found.dimensions["symptom"].count == 3
@@ -56,9 +51,7 @@ def test_labellers_are_compared_where_both_have_labels() -> None:
 
 def test_a_selection_is_judged_by_both_samples() -> None:
     """Of 100 chosen half are fixes, of 900 rejected a tenth: 50 found and 90 missed. Other rules are judged by the same labels."""
-    yes = lambda sample, i, word, who="A": replace(
-        ONE, sample=sample, commit=f"{sample}{i}", fix=word, labeller=who
-    )
+    yes = lambda sample, i, word, who="A": replace(ONE, sample=sample, commit=f"{sample}{i}", fix=word, labeller=who)
     labels = [yes("fix", i, "yes" if i < 5 else "no") for i in range(10)] + [yes("rest", i, "yes" if i < 1 else "no") for i in range(10)]  # fmt: skip
     size = {"fix": 100, "rest": 900}
     chosen = {(ONE.repo, f"fix{i}") for i in range(10)}
@@ -84,9 +77,7 @@ def test_the_interval_of_a_selection_holds() -> None:
     for _ in range(60):
         labels = [replace(ONE, sample=s, commit=f"{s}{i}", fix="yes" if random.random() < p else "no") for s, p in (("fix", 0.75), ("rest", 0.2)) for i in range(100)]  # fmt: skip
         found = selection(labels, {"fix": 800, "rest": 2000}, {(ONE.repo, f"fix{i}") for i in range(100)})
-        inside += [
-            low <= truth <= high for truth, (_, low, high) in ((0.75, found.precision), (0.6, found.recall))
-        ]
+        inside += [low <= truth <= high for truth, (_, low, high) in ((0.75, found.precision), (0.6, found.recall))]
     assert (inside >= 53).all()
 
 
@@ -108,9 +99,7 @@ def test_what_is_drawn_is_drawn_again(tmp_path: Path) -> None:
         hashes = {name: {hash_ for _, hash_ in rows} for name, rows in first.items()}
         assert {int(h) % 3 for h in hashes["fix"]} == {0}
         assert {int(h) % 3 for h in hashes["rest"]} == {1}
-        assert not hashes["fix"] & {
-            h for _, h in draw(base, 7, {"fix": 5, "rest": 4}, hashes["fix"])[0]["fix"]
-        }
+        assert not hashes["fix"] & {h for _, h in draw(base, 7, {"fix": 5, "rest": 4}, hashes["fix"])[0]["fix"]}
         with pytest.raises(SoliError, match="not so many commits"):
             draw(base, 7, {"fix": 15, "rest": 4})
 
@@ -126,9 +115,7 @@ def test_the_labels_that_are_kept() -> None:
     for who in by:
         assert {(one.repo, one.commit) for one in by[who]} == {(one.repo, one.commit) for one in labels}
         assert sum(one.fix == "yes" and one.sample == "fix" for one in by[who]) >= 150
-    assert all(
-        one.made_by and one.date and (one.why or (one.labeller == "C" and one.fix != "yes")) for one in labels
-    )
+    assert all(one.made_by and one.date and (one.why or (one.labeller == "C" and one.fix != "yes")) for one in labels)
     known = set((LABELS / "read.txt").read_text().split())
     assert not known & {one.commit for one in labels}
     assert json.loads((LABELS / "sample.json").read_text())["drawn"] == {"fix": 200, "rest": 260}

@@ -33,16 +33,12 @@ def git(repo: Path, *words: str, date: str = "2024-01-01T00:00:00+00:00") -> str
         "GIT_COMMITTER_DATE": date,
         "GIT_CONFIG_GLOBAL": os.devnull,
     }
-    done = subprocess.run(
-        ["git", "-C", str(repo), *words], capture_output=True, text=True, env=env, check=False
-    )
+    done = subprocess.run(["git", "-C", str(repo), *words], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def commit(
-    repo: Path, message: str, files: dict[str, str | None], date: str = "2024-01-01T00:00:00+00:00"
-) -> str:
+def commit(repo: Path, message: str, files: dict[str, str | None], date: str = "2024-01-01T00:00:00+00:00") -> str:
     """Write these files (None: take it away) and commit them."""
     for path, text in files.items():
         (repo / path).parent.mkdir(parents=True, exist_ok=True)
@@ -131,15 +127,12 @@ def test_sizes_are_those_that_git_counts(repo: Path, tmp_path: Path) -> None:
     out = tmp_path / "bugs.db"
     mine([repo], out)
     sizes = {
-        subject: rest
-        for subject, *rest in read(out, 'SELECT subject, source, larger, added, "all", files FROM fix')
+        subject: rest for subject, *rest in read(out, 'SELECT subject, source, larger, added, "all", files FROM fix')
     }
     assert sizes["fix(zero): reduce the last bucket (#7)"] == [5, 3, 3, 6, 1]
     assert sizes["Fix a hang with a name of its own"] == [12, 12, 12, 12, 1]
     assert sizes["Fix where it lies"] == [0, 0, 0, 0, 1]
-    assert read(out, "SELECT path, was, kind FROM file WHERE was != ''") == [
-        ("deep file.py", "b.py", "source")
-    ]
+    assert read(out, "SELECT path, was, kind FROM file WHERE was != ''") == [("deep file.py", "b.py", "source")]
     assert ("d é\tf.py",) in read(out, "SELECT path FROM file")
     assert read(out, "SELECT issue, by FROM closed ORDER BY issue") == [(3, "message"), (12, "message")]
     assert read(out, "SELECT pull FROM change WHERE pull IS NOT NULL ORDER BY 1") == [(7,), (9,)]
@@ -176,9 +169,7 @@ def test_names_tags_numbers_and_shares() -> None:
 
 
 def cut(repo: Path, tmp_path: Path) -> Path:
-    subprocess.run(
-        ["git", "clone", "-q", "--depth", "2", f"file://{repo}", str(tmp_path / "cut")], check=True
-    )
+    subprocess.run(["git", "clone", "-q", "--depth", "2", f"file://{repo}", str(tmp_path / "cut")], check=True)
     return tmp_path / "cut"
 
 
@@ -406,9 +397,7 @@ def test_long_lists_come_whole(tmp_path: Path) -> None:
 
     def said(asked: dict[str, Any]) -> tuple[int, dict[str, str], str]:
         of = asked["variables"]
-        data = (
-            page([one], "end", False) if "id" not in of else {"data": {"node": nodes[of["id"], of["after"]]}}
-        )
+        data = page([one], "end", False) if "id" not in of else {"data": {"node": nodes[of["id"], of["after"]]}}
         return 200, {}, json.dumps(data)
 
     with answering(said) as (url, asked):
@@ -472,9 +461,7 @@ def test_another_file_is_not_written_over(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_exports_that_cannot_be(
-    repo_name: str, token: str, api: str, answer: Any, said: str, tmp_path: Path
-) -> None:
+def test_exports_that_cannot_be(repo_name: str, token: str, api: str, answer: Any, said: str, tmp_path: Path) -> None:
     with served([answer] if answer else []) as (own, asked), pytest.raises(SoliError, match=said):
         github.export(repo_name, tmp_path / "out.jsonl", token, api or own, pause=0.001)
     assert len(asked) == (answer is not None)
@@ -553,9 +540,9 @@ def test_messages_cannot_say_what_git_says(tmp_path: Path) -> None:
     assert (found.commits, found.fixes) == (5, 5)
     paths = {path for (path,) in read(tmp_path / "bugs.db", "SELECT path FROM file")}
     assert paths == {"a.py", "new\nline.py", "lib.rs"}
-    assert read(
-        tmp_path / "bugs.db", "SELECT source FROM size JOIN file USING (repo, hash) WHERE path = 'lib.rs'"
-    ) == [(3,)]
+    assert read(tmp_path / "bugs.db", "SELECT source FROM size JOIN file USING (repo, hash) WHERE path = 'lib.rs'") == [
+        (3,)
+    ]
 
 
 def test_an_export_is_of_the_folder_of_its_name(repo: Path, tmp_path: Path) -> None:

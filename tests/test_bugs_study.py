@@ -81,10 +81,7 @@ def test_sizes_are_of_what_messages_call_fixes(classified: Path) -> None:
             "UPDATE verdict SET word = 'no' WHERE dimension = 'fix' AND (repo, hash) IN (SELECT repo, hash FROM size WHERE source > 10)"
         )
         keys = base.execute("SELECT repo, hash, told, source FROM judged").fetchall()
-    labels = [
-        replace(ONE, repo=r, commit=h, sample="fix" if told else "rest", labeller="A")
-        for r, h, told, _ in keys
-    ]
+    labels = [replace(ONE, repo=r, commit=h, sample="fix" if told else "rest", labeller="A") for r, h, told, _ in keys]
     after = study(db, labels, {"fix": 30, "rest": 4})["sizes"]["source"]
     assert after["all"] == before["all"] == share(1, 3)
     assert after["syntax"] == share(1, 1)
@@ -129,9 +126,7 @@ def test_rules_are_judged_by_labels(classified: Path) -> None:
         base.execute("UPDATE verdict SET word = 'crash', confidence = 1 WHERE dimension = 'symptom'")
         keys = base.execute("SELECT repo, hash, subject FROM change WHERE fix").fetchall()
         unsure = next(hash_ for _, hash_, subject in keys if "hang" in subject)
-        base.execute(
-            "UPDATE verdict SET confidence = 0.59 WHERE dimension = 'symptom' AND hash = ?", (unsure,)
-        )
+        base.execute("UPDATE verdict SET confidence = 0.59 WHERE dimension = 'symptom' AND hash = ?", (unsure,))
     labels = [
         replace(ONE, repo=repo, commit=hash_, labeller=who, symptom="hang" if "hang" in subject else "crash" if who == "A" or "Attr" in subject else "unknown")
         for repo, hash_, subject in keys
@@ -154,10 +149,7 @@ def test_the_report_is_written_twice(classified: Path, tmp_path: Path) -> None:
     with sqlite3.connect(db) as base:
         write(
             labels,
-            [
-                replace(ONE, repo=r, commit=h)
-                for r, h in base.execute("SELECT repo, hash FROM change WHERE fix")
-            ],
+            [replace(ONE, repo=r, commit=h) for r, h in base.execute("SELECT repo, hash FROM change WHERE fix")],
         )
     run = lambda *words: soli("bugs", "report", *words)
     done = run("--db", str(db), "--labels", str(labels), "--out", str(tmp_path / "study"))

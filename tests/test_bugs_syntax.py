@@ -133,9 +133,7 @@ def test_a_file_that_cannot_be_parsed_is_read_as_far_as_it_can(repo: Path) -> No
 def test_files_that_come_go_and_are_renamed(repo: Path) -> None:
     commit(repo, "Begin", {"a.py": PYTHON, "b.txt": "x\n"})
     git(repo, "mv", "a.py", "c d.py")
-    hash_ = commit(
-        repo, "Fix", {"c d.py": PYTHON.replace("0.0", "1.0"), "new.py": "import x\n", "b.txt": "y\n"}
-    )
+    hash_ = commit(repo, "Fix", {"c d.py": PYTHON.replace("0.0", "1.0"), "new.py": "import x\n", "b.txt": "y\n"})
     ((_, files),) = changes(repo, [hash_])
     assert {(one.was, one.path) for one in files} == {("a.py", "c d.py"), ("/dev/null", "new.py")}
     assert sorted(str(edit) for one in files for edit in edits(one)) == [
@@ -160,9 +158,7 @@ def test_names_and_texts_that_git_would_mark_off_with(repo: Path) -> None:
 
 
 def test_commits_come_in_order_and_those_without_code_too(repo: Path) -> None:
-    hashes = [
-        commit(repo, f"{i}", {"a.py": f"x = {i}\n"} if i % 2 else {"a.txt": f"{i}\n"}) for i in range(6)
-    ]
+    hashes = [commit(repo, f"{i}", {"a.py": f"x = {i}\n"} if i % 2 else {"a.txt": f"{i}\n"}) for i in range(6)]
     found = list(changes(repo, hashes[::-1]))
     assert [hash_ for hash_, _ in found] == hashes[::-1]
     assert [len(files) for _, files in found] == [1, 0, 1, 0, 1, 0]

@@ -359,7 +359,5 @@ def test_the_command_answers_all_its_questions_of_a_program(tmp_path: Path) -> N
 
 def test_vocabularies_that_positions_outnumber() -> None:
     with torch.device("meta"):
-        models = [
-            GPT(GPTConfig(vocab, 256, 4, 4, 256, tied=tied)) for vocab, tied in ((65, True), (256, False))
-        ]
+        models = [GPT(GPTConfig(vocab, 256, 4, 4, 256, tied=tied)) for vocab, tied in ((65, True), (256, False))]
     assert [(m.vocab, m.tied) for m, _ in map(planned, models)] == [(65, True), (256, False)]

@@ -107,9 +107,7 @@ def test_death_between_the_two_renames(tmp_path: Path) -> None:
     assert check(tmp_path / "100") == []
     save(tmp_path / "100", tensors_at(2), {"step": 2}, overwrite=True)
     left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == [".100.partial-mine", ".200.partial-0123456789ab", "100"], (
-        "only this name's dead are removed"
-    )
+    assert left == [".100.partial-mine", ".200.partial-0123456789ab", "100"], "only this name's dead are removed"
     assert read_manifest(tmp_path / "100").state == {"step": 2}
 
 

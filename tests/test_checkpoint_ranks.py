@@ -72,9 +72,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def pieces_hold(sharded: Sharded, tensor: Tensor) -> bool:
-    places = [
-        tuple(slice(o, o + n) for o, n in zip(b.offsets, b.sizes, strict=True)) for b, _ in sharded.pieces
-    ]
+    places = [tuple(slice(o, o + n) for o, n in zip(b.offsets, b.sizes, strict=True)) for b, _ in sharded.pieces]
     return all(same(p, tensor[at]) for (_, p), at in zip(sharded.pieces, places, strict=True))
 
 
@@ -221,8 +219,7 @@ def run_ranks(job: str, world: int, folder: Path, store: Path) -> None:
     command = [sys.executable, __file__, job]
     tail = [str(world), str(folder), str(store)]
     ranks = [
-        subprocess.Popen([*command, str(r), *tail], env=env, stderr=subprocess.PIPE, text=True)
-        for r in range(world)
+        subprocess.Popen([*command, str(r), *tail], env=env, stderr=subprocess.PIPE, text=True) for r in range(world)
     ]
     try:
         errors = [rank.communicate(timeout=120)[1] for rank in ranks]
@@ -246,9 +243,7 @@ def test_two_ranks_save_and_one_and_three_load(tmp_path: Path) -> None:
     assert one.tensors == other.tensors, "the same chunks in files of the same checksums"
     assert one.files == other.files
     stored = sum(chunk.box.numel for saved in one.tensors.values() for chunk in saved.chunks)
-    assert stored == sum(tensor.numel() for tensor in globals_().values()), (
-        "what several ranks hold is stored once"
-    )
+    assert stored == sum(tensor.numel() for tensor in globals_().values()), "what several ranks hold is stored once"
     assert len(one.tensors["optimizer.embed.step"].chunks) == 1
     run_ranks("load", 3, folder, tmp_path / "store3")
 

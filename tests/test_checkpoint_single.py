@@ -227,9 +227,7 @@ def test_foreign_folders_are_recognised(tmp_path: Path) -> None:
             text = message(call, tmp_path / name)
             assert all(word in text for word in words), text
         assert len(check(tmp_path / name)) == 1
-    assert "not a checkpoint, so it is not replaced" in message(
-        save, tmp_path / "hf", simple(), {}, overwrite=True
-    )
+    assert "not a checkpoint, so it is not replaced" in message(save, tmp_path / "hf", simple(), {}, overwrite=True)
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
@@ -249,9 +247,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(small_disk: Path) -> None:
     full = small_disk / "filler"
     with pytest.raises(OSError, match="No space"):
         full.write_bytes(bytes(1 << 20))
-    assert "No space left" in message(save, small_disk / "3", {}, {"step": 3}), (
-        "the manifest alone does not fit"
-    )
+    assert "No space left" in message(save, small_disk / "3", {}, {"step": 3}), "the manifest alone does not fit"
     assert sorted(entry.name for entry in small_disk.iterdir()) == ["1", "filler"]
 
 

@@ -134,9 +134,7 @@ def test_refusals_say_why_and_leave_nothing(tmp_path: Path) -> None:
         assert "runs code when it is opened" in text
         assert "save_file" in text
     assert "nothing at" in message(import_, tmp_path / "none", tmp_path / "out")
-    text = message(
-        export, source, tmp_path / "out", format="gguf", max_shard_bytes=0, config=tmp_path / "none"
-    )
+    text = message(export, source, tmp_path / "out", format="gguf", max_shard_bytes=0, config=tmp_path / "none")
     for part in ("unknown export format", "must hold something", "no such config"):
         assert part in text
     save(tmp_path / "bare", {"rng.cpu": from_whole(torch.zeros(1))}, {})

@@ -97,9 +97,7 @@ def test_env_says_what_works_and_what_does_not() -> None:
     facts = json.loads(soli("env", "--json").stdout)
     assert facts["gloo"].startswith("works")
     assert facts["local"].startswith("works")
-    assert (
-        facts["CPU ranks talk over"] == "local (ranks of one machine meet in shared memory, hosts over gloo)"
-    )
+    assert facts["CPU ranks talk over"] == "local (ranks of one machine meet in shared memory, hosts over gloo)"
     assert facts["torch"].startswith(torch.__version__)
     assert facts["packages"]["torch"] == version("torch")
     assert facts["soli"] == version("soli") == SOLI
@@ -115,9 +113,7 @@ def test_env_of_a_source_that_is_not_installed(tmp_path: Path) -> None:
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "soli").symlink_to(Path(soli_package.__file__).parent)
     command = [sys.executable, "-S", "-m", "soli.cli.main", "env"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert f"{SOLI}, not installed" in done.stdout
     assert "- soli is run from its source and is not installed" in done.stdout

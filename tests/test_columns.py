@@ -216,9 +216,7 @@ def test_what_is_sharded_where_no_column_says_it() -> None:
         row = read({name: cell for name, cell in ROW.items() if name != "shard"} | {"framework": framework})
         assert (row.point["zero"], f"zero={zero}" in row.inferred) == (zero, True), framework
     assert (
-        read(
-            ROW | {"framework": "torchtitan", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "shard": ""}
-        ).point["zero"]
+        read(ROW | {"framework": "torchtitan", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "shard": ""}).point["zero"]
         == 0
     )
 

@@ -225,9 +225,7 @@ def pipeline():
     torch.manual_seed(0)
     rank = dist.get_rank()
     example = torch.zeros(2, 8, requires_grad=True)
-    stage = PipelineStage(
-        nn.Linear(8, 8), rank, 2, torch.device("cpu"), input_args=example, output_args=example
-    )
+    stage = PipelineStage(nn.Linear(8, 8), rank, 2, torch.device("cpu"), input_args=example, output_args=example)
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: (y - t).square().sum())
     recorder.clear()
     with record_torch():

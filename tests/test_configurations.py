@@ -118,7 +118,4 @@ def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_u
     tmp_path: Path,
 ) -> None:
     kinds = ["full_attention", "sliding_attention"]
-    assert (
-        read(tmp_path, model_type="llama", layer_types=kinds, embedding_size=4096, **DIMENSIONS)[0].layers
-        == 32
-    )
+    assert read(tmp_path, model_type="llama", layer_types=kinds, embedding_size=4096, **DIMENSIONS)[0].layers == 32

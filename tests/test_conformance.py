@@ -47,8 +47,7 @@ def stack(layers: int, rows: int) -> Case:
         model = Stack(layers)
         generator = torch.Generator().manual_seed(3)
         batches = [
-            {name: torch.randn(rows, 8, generator=generator).double() for name in ("x", "targets")}
-            for _ in range(3)
+            {name: torch.randn(rows, 8, generator=generator).double() for name in ("x", "targets")} for _ in range(3)
         ]
         return model, losses.mse("targets"), batches
 
@@ -140,9 +139,7 @@ def uneven(plan: str) -> tuple[float, str]:
     return compare(under_plan(case, plan), expected_of(case))
 
 
-@pytest.mark.parametrize(
-    "plan", ["pp=2,microbatches=4", "pp=2,microbatches=4,schedule=interleaved,chunks=3", "dp=2"]
-)
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=4", "pp=2,microbatches=4,schedule=interleaved,chunks=3", "dp=2"])
 def test_uneven_stages_and_tied_layers(pool: Pool, plan: str) -> None:
     for worst, what in pool.run(uneven, plan, ranks=2):
         assert worst <= BOUND, what

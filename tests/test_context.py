@@ -214,9 +214,7 @@ def test_masks_of_dropout_are_shared_out(pool: Pool, context: str) -> None:
     """Every rank draws a mask whole, and keeps its own part alone."""
     two, four = (pool.run(kept, f"cp={cp},context={context}", 0.1, ranks=cp) for cp in (2, 4))
     whole = 4 * LONG["rows"] * LONG["length"] * LONG["width"]
-    gathered = (
-        2 * LONG["layers"] * whole if context == "ring" else 0
-    )  # keys and values of attention written out
+    gathered = 2 * LONG["layers"] * whole if context == "ring" else 0  # keys and values of attention written out
     assert [n - gathered for n in two] == [2 * (four[0] - gathered)] * 2
 
 
@@ -422,12 +420,8 @@ def test_a_later_batch_may_be_too_short_to_cut(pool: Pool) -> None:
         assert found == pytest.approx(wanted, rel=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("name", "context"), [("gpt", "ring"), ("gpt", "ulysses"), ("llama", "ring"), ("vit", "ring")]
-)
-def test_stages_may_begin_inside_the_block_that_cuts_the_sequence(
-    pool: Pool, name: str, context: str
-) -> None:
+@pytest.mark.parametrize(("name", "context"), [("gpt", "ring"), ("gpt", "ulysses"), ("llama", "ring"), ("vit", "ring")])
+def test_stages_may_begin_inside_the_block_that_cuts_the_sequence(pool: Pool, name: str, context: str) -> None:
     """Eight stages of three or two blocks: what a stage does not have, or gets cut, is no path of its own."""
     plan = f"dp=1,cp=2,context={context},pp=2,schedule=interleaved,chunks=4,microbatches=2"
     for got in pool.run(under_plan, CASES[name], plan, ranks=4, deadline=60):

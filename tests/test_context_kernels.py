@@ -177,9 +177,7 @@ def bounds(case: Case) -> list[Tensor]:
     signed = signed_q @ signed_k.repeat_interleave(h // g, -3).mT * scale + bias
     weights = signed.softmax(-1).nan_to_num()
     # A rounding of a score is a relative one of its weight; those of the largest score count for all.
-    largest = float((q @ k.mT * scale).max()) + float(
-        bias.masked_fill(bias.isinf(), 0).abs().clamp(max=100).max()
-    )
+    largest = float((q @ k.mT * scale).max()) + float(bias.masked_fill(bias.isinf(), 0).abs().clamp(max=100).max())
     depth = (q.shape[-1] + 4) * largest + sum(case.lengths()) + grad.shape[-1] + OF_EXP
     exact = torch.finfo(blocks.sums(case.dtype)).eps * depth
     half = torch.finfo(case.dtype).eps / 2 if case.dtype.itemsize == 2 else 0.0
@@ -231,9 +229,7 @@ def test_kernels_of_a_block(case: Case) -> None:
             assert bool(((got.double() - wished).abs() <= limit).all())
         assert torch.equal(lse == -math.inf, (case.bias() == -math.inf).all(-1).expand(lse.shape))
     seen = ours[1] != -math.inf
-    sharp = (
-        torch.finfo(ours[1].dtype).eps * (sum(case.lengths()) + OF_EXP) * float(written[1][seen].abs().max())
-    )
+    sharp = torch.finfo(ours[1].dtype).eps * (sum(case.lengths()) + OF_EXP) * float(written[1][seen].abs().max())
     assert float((ours[1] - written[1])[seen].abs().max()) <= sharp
 
 
@@ -295,12 +291,8 @@ def axes() -> Ways:
     if size != 4:
         return axis, ways
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-    inner = next(
-        Axis("inner", 2, rank % 2, r, g) for r, g in groups.items() if rank in r and r[1] - r[0] == 1
-    )
-    outer = next(
-        Axis("outer", 2, rank // 2, r, g) for r, g in groups.items() if rank in r and r[1] - r[0] == 2
-    )
+    inner = next(Axis("inner", 2, rank % 2, r, g) for r, g in groups.items() if rank in r and r[1] - r[0] == 1)
+    outer = next(Axis("outer", 2, rank // 2, r, g) for r, g in groups.items() if rank in r and r[1] - r[0] == 2)
     return axis, ways | {2: (inner, outer)}
 
 
@@ -342,9 +334,7 @@ def attend(ranks: int):
         ):
             off = (got.double() - local(want, spans)).abs()
             if got.dtype != case.dtype or not bool((off <= local(limit, spans)).all()):
-                worst = (
-                    float((off / local(limit, spans)).nan_to_num(posinf=math.inf).max()) if off.numel() else 0
-                )
+                worst = float((off / local(limit, spans)).nan_to_num(posinf=math.inf).max()) if off.numel() else 0
                 problems.append((case.name, case.inner, name, worst, got.dtype))
     return problems, sent
 
@@ -508,9 +498,7 @@ def with_scores():
     size, rank = axis.size, axis.index
     problems, sent = [], []
     uneven = contiguous(*{1: (5,), 2: (4, 1), 3: (2, 0, 3), 4: (1, 0, 4, 2)}[size])
-    for spans, lead, dtype in product(
-        (uneven, zigzag(size, 2)), ((2, 3), ()), (torch.float64, torch.bfloat16)
-    ):
+    for spans, lead, dtype in product((uneven, zigzag(size, 2)), ((2, 3), ()), (torch.float64, torch.bfloat16)):
         made = torch.Generator().manual_seed(3)
         n, e, f = sum(map(length, spans)), 4, 6
         shapes = ((n, e), (n, e), (n, f), (n, f))
@@ -528,9 +516,7 @@ def with_scores():
         eps, largest = torch.finfo(dtype).eps, max(float(x.abs().max()) for x in whole)
         depth = e + f + n + 3 * (dtype == torch.bfloat16)
         wants = (torch.tanh(q @ k.mT * factor) @ v, q.grad, k.grad, v.grad)
-        for name, got, want in zip(
-            ("out", "dq", "dk", "dv"), (out, *(x.grad for x in mine)), wants, strict=True
-        ):
+        for name, got, want in zip(("out", "dq", "dk", "dv"), (out, *(x.grad for x in mine)), wants, strict=True):
             limit = eps * depth * largest**3 * (e + n if dtype == torch.float64 else 1)
             if not bool(((got.double() - local(want, spans[rank])).abs() <= limit).all()):
                 problems.append((name, spans, lead, dtype))

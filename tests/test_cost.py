@@ -53,9 +53,7 @@ def test_memory_is_that_of_the_paper() -> None:
     rows = memory_rows()
     assert len(rows) == 16
     for row in rows:
-        number = {
-            name: float(row[name]) for name in ("layers", "hidden", "heads", "seq", "tp", "pp", "microbatch")
-        }
+        number = {name: float(row[name]) for name in ("layers", "hidden", "heads", "seq", "tp", "pp", "microbatch")}
         modes = {"none": (NONE, 0), "seqsel": (SELECTIVE, 1), "full": (FULL, 0)}
         recompute, sp = modes[row["recompute_mode"]]
         made = point(
@@ -66,9 +64,7 @@ def test_memory_is_that_of_the_paper() -> None:
         if row["quantity"].startswith("activations"):
             got = made.own_layers * pipeline.in_flight(made) * memory.activations_of_layer(made) / gib
         else:
-            matrices = (
-                12 * made.layers * made.hidden**2 / made.tp / made.pp
-            )  # norms and tables are not in the paper's
+            matrices = 12 * made.layers * made.hidden**2 / made.tp / made.pp  # norms and tables are not in the paper's
             got = (memory.states(made, usual(resident=0.0)) / memory.of_stage(made)[0]) * matrices
             got = got / gib
         assert isclose(got[0], float(row["reference_value"]), rel_tol=1e-4), row
@@ -91,9 +87,7 @@ def test_memory_of_a_program_that_makes_nothing_again() -> None:
 
 
 @pytest.mark.parametrize(("framework", "bytes_of_one"), [("megatron-tests", 8), ("fsdp", 4), ("megatron", 2)])
-def test_experts_keep_what_they_read_and_give_in_both_orders_or_less(
-    framework: str, bytes_of_one: int
-) -> None:
+def test_experts_keep_what_they_read_and_give_in_both_orders_or_less(framework: str, bytes_of_one: int) -> None:
     """What the tests' unfused permutation keeps; what is read and given; what is read alone."""
     routed = of_program(framework, "hopper")["routed"]
     dense, two, four = (
@@ -175,9 +169,7 @@ def test_stages_in_one_server_and_in_several() -> None:
     }
     send = lambda **changes: float(communication.send(point(**slow | changes), ONE)[0])
     tokens, share = 2048 * 2048 * 2, float(ONE.send_share[0])
-    assert isclose(
-        send(node=8), send(node=32) + 3 / 15 * (tokens / (1e6 * share) - tokens / (300e9 * share) - 6e-6)
-    )
+    assert isclose(send(node=8), send(node=32) + 3 / 15 * (tokens / (1e6 * share) - tokens / (300e9 * share) - 6e-6))
     assert isclose(send(node=2, link_latency=0), tokens / (1e6 * share))
     floor = lambda **changes: float(communication.sending(point(**slow | changes), ONE)[0])
     each = tokens / (1e6 * float(ONE.net_share[0]))
@@ -242,18 +234,18 @@ def test_an_attention_kernel_takes_what_it_took_alone() -> None:
 def test_written_out_attention_and_experts_are_launched_too() -> None:
     """Of a layer so small that it takes as long as its launches."""
     k = usual(layer_floor=1e-2, routing_floor=1e-2, collective_floor=1e-9)
-    took = lambda **plan: float(
-        layer(point(hidden=128, heads=2, kv_heads=2, ffn=512, seq=64, **plan), k)[0][0]
-    )
+    took = lambda **plan: float(layer(point(hidden=128, heads=2, kv_heads=2, ffn=512, seq=64, **plan), k)[0][0])
     assert isclose(took(flash=0) / took(flash=1), 1.15)
     assert isclose(took(flash=1, experts=8, active=2) / took(flash=1), 2.0)
 
 
 def test_scores_that_no_kernel_takes_four_of_are_launched_moved_and_kept_by_torch() -> None:
     """Megatron's softmax takes four matrices of scores at a time: of a rank with two heads, not of one sequence but of two."""
-    assert [
-        of_program(name, "ampere")["fours"] for name in ("megatron-2020", "megatron-deepspeed", "fsdp")
-    ] == [1.0, 1.0, 0.0]
+    assert [of_program(name, "ampere")["fours"] for name in ("megatron-2020", "megatron-deepspeed", "fsdp")] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
     made = lambda **plan: point(**{"fours": 1, "heads": 16, "tp": 8, "microbatch": 1, **plan})
     assert made().unfused[0]
     for other in (
@@ -301,9 +293,7 @@ def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:
     made = {"experts": 8, "active": 2, "ep": 8, "dp": 8, "node": 4, "tp": 1}
     assert [of_program(name, "hopper")["once"] for name in ("megatron", "soli", "fsdp")] == [1.0, 0.0, 0.0]
     k = usual(latency_scale=1e-9, net_share=1.0, link_share=1.0)
-    apart, once = (
-        communication.of_layer(point(**made, once=flag), k, NOTHING, NOTHING)[0][0] for flag in (0.0, 1.0)
-    )
+    apart, once = (communication.of_layer(point(**made, once=flag), k, NOTHING, NOTHING)[0][0] for flag in (0.0, 1.0))
     size = 2048 * 2048 * 2.0 * 2  # of a token's two copies
     far, near = size * 4 / 8 / 25e9 * (1 - 0.75), size * 3 / 8 / 300e9 * (1 - 1.875 / 2)
     assert isclose(apart - once, 2 * (far + near), rel_tol=1e-6)
@@ -342,9 +332,7 @@ def test_sums_run_behind_products_or_wait() -> None:
 def test_parameters_that_each_rank_sends_in_turn_pass_every_rank() -> None:
     """Of eight ranks in a server over the link, of sixteen the two servers over the network; and no more turns than there are parameters."""
     assert of_program("other", "ampere", "InternLM (InternEvo)")["turns"] == 1.0
-    assert (
-        of_program("other", "ampere", "no InternEvo")["turns"] == of_program("fsdp", "ampere")["turns"] == 0.0
-    )
+    assert of_program("other", "ampere", "no InternEvo")["turns"] == of_program("fsdp", "ampere")["turns"] == 0.0
     k = usual(latency_scale=1.5)
     made = {"link_latency": 6e-6, "net_latency": 20e-6, "node": 8, "tp": 1, "zero": 1, "layers": 4, "pp": 1}
     for ranks, turns, ring in (
@@ -457,9 +445,7 @@ def simulated(forward: list[float], backward: list[float], m: int) -> float:
 def test_pipelines_take_what_a_simulation_takes(m: int, stages: int, last: float) -> None:
     """Stages that are alike, and a last one that is longer (the logits)."""
     p = point(pp=stages, global_batch=m)
-    got = sum(
-        pipeline.spent(p, np.array([3.0]), np.zeros(1), np.array([3 * last]), np.zeros(1), np.zeros(1))
-    )[0]
+    got = sum(pipeline.spent(p, np.array([3.0]), np.zeros(1), np.array([3 * last]), np.zeros(1), np.zeros(1)))[0]
     forward, backward = [1.0] * stages, [2.0] * stages
     forward[-1] += last
     backward[-1] += 2 * last
@@ -536,9 +522,7 @@ plans = st.fixed_dictionaries(
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    plans, st.sampled_from(["peak", "peak_wide", "bandwidth", "link", "net", "host"]), st.floats(1.0, 50.0)
-)
+@given(plans, st.sampled_from(["peak", "peak_wide", "bandwidth", "link", "net", "host"]), st.floats(1.0, 50.0))
 def test_a_better_machine_is_never_slower(plan: dict[str, float], what: str, times: float) -> None:
     before, after = step(point(**plan), ONE), step(point(**plan, **{what: BASE[what] * times}), ONE)
     assert after.time[0] <= before.time[0] * (1 + 1e-12)

@@ -108,9 +108,7 @@ def test_a_stopped_run_equals_a_straight_one_bitwise(pool: Pool, tmp_path: Path,
         ("dp=4,replicate=2,zero=2", 4, "dp=3,zero=3", 3),
     ],
 )
-def test_a_checkpoint_has_no_plan(
-    pool: Pool, tmp_path: Path, first: str, n: int, second: str, m: int
-) -> None:
+def test_a_checkpoint_has_no_plan(pool: Pool, tmp_path: Path, first: str, n: int, second: str, m: int) -> None:
     path = str(tmp_path / "c")
     wrote = pool.run(stopped, first, "", path, 12, True, True, False, ranks=n)
     read = pool.run(stopped, "", second, path, 12, True, False, True, ranks=m)
@@ -261,9 +259,7 @@ def test_what_is_refused_before_training() -> None:
     assert "batch normalisation" in refused(lambda: (batchnorm, sgd), {"plan": "accumulate=2"})
     assert "not the model's" in refused(lambda: (model(), sgd(model().parameters())), {"plan": "dp=1"})
     adafactor = lambda p: torch.optim.Adafactor(p)
-    assert "Adafactor does not update element by element" in refused(
-        lambda: (model(), adafactor), {"plan": "zero=1"}
-    )
+    assert "Adafactor does not update element by element" in refused(lambda: (model(), adafactor), {"plan": "zero=1"})
     assert "1 are there" in refused(lambda: (model(), sgd), {"plan": "dp=2"})
     plateau = {"plan": "dp=1", "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}
     assert "ReduceLROnPlateau goes by a metric" in refused(lambda: (model(), sgd), plateau)
@@ -328,9 +324,7 @@ class Measuring(torch.optim.SGD):
 
     def step(self, closure=None):
         for group in self.param_groups:
-            group["seen"] = group.get("seen", 0.0) + sum(
-                float(p.grad.square().sum()) for p in group["params"]
-            )
+            group["seen"] = group.get("seen", 0.0) + sum(float(p.grad.square().sum()) for p in group["params"])
         return super().step(closure)
 
 

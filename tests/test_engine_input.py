@@ -269,9 +269,7 @@ def one_rank_couples() -> str:
 def test_what_one_rank_finds_in_the_first_step_is_raised_on_all(pool: Pool) -> None:
     """And at once: without it the other rank would wait for this one in its next collective."""
     said = pool.run(one_rank_couples, ranks=2, deadline=30)
-    assert said == [
-        f"{other} the loss's count does not add up over the rows of the batch" for other in (True, False)
-    ]
+    assert said == [f"{other} the loss's count does not add up over the rows of the batch" for other in (True, False)]
 
 
 def test_a_parameter_without_dims(pool: Pool, tmp_path: Path) -> None:

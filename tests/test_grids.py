@@ -236,9 +236,7 @@ def held(plan: str, dim: int) -> tuple[int, int, int]:
     return sum(p.numel() for p in engine.model.parameters()), states, sum(saved.values())
 
 
-@pytest.mark.parametrize(
-    ("plan", "ranks", "columns", "each"), [(GRID, 4, 2, 4), swept(DEEP, 8, 2, 8), (CUBE, 8, 2, 8)]
-)
+@pytest.mark.parametrize(("plan", "ranks", "columns", "each"), [(GRID, 4, 2, 4), swept(DEEP, 8, 2, 8), (CUBE, 8, 2, 8)])
 def test_memory(ranks_of: Callable[[int], Pool], plan: str, ranks: int, columns: int, each: int) -> None:
     """Parameters and states have a closed form. What is saved is a line in the hidden size: its slope falls by
     `each` (r c, d r c or q^3), and what is left are the logits, which fall too, and numbers a token.
@@ -392,9 +390,7 @@ CHECKPOINTS = [(GRID, 4), ("dp=1", 1), ("tp=2", 2), ("dp=4,zero=3", 4), (GRID + 
 
 
 @pytest.mark.parametrize("writer", [GRID + ",zero=1", "dp=4,zero=3", swept(CUBE + ",zero=3")])
-def test_checkpoints_go_from_any_plan_to_any(
-    ranks_of: Callable[[int], Pool], tmp_path: Path, writer: str
-) -> None:
+def test_checkpoints_go_from_any_plan_to_any(ranks_of: Callable[[int], Pool], tmp_path: Path, writer: str) -> None:
     ranks, path = 8 if "3d" in writer else 4, str(tmp_path / "saved")
     written = ranks_of(ranks).run(saved_or_loaded, writer, path, "", ranks=ranks, deadline=DEADLINE)
     whole, loss = written[0]
@@ -408,9 +404,7 @@ def test_checkpoints_go_from_any_plan_to_any(
 
 def norms_of(plan: str) -> list[tuple[float, float]]:
     """The norm that clipping saw, and the largest parameter after a step of SGD, for three steps."""
-    engine = parallelize(
-        gpt().double(), LOSS, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), plan=plan, clip=0.05
-    )
+    engine = parallelize(gpt().double(), LOSS, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), plan=plan, clip=0.05)
     found = []
     for seed in range(3):
         engine.step(tokens(seed=seed))
@@ -434,9 +428,7 @@ def test_the_norm_of_the_gradient(ranks_of: Callable[[int], Pool], plan: str, ra
     expected = ranks_of(1).run(norms_of, "dp=1", ranks=1)[0]
     assert all(norm > 0.05 for norm, _ in expected)  # so that it is clipped
     for found in ranks_of(ranks).run(norms_of, plan, ranks=ranks, deadline=DEADLINE):
-        assert [x for pair in found for x in pair] == pytest.approx(
-            [x for pair in expected for x in pair], rel=BOUND
-        )
+        assert [x for pair in found for x in pair] == pytest.approx([x for pair in expected for x in pair], rel=BOUND)
 
 
 # --- broken rules -------------------------------------------------------------------------------------------
@@ -522,9 +514,7 @@ def broken(how: Callable[[], Any], plan: str, looked_at: bool) -> str:
         (does_not_gather_over_depth, CUBE, 8),
     ],
 )
-def test_a_broken_rule_is_found(
-    ranks_of: Callable[[int], Pool], how: Callable[[], Any], plan: str, ranks: int
-) -> None:
+def test_a_broken_rule_is_found(ranks_of: Callable[[int], Pool], how: Callable[[], Any], plan: str, ranks: int) -> None:
     pool = ranks_of(ranks)
     for said in pool.run(broken, how, plan, True, ranks=ranks, deadline=DEADLINE):
         assert "does not compute what it computes whole" in said
@@ -547,9 +537,7 @@ def test_other_precisions(ranks_of: Callable[[int], Pool], plan: str, ranks: int
     expected = ranks_of(1).run(losses_in, f"dp=1,precision={precision}", ranks=1)[0]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     allowed = min(bound(gpt(), B * T, 4, dtype), 1e-2)
-    for found in ranks_of(ranks).run(
-        losses_in, f"{plan},precision={precision}", ranks=ranks, deadline=DEADLINE
-    ):
+    for found in ranks_of(ranks).run(losses_in, f"{plan},precision={precision}", ranks=ranks, deadline=DEADLINE):
         assert found == pytest.approx(expected, rel=allowed)
         assert found[-1] < found[0]
 

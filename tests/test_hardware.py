@@ -77,9 +77,7 @@ def test_a_file_describes_a_new_device(tmp_path: Path) -> None:
 
 def test_what_joins_devices(tmp_path: Path) -> None:
     """Named networks take the place of the device's usual ones; what servers share is divided among their devices."""
-    usual, efa, slow = (
-        read_cluster(text) for text in ("h100:8x4", "h100:8x4@efa-v2", "h100:4x4@ethernet-100, pcie5")
-    )
+    usual, efa, slow = (read_cluster(text) for text in ("h100:8x4", "h100:8x4@efa-v2", "h100:4x4@ethernet-100, pcie5"))
     assert (efa.device.net_gbits, efa.device.net_us, efa.device.link_gbs) == (400, 15, usual.device.link_gbs)
     assert (slow.device.net_gbits, slow.device.link_gbs, slow.device.node) == (25, 50, 4)
     assert str(efa) == "h100:8x4@efa-v2"
@@ -118,9 +116,7 @@ def test_what_is_no_cluster(text: str) -> None:
 def test_all_problems_at_once(tmp_path: Path) -> None:
     assert len(problems("h10:0x0")) == 3
     file = tmp_path / "wrong.toml"
-    file.write_text(
-        'like = "h101"\nnode = 2.5\nnodes = 0\nmemory = 80\nlink_us = "fast"\ntflops = { int3 = 4 }\n'
-    )
+    file.write_text('like = "h101"\nnode = 2.5\nnodes = 0\nmemory = 80\nlink_us = "fast"\ntflops = { int3 = 4 }\n')
     said = problems(str(file))
     assert len(said) == 6
     assert any("did you mean 'memory_" in line for line in said)

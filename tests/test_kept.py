@@ -184,9 +184,7 @@ def test_what_is_kept_is_what_one_forward_keeps(pool: Pool, kind: type[nn.Module
 
 @pytest.mark.parametrize("plan", ["tp=2,sp=on", "cp=2", "pp=2,microbatches=1"])
 @pytest.mark.parametrize("kind", [Normal, Contrast])
-def test_rows_may_depend_on_each_other_where_all_are_together(
-    pool: Pool, kind: type[nn.Module], plan: str
-) -> None:
+def test_rows_may_depend_on_each_other_where_all_are_together(pool: Pool, kind: type[nn.Module], plan: str) -> None:
     assert max(pool.run(error_of, kind, plan, ranks=2)) < BOUND
 
 
@@ -298,9 +296,7 @@ def test_ranks_that_normalise_together_have_rows(pool: Pool, rows: int, size: in
         (Average, "pp=2,microbatches=1", "mean is changed in the forward, and several stages have it"),
     ],
 )
-def test_what_a_plan_would_keep_otherwise_is_refused(
-    pool: Pool, kind: type[nn.Module], plan: str, said: str
-) -> None:
+def test_what_a_plan_would_keep_otherwise_is_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
     for text in pool.run(refusal, kind, plan, ranks=2):
         assert said in text
         assert ("mean" if kind is Average else "parametrizations.weight.0._u") in text
@@ -316,9 +312,7 @@ def chosen(kind: type[nn.Module], said: str, folder: str) -> tuple[str, list[str
     return str(engine.plan), engine.choice.lines, refused, found
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"), [(Average, "by the rows that it sees"), (Contrast, "couples the rows")]
-)
+@pytest.mark.parametrize(("kind", "said"), [(Average, "by the rows that it sees"), (Contrast, "couples the rows")])
 def test_auto_takes_a_plan_that_does_as_one_device(
     pool: Pool, tmp_path: Path, kind: type[nn.Module], said: str
 ) -> None:

@@ -20,9 +20,7 @@ SOLI = [sys.executable, "-m", "soli.cli.main"]
 class Job:
     """What `soli run` did with a script."""
 
-    def __init__(
-        self, folder: Path, text: str, n: int, *options: str, args: tuple[str, ...] = (), **env: str
-    ) -> None:
+    def __init__(self, folder: Path, text: str, n: int, *options: str, args: tuple[str, ...] = (), **env: str) -> None:
         self.script = folder / "script.py"
         self.script.write_text(textwrap.dedent(text), encoding="utf-8")
         start = time.time()
@@ -213,9 +211,7 @@ def test_the_first_cause_and_not_what_followed_from_it(tmp_path: Path) -> None:
     )
     assert job.code == 1
     assert "soli: rank 1 failed:\nTraceback" in job.err
-    assert job.err.rstrip().endswith(
-        "ValueError: the cause\n  rank 0 then stopped: all_reduce of w: a rank is gone"
-    )
+    assert job.err.rstrip().endswith("ValueError: the cause\n  rank 0 then stopped: all_reduce of w: a rank is gone")
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
@@ -274,21 +270,14 @@ def test_a_hanging_rank_is_ended_and_its_line_named(tmp_path: Path) -> None:
     assert job.code == 1
     assert job.seconds < 10  # 3 to end by itself, 0.5 for its stacks, 2 on SIGTERM; without SIGKILL 5 more
     assert "ValueError: the cause" in job.err
-    assert (
-        f"rank 0 was still running and was ended; it stood at {job.line_of('# here')} in wait_for_ever"
-        in job.err
-    )
+    assert f"rank 0 was still running and was ended; it stood at {job.line_of('# here')} in wait_for_ever" in job.err
 
 
 def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
     script, marks = tmp_path / "script.py", tmp_path / "marks"
     marks.mkdir()
-    script.write_text(
-        f"import os, time; open({str(marks)!r} + '/' + str(os.getpid()), 'w').close(); time.sleep(60)"
-    )
-    job = subprocess.Popen(
-        [*SOLI, "run", "-n", "2", str(script)], env=clean_environment(), stderr=subprocess.DEVNULL
-    )
+    script.write_text(f"import os, time; open({str(marks)!r} + '/' + str(os.getpid()), 'w').close(); time.sleep(60)")
+    job = subprocess.Popen([*SOLI, "run", "-n", "2", str(script)], env=clean_environment(), stderr=subprocess.DEVNULL)
     wait_until(lambda: len(list(marks.iterdir())) == 2)
     ranks = [int(mark.name) for mark in marks.iterdir()]
     assert [rank for rank in ranks if alive(rank)] == ranks
@@ -301,18 +290,14 @@ def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
 def test_an_interrupt_ends_all_with_130(tmp_path: Path) -> None:
     script, marks = tmp_path / "script.py", tmp_path / "marks"
     marks.mkdir()
-    script.write_text(
-        f"import os, time; open({str(marks)!r} + '/' + str(os.getpid()), 'w').close(); time.sleep(60)"
-    )
+    script.write_text(f"import os, time; open({str(marks)!r} + '/' + str(os.getpid()), 'w').close(); time.sleep(60)")
     job = subprocess.Popen(
         [*SOLI, "run", "-n", "2", str(script)],
         env=clean_environment(),
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a shell's background jobs ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     wait_until(lambda: len(list(marks.iterdir())) == 2)
     os.killpg(job.pid, signal.SIGINT)
@@ -351,9 +336,7 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_a_missing_script_is_a_mistake(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*SOLI, "run", "-n", "2", str(tmp_path / "none.py")], capture_output=True, text=True
-    )
+    done = subprocess.run([*SOLI, "run", "-n", "2", str(tmp_path / "none.py")], capture_output=True, text=True)
     assert done.returncode == 2
     assert f"there is no such script\n    got     {tmp_path / 'none.py'}" in done.stderr
     assert "Traceback" not in done.stderr
@@ -435,6 +418,4 @@ def test_a_rank_that_does_not_arrive_at_a_step_is_shown_where_it_stands(tmp_path
     assert job.code == 1
     assert job.seconds < 30
     assert "soli: stopped, on rank 0, at " in job.err
-    assert (
-        f"rank 1 was still running and was ended; it stood at {job.line_of('# here')} in <module>" in job.err
-    )
+    assert f"rank 1 was still running and was ended; it stood at {job.line_of('# here')} in <module>" in job.err

@@ -105,9 +105,7 @@ def ring(group, mine, whole, rank, size):
 def tags(group, mine, whole, rank, size):
     """Received in another order than sent."""
     if rank == 0:
-        works = [
-            dist.isend(mine + 1 if mine.dtype != torch.bool else mine, 1, group=group, tag=t) for t in (3, 5)
-        ]
+        works = [dist.isend(mine + 1 if mine.dtype != torch.bool else mine, 1, group=group, tag=t) for t in (3, 5)]
         works[0].wait()
         works[1].wait()
         return []
@@ -357,9 +355,7 @@ def pipelined(name: str):
     x = torch.randn(2 * stages, 64).double()
     made = [PipelineStage(layers[n], n, stages, torch.device("cpu"), group=ours) for n in numbers]
     loss = lambda y, t: (y - t).square().sum()
-    schedule = getattr(schedules, name)(
-        made[0] if each == 1 else made, 2 * stages, loss_fn=loss, scale_grads=False
-    )
+    schedule = getattr(schedules, name)(made[0] if each == 1 else made, 2 * stages, loss_fn=loss, scale_grads=False)
     target = {"target": torch.zeros_like(x)} if stages - 1 in numbers else {}
     for _ in range(2):  # the second step must not trip over the first
         for layer in layers:

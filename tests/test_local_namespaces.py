@@ -108,9 +108,7 @@ def start(wire: list[str], tmp_path: Path, kind: str) -> list[tuple[int, dict]]:
             kind,
             str(tmp_path),
         ]
-        ranks.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     found = []
     until = time.monotonic() + 90
     try:

@@ -41,9 +41,7 @@ save_every = 50
 def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "my.toml").write_text(CONFIG)
     command = [*SOLI, "train", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=folder, env=clean_environment()
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=clean_environment())
 
 
 def the_run(folder: Path) -> Path:

@@ -110,9 +110,7 @@ class Casting(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
-        y = y.float() * torch.rsqrt(
-            y.to(torch.float32).pow(2).mean(-1, keepdim=True) + torch.full((1,), 1e-6)
-        )
+        y = y.float() * torch.rsqrt(y.to(torch.float32).pow(2).mean(-1, keepdim=True) + torch.full((1,), 1e-6))
         y = torch.nn.functional.softmax(y, dim=-1, dtype=torch.float32) @ torch.ones(8, 8, dtype=torch.float)
         return y.to(dtype=torch.float32).cumsum(-1).to(x.dtype)
 

@@ -249,9 +249,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "plan"), spread([(Glue,), (Sharing,), (Frozen,), (Returning,)], PLANS)
-)
+@pytest.mark.parametrize(("kind", "ranks", "plan"), spread([(Glue,), (Sharing,), (Frozen,), (Returning,)], PLANS))
 def test_what_stands_between_blocks(pool: Pool, kind: type[nn.Module], ranks: int, plan: str) -> None:
     if kind is Returning and "recompute" in plan:
         plan = plan.replace(",recompute=full", "")  # it writes into a block's input (tests/test_recompute.py)

@@ -174,9 +174,7 @@ def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None
     ("changes", "flash"),
     [({"seq_len": "4096"}, 1), ({"swiglu": "true"}, 1), ({}, 0), ({"model": "llama"}, 1)],
 )
-def test_on_a100_models_of_later_years_have_a_kernel_for_attention(
-    changes: dict[str, str], flash: int
-) -> None:
+def test_on_a100_models_of_later_years_have_a_kernel_for_attention(changes: dict[str, str], flash: int) -> None:
     row = read(ROW | changes)
     assert (row.point["flash"], "attention=flash" in row.inferred) == (flash, bool(flash))
 
@@ -374,10 +372,7 @@ def test_a_microbatch_that_nobody_says_is_one_that_fits() -> None:
 
 def test_stages_that_are_not_alike_leave_the_last_a_layer_less() -> None:
     """So that the last product, where it takes longest, waits for a layer less of each microbatch."""
-    rows = [
-        ROW | {"layers": layers, "tp": "1", "pp": "8", "dp": "8", "vocab": "500000"}
-        for layers in ("23", "24")
-    ]
+    rows = [ROW | {"layers": layers, "tp": "1", "pp": "8", "dp": "8", "vocab": "500000"} for layers in ("23", "24")]
     less, more = (read(row) for row in rows)
     assert (less.point["fewer"], more.point["fewer"]) == (1, 0)
     p, _ = arrays([less, more])
@@ -469,9 +464,7 @@ def test_what_a_source_is_off_by_is_no_programs(monkeypatch: pytest.MonkeyPatch)
 
 def test_that_runs_ran_teaches_how_much_they_take() -> None:
     """Rows that are predicted to be too large ran: constants give way. And rows that did not run hold them back."""
-    rows = [
-        read(ROW | {"layers": "40", "tp": "2", "dp": "16", "recompute": "none", "precision": "bf16"})
-    ] * 20
+    rows = [read(ROW | {"layers": "40", "tp": "2", "dp": "16", "recompute": "none", "precision": "bf16"})] * 20
     p, measured = arrays(rows)
     parent = known("megatron", "ampere") | {"activation_scale": 1.0}
     before = step(p, repeated(parent, 20)).memory[0]

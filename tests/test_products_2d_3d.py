@@ -102,24 +102,17 @@ def kept(call: Any, x: Tensor, w: Tensor) -> list[str]:
         with saved_tensors_hooks(keep, lambda t: t):
             result = call()
         known = {id(t) for t in (*before, result)}
-        new = lambda known=known: [
-            list(t.shape) for t in gc.get_objects() if type(t) is Tensor and id(t) not in known
-        ]
+        new = lambda known=known: [list(t.shape) for t in gc.get_objects() if type(t) is Tensor and id(t) not in known]
         alive = lasting(new)
         noted = tree_leaves(vars(result.grad_fn))
         if sorted(saved) != wanted or alive or any(isinstance(t, Tensor) for t in noted):
-            found.append(
-                f"{for_x}, {for_w}: {len(saved)} saved, {len(wanted)} wanted; {alive} live on; {noted}"
-            )
+            found.append(f"{for_x}, {for_w}: {len(saved)} saved, {len(wanted)} wanted; {alive} live on; {noted}")
     return found
 
 
 # --- panels, without ranks --------------------------------------------------------------------------------
 
-CUTS = [
-    Split(0, parts, atoms)
-    for parts, atoms in [((12,), 12), ((12,), 4), ((6, 6), 3), ((4, 4, 4), 2), ((12,), 1)]
-]
+CUTS = [Split(0, parts, atoms) for parts, atoms in [((12,), 12), ((12,), 4), ((6, 6), 3), ((4, 4, 4), 2), ((12,), 1)]]
 
 
 def test_square_grids_have_a_panel_a_rank() -> None:
@@ -283,9 +276,7 @@ def two_at_a_time(shape: tuple[int, int]) -> list[str]:
     def watched(name: str) -> Any:
         def call(tensor: Tensor, axis: Axis, *args: Any, **kwargs: Any) -> Any:
             refs = alive.setdefault((name, axis.name), [])
-            if (
-                name == "broadcast" or args[0] != axis.index
-            ):  # where a sum arrives, it may be in the gradient itself
+            if name == "broadcast" or args[0] != axis.index:  # where a sum arrives, it may be in the gradient itself
                 refs.append(weakref.ref(tensor))
             if lasting(lambda: sum(ref() is not None for ref in refs) > 2):
                 lines.append(f"three panels of {name} over {axis.name}")

@@ -352,9 +352,7 @@ class Lending(Plain):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = x + torch.func.functional_call(
-                layer, {"weight": layer.weight * 0.5, "bias": layer.bias}, (x,)
-            )
+            x = x + torch.func.functional_call(layer, {"weight": layer.weight * 0.5, "bias": layer.bias}, (x,))
         return self.head(x)
 
 

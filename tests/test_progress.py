@@ -20,9 +20,7 @@ def test_a_line_from_the_second_second_on(monkeypatch: pytest.MonkeyPatch, capsy
         done(12)
         time.sleep(0.3)
     time.sleep(0.5)
-    assert (
-        capsys.readouterr().err == "soli: validation: 12 of 64 batches, 0 s\n"
-    )  # and silent once it is over
+    assert capsys.readouterr().err == "soli: validation: 12 of 64 batches, 0 s\n"  # and silent once it is over
     with progress.busy("elsewhere", shown=False):
         time.sleep(0.3)
     assert capsys.readouterr().err == ""

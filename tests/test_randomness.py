@@ -35,11 +35,7 @@ class Shared(nn.Module):
 
     def forward(self, x):
         for _ in range(2):  # the block runs twice: its calls must not share masks
-            x = (
-                self.block(x)
-                if self.recompute is None
-                else checkpoint(self.block, x, use_reentrant=self.recompute)
-            )
+            x = self.block(x) if self.recompute is None else checkpoint(self.block, x, use_reentrant=self.recompute)
         return x
 
 
@@ -53,9 +49,7 @@ def learnt(model: nn.Module, x: torch.Tensor, seed: int = 0) -> Randomness:
     return randomness
 
 
-def run(
-    model: nn.Module, randomness: Randomness, x: torch.Tensor, first: int = 0, step: int = 3
-) -> torch.Tensor:
+def run(model: nn.Module, randomness: Randomness, x: torch.Tensor, first: int = 0, step: int = 3) -> torch.Tensor:
     with randomness.begin(step, first, len(x)), randomness.forward():
         return model(x)
 

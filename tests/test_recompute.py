@@ -269,9 +269,7 @@ CACHING = [("hf-gpt2", "dp=1"), ("hf-bert", "tp=2"), ("hf-t5", "tp=2,sp=on")]
 
 
 @pytest.mark.parametrize(("name", "plan", "recompute"), spread(CACHING, [("selective",), ("full",)]))
-def test_a_microbatch_without_targets_leaves_nothing_behind(
-    pool: Pool, name: str, plan: str, recompute: str
-) -> None:
+def test_a_microbatch_without_targets_leaves_nothing_behind(pool: Pool, name: str, plan: str, recompute: str) -> None:
     """Some rows count no target, and so have no backward. Blocks of GPT-2 write into a key-value cache; on tensors that
     several products read is what they read."""
     plan = f"{plan},accumulate=4,recompute={recompute}"
@@ -336,9 +334,7 @@ class Filling(nn.Module):
 def test_an_error_inside_of_a_recomputation_is_explained() -> None:
     """The fourth call of three blocks is one that is made again."""
     tokens = torch.arange(12).view(2, 6)
-    engine = parallelize(
-        Filling(), losses.cross_entropy("targets"), optimizer=adamw, plan="dp=1,recompute=full"
-    )
+    engine = parallelize(Filling(), losses.cross_entropy("targets"), optimizer=adamw, plan="dp=1,recompute=full")
     with pytest.raises(SoliError, match="did not compute the same when it was recomputed") as error:
         engine.step({"tokens": tokens, "targets": tokens})
     assert "IndexError: index 3 is out of bounds" in str(error.value)

@@ -136,18 +136,14 @@ def test_a_model_larger_than_the_machine() -> None:
     made = of_tokens(model, 8, 512)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = rehearse(made, Plan(dp=8, zero=3, recompute="full"))
-    assert found.states == pytest.approx(
-        count / 8 * 16, rel=0.01
-    )  # a weight, its gradient, two moments in fp32
+    assert found.states == pytest.approx(count / 8 * 16, rel=0.01)  # a weight, its gradient, two moments in fp32
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300e3  # kB
 
 
 @pytest.mark.parametrize("plan", ["pp=2,microbatches=4", "pp=4,microbatches=4,zero=1,schedule=gpipe"])
 def test_what_another_stage_has_takes_nothing(plan: str) -> None:
     """All stages together have what one device has: by hand, since who tracks could count what is not there."""
-    model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
-    )
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8)))
     count = sum(p.numel() for p in model.parameters())
     batch = (torch.randn(8, 64), torch.randn(8, 64))
     made = Program(model, torch.optim.AdamW(model.parameters()), squares, batch)
@@ -194,9 +190,7 @@ def test_a_rehearsal_leaves_nothing_behind(capsys: Any) -> None:
     rehearse(made, Plan(dp=1, pp=2, microbatches=2))
     assert torch.equal(random, torch.get_rng_state())
     assert (len(events.recent), recorder.issued) == (seen, issued)
-    assert all(
-        torch.equal(p, w) and p.grad is None for p, w in zip(made.model.parameters(), weights, strict=True)
-    )
+    assert all(torch.equal(p, w) and p.grad is None for p, w in zip(made.model.parameters(), weights, strict=True))
     assert capsys.readouterr().out == ""
 
 
@@ -207,8 +201,7 @@ def test_attention_of_queries_that_share_keys_counts_each_query(keys: int) -> No
     product = 2 * 2 * 8 * 16 * 16 * 4
     for kernel in ("efficient", "flash", "cudnn"):
         forward, backward = (
-            FLOPS[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{end}")]
-            for end in ("", "_backward")
+            FLOPS[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{end}")] for end in ("", "_backward")
         )
         assert forward(query, key, key, out_val=query) == 2 * product
         assert backward(query, query, key, key, query, out_val=query) == 5 * product

@@ -155,9 +155,7 @@ def test_evaluation_goes_on_and_trials_leave_no_trace() -> None:
 def test_a_meter_has_every_microbatch() -> None:
     schedule = Schedule()
     model, _, batches = case_of(by_attribute).make()
-    engine = parallelize(
-        model, functools.partial(schedule.loss, 1), optimizer=adamw, plan="dp=1,accumulate=2"
-    )
+    engine = parallelize(model, functools.partial(schedule.loss, 1), optimizer=adamw, plan="dp=1,accumulate=2")
     loss = engine.step(batches[0])
     assert len(schedule.seen) == 2
     assert sum(schedule.seen) / engine.last.count == pytest.approx(float(loss), rel=1e-6)

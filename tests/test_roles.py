@@ -33,8 +33,7 @@ def roles(model: nn.Module, batch: Any, ranks: int, loss=None, hints=None) -> di
     runner = Runner(model, Caller(model), loss or losses.from_model(), batch, rows, Plan(tp=ranks))
     found, _ = runner.search(ranks, False, hints or {})
     return {
-        n: (r.kind, None if r.split is None else (r.split.dim, r.split.parts, r.split.atoms))
-        for n, r in found.items()
+        n: (r.kind, None if r.split is None else (r.split.dim, r.split.parts, r.split.atoms)) for n, r in found.items()
     }
 
 
@@ -106,9 +105,7 @@ MSE = losses.mse("targets")
         ("groups", 4, 2, ((32,), 2)),
     ],
 )
-def test_fused_matrices_are_taken_apart_by_heads(
-    fused: str, heads: int, groups: int, expected: tuple
-) -> None:
+def test_fused_matrices_are_taken_apart_by_heads(fused: str, heads: int, groups: int, expected: tuple) -> None:
     found = roles(Stack(fused, heads, groups), BATCH, 2, MSE)
     parts, atoms = expected
     for layer in ("blocks.0", "blocks.1"):
@@ -182,9 +179,7 @@ def fused_parity(fused: str, heads: int, groups: int) -> float:
     )
 
 
-@pytest.mark.parametrize(
-    ("fused", "heads", "groups"), [("thirds", 4, 2), ("outer three", 5, 5), ("groups", 4, 4)]
-)
+@pytest.mark.parametrize(("fused", "heads", "groups"), [("thirds", 4, 2), ("outer three", 5, 5), ("groups", 4, 4)])
 def test_fused_matrices_compute_the_same(pool: Pool, fused: str, heads: int, groups: int) -> None:
     assert max(pool.run(fused_parity, fused, heads, groups, ranks=3)) < 1e-12
 
@@ -244,9 +239,7 @@ DATA = [{"tokens": r[:-1], "targets": r[1:]} for r in torch.arange(30 * 8).view(
 
 def trained(plan: str, path: str, load: bool, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(5)
-    engine = parallelize(
-        gpt().double(), losses.cross_entropy("targets"), optimizer=adamw, clip=1.0, plan=plan
-    )
+    engine = parallelize(gpt().double(), losses.cross_entropy("targets"), optimizer=adamw, clip=1.0, plan=plan)
     found = []
     if load:
         assert engine.load(path) == {"a": 1}
@@ -267,9 +260,7 @@ def trained(plan: str, path: str, load: bool, steps: int) -> tuple[list[float], 
         ("dp=2,zero=2", 2, "dp=2,tp=2,zero=1", 4),
     ],
 )
-def test_checkpoints_across_plans(
-    pool: Pool, tmp_path: Path, first: str, n: int, second: str, m: int
-) -> None:
+def test_checkpoints_across_plans(pool: Pool, tmp_path: Path, first: str, n: int, second: str, m: int) -> None:
     straight, whole = pool.run(trained, "dp=1", str(tmp_path / "s"), False, 6, ranks=1)[0]
     one, _ = pool.run(trained, first, str(tmp_path / "c"), False, 3, ranks=n)[0]
     two, state = pool.run(trained, second, str(tmp_path / "c"), True, 6, ranks=m)[0]
@@ -301,10 +292,7 @@ def copied(plan: str) -> tuple[bool, float]:
     engine = parallelize(gpt().double(), losses.cross_entropy("targets"), optimizer=adamw, plan=plan)
     engine.step({"tokens": torch.arange(28).view(4, 7), "targets": torch.arange(28).view(4, 7)})
     plain = engine.copy_model().eval()
-    tidy = (
-        all(type(p) is nn.Parameter for p in plain.parameters())
-        and plain.head.weight is plain.embedding.weight
-    )
+    tidy = all(type(p) is nn.Parameter for p in plain.parameters()) and plain.head.weight is plain.embedding.weight
     return tidy, float(plain(torch.arange(14).view(2, 7)).double().square().sum())
 
 

@@ -85,11 +85,7 @@ def test_tables_at_the_ends_lengthen_it(name: str, pp: int, m: int, first: float
     p = point(pp=pp, chunks=halves, global_batch=m, schedule=SCHEDULES[name], layers=pp * halves)
     whole, third = np.array([3.0]), np.array([1 / 3])
     waits = schedules.waits(p, whole, whole, third, third)
-    got = sum(
-        pipeline.spent_otherwise(
-            p, whole, waits, np.array([first]), np.array([last]), np.zeros(1), np.zeros(1)
-        )
-    )
+    got = sum(pipeline.spent_otherwise(p, whole, waits, np.array([first]), np.array([last]), np.zeros(1), np.zeros(1)))
     most = {"gpipe": 0.0, "zbh1": 0.004}.get(name, 0.06)
     assert -1e-9 <= got[0] / length - 1 <= most + 1e-9
 
@@ -115,9 +111,7 @@ def test_frozen_weights_have_no_gradient_to_move() -> None:
 def test_the_first_and_last_stage_of_a_v_are_on_one_rank() -> None:
     """Two tables, the logits, and the time of both; of gpipe all microbatches."""
     small = {"pp": 4, "global_batch": 16, "tied": 0, "hidden": 1024, "layers": 24}
-    line, folded, all_first = (
-        point(**small, schedule=n, chunks=c) for n, c in ((0, 1), (ZBV, 2), (GPIPE, 1))
-    )
+    line, folded, all_first = (point(**small, schedule=n, chunks=c) for n, c in ((0, 1), (ZBV, 2), (GPIPE, 1)))
     assert memory.of_tables(folded) == 2 * memory.of_tables(line)
     assert memory.peak(all_first, ONE) > memory.peak(line, ONE)
     assert running(folded, ONE).busy > running(line, ONE).busy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,7 @@ def with_a_criterion(plan: str) -> str:
 def test_parameters_that_the_loss_alone_has_are_refused_where_nobody_sums_their_gradients(pool: Pool) -> None:
     assert with_a_criterion("dp=1") == "it ran"
     for plan in ("dp=2", "zero=3", "pp=2,microbatches=2"):
-        assert any(
-            "1 parameters that are not the model's" in t for t in pool.run(with_a_criterion, plan, ranks=2)
-        )
+        assert any("1 parameters that are not the model's" in t for t in pool.run(with_a_criterion, plan, ranks=2))
 
 
 def weighted(plan: str) -> tuple[str, float]:
@@ -144,9 +143,7 @@ def weighted(plan: str) -> tuple[str, float]:
     weights = torch.linspace(0.1, 1.7, 29, dtype=torch.float64)
 
     def loss(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        found = nn.functional.cross_entropy(
-            output.flatten(0, 1), batch["targets"].flatten(), weights, reduction="sum"
-        )
+        found = nn.functional.cross_entropy(output.flatten(0, 1), batch["targets"].flatten(), weights, reduction="sum")
         return found, weights[batch["targets"]].sum()
 
     engine, batches = engine_of(Plain, plan, loss_fn=loss)
@@ -216,9 +213,7 @@ def alone(call: str, folder: str) -> str:
 
 def test_a_call_that_rank_0_makes_alone_is_named(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(alone, "save", str(tmp_path), ranks=2, deadline=30)
-    assert all(
-        "save(), which every rank calls" in text or "different collectives" in text for text in found
-    ), found
+    assert all("save(), which every rank calls" in text or "different collectives" in text for text in found), found
 
 
 # --- evaluation, sampling -----------------------------------------------------------------------------------
@@ -400,3 +395,69 @@ def test_rows_that_do_not_stand_alone(pool: Pool, capsys: pytest.CaptureFixture[
     assert all("on 3 of the batch's 6 rows" in text for text in pool.run(graph, "dp=2", ranks=2))
     assert "on 3 of the batch's 6 rows" in graph("dp=1,accumulate=2")
     assert "sparse tensors" in graph("dp=1", True)
+
+
+# --- two networks ---------------------------------------------------------------------------------------------
+
+
+def mlp(first: int, last: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(first, 16), nn.Tanh(), nn.Linear(16, last))
+
+
+class Critic(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.D = inner
+
+    def forward(self, real: Tensor, fake: Tensor) -> tuple[Tensor, Tensor]:
+        return self.D(real), self.D(fake)
+
+
+def networks() -> tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(2)
+    data = [(torch.randn(8, 5), torch.randn(8, 3)) for _ in range(4)]
+    return mlp(3, 5).double(), mlp(5, 1).double(), [(a.double(), b.double()) for a, b in data]
+
+
+def critic_loss(output: Any, batch: Any = None) -> tuple[Tensor, int]:
+    real, fake = output
+    return nn.functional.softplus(-real).sum() + nn.functional.softplus(fake).sum(), len(real)
+
+
+def generator_loss(judged: Tensor) -> tuple[Tensor, int]:
+    return nn.functional.softplus(-judged).sum(), len(judged)
+
+
+def adversarial(plan: str) -> list[float]:
+    """The loop of docs/porting.md."""
+    G, D, data = networks()
+    judge = copy.deepcopy(D).requires_grad_(False)
+    critic = parallelize(Critic(D), critic_loss, optimizer=sgd, plan=plan)
+    generator = parallelize(G, lambda fake, noise: generator_loss(judge(fake)), optimizer=sgd, plan=plan)
+    found = []
+    for real, noise in data:
+        with torch.no_grad():
+            fake = generator.copy_model()(noise)
+        found.append(float(critic.step({"real": real, "fake": fake})))
+        for name, value in critic.global_state_dict().items():
+            judge.state_dict()[name.removeprefix("D.")].copy_(value)
+        found.append(float(generator.step(noise)))
+    return found
+
+
+def test_two_engines_train_against_each_other(pool: Pool) -> None:
+    G, D, data = networks()
+    of_critic, of_generator, expected = sgd(D.parameters()), sgd(G.parameters()), []
+    for real, noise in data:
+        for optimizer, loss in (
+            (of_critic, lambda real=real, noise=noise: critic_loss((D(real), D(G(noise).detach())))),
+            (of_generator, lambda noise=noise: generator_loss(D(G(noise)))),
+        ):
+            total, count = loss()
+            of_critic.zero_grad(), of_generator.zero_grad()
+            (total / count).backward()
+            optimizer.step()
+            expected.append(float(total.detach() / count))
+    for plan in ("dp=2", "dp=2,zero=3"):
+        for found in pool.run(adversarial, plan, ranks=2):
+            assert found == pytest.approx(expected, rel=BOUND)

@@ -24,9 +24,7 @@ LLAMA = Model("llama", 32, 4096, 32, 8, 128, 14336, True, 128256, 0, 1, False, 8
 SMALL = Model("small", 12, 1024, 16, 16, 64, 4096, False, 51200, 0, 1, True, 2048)
 
 
-def task(
-    model: Model = LLAMA, cluster: str = "h100:8x4", batch: int = 128, seq: int = 4096, **more: object
-) -> Task:
+def task(model: Model = LLAMA, cluster: str = "h100:8x4", batch: int = 128, seq: int = 4096, **more: object) -> Task:
     return Task(model, read_cluster(cluster), batch, seq, **more)  # type: ignore[arg-type]
 
 
@@ -34,9 +32,7 @@ def task(
 
 
 @settings(max_examples=8, deadline=None)
-@given(
-    st.sampled_from(["tp", "pp", "dp", "zero", "microbatch"]), st.sampled_from([1, 2]), st.floats(1.0, 3.0)
-)
+@given(st.sampled_from(["tp", "pp", "dp", "zero", "microbatch"]), st.sampled_from([1, 2]), st.floats(1.0, 3.0))
 def test_more_to_choose_from_or_to_use_is_never_slower(name: str, value: int, times: float) -> None:
     asked = task(memory=26e9)
     best = search(asked).cost.time[0]
@@ -108,10 +104,7 @@ def test_states_of_programs_differ() -> None:
     """soli keeps fp32 and whole gradients: more memory than mixed precision, and no scatter a microbatch."""
     fixed = {"tp": 1.0, "pp": 1.0, "cp": 1.0, "microbatch": 1.0, "recompute": FULL, "replicate": 1.0}
     ours, theirs = (
-        {
-            zero: search(task(SMALL, seq=1024, fixed={**fixed, "zero": zero}, framework=name))
-            for zero in (1.0, 2.0, 3.0)
-        }
+        {zero: search(task(SMALL, seq=1024, fixed={**fixed, "zero": zero}, framework=name)) for zero in (1.0, 2.0, 3.0)}
         for name in ("soli", "fsdp")
     )
     assert ours[1.0].cost.states[0] > theirs[1.0].cost.states[0]

@@ -242,9 +242,7 @@ WIDER = [("ep", 1.0), ("ep", 4.0), ("replicate", 1.0), ("replicate", 2.0), ("con
 
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(WIDER), st.floats(1.0, 4.0), st.sampled_from([3e9, 6e9, 12e9]))
-def test_a_wider_choice_or_more_memory_is_never_slower(
-    choice: tuple[str, float], times: float, memory: float
-) -> None:
+def test_a_wider_choice_or_more_memory_is_never_slower(choice: tuple[str, float], times: float, memory: float) -> None:
     asked = task(MOE, "a100:8x2", batch=64, seq=2048, framework="megatron", memory=memory)
     whole, part = search(asked, 1), search(asked.with_fixed(dict([choice])), 1)
     more = search(replace(asked, memory=memory * times), 1)
@@ -282,9 +280,7 @@ def test_copies_sum_what_they_have_of_a_shard() -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_each_copy_has_a_whole(zero: int) -> None:
     """Memory and gathers of dp=64 in 8 copies are those of dp=8; the update is of an eighth."""
-    copies, few = (
-        step(point(dp=dp, zero=zero, replicate=r, global_batch=dp), ONE) for dp, r in ((64, 8), (8, 1))
-    )
+    copies, few = (step(point(dp=dp, zero=zero, replicate=r, global_batch=dp), ONE) for dp, r in ((64, 8), (8, 1)))
     for name in ("memory", "states", "exposed", "update"):
         assert getattr(copies, name) == getattr(few, name), name
     assert copies.gradients > few.gradients
@@ -337,9 +333,7 @@ def test_as_many_layers_are_recomputed_as_a_solver_would(pp: int, room: float) -
     asked = task(replace(SMALL, layers=24, vocab=1024), f"a100:{2 * pp}", batch=64, seq=2048, memory=room, framework="megatron", fixed=fixed | {"chunks": 1.0, "offload": 0.0})  # fmt: skip
     plain = space.shards(asked, space.stages(asked, space.layouts(asked)))
     p = space.points_of(asked, plain)
-    none, full = (
-        np.flatnonzero((plain["recompute"] == level) & (plain["most"] == 0))[0] for level in (NONE, FULL)
-    )
+    none, full = (np.flatnonzero((plain["recompute"] == level) & (plain["most"] == 0))[0] for level in (NONE, FULL))
     k = bounds.constants_of(asked, len(p))
     layer, layers = layer_of(p, k)[0], 24 // pp
     kept = k.activation_scale * memory.activations_of_layer(p) * pipeline.in_flight(p)
@@ -366,10 +360,7 @@ def test_recomputing_some_layers_is_between_all_and_none() -> None:
     for level in (NONE, FULL):
         other = search(asked.with_fixed({"recompute": level}))
         assert not len(other.points) or other.cost.time[0] > best.cost.time[0]
-    assert (
-        explain.answer(asked, 1).choices[0].note
-        == f"{best.points.again[0]:g} of a rank's 12 layers computed again"
-    )
+    assert explain.answer(asked, 1).choices[0].note == f"{best.points.again[0]:g} of a rank's 12 layers computed again"
     said = plan_of(best.points, 0).recompute
     assert 0 < float(said) < 1
     assert "recompute=some" in explain.why_not(asked, {"recompute": 3.0})
@@ -387,9 +378,7 @@ def test_heads_are_exchanged_for_positions() -> None:
     rate = BASE["link"] * MEANINGS["link_share"].default
     sent = 3 / 4 * (2 * 8 + 2 * 4) * 128 * 1024 * 2  # two key heads a rank of tp, wanted by four of cp
     assert (
-        forward
-        == backward
-        == pytest.approx(sent / rate + 4 * BASE["link_latency"] * MEANINGS["latency_scale"].default)
+        forward == backward == pytest.approx(sent / rate + 4 * BASE["link_latency"] * MEANINGS["latency_scale"].default)
     )
     # One rank a server: between servers a gather is bytes by rate, inside it is what was measured (rings.py).
     ring = point(cp=4, tp=2, heads=16, kv_heads=4, head_size=128, seq=4096, node=1)
@@ -497,9 +486,7 @@ def test_what_cannot_be_is_said(model: Model, framework: str, fixed: dict[str, f
 
 def test_shared_experts_are_kept_and_computed_but_not_sent() -> None:
     """Counted one by one: each layer has one MLP more; its product runs, its tokens stay."""
-    more, less = (
-        spaces(task(replace(MOE, shared=n, active=2 + n), "h100:1", batch=1, seq=64)) for n in (1, 0)
-    )
+    more, less = (spaces(task(replace(MOE, shared=n, active=2 + n), "h100:1", batch=1, seq=64)) for n in (1, 0))
     assert replace(MOE, shared=1).parameters - replace(MOE, shared=0).parameters == 12 * 3 * 1024 * 2048
     flops = explain.flops(more, 0) - explain.flops(less, 0)
     assert flops == pytest.approx(6 * 12 * 3 * 1024 * 2048)

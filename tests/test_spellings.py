@@ -73,9 +73,7 @@ def test_switches_types_and_programs() -> None:
         "other": ("InternEvo", "Colossal-AI", "in-house", "AA-Scaling (Megatron-style)", "Megatron-like"), "soli": ("soli 0.1",),
     }  # fmt: skip
     assert {
-        name: program(name, "a consolidated list of fsdp runs")
-        for names in programs.values()
-        for name in names
+        name: program(name, "a consolidated list of fsdp runs") for names in programs.values() for name in names
     } == {name: family for family, names in programs.items() for name in names}
     assert program("", "pytorch/torchtitan@1:docs/performance.md") == "fsdp"
 
@@ -114,9 +112,7 @@ def test_names_of_models_keep_their_points() -> None:
     known = {"Llama-3.1-8B": "llama-3-8b", "LLAMA3.1_405B": "llama-3.1-405b", "llama31_405b": "llama-3.1-405b", "Llama-3.2-3B": "llama-3.2-3b",
              "qwen2.5-7b": "qwen2.5-7b", "opt-13b": "opt-13b", "LLAMA2-7B": "llama-2-7b"}  # fmt: skip
     assert {name: model.name for name in known if (model := named(name))} == known
-    row = read(
-        ROW | {"model": "LLAMA3_8B", "layers": "32", "hidden": "4096", "heads": "", "ffn": "", "vocab": ""}
-    )
+    row = read(ROW | {"model": "LLAMA3_8B", "layers": "32", "hidden": "4096", "heads": "", "ffn": "", "vocab": ""})
     assert [row.point[name] for name in ("heads", "kv_heads", "ffn", "vocab")] == [32, 8, 14336, 128256]
     assert "model=llama-3-8b" in row.inferred
 

@@ -60,9 +60,7 @@ def test_a_view_of_the_parts_is_the_part_of_the_view(data: st.DataObject) -> Non
     for rank in range(ranks):
         local = list(new)
         local[found.dim] = found.local(ranks, rank)
-        assert torch.equal(
-            taken(x, split, ranks, rank).reshape(local), taken(x.view(new), found, ranks, rank)
-        )
+        assert torch.equal(taken(x, split, ranks, rank).reshape(local), taken(x.view(new), found, ranks, rank))
 
 
 def test_a_view_of_the_same_shape_is_cut_alike() -> None:

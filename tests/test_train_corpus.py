@@ -21,9 +21,7 @@ def test_the_standard_library() -> None:
     found = list(documents(Data(megabytes=1.5)))
     assert 1.5e6 <= sum(len(d.text.encode()) for d in found) < 3e6
     assert any("def " in d.text for d in found)
-    assert not any(
-        "test/" in d.name or "site-packages" in d.name or "_sysconfigdata" in d.name for d in found
-    )
+    assert not any("test/" in d.name or "site-packages" in d.name or "_sysconfigdata" in d.name for d in found)
     assert found == list(documents(Data(megabytes=1.5)))
 
 

@@ -93,9 +93,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     config = Config()
     odd = 'a "b" \\ \n\t\x7f é 🎼 # c'
-    config = replace(
-        config, run=replace(config.run, prompt=odd, name="x"), optim=replace(config.optim, lr=1e-5)
-    )
+    config = replace(config, run=replace(config.run, prompt=odd, name="x"), optim=replace(config.optim, lr=1e-5))
     settings.write(config, path)
     assert settings.load(path) == config
     assert path.read_text().count("#") >= sum(len(fields(getattr(config, t.name))) for t in fields(config))

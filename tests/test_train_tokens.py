@@ -53,9 +53,7 @@ def test_prepare_encodes_each_document_once_and_caches(tmp_path: Path) -> None:
     tokenizer = tokens.load_tokenizer(found.tokenizer)
     for span, kept in ((found.train, False), (found.validation, True)):
         mine = [d.text for d in documents(config.data) if for_validation(d.digest(), 0.2) is kept]
-        assert tokens.decode(tokenizer, span.ids().tolist()) == tokens.END + "".join(
-            t + tokens.END for t in mine
-        )
+        assert tokens.decode(tokenizer, span.ids().tolist()) == tokens.END + "".join(t + tokens.END for t in mine)
         assert span.bytes == sum(len(text.encode()) for text in mine)
     assert any("tokenizer" in line for line in said)
     stamp = found.train.path.stat().st_mtime_ns
@@ -171,9 +169,7 @@ def test_bits_per_byte_against_a_direct_count(tmp_path: Path) -> None:
         )
         for i in range(len(windows))
     )
-    assert measure.bits_per_byte(nats, size) == pytest.approx(
-        (len(ids) - 1) * math.log2(300) / size, rel=1e-12
-    )
+    assert measure.bits_per_byte(nats, size) == pytest.approx((len(ids) - 1) * math.log2(300) / size, rel=1e-12)
     with pytest.raises(ValueError, match="0 bytes"):
         measure.bits_per_byte(1.0, 0)
 

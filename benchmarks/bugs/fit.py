@@ -28,7 +28,10 @@ HERE = Path(__file__).resolve().parent
 FILE = HERE.parent.parent / "src" / "soli" / "bugs" / "classification.toml"
 RIDGE, FOLDS = 1.0, 10
 LEAST = 0.05  # a weight below it is none
-UNSEEN, ELSEWHERE = "E", "F"  # whose labels no rule was written by; and who read repositories that no rule was written by
+UNSEEN, ELSEWHERE = (
+    "E",
+    "F",
+)  # whose labels no rule was written by; and who read repositories that no rule was written by
 
 
 def seen(base, repos: dict[str, Path], rows: list[labels.Label]) -> list[dict[str, str]]:
@@ -81,13 +84,10 @@ def counts(base, rows: list[labels.Label]) -> np.ndarray:
     another thing, and whether it is small; of these strata the labelled commits are uniform samples."""
     query = f"SELECT repo, hash, change.fix, rule = 'silent', source BETWEEN 1 AND 40 FROM change JOIN size USING (repo, hash) WHERE {store.CODE}"
     strata = {
-        (repo, hash_): (repo, fix, silent, silent and small)
-        for repo, hash_, fix, silent, small in base.execute(query)
+        (repo, hash_): (repo, fix, silent, silent and small) for repo, hash_, fix, silent, small in base.execute(query)
     }
     there, drawn = Counter(strata.values()), Counter(strata[row.repo, row.commit] for row in rows)
-    found = np.array(
-        [there[strata[row.repo, row.commit]] / drawn[strata[row.repo, row.commit]] for row in rows]
-    )
+    found = np.array([there[strata[row.repo, row.commit]] / drawn[strata[row.repo, row.commit]] for row in rows])
     return found / found.mean()
 
 

@@ -59,9 +59,7 @@ ENTRIES: dict[str, Entry] = {
     "colossalai-ddp": Entry("Colossal-AI", "colossalai", "ddp", "colossalai", "z0"),
     "colossalai-z1": Entry("Colossal-AI", "colossalai", "1", "colossalai", "z1"),
     "colossalai-z2": Entry("Colossal-AI", "colossalai", "2", "colossalai", "z2"),
-    "hf-one": Entry(
-        "transformers, one process", "hf", "one", "base", "one", world=1, asked=True, reference="hf-one"
-    ),
+    "hf-one": Entry("transformers, one process", "hf", "one", "base", "one", world=1, asked=True, reference="hf-one"),
 }
 SCHEDULES = {
     "gpipe": "schedule=gpipe",

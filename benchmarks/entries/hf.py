@@ -24,9 +24,7 @@ def build(mode: str, size: str) -> Step:
         start()
         config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=2, tp_plan="auto"))
         model = model.maybe_distribute_model(model, config, mesh)
-    return trained(
-        model, lambda batch: workload.mean_loss(model(input_ids=batch["tokens"]).logits, batch["targets"])
-    )
+    return trained(model, lambda batch: workload.mean_loss(model(input_ids=batch["tokens"]).logits, batch["targets"]))
 
 
 def build_model(size: str) -> LlamaForCausalLM:

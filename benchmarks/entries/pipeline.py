@@ -49,10 +49,7 @@ def build(mode: str, size: str) -> Step:
     numbers = [rank + world * i for i in range(each)] if kind == "loop" else [rank, stages - 1 - rank]
     model = workload.build_model(size)
     modules = [Stage(model, number, stages) for number in numbers]
-    made = [
-        PipelineStage(m, number, stages, torch.device("cpu"))
-        for m, number in zip(modules, numbers, strict=True)
-    ]
+    made = [PipelineStage(m, number, stages, torch.device("cpu")) for m, number in zip(modules, numbers, strict=True)]
     microbatches = workload.SIZES[size].batch
     schedule = getattr(schedules, name)(
         made[0] if name in ("ScheduleGPipe", "Schedule1F1B") else made,

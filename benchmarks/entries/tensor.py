@@ -38,9 +38,7 @@ def build(mode: str, size: str) -> Step:
     return trained(model, lambda batch: workload.mean_loss(model(batch["tokens"]), batch["targets"]))
 
 
-def trained(
-    model: nn.Module, loss_of: Callable[[dict[str, Tensor]], Tensor], cut: Sequence[nn.Parameter] = ()
-) -> Step:
+def trained(model: nn.Module, loss_of: Callable[[dict[str, Tensor]], Tensor], cut: Sequence[nn.Parameter] = ()) -> Step:
     """A training step. The gradients of `cut` are summed over the ranks."""
     parts = [p for p in model.parameters() if isinstance(p, DTensor)]  # fused AdamW takes no mixture
     plain = [p for p in model.parameters() if not isinstance(p, DTensor)]

@@ -18,9 +18,7 @@ TRIAL_S = 0.4
 def start(switch: str, ports: list[str], latency: float) -> subprocess.Popen:
     """The relay between the ports of the namespace `switch`; it hands frames on when this returns."""
     command = [*commands.inside(switch), sys.executable, "-I", str(RELAY), str(latency), *ports]
-    relay = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert relay.stdout is not None
     if relay.stdout.readline() != "ready\n":
         _, errors = relay.communicate()

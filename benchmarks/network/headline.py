@@ -53,9 +53,7 @@ def main() -> None:
     end_well()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, choices=sorted(PLANS), default=sorted(PLANS))
-    parser.add_argument(
-        "--out", type=Path, default=paper.RESULTS / "network-headline", help="without a suffix"
-    )
+    parser.add_argument("--out", type=Path, default=paper.RESULTS / "network-headline", help="without a suffix")
     args = parser.parse_args()
     known = args.out.with_suffix(".json")
     labs: list[dict] = json.loads(known.read_text())["labs"] if known.exists() else []
@@ -123,15 +121,11 @@ def predict(labs: list[dict]) -> None:
     """
     for one in labs:
         size = forms.Size(SIZE["layers"], SIZE["width"], SIZE["vocabulary"], SEQUENCE, ROWS[one["tokens"]])
-        free = next(
-            (o for o in labs if o["mbit"] is None and all(o[k] == one[k] for k in ("ranks", "tokens"))), None
-        )
+        free = next((o for o in labs if o["mbit"] is None and all(o[k] == one[k] for k in ("ranks", "tokens"))), None)
         good = {plan: row for plan, row in one["plans"].items() if "step_ms" in row}
         for plan, row in good.items():
             row["form_bytes"] = round(4 * forms.sent(resolve(Plan.parse(plan), one["ranks"]), size))
-            row["busy"] = round(
-                row["cpu_ms"]["median"] / len(os.sched_getaffinity(0)) / row["step_ms"]["median"], 3
-            )
+            row["busy"] = round(row["cpu_ms"]["median"] / len(os.sched_getaffinity(0)) / row["step_ms"]["median"], 3)
             row["sent_bytes"] = round(sum(row["sent"]) / len(row["sent"]))
             base = None if free is None else free["plans"].get(plan, {}).get("step_ms")
             if base is not None and one["mbit"] is not None:

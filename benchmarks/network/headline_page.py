@@ -53,9 +53,7 @@ def shapes(ranks: int) -> list[str]:
     powers = [2**i for i in range(1, ranks.bit_length()) if ranks % 2**i == 0]
     found = [f"tp={ranks}", f"tp={ranks},sp=on", f"dp={ranks}"]
     found += [f"tp={ranks},tensor=2d,rows={rows}" for rows in powers if rows < ranks]
-    squares = [
-        depth for depth in powers if round((ranks / depth) ** 0.5) ** 2 * depth == ranks and depth < ranks
-    ]
+    squares = [depth for depth in powers if round((ranks / depth) ** 0.5) ** 2 * depth == ranks and depth < ranks]
     found += [f"tp={ranks},tensor=2.5d,depth={depth}" for depth in squares]
     if round(ranks ** (1 / 3)) ** 3 == ranks:
         found.append(f"tp={ranks},tensor=3d")
@@ -98,13 +96,7 @@ def markdown(result: dict) -> str:
 
 def errors(labs: list[dict]) -> list[str]:
     """How well the forms did."""
-    rows = [
-        row
-        for one in labs
-        if one["mbit"] is not None
-        for row in one["plans"].values()
-        if "predicted_ms" in row
-    ]
+    rows = [row for one in labs if one["mbit"] is not None for row in one["plans"].values() if "predicted_ms" in row]
     if not rows:
         return []
     off = sorted(abs(row["predicted_ms"] / row["step_ms"]["median"] - 1) for row in rows)
@@ -112,9 +104,7 @@ def errors(labs: list[dict]) -> list[str]:
     where = lambda values: (
         f"{statistics.median(values):.1%} in the median, {values[int(0.9 * (len(values) - 1))]:.1%} at the 90th percentile"
     )
-    return [
-        f"The forms against {len(rows)} measured rows: bytes off by {where(counted)}; steps by {where(off)}."
-    ]
+    return [f"The forms against {len(rows)} measured rows: bytes off by {where(counted)}; steps by {where(off)}."]
 
 
 def table(labs: list[dict]) -> list[str]:
@@ -127,9 +117,7 @@ def table(labs: list[dict]) -> list[str]:
     for one in labs:
         for plan, row in one["plans"].items() if one["mbit"] is not None else ():
             if "error" in row:
-                lines.append(
-                    f"| {spell(one['mbit'])} | {plan} | {row['error'].replace('|', '/')} | | | | | | | |"
-                )
+                lines.append(f"| {spell(one['mbit'])} | {plan} | {row['error'].replace('|', '/')} | | | | | | | |")
                 continue
             base = f"{free[plan]['step_ms']['median'] / 1e3:.2f}" if "step_ms" in free.get(plan, {}) else ""
             said = f"{row['predicted_ms'] / 1e3:.2f}" if "predicted_ms" in row else ""

@@ -184,10 +184,7 @@ def ends(made: Lab) -> list[tuple[str, str]]:
 
 def figures(made: Lab) -> dict[str, object]:
     """What the network says of itself: frames that it dropped (none, or something is wrong), the relay's figures."""
-    queues = [
-        json.loads(run("tc", "-n", where, "-s", "-j", "qdisc", "show", "dev", end))
-        for where, end in ends(made)
-    ]
+    queues = [json.loads(run("tc", "-n", where, "-s", "-j", "qdisc", "show", "dev", end)) for where, end in ends(made)]
     dropped = sum(q.get("drops", 0) for found in queues for q in found)
     relay = {} if made.relay is None else {"relay": delay.ask(made.relay)}
     return {"dropped": dropped, **made.facts, **relay}

@@ -34,9 +34,7 @@ class Outcome:
     error: str = ""
     failed: int | None = None
     printed: list[str] = field(default_factory=list)
-    records: list[dict] = field(
-        default_factory=list
-    )  # what each rank left in the file LAB_RECORD; {}: nothing
+    records: list[dict] = field(default_factory=list)  # what each rank left in the file LAB_RECORD; {}: nothing
     seconds: float = 0.0
 
 
@@ -103,7 +101,9 @@ def launch(
             said = reason(outcome, first, ranks[first].returncode)
             outcome.error = f"rank {first}: {said}" + ("; it is printed above" if show else "")
         elif late:
-            outcome.error = f"killed after the deadline of {deadline:.0f} s; rank 0 printed last: {last(outcome.printed[0])}"
+            outcome.error = (
+                f"killed after the deadline of {deadline:.0f} s; rank 0 printed last: {last(outcome.printed[0])}"
+            )
     return outcome
 
 
@@ -134,9 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--per-host", type=int, default=1, help="ranks on each host")
-    parser.add_argument(
-        "--rate", type=parse_rate, default=None, help="of a host's link: 100mbit, 1gbit, none"
-    )
+    parser.add_argument("--rate", type=parse_rate, default=None, help="of a host's link: 100mbit, 1gbit, none")
     parser.add_argument("--latency", type=float, default=0.0, help="ms, one way")
     parser.add_argument("--backend", choices=("local", "gloo"), default="local", help="SOLI_BACKEND")
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds after which all are killed")

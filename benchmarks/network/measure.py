@@ -77,9 +77,7 @@ def measure(network: Network, args: argparse.Namespace) -> dict:
     if network.rate is not None:
         # TCP's payload against the most that TCP can have of the rate, its headers being counted by the shapers
         most = network.rate * TCP_PAYLOAD
-        found["of_rate"] = {
-            name: round(s["median"] / most, 4) for name, s in found["mbit_of_payload"].items()
-        }
+        found["of_rate"] = {name: round(s["median"] / most, 4) for name, s in found["mbit_of_payload"].items()}
     return found
 
 

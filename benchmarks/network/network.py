@@ -40,9 +40,7 @@ class Network:
         if self.latency < 0:
             raise LabError(f"a latency is not negative: {self.latency:g} ms")
         if self.latency and self.rate is None:
-            raise LabError(
-                "a latency needs a rate: the relay that delays frames has to know that it can keep up"
-            )
+            raise LabError("a latency needs a rate: the relay that delays frames has to know that it can keep up")
 
     @property
     def ranks(self) -> int:

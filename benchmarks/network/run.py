@@ -70,14 +70,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a row")
     parser.add_argument("--batch", type=int, default=8, help="rows of all ranks together")
-    parser.add_argument(
-        "--warmup", type=int, default=1, help="steps of a plan in each round that are not counted"
-    )
+    parser.add_argument("--warmup", type=int, default=1, help="steps of a plan in each round that are not counted")
     parser.add_argument("--steps", type=int, default=3, help="steps of a plan in each round that are")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every plan")
-    parser.add_argument(
-        "--deadline", type=float, default=900.0, help="seconds after which a launch is killed"
-    )
+    parser.add_argument("--deadline", type=float, default=900.0, help="seconds after which a launch is killed")
     parser.add_argument("--out", type=Path, default=paper.RESULTS / "network-steps", help="without a suffix")
     args = parser.parse_args()
     if min(args.steps, args.rounds, args.per_host) < 1 or args.warmup < 0:
@@ -120,9 +116,7 @@ def measure(made: Lab, args: argparse.Namespace) -> dict[str, dict]:
             rows |= page.rows([r["plans"] for r in outcome.records])
             break
         # what stopped them: the rank that failed says where it was, else the first that says anything
-        spoke = (
-            outcome.records if outcome.failed is None else [outcome.records[outcome.failed], *outcome.records]
-        )
+        spoke = outcome.records if outcome.failed is None else [outcome.records[outcome.failed], *outcome.records]
         culprit = next((r["at"] for r in spoke if r.get("at")), None)
         for plan in left if culprit is None else [culprit]:
             rows[plan] = {"error": outcome.error}

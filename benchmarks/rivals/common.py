@@ -47,9 +47,7 @@ def one(row: Row, predict: Callable[[Row], dict], why_not: Callable[[Row], str])
         return predict(row)
     except (Exception, SystemExit) as error:  # whatever it is, it is the planner's answer
         where = traceback.extract_tb(error.__traceback__)[-1].line or ""
-        return {
-            "refused": f"it stops: {type(error).__name__}: {(str(error).splitlines() or [where])[0][:160]}"
-        }
+        return {"refused": f"it stops: {type(error).__name__}: {(str(error).splitlines() or [where])[0][:160]}"}
 
 
 def common_why_not(row: Row) -> str:

@@ -44,9 +44,7 @@ def why_not(row: Row) -> str:
 
 def execution(row: Row) -> dict:
     """A row's plan. Networks: the ranks of tp, then of pp, then of dp are neighbours, as in its own list of peers."""
-    tp, pp, dp, batch, size, chunks, node = whole(
-        row, "tp", "pp", "dp", "global_batch", "microbatch", "chunks", "node"
-    )
+    tp, pp, dp, batch, size, chunks, node = whole(row, "tp", "pp", "dp", "global_batch", "microbatch", "chunks", "node")
     return {
         "num_procs": tp * pp * dp, "tensor_par": tp, "pipeline_par": pp, "data_par": dp,
         "tensor_par_net": int(tp > node), "pipeline_par_net": int(tp * pp > node),

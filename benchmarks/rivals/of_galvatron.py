@@ -61,9 +61,7 @@ def profiles(home: Path, folder: Path, seq: int, flash: bool) -> str:
     name = f"hidden{HIDDEN}_head{HEADS}"
     family = home / "models" / ("gpt_fa" if flash else "gpt_hf") / "configs"
     memory = json.loads((family / f"memory_profiling_bf16_{name}_seqlen{STATIC}.json").read_text())
-    said = {
-        key: {str(STATIC): value} for key, value in memory.items() if key.startswith(("layertype", "other"))
-    }
+    said = {key: {str(STATIC): value} for key, value in memory.items() if key.startswith(("layertype", "other"))}
     (folder / f"memory_profiling_bf16_{name}.json").write_text(json.dumps(said))
     if seq == STATIC:
         times = json.loads((family / f"computation_profiling_bf16_{name}_seqlen{STATIC}.json").read_text())
@@ -108,9 +106,7 @@ def engine(layers: int, seq: int, devices: int, flash: bool, folder: Path, said:
 
 def predict(row: Row) -> dict:
     """Time of a plan that all layers share, summed as its search sums it; no row that it can express has a memory."""
-    layers, seq, tp, pp, dp, size, batch = whole(
-        row, "layers", "seq", "tp", "pp", "dp", "microbatch", "global_batch"
-    )
+    layers, seq, tp, pp, dp, size, batch = whole(row, "layers", "seq", "tp", "pp", "dp", "microbatch", "global_batch")
     with tempfile.TemporaryDirectory() as folder:
         found = engine(layers, seq, devices_of(row), bool(row["flash"]), Path(folder), {})
     from galvatron.core.search_engine.cost_model import OtherTimeCostModel, TimeCostModel, pipeline_costmodel
@@ -126,9 +122,7 @@ def predict(row: Row) -> dict:
     )  # fmt: skip
     names = ("model_args", "train_args", "parallel_args", "profile_model_args", "profile_hardware_args")
     own = {name: values[0] for name, values in zip(names, lists, strict=True)}
-    rest = OtherTimeCostModel(
-        size, pp, devices_of(row), 0, row["zero"] == 3, tp, tp, [seq], **own
-    ).gen_result()
+    rest = OtherTimeCostModel(size, pp, devices_of(row), 0, row["zero"] == 3, tp, tp, [seq], **own).gen_result()
     time = pipeline_costmodel(
         TimeCostModel, [layers], *lists, [[pp, tp, dp, choices]] * layers, pp_division_even([layers], pp),
         [microbatches(row)], batch, tp, rest[1][tp],

@@ -76,9 +76,7 @@ def predict(row: Row, efficiency: float) -> dict:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--efficiency", type=float, required=True, help="of the device's peak; 1 is its default"
-    )
+    parser.add_argument("--efficiency", type=float, required=True, help="of the device's peak; 1 is its default")
     parser.add_argument("--clone", type=Path, help="instead of what the index has")
     args = parser.parse_args()
     if args.clone:

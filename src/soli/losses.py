@@ -26,9 +26,7 @@ def _entry(batch: Any, key: str | int) -> Tensor:
         value: Tensor = batch[key]
     except (KeyError, IndexError, TypeError):
         has = ", ".join(map(str, batch)) if isinstance(batch, dict) else type(batch).__name__
-        raise SoliError(
-            f"the loss reads '{key}' and the batch has no such entry", got=has, everywhere=True
-        ) from None
+        raise SoliError(f"the loss reads '{key}' and the batch has no such entry", got=has, everywhere=True) from None
     return value
 
 

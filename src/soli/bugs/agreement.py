@@ -44,9 +44,7 @@ def kappa(first: Sequence[str], second: Sequence[str]) -> Kappa:
     return Kappa(value, max(value - error, -1.0), min(value + error, 1.0), observed, count)
 
 
-def confusion(
-    words: Sequence[str], first: Sequence[str], second: Sequence[str]
-) -> tuple[tuple[int, ...], ...]:
+def confusion(words: Sequence[str], first: Sequence[str], second: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """How often the first says one word (down) where the second says another (across)."""
     both = Counter(zip(first, second, strict=True))
     return tuple(tuple(both[a, b] for b in words) for a in words)

@@ -41,9 +41,7 @@ class Mechanism:
 def mechanisms() -> dict[str, Mechanism]:
     """All, by name."""
     said = table(__package__, "catalogue.toml")
-    made = [
-        Mechanism(**{**one, "fixes": tuple(Fix(**fix) for fix in one["fixes"])}) for one in said["mechanism"]
-    ]
+    made = [Mechanism(**{**one, "fixes": tuple(Fix(**fix) for fix in one["fixes"])}) for one in said["mechanism"]]
     return {one.name: one for one in made}
 
 

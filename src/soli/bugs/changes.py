@@ -51,9 +51,7 @@ def changes(repo: Path, hashes: Sequence[str]) -> Iterator[tuple[str, list[Chang
     for some in batched(hashes):
         patches = dict(_patches(repo, some, ("-U0", *(f":(glob)**/?*{suffix}" for suffix in LANGUAGES))))
         files = {hash_: _files(patch) for hash_, patch in patches.items()}
-        wanted = sorted(
-            {name for all_ in files.values() for one in all_ for name in one.blobs if name.strip("0")}
-        )
+        wanted = sorted({name for all_ in files.values() for one in all_ for name in one.blobs if name.strip("0")})
         texts = _blobs(repo, wanted)
         for hash_ in some:
             yield (
@@ -74,9 +72,7 @@ def patches(repo: Path, hashes: Sequence[str], lines: int) -> dict[str, str]:
 def _first(text: str, lines: int) -> str:
     found = text.strip("\n").split("\n")
     more = len(found) - lines
-    return "\n".join(
-        [*(line[:300] for line in found[:lines]), *([f"... {more} more lines"] if more > 0 else [])]
-    )
+    return "\n".join([*(line[:300] for line in found[:lines]), *([f"... {more} more lines"] if more > 0 else [])])
 
 
 def batched(hashes: Sequence[str], most: int = AT_ONCE) -> Iterator[Sequence[str]]:

@@ -147,9 +147,7 @@ def _hints(name: str, words: Iterable[str], said: Any, wrong: list[Problem]) -> 
     known = tuple(words)
     given: Mapping[str, Any] = said if isinstance(said, dict) else {}
     wrong += [
-        Problem(f"{name} has no such word", got=word, allowed=", ".join(known))
-        for word in given
-        if word not in known
+        Problem(f"{name} has no such word", got=word, allowed=", ".join(known)) for word in given if word not in known
     ]
     if not given:
         wrong.append(Problem("nothing is said of a dimension", got=name, fix=f'[{name}."{known[-1]}"]'))
@@ -163,17 +161,13 @@ def _hints(name: str, words: Iterable[str], said: Any, wrong: list[Problem]) -> 
             or not isinstance(told.get("prior"), (int, float))
             or set(told) - {"prior", "rules"}
         ):
-            wrong.append(
-                Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(told)[:200])
-            )
+            wrong.append(Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(told)[:200]))
         else:
             prior[word] = float(told["prior"])
     given = {word: told for word, told in given.items() if isinstance(told, dict)}
     return Hints(
         prior,
-        tuple(
-            _hint(name, word, one, wrong) for word in known for one in given.get(word, {}).get("rules", ())
-        ),
+        tuple(_hint(name, word, one, wrong) for word in known for one in given.get(word, {}).get("rules", ())),
     )
 
 

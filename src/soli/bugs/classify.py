@@ -84,9 +84,7 @@ def looked_at(
         subject, body, rule = base.execute(
             "SELECT subject, body, rule FROM change WHERE repo = ? AND hash = ?", key
         ).fetchone()
-        files = base.execute(
-            "SELECT kind, path, added + deleted FROM file WHERE repo = ? AND hash = ?", key
-        ).fetchall()
+        files = base.execute("SELECT kind, path, added + deleted FROM file WHERE repo = ? AND hash = ?", key).fetchall()
         kinds = {file: kind for kind, file, _ in files}
         found = [edit for one in changed if kinds.get(one.path) in READ for edit in edits(one)]
         yield hash_, places(subject, body, files, found, rule), Counter(edit.what for edit in found)
@@ -95,9 +93,7 @@ def looked_at(
 def _by_rules(repo: str, path: Path, mined: Path, made: Classifier) -> int:
     """Decide which commits are fixes, and of what; how many were looked at. What these rules have seen stays."""
     with store.opened(mined) as base:
-        base.execute(
-            "DELETE FROM verdict WHERE repo = ? AND by = ? AND version != ?", (repo, RULES, made.digest)
-        )
+        base.execute("DELETE FROM verdict WHERE repo = ? AND by = ? AND version != ?", (repo, RULES, made.digest))
         todo = _hashes(
             base,
             f"SELECT hash FROM change WHERE repo = ? AND {store.CODE} EXCEPT SELECT hash FROM verdict WHERE repo = ? AND by = '{RULES}'",
@@ -129,9 +125,7 @@ def _hashes(base: sqlite3.Connection, query: str, *values: str) -> list[str]:
     return sorted(hash_ for (hash_,) in base.execute(query, values))
 
 
-def _by_model(
-    where: Mapping[str, Path], mined: Path, endpoint: Endpoint, at_most: int
-) -> tuple[int, int, str]:
+def _by_model(where: Mapping[str, Path], mined: Path, endpoint: Endpoint, at_most: int) -> tuple[int, int, str]:
     """Ask of the fixes of which the rules are least sure; how many answers came, how many were none, and why no more were asked for."""
     with store.opened(mined) as base:
         rows = base.execute(
@@ -188,6 +182,4 @@ def _summary(base: sqlite3.Connection, looked: int, asked: int, nonsense: int, s
     read = base.execute(
         f"SELECT count(DISTINCT repo || hash) FROM fix JOIN file USING (repo, hash) WHERE {readable}"
     ).fetchone()[0]
-    return Classified(
-        fixes, fixes - read, looked, int(taken), int(dropped), words, unsure, asked, nonsense, said
-    )
+    return Classified(fixes, fixes - read, looked, int(taken), int(dropped), words, unsure, asked, nonsense, said)

@@ -31,14 +31,10 @@ FIELDS = {"labels": "name", "reviews": "author { login }"}
 
 
 def _list(name: str, first: int, after: str = "") -> str:
-    return (
-        f"{name}(first: {first}{after}) {{ pageInfo {{ hasNextPage endCursor }} nodes {{ {FIELDS[name]} }} }}"
-    )
+    return f"{name}(first: {first}{after}) {{ pageInfo {{ hasNextPage endCursor }} nodes {{ {FIELDS[name]} }} }}"
 
 
-FIELDS["closingIssuesReferences"] = (
-    f"__typename id number title bodyText createdAt closedAt {_list('labels', 20)}"
-)
+FIELDS["closingIssuesReferences"] = f"__typename id number title bodyText createdAt closedAt {_list('labels', 20)}"
 QUERY = f"""
 query($owner: String!, $name: String!, $after: String, $count: Int!) {{
   repository(owner: $owner, name: $name) {{
@@ -73,9 +69,7 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
         )
     where = urlsplit(api)
     if where.scheme != "https" and where.hostname not in ("127.0.0.1", "localhost", "::1"):
-        raise SoliError(
-            "a token is not sent over a connection that others can read", got=api, allowed="https://"
-        )
+        raise SoliError("a token is not sent over a connection that others can read", got=api, allowed="https://")
     after, count = _begun(out, repo)
     if not out.parent.is_dir():
         raise SoliError("there is no such folder", got=str(out.parent), fix="another --out")
@@ -116,9 +110,7 @@ def load(base: sqlite3.Connection, path: Path) -> tuple[str, int, int]:
             when = (issue["opened"], issue["ended"])
             base.execute("INSERT OR REPLACE INTO issue VALUES (?, ?, ?, ?, ?, ?, ?)", (*about, *when))
             if hash_ is not None:
-                base.execute(
-                    "INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'github')", (repo, hash_, issue["number"])
-                )
+                base.execute("INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'github')", (repo, hash_, issue["number"]))
     return repo, found, len(requests)
 
 
@@ -187,9 +179,7 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
             break
         if "repo" in said:
             if said["repo"] != repo:
-                raise SoliError(
-                    "this file holds another repository", got=f"{out}: {said['repo']}", fix="another --out"
-                )
+                raise SoliError("this file holds another repository", got=f"{out}: {said['repo']}", fix="another --out")
             keep = at
         elif "cursor" in said:
             cursor, count, pending, keep = said["cursor"], count + pending, 0, at
@@ -246,9 +236,7 @@ def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: f
             continue
         data = None if errors or not isinstance(told, dict) else told.get("data")
         if not isinstance(data, dict) or None in data.values():
-            raise failure(
-                "GitHub refused the request", got=_messages(errors) if errors else repr(told)[:LONG]
-            )
+            raise failure("GitHub refused the request", got=_messages(errors) if errors else repr(told)[:LONG])
         return data
     raise failure(
         "GitHub does not answer", got=f"{said}, {TRIES} times", fix="the same command later goes on from here"

@@ -68,9 +68,7 @@ def git(path: Path, *words: str, stdin: IO[bytes] | int = subprocess.DEVNULL) ->
     try:
         return subprocess.Popen(call, stdout=pipe, stderr=pipe, stdin=stdin, env=environment)
     except FileNotFoundError as error:
-        raise SoliError(
-            "git is not installed", fix="apt install git, or what your system has for it"
-        ) from error
+        raise SoliError("git is not installed", fix="apt install git, or what your system has for it") from error
 
 
 def asked(path: Path, *words: str) -> tuple[int, str, str]:
@@ -84,9 +82,7 @@ def check(path: Path) -> int:
     """How many commits HEAD has. SoliError where the history is none, or not whole."""
     status, _, error = asked(path, "rev-parse", "--git-dir")
     if status:
-        raise SoliError(
-            "this is no git repository", got=f"{path}: {_last(error)}", allowed="a clone, bare or not"
-        )
+        raise SoliError("this is no git repository", got=f"{path}: {_last(error)}", allowed="a clone, bare or not")
     status, shallow, _ = asked(path, "rev-parse", "--is-shallow-repository")
     if shallow == "true":
         raise SoliError(
@@ -144,9 +140,7 @@ def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
         files = found.get(hash_, ())
         yield Commit(hash_, tuple(parents.split()), *times, subject.strip(), body.strip(), files)
     if count != wanted:
-        raise SoliError(
-            "the history was not read whole", got=f"{path}: {count} of {wanted} commits", fix="git fsck"
-        )
+        raise SoliError("the history was not read whole", got=f"{path}: {count} of {wanted} commits", fix="git fsck")
 
 
 def _chunks(path: Path, words: tuple[str, ...]) -> Iterator[tuple[list[str], tuple[File, ...]]]:

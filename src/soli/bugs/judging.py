@@ -55,9 +55,7 @@ def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
             for who, theirs in by.items()
         }
         first = next(iter(words.values()), {})
-        words[ALL] = {
-            key: word for key, word in first.items() if all(one.get(key) == word for one in words.values())
-        }
+        words[ALL] = {key: word for key, word in first.items() if all(one.get(key) == word for one in words.values())}
         found += [_judged(dimension, who, theirs, said) for who, theirs in words.items()]
     return found
 

@@ -157,11 +157,7 @@ def keep(path: Path, told: Label) -> None:
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = labels.read(path) if path.exists() else []
-        kept = [
-            one
-            for one in known
-            if (one.repo, one.commit, one.labeller) != (told.repo, told.commit, told.labeller)
-        ]
+        kept = [one for one in known if (one.repo, one.commit, one.labeller) != (told.repo, told.commit, told.labeller)]
         beside = path.with_name(f"{path.name}.new")
         labels.write(beside, [*kept, told])
         os.replace(beside, path)

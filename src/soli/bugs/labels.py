@@ -64,9 +64,7 @@ def read(path: Path) -> list[Label]:
     raise_all(Problem(f"line {number}: it has not {len(NAMES)} cells") for number in odd)
     found = [Label(**row) for row in rows]
     problems = [
-        Problem(f"line {number}: {text}", got=got)
-        for number, one in enumerate(found, 2)
-        for text, got in wrong(one)
+        Problem(f"line {number}: {text}", got=got) for number, one in enumerate(found, 2) for text, got in wrong(one)
     ]
     seen: set[tuple[str, ...]] = set()
     for n, one in enumerate(found, 2):

@@ -119,9 +119,7 @@ def blocks(said: Said, judged: Sequence[Judged] = (), selected: Selected = None)
     )
     for question in said["questions"]:
         yield Heading(2, question["name"])
-        yield Table(
-            [["stated", "here", "by"]] + [[s["text"], s["verdict"], s["why"]] for s in question["statements"]]
-        )
+        yield Table([["stated", "here", "by"]] + [[s["text"], s["verdict"], s["why"]] for s in question["statements"]])
         if question["dimension"] in ("symptom", "cause"):
             yield from _dimension(said, question["dimension"])
         elif question["dimension"] == "strategy":
@@ -144,9 +142,7 @@ def _dimension(said: Mapping[str, Any], dimension: str) -> Iterator[Block]:
         rows.append([word, f"{count:,}", percent(part), *shares])
         rows[-1] += [percent(labelled["words"][word][1])] if labelled else []
     yield Table(rows)
-    yield Figure(
-        f"Shares of each {dimension} by repository, with intervals.", lambda axes: _bars(axes, table["repos"])
-    )
+    yield Figure(f"Shares of each {dimension} by repository, with intervals.", lambda axes: _bars(axes, table["repos"]))
     years = table["years"]
     words = list(table["all"])
     yield Table(
@@ -189,8 +185,7 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
     )
     lines = said["lines"]
     yield Table(
-        [["source lines at most", *map(str, LINES)]]
-        + [[name, *map(percent, lines[key])] for name, key in KINDS]
+        [["source lines at most", *map(str, LINES)]] + [[name, *map(percent, lines[key])] for name, key in KINDS]
     )
     yield Figure("Share of commits of so many source lines or fewer.", lambda axes: _curves(axes, lines))
     yield Heading(3, f"Strategies of the fixes of {SMALL} source lines or fewer")

@@ -73,6 +73,4 @@ def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list
         for repo, path in where.items()
         for hash_, diff in patches(path, [h for _, r, h in all_ if r == repo], LINES).items()
     }
-    return [
-        Item(repo, hash_, sample, *texts[repo, hash_], diffs[repo, hash_]) for sample, repo, hash_ in all_
-    ]
+    return [Item(repo, hash_, sample, *texts[repo, hash_], diffs[repo, hash_]) for sample, repo, hash_ in all_]

@@ -92,9 +92,7 @@ def rules(path: Path | None = None) -> Rules:
     wrong: list[Problem] = [
         Problem(f"'{key}' is a list of tables", got=repr(said[key])[:80], allowed=f"[[{key}]]")
         for key in ("kind", "rule")
-        if not (
-            isinstance(said.get(key, []), list) and all(isinstance(one, dict) for one in said.get(key, []))
-        )
+        if not (isinstance(said.get(key, []), list) and all(isinstance(one, dict) for one in said.get(key, [])))
     ]
     raise_all(wrong)
     kinds = tuple((one.get("name", ""), _pattern(one, "path", wrong)) for one in said.get("kind", []))
@@ -108,9 +106,7 @@ def rules(path: Path | None = None) -> Rules:
 def _rule(one: dict[str, Any], wrong: list[Problem]) -> Rule:
     name = str(one.get("name", "a rule without a name"))
     if one.get("where") not in PLACES:
-        wrong.append(
-            Problem(f"{name}: there is no such place", got=repr(one.get("where")), allowed=", ".join(PLACES))
-        )
+        wrong.append(Problem(f"{name}: there is no such place", got=repr(one.get("where")), allowed=", ".join(PLACES)))
     if not isinstance(one.get("fix"), bool) or not one.get("why"):
         wrong.append(
             Problem(
@@ -131,7 +127,5 @@ def _pattern(one: dict[str, Any], key: str, wrong: list[Problem]) -> re.Pattern[
     try:
         return re.compile(one[key], re.I)
     except (KeyError, TypeError, re.error) as error:
-        wrong.append(
-            Problem(f"{one.get('name', 'a rule without a name')}: '{key}' is no pattern", got=str(error))
-        )
+        wrong.append(Problem(f"{one.get('name', 'a rule without a name')}: '{key}' is no pattern", got=str(error)))
         return re.compile("")

@@ -126,9 +126,7 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
             yield base
     except sqlite3.DatabaseError as error:
         if "locked" in str(error):
-            raise SoliError(
-                "another command is writing this file", got=str(path), fix="wait for it"
-            ) from error
+            raise SoliError("another command is writing this file", got=str(path), fix="wait for it") from error
         if "readonly" in str(error) or "unable to open" in str(error):
             raise SoliError("this file cannot be written", got=f"{path}: {error}") from error
         raise SoliError(
@@ -191,9 +189,7 @@ def _insert(base: sqlite3.Connection, repo: str, commit: Commit, rules: Rules) -
         "INSERT OR IGNORE INTO file VALUES (?, ?, ?, ?, ?, ?, ?)",
         [(*one, _text(f.path), _text(f.was), rules.kind(f.path), f.added, f.deleted) for f in commit.files],
     )
-    base.executemany(
-        "INSERT INTO closed VALUES (?, ?, ?, 'message')", [(*one, number) for number in closes(commit)]
-    )
+    base.executemany("INSERT INTO closed VALUES (?, ?, ?, 'message')", [(*one, number) for number in closes(commit)])
 
 
 def _text(words: str) -> str:

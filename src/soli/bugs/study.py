@@ -26,9 +26,7 @@ Share = tuple[float, float, float]
 LINES = (1, 5, 10, 20, 50, 100)
 
 
-def study(
-    mined: Path, labels: Sequence[Label] = (), population: Mapping[str, int] | None = None
-) -> dict[str, Any]:
+def study(mined: Path, labels: Sequence[Label] = (), population: Mapping[str, int] | None = None) -> dict[str, Any]:
     """All tables as plain data. `population`: how many commits each sample of labels was drawn from. SoliError where nothing was mined or
     classified."""
     paper = table(__package__, "study.toml")
@@ -75,12 +73,7 @@ def _whole(base: sqlite3.Connection, mined: Path) -> None:
 def _stated(paper: Mapping[str, Any]) -> float:
     """The share of small fixes that the study states."""
     return float(
-        next(
-            one["share"]
-            for question in paper["question"]
-            for one in question["statements"]
-            if one["kind"] == "share"
-        )
+        next(one["share"] for question in paper["question"] for one in question["statements"] if one["kind"] == "share")
     )
 
 
@@ -129,9 +122,7 @@ def _sizes(
         by: dict[str, list[float]] = {}
         for repo, size, _ in rows:
             by.setdefault(repo, []).append(size)
-        parts = {
-            repo: share(sum(s <= SMALL for s in sizes), len(sizes)) for repo, sizes in sorted(by.items())
-        }
+        parts = {repo: share(sum(s <= SMALL for s in sizes), len(sizes)) for repo, sizes in sorted(by.items())}
         before = [size for _, size, when in rows if when < end]
         weights = {repo: paper["mix"].get(repo, 0) for repo in by}
         found[name] = {
@@ -182,11 +173,7 @@ def _words(base: sqlite3.Connection, dimension: str, labels: Sequence[Label]) ->
         repos.setdefault(repo, []).append(word)
         years.setdefault(_day(when)[:4], []).append(word)
     first = min((one.labeller for one in labels), default="")
-    told = [
-        getattr(one, dimension)
-        for one in labels
-        if (one.labeller, one.sample, one.fix) == (first, "fix", "yes")
-    ]
+    told = [getattr(one, dimension) for one in labels if (one.labeller, one.sample, one.fix) == (first, "fix", "yes")]
     return {
         "all": _shares(known, [word for _, word, _ in rows]),
         "repos": {repo: _shares(known, words) for repo, words in sorted(repos.items())},
@@ -197,10 +184,7 @@ def _words(base: sqlite3.Connection, dimension: str, labels: Sequence[Label]) ->
 
 def _shares(known: Sequence[str], words: Sequence[str]) -> dict[str, tuple[int, Share]]:
     counts = Counter(words)
-    return {
-        word: (counts[word], share(counts[word], len(words)))
-        for word in sorted(known, key=lambda w: -counts[w])
-    }
+    return {word: (counts[word], share(counts[word], len(words))) for word in sorted(known, key=lambda w: -counts[w])}
 
 
 def _small(base: sqlite3.Connection) -> dict[str, tuple[int, Share]]:
@@ -319,9 +303,7 @@ def _share_checked(one: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[st
 def compared(kind: str, words: Sequence[str], table: Mapping[str, tuple[int, Share]]) -> tuple[str, str]:
     """Whether shares bear a statement out, by their intervals: it does not agree where one contradicts it beyond them."""
     shares = {word: part for word, (_, part) in table.items() if word != UNKNOWN}
-    said = ", ".join(
-        f"{word} {percent(part)}" for word, part in sorted(shares.items(), key=lambda one: -one[1][0])
-    )
+    said = ", ".join(f"{word} {percent(part)}" for word, part in sorted(shares.items(), key=lambda one: -one[1][0]))
     named = [shares.get(word, (0.0, 0.0, 0.0)) for word in words]
     others = [part for word, part in shares.items() if word not in words]
     if kind == "present":

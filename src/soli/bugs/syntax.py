@@ -68,14 +68,10 @@ def _facts(text: str, language: str, lines: frozenset[int], gaps: frozenset[int]
         where = [_lines(one) for one in (part, named) if one is not None]
         if kind == "handler":  # what it catches, and not what it does then
             where = [_lines(node)[:1]]
-        if any(line in lines for of in where for line in of) or any(
-            line in gaps for of in where for line in of[1:]
-        ):
+        if any(line in lines for of in where for line in of) or any(line in gaps for of in where for line in of[1:]):
             text = part.text() if part else ""
             text = text.split("\n")[0] if kind == "handler" else text
-            found.append(
-                _Fact(kind, _short(named.text()) if named else "", _short(text), node.range().start.line + 1)
-            )
+            found.append(_Fact(kind, _short(named.text()) if named else "", _short(text), node.range().start.line + 1))
     return found
 
 

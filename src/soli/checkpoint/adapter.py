@@ -93,9 +93,7 @@ def _problems(name: str, sharded: Sharded) -> list[Problem]:
 def _inside(box: Box, shape: tuple[int, ...]) -> bool:
     if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
         return False
-    return all(
-        min(o, n) >= 0 and o + n <= size for o, n, size in zip(box.offsets, box.sizes, shape, strict=True)
-    )
+    return all(min(o, n) >= 0 and o + n <= size for o, n, size in zip(box.offsets, box.sizes, shape, strict=True))
 
 
 def merge(offers: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:

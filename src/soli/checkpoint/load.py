@@ -50,9 +50,7 @@ def load(
     files = sorted({chunk.file for name in wanted for chunk in manifest.tensors[name].chunks})
     shares = _shares({name: manifest.files[name] for name in files}, team.size)
     first = team.rank == 0
-    team.each(
-        "checking the files", lambda: check_files(Path(place), manifest, shares[team.rank], shown=first)
-    )
+    team.each("checking the files", lambda: check_files(Path(place), manifest, shares[team.rank], shown=first))
     with busy(f"reading {path}", shown=first):
         team.each("reading the tensors", lambda: _fill(Path(place), manifest, tensors))
     return copy.deepcopy(manifest.state)

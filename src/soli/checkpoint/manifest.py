@@ -130,9 +130,7 @@ def _lines(value: Any) -> str:
     """JSON with one line for each entry of a dict: a person may read it, and diff it."""
     if not isinstance(value, dict) or not value:
         return json.dumps(value)
-    return (
-        "{\n  " + ",\n  ".join(f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "}"
-    )
+    return "{\n  " + ",\n  ".join(f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "}"
 
 
 def _saved_to_json(saved: Saved) -> dict[str, Any]:

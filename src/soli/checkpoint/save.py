@@ -177,9 +177,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _plan(
-    team: Team, path: str | Path, tensors: dict[str, Sharded], state: dict[str, Any], overwrite: bool
-) -> _Job:
+def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: dict[str, Any], overwrite: bool) -> _Job:
     """Agree on which rank writes what. The live tensors are looked up when they are written."""
     target = Path(path).absolute()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -223,18 +221,14 @@ def _check_cover(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], plans:
             boxes[item.index.fqn].add(_box(item))
     ordered = {name: sorted(held, key=lambda box: (box.offsets, box.sizes)) for name, held in boxes.items()}
     raise_all(
-        problem
-        for name, (shape, _) in tensors.items()
-        for problem in tiling_problems(name, shape, ordered[name])
+        problem for name, (shape, _) in tensors.items() for problem in tiling_problems(name, shape, ordered[name])
     )
 
 
 def _write(job: _Job, done: Add = lambda _: None) -> None:
     """Write this rank's file, agree, and let the first rank commit."""
     team = job.team
-    partial = Path(
-        team.first("making the checkpoint's folder", lambda: str(open_partial(job.path, job.overwrite)))
-    )
+    partial = Path(team.first("making the checkpoint's folder", lambda: str(open_partial(job.path, job.overwrite))))
     try:
         written = team.each("writing the checkpoint", lambda: _write_mine(partial, job, done))
         team.first(
@@ -269,8 +263,7 @@ def _manifest(job: _Job, written: list[FileEntry | None]) -> Manifest:
     tensors = {}
     for name, (shape, dtype) in job.draft.tensors.items():
         chunks = [
-            Chunk(box, _file_name(rank), files[_file_name(rank)].checksum)
-            for box, rank in job.draft.chunks[name]
+            Chunk(box, _file_name(rank), files[_file_name(rank)].checksum) for box, rank in job.draft.chunks[name]
         ]
         tensors[name] = Saved(shape, dtype, tuple(chunks))
     return Manifest(tensors, files, job.draft.state, VERSION, SOLI, str(torch.__version__), time.time())

@@ -25,9 +25,7 @@ def show(path: str | Path) -> str:
     manifest = read_manifest(path)
     when = datetime.fromtimestamp(manifest.created, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     facts = [("checkpoint", str(path)), ("written", f"{when}, soli {manifest.soli}, torch {manifest.torch}")]
-    facts += [
-        (key, str(manifest.state[key])) for key in ("step", "plan", "imported_from") if key in manifest.state
-    ]
+    facts += [(key, str(manifest.state[key])) for key in ("step", "plan", "imported_from") if key in manifest.state]
     size = sum(entry.size for entry in manifest.files.values())
     facts.append(("files", f"{len(manifest.files)}, {human(size)}"))
     for prefix in dict.fromkeys(name.split(".", 1)[0] for name in manifest.tensors):
@@ -42,9 +40,7 @@ def show(path: str | Path) -> str:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def human(size: int) -> str:

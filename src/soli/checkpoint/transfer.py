@@ -124,9 +124,7 @@ def _assemble(handles: dict[str, Any], name: str, saved: Saved) -> Callable[[], 
     return get
 
 
-def _write_hf(
-    folder: Path, entries: list[Entry], limit: int, config: str | Path | None, done: Add
-) -> list[str]:
+def _write_hf(folder: Path, entries: list[Entry], limit: int, config: str | Path | None, done: Add) -> list[str]:
     """`model.safetensors`, or shards of at most `limit` bytes (or one tensor) each, and their index."""
     shards: list[list[Entry]] = [[]]
     filled = 0
@@ -191,9 +189,7 @@ def _sources(source: Path) -> dict[str, Path]:
         found = [source / "model.safetensors"]
     if len(found) > 1:
         got = ", ".join(file.name for file in found[:5])
-        raise SoliError(
-            f"{source} has several safetensors files and no index", got=got, fix="name one of them"
-        )
+        raise SoliError(f"{source} has several safetensors files and no index", got=got, fix="name one of them")
     if not found:
         raise _refused(source, sorted(p.name for p in source.iterdir() if p.suffix in PICKLES))
     return dict.fromkeys(headers(found[0]), found[0])

@@ -25,14 +25,10 @@ Clones = Annotated[
     list[Path],
     typer.Argument(help="Whole clones, bare or not; nothing in them is run.", show_default=False),
 ]
-Database = Annotated[
-    Path, typer.Option(help="The SQLite file: soli bugs mine writes it, classify adds words.")
-]
+Database = Annotated[Path, typer.Option(help="The SQLite file: soli bugs mine writes it, classify adds words.")]
 Sample = Annotated[Path | None, typer.Option(help="What the labelled commits were drawn from, as JSON.")]
 
-app = typer.Typer(
-    help="Bugs of distributed training, from the fixes of real frameworks.", no_args_is_help=True
-)
+app = typer.Typer(help="Bugs of distributed training, from the fixes of real frameworks.", no_args_is_help=True)
 
 
 @app.callback()
@@ -69,14 +65,10 @@ def mine(
 def classify(
     repos: Clones,
     db: Database = Path("bugs.db"),
-    rules: Annotated[
-        Path | None, typer.Option(help="Rules, as soli/bugs/classification.toml has them.")
-    ] = None,
+    rules: Annotated[Path | None, typer.Option(help="Rules, as soli/bugs/classification.toml has them.")] = None,
     endpoint: Annotated[
         str,
-        typer.Option(
-            help="An OpenAI-compatible one, such as http://127.0.0.1:8000/v1; its key is in OPENAI_API_KEY."
-        ),
+        typer.Option(help="An OpenAI-compatible one, such as http://127.0.0.1:8000/v1; its key is in OPENAI_API_KEY."),
     ] = "",
     model: Annotated[str, typer.Option(help="To ask there where the rules are not sure.")] = "",
     at_most: Annotated[int, typer.Option(help="Commits to ask the model of.", min=1)] = 1000,
@@ -104,9 +96,7 @@ def classify(
         f"messages do not call so, and {found.dropped} are none."
     )
     if found.unread:
-        print(
-            f"{found.unread} fixes change no Python, C++ or CUDA: their words are by message and files alone."
-        )
+        print(f"{found.unread} fixes change no Python, C++ or CUDA: their words are by message and files alone.")
     for dimension, counts in found.words.items():
         shares = ", ".join(f"{word} {count}" for word, count in counts.items())
         print(f"{dimension}: {shares}; not sure of {found.unsure.get(dimension, 0)}")
@@ -117,18 +107,14 @@ def classify(
 @app.command("export")
 def export(
     repo: Annotated[str, typer.Argument(help="Such as deepspeedai/DeepSpeed.", show_default=False)],
-    out: Annotated[
-        Path, typer.Option(help="The JSON lines; an export that was interrupted goes on in them.")
-    ],
+    out: Annotated[Path, typer.Option(help="The JSON lines; an export that was interrupted goes on in them.")],
     api: Annotated[str, typer.Option(help="Of another GitHub.", show_default=False)] = "",
 ) -> None:
     """Merged pull requests and the issues that they close, from GitHub; needs GITHUB_TOKEN."""
     from soli.bugs import github
 
     count = github.export(repo, out, os.environ.get("GITHUB_TOKEN", ""), api or github.API)
-    print(
-        f"{count} merged pull requests of {repo} in {out}; soli bugs mine ... --issues {out} takes them in."
-    )
+    print(f"{count} merged pull requests of {repo} in {out}; soli bugs mine ... --issues {out} takes them in.")
 
 
 @app.command("show")
@@ -159,13 +145,9 @@ def show(
 
 @app.command("report")
 def report(
-    out: Annotated[
-        Path, typer.Option(help="A folder: study.html, study.md, study.json.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Option(help="A folder: study.html, study.md, study.json.", show_default=False)],
     db: Database = Path("bugs.db"),
-    labels: Annotated[
-        Path | None, typer.Option(help="Labels, to stand beside the rules and to judge them.")
-    ] = None,
+    labels: Annotated[Path | None, typer.Option(help="Labels, to stand beside the rules and to judge them.")] = None,
     sample: Sample = None,
 ) -> None:
     """The four questions of arXiv 2506.10426 asked of the mined fixes, beside what it states; with commits that are no fixes."""
@@ -210,9 +192,7 @@ def label(
         "sample.json"
     ),
     fixes: Annotated[int, typer.Option(help="How many to draw of the fixes.", min=0)] = 150,
-    rest: Annotated[
-        int, typer.Option(help="And of what the rules rejected though code was changed.", min=0)
-    ] = 0,
+    rest: Annotated[int, typer.Option(help="And of what the rules rejected though code was changed.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 0,
 ) -> None:
@@ -258,9 +238,7 @@ def agree(
         print(_json(said))
         return
     for pair in of.pairs(rows):
-        print(
-            f"{pair.first} and {pair.second}: {pair.fix.count} commits, {len(pair.differ)} labelled differently"
-        )
+        print(f"{pair.first} and {pair.second}: {pair.fix.count} commits, {len(pair.differ)} labelled differently")
         for name, one in {"is a fix": pair.fix, **pair.dimensions}.items():
             print(
                 f"  {name:<9} kappa {one.value:.2f} ({one.low:.2f} to {one.high:.2f}), {one.alike:.0%} of {one.count} alike"
@@ -314,6 +292,4 @@ def _show(found: list[Mined]) -> None:
         )
         print(f"{one.repo}, of 10 lines or fewer by what is counted: {shares}")
         for word, by in (("fixes", one.selected), ("no fixes", one.rejected)):
-            print(
-                f"{one.repo}, {word} by rule: " + ", ".join(f"{rule} {count}" for rule, count in by.items())
-            )
+            print(f"{one.repo}, {word} by rule: " + ", ".join(f"{rule} {count}" for rule, count in by.items()))

@@ -33,11 +33,7 @@ def main() -> None:
         return
     _show(machine)
     path = folder() / f"machine-{machine.fingerprint}.json"
-    print(
-        f"measured in {time.perf_counter() - start:.1f} s"
-        if new
-        else "as it was measured before (--fresh: anew)"
-    )
+    print(f"measured in {time.perf_counter() - start:.1f} s" if new else "as it was measured before (--fresh: anew)")
     print(f"kept in {path}")
 
 

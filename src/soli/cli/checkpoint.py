@@ -33,9 +33,7 @@ def check(path: Path) -> None:
 def export(
     path: Path,
     out: Path,
-    form: Annotated[
-        str, typer.Option("--format", help="safetensors (one file) or hf (a folder).")
-    ] = "safetensors",
+    form: Annotated[str, typer.Option("--format", help="safetensors (one file) or hf (a folder).")] = "safetensors",
     config: Annotated[Path | None, typer.Option(help="A config.json to put beside the weights (hf).")] = None,
 ) -> None:
     """Write the model's weights for others."""

@@ -149,9 +149,7 @@ def _soli(problems: list[str]) -> str:
     try:
         return version("soli")
     except PackageNotFoundError:
-        problems.append(
-            "soli is run from its source and is not installed, so what it needs was not looked for"
-        )
+        problems.append("soli is run from its source and is not installed, so what it needs was not looked for")
         return f"{SOLI}, not installed"
 
 

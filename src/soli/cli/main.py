@@ -16,9 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
-    run.run
-)
+app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run.run)
 app.command("train")(train.train)
 app.add_typer(plan.app, name="plan")
 app.command("hardware")(hardware.hardware)

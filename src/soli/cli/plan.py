@@ -78,9 +78,7 @@ def predict(
     table: Annotated[Path, typer.Argument(help="A CSV file: a run a row, its model, plan and devices.")],
     measured: Annotated[
         Path | None,
-        typer.Option(
-            help="A CSV file of measured runs (iter_time_s), to which the constants are fitted first."
-        ),
+        typer.Option(help="A CSV file of measured runs (iter_time_s), to which the constants are fitted first."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -135,9 +133,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _show(found: list[Prediction]) -> None:
-    table = Table(
-        "row", box=box.SIMPLE, caption="Intervals: 90%. fits: what is predicted of memory is there."
-    )
+    table = Table("row", box=box.SIMPLE, caption="Intervals: 90%. fits: what is predicted of memory is there.")
     for title in ("step, s", "from", "to", "memory, GB", "to", "fits"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("inferred, or why not")

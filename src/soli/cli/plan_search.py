@@ -36,9 +36,7 @@ def search(
     batch: Annotated[int, typer.Option("--global-batch", min=1, help="Sequences a step.")],
     seq: Annotated[
         int,
-        typer.Option(
-            min=0, help="Tokens of a sequence; 0: the model's own, 8192 at most; of a program, its batch's."
-        ),
+        typer.Option(min=0, help="Tokens of a sequence; 0: the model's own, 8192 at most; of a program, its batch's."),
     ] = 0,
     precision: Annotated[
         str,
@@ -76,9 +74,7 @@ def search(
     from soli.planner.task import Task
 
     if whatif and (html is not None or why_not):
-        raise SoliError(
-            "--whatif answers its own questions", fix="ask --html and --why-not in a run without it"
-        )
+        raise SoliError("--whatif answers its own questions", fix="ask --html and --why-not in a run without it")
     made = read_cluster(cluster)
     known, inferred = read(model)
     precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
@@ -96,9 +92,7 @@ def search(
         said["whatif"] = [_whatif(task, question) for question in whatif]
     else:
         found = explain.answer(task, count)
-        found = replace(
-            found, why=". ".join(filter(None, (found.why, explain.beyond(task, found.choices[0]))))
-        )
+        found = replace(found, why=". ".join(filter(None, (found.why, explain.beyond(task, found.choices[0])))))
         reasons = [explain.why_not(task, explain.fixed_of(one, batch)) for one in why_not or []]
         said |= {**found.asdict(), "why_not": reasons}
         if html is not None:
@@ -221,9 +215,7 @@ def _bytes(text: str) -> float:
 
 
 TIMES = "GB of a device, and up to its upper bound. bubble: waiting in the pipeline. exposed: communication that nothing hides."
-KINDS = (
-    "GB by kind, at the fullest moment of the fullest stage. gathered: parameters of other ranks, and casts."
-)
+KINDS = "GB by kind, at the fullest moment of the fullest stage. gathered: parameters of other ranks, and casts."
 
 
 def _best(choices: list[Choice]) -> None:

@@ -35,9 +35,7 @@ def from_file(path: Path, name: str) -> tuple[Any, Any, Any]:
     module = _loaded(path)
     function = getattr(module, name, None) if name else None
     if not callable(function) or inspect.isclass(function):
-        here = [
-            n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
-        ]
+        here = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         raise SoliError(f"{path} has no function '{name}'", allowed=", ".join(here) or "none", fix=FORM)
     try:
         result = function()
@@ -118,9 +116,7 @@ def _failed(what: str, error: Exception, path: Path) -> SoliError:
     """The error of the user's own code, with the last line of the file that was on the way to it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     at = f"{path}:{lines[-1]}: " if lines and not isinstance(error, SyntaxError) else ""
-    return SoliError(
-        what, got=f"{at}{type(error).__name__}: {error}", fix="run the file by itself with Python"
-    )
+    return SoliError(what, got=f"{at}{type(error).__name__}: {error}", fix="run the file by itself with Python")
 
 
 def _checked(name: str, result: Any) -> tuple[Any, Any, Any]:

@@ -156,12 +156,8 @@ def _from_config(place: Path) -> tuple[Any, Any, Any]:
         if "labels" in takes:
             batch["labels"] = torch.zeros(ROWS, dtype=torch.int64)
     else:
-        tokens = (
-            torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % (config.get_text_config().vocab_size - 1) + 1
-        )
-        batch = (
-            {"input_ids": tokens, "labels": tokens.clone()} if "labels" in takes else {"input_ids": tokens}
-        )
+        tokens = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % (config.get_text_config().vocab_size - 1) + 1
+        batch = {"input_ids": tokens, "labels": tokens.clone()} if "labels" in takes else {"input_ids": tokens}
     return model, batch, _first_output  # its loss, or what it computes
 
 

@@ -92,9 +92,7 @@ class SoliError(Exception):
         return error
 
 
-def failure(
-    what: str, *, got: object = "", fix: str = "", seen: str = "", everywhere: bool = False
-) -> SoliError:
+def failure(what: str, *, got: object = "", fix: str = "", seen: str = "", everywhere: bool = False) -> SoliError:
     """An error at run time that is nobody's typing mistake (exit code 1)."""
     return SoliError(what, got=got, fix=fix, seen=seen, exit_code=FAILURE, everywhere=everywhere)
 

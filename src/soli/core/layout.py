@@ -112,9 +112,7 @@ class Portion:
         return whole
 
 
-def _spread(
-    box: Box, tensor: Tensor, dim: int, ranges: tuple[tuple[int, int], ...]
-) -> list[tuple[Box, Tensor]]:
+def _spread(box: Box, tensor: Tensor, dim: int, ranges: tuple[tuple[int, int], ...]) -> list[tuple[Box, Tensor]]:
     """A box of the part, along `dim`, as boxes of the whole."""
     low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
     found, at = [], 0

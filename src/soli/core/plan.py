@@ -127,11 +127,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The short text: what differs from the defaults. `Plan.parse` reads it back."""
-        said = [
-            f"{f.name}={_text(getattr(self, f.name))}"
-            for f in fields(self)
-            if getattr(self, f.name) != f.default
-        ]
+        said = [f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) != f.default]
         return ",".join(said) or "dp=auto"
 
     @classmethod
@@ -142,9 +138,7 @@ class Plan:
         for part in filter(None, (p.strip() for p in text.split(","))):
             key, equals, value = part.partition("=")
             if not equals:
-                problems.append(
-                    Problem(f"'{part}' in the plan has no value", allowed="key=value", fix=_keys())
-                )
+                problems.append(Problem(f"'{part}' in the plan has no value", allowed="key=value", fix=_keys()))
             elif key.strip() in pairs:
                 problems.append(Problem(f"'{key.strip()}' is said twice in the plan", got=text))
             else:
@@ -198,9 +192,7 @@ def _from_pairs(pairs: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         try:
             typed[key] = _read(key, value, defaults[key])
         except ValueError as error:
-            problems.append(
-                Problem(f"'{key}' of the plan cannot be read", got=repr(value), allowed=str(error))
-            )
+            problems.append(Problem(f"'{key}' of the plan cannot be read", got=repr(value), allowed=str(error)))
     return typed, problems
 
 

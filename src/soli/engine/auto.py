@@ -137,9 +137,7 @@ class Auto:
         """The machine, and the products of the plans that this rank and others rehearsed. Collective."""
         if self.machine is None:
             self.machine, fresh = calibrated(self.world, self.mesh)
-            self.notes.append(
-                "this machine was measured now" if fresh else "this machine as it was measured before"
-            )
+            self.notes.append("this machine was measured now" if fresh else "this machine as it was measured before")
         wanted: dict[str, float] = {}
         for found in self.rehearsals.values():
             for run in found.ranks:
@@ -162,9 +160,7 @@ class Auto:
         found = self._alone(share)
         self.paced = 1.0
         if found is None:
-            self.notes.append(
-                "one rank cannot run the program alone, so its operations are timed as any others"
-            )
+            self.notes.append("one rank cannot run the program alone, so its operations are timed as any others")
             return machine
         alone = World(0, 1, 0, self.world.device, "single", self.world.deadline)
         barrier(self.mesh.all)
@@ -327,8 +323,7 @@ class Auto:
             nearest = min(large, key=self._need)
             raise SoliError(
                 f"no plan fits: the least takes {size(self._need(nearest))} a rank, and {size(self.memory)} are free",
-                got=f"{nearest.plan} on {self.world.size} ranks"
-                + "".join(f"; {note}" for note in self._unrun()),
+                got=f"{nearest.plan} on {self.world.size} ranks" + "".join(f"; {note}" for note in self._unrun()),
                 fix="more ranks, a smaller global batch, or less beside it on these devices",
                 everywhere=True,
             )
@@ -356,9 +351,7 @@ class Auto:
         if is_beyond(best.taken, best.peak):
             notes.append(best.told())
         if best.reads:
-            notes.append(
-                f"layers read values, rehearsed as 0, and may take more than was said: {best.reads[:300]}"
-            )
+            notes.append(f"layers read values, rehearsed as 0, and may take more than was said: {best.reads[:300]}")
         return [
             f"plan auto -> {best.plan}: {took} of {self.rows} rows, {size(best.peak)} of {size(self.memory)} a rank",
             f"beside it: {beside}",
@@ -376,9 +369,7 @@ class Auto:
         return [replace(problem, got=", ".join(some)) for problem, some in plans.items()]
 
 
-def choose(
-    program: Program, world: World, rows: int, *, memory: float | None = None, probes: int = 1
-) -> Choice:
+def choose(program: Program, world: World, rows: int, *, memory: float | None = None, probes: int = 1) -> Choice:
     """The plan for a program on the ranks of this job, the same on all of them. Collective.
 
     `rows`: of the global batch. `memory`: bytes that a rank may take; left out, what is free. `probes`: how many plans

@@ -42,9 +42,7 @@ class Part:
 def rows_of(batch: Any) -> int:
     """The number of rows of a batch: the length of dim 0, which its tensors agree on."""
     leaves, _ = tree_flatten_with_path(batch)
-    sparse = [
-        _path(path) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout != torch.strided
-    ]
+    sparse = [_path(path) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout != torch.strided]
     if sparse:
         raise SoliError(
             "the batch has sparse tensors, whose rows cannot be taken apart",
@@ -52,9 +50,7 @@ def rows_of(batch: Any) -> int:
             fix="give their indices and values, padded to the same number a row, and make them in the forward; or to_dense()",
             everywhere=True,
         )
-    sizes = {
-        _path(path): leaf.shape[0] for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0
-    }
+    sizes = {_path(path): leaf.shape[0] for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
     if not sizes:
         raise SoliError(
             "the batch has no tensor with rows",
@@ -115,8 +111,7 @@ def microbatches(part: Part, ranks: int, plan: Plan) -> list[Part]:
         most = part.total // ranks
     pieces = even_parts(part.rows, max(1, min(plan.accumulate * plan.microbatches, most)))
     return [
-        Part(take(part.data, a, b) if b > a else None, part.start + a, part.start + b, part.total)
-        for a, b in pieces
+        Part(take(part.data, a, b) if b > a else None, part.start + a, part.start + b, part.total) for a, b in pieces
     ]
 
 
@@ -148,9 +143,7 @@ class Caller:
         rest = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
         self.every = bool(rest) and not self.named  # as of a model that hands all on to another one
         self.required = [
-            name
-            for name, p in signature.parameters.items()
-            if p.kind in kinds and p.default is inspect.Parameter.empty
+            name for name, p in signature.parameters.items() if p.kind in kinds and p.default is inspect.Parameter.empty
         ]
 
     def __call__(self, batch: Any) -> Any:

@@ -58,9 +58,7 @@ class Given:
     def problems(self, engine: Engine) -> Iterator[Problem]:
         """What was changed since, and training could not follow."""
         now = dict(engine.model.named_parameters())
-        strange = sorted(
-            name for name in self.named.keys() | now.keys() if self.named.get(name) is not now.get(name)
-        )
+        strange = sorted(name for name in self.named.keys() | now.keys() if self.named.get(name) is not now.get(name))
         if strange:
             yield Problem(
                 "parameters were put in, taken out or exchanged for others after soli.parallelize, and no optimizer "
@@ -124,12 +122,7 @@ def _ids(optimizer: Any) -> list[int]:
 def _hooks(param: nn.Parameter) -> list[Any]:
     """The program's own hooks on a parameter's gradient."""
     kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
-    return [
-        hook
-        for kind in kinds
-        for hook in (kind or {}).values()
-        if not str(hook.__module__).startswith("soli.")
-    ]
+    return [hook for kind in kinds for hook in (kind or {}).values() if not str(hook.__module__).startswith("soli.")]
 
 
 def _replaced(engine: Engine) -> Iterator[Problem]:
@@ -142,6 +135,5 @@ def _replaced(engine: Engine) -> Iterator[Problem]:
             f"the data of parameters was replaced after soli.parallelize, and under zero={engine.plan.zero} their values "
             "lie in a buffer that ranks share",
             got=listed(names),
-            fix="do it before soli.parallelize, or use zero=0"
-            + ", or write in place" * (engine.plan.zero < 3),
+            fix="do it before soli.parallelize, or use zero=0" + ", or write in place" * (engine.plan.zero < 3),
         )

@@ -89,9 +89,7 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def calibrated(world: World, mesh: Mesh, *, fresh: bool = False) -> tuple[Machine, bool]:
@@ -227,9 +225,7 @@ def _axes(world: World, mesh: Mesh) -> list[Axis]:
                 continue
             outer = world.size // size // inner
             families = [
-                tuple(o * size * inner + n * inner + i for n in range(size))
-                for o in range(outer)
-                for i in range(inner)
+                tuple(o * size * inner + n * inner + i for n in range(size)) for o in range(outer) for i in range(inner)
             ]
             own = next(family for family in families if world.rank in family)
             if size == world.size:
@@ -352,12 +348,8 @@ def _again(key: str, device: torch.device) -> Callable[[], Any] | None:
     """A product of these shapes; None for what is not made of its tensors alone (convolutions, kernels of attention)."""
     name, _, rest = key.partition(" ")
     shapes, dtype = rest.rsplit(" ", 1)
-    function: Any = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "baddbmm": torch.baddbmm}.get(
-        name
-    )
-    tensors = [
-        torch.randn(shape, device=device).to(getattr(torch, dtype)) for shape in ast.literal_eval(shapes)
-    ]
+    function: Any = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "baddbmm": torch.baddbmm}.get(name)
+    tensors = [torch.randn(shape, device=device).to(getattr(torch, dtype)) for shape in ast.literal_eval(shapes)]
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         q, k, v = tensors[1:4] if "backward" in name else tensors[:3]
         masked = len(tensors) > (6 if "backward" in name else 3)

@@ -27,9 +27,7 @@ def total_and_count(result: Any) -> tuple[Tensor, float]:
     total, count = result
     if not isinstance(total, Tensor) or total.dim() != 0:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise SoliError(
-            "the loss's total is no 0-d tensor", got=shape, fix="return total.sum()", everywhere=True
-        )
+        raise SoliError("the loss's total is no 0-d tensor", got=shape, fix="return total.sum()", everywhere=True)
     return total, float(count)
 
 
@@ -39,9 +37,7 @@ def rounding(engine: Engine, count: float) -> float:
     Of float32 at the least: models from elsewhere compute norms and losses in it whatever they are given (parallel/lift.py).
     """
     dtype = next(p.dtype for p in engine.model.parameters() if p.is_floating_point())
-    epsilon = max(
-        torch.finfo(one).eps for one in (precision.AUTOCAST.get(engine.plan.precision, dtype), torch.float32)
-    )
+    epsilon = max(torch.finfo(one).eps for one in (precision.AUTOCAST.get(engine.plan.precision, dtype), torch.float32))
     return float(min(0.1, epsilon * depth(engine.model) * max(count, 1) ** 0.5 * 8))
 
 

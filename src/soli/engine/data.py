@@ -41,9 +41,7 @@ class Order:
     position: Position = field(default_factory=Position)
 
 
-def batches(
-    dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int
-) -> Iterator[Part]:
+def batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int) -> Iterator[Part]:
     """This rank's part of each global batch, from the position on; the position moves as they are yielded."""
     if order.global_batch < order.ranks:
         raise SoliError(
@@ -132,6 +130,4 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
 
 
 def _advance(position: Position, epoch_ends: bool) -> None:
-    position.epoch, position.batch = (
-        (position.epoch + 1, 0) if epoch_ends else (position.epoch, position.batch + 1)
-    )
+    position.epoch, position.batch = (position.epoch + 1, 0) if epoch_ends else (position.epoch, position.batch + 1)

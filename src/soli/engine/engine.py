@@ -87,9 +87,7 @@ def parallelize(
     """
     world = join(deadline)
     if memory is not None and not memory > 0:
-        raise SoliError(
-            "memory is of bytes that a rank may take", got=memory, allowed="above 0", everywhere=True
-        )
+        raise SoliError("memory is of bytes that a rank may take", got=memory, allowed="above 0", everywhere=True)
     wish = Wish(PROBES[plan], memory) if isinstance(plan, str) and plan in PROBES else None
     chosen = Plan(dp=1)  # stands for any, where the plan is wished for
     if wish is None:
@@ -98,9 +96,7 @@ def parallelize(
     made = optimizers.build(optimizer, model)
     raise_all(optimizers.problems(made, model, chosen), everywhere=True)
     with busy(f"laying the model over {world.size} ranks", shown=world.is_first and wish is None):
-        engine = Engine(
-            model, loss_fn or from_model(), made, scheduler, clip, wish or chosen, seed, world, roles or {}
-        )
+        engine = Engine(model, loss_fn or from_model(), made, scheduler, clip, wish or chosen, seed, world, roles or {})
         if example is not None:
             engine.decide(example, rows or rows_of(example))
             engine.lay(deciding.enough(example, engine.dp.size))
@@ -318,9 +314,7 @@ class Engine:
             norm.refuse_loss(self, bad, totals)
         self._count = float(counts.sum()) or float(self.mesh.all.simulated)
         if not self._count:
-            raise SoliError(
-                "no target of the global batch was counted", got="count = 0 on every rank", everywhere=True
-            )
+            raise SoliError("no target of the global batch was counted", got="count = 0 on every rank", everywhere=True)
         loss = totals.sum() / self._count
         self.last = Last(loss=float(loss), count=int(self._count))
         return loss
@@ -396,9 +390,7 @@ class Engine:
         events.emit("skip", step=self.step_count + 1, new_scale=scale)
         self.laid.reducer.drop()
         if self.rank == 0:
-            print(
-                f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}"
-            )
+            print(f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}")
 
     def _need_gradients(self, call: str) -> None:
         if not self._count:

@@ -44,17 +44,13 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     rows = 0 if plan.tensor == "1d" else plan.grid[1]
     # A rank without rows has no roles of its own; rank 0 has rows, and its roles hold.
     roles, samples = (
-        runner.search(plan.grid[2], plan.sp, engine.hints, rows, plan.tensor == "3d")
-        if part.rows
-        else ({}, {})
+        runner.search(plan.grid[2], plan.sp, engine.hints, rows, plan.tensor == "3d") if part.rows else ({}, {})
     )
     roles = oned.rank_0s(roles, mesh)
     if mesh.all.simulated:
         return roles
     if any(p.is_meta for p in engine.model.parameters()):
-        text = (
-            "the tensor-parallel layout of a deferred model is not checked in float64: it has no values yet"
-        )
+        text = "the tensor-parallel layout of a deferred model is not checked in float64: it has no values yet"
         events.note(text, shown=engine.rank == 0)
     else:
         for sample in check.one_of_each(samples, roles):
@@ -66,9 +62,7 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
 class Runner:
     """Runs a model and its loss on a few rows, without gradients, and leaves what it changes and its modes as they were."""
 
-    def __init__(
-        self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int, plan: Plan
-    ) -> None:
+    def __init__(self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int, plan: Plan) -> None:
         self.model, self.call, self.loss_fn, self.data, self.rows = model, call, loss_fn, data, rows
         self.plan = plan
 

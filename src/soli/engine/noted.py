@@ -39,9 +39,7 @@ def _note(engine: Engine) -> str:
     if plan is None or (plan.model_ranks == 1 and plan.zero < 3 and plan.recompute == "none"):
         return ""
     ran = (
-        ""
-        if plan.model_ranks == 1 or engine.parallel is None
-        else " The plain model ran on rows of this batch before."
+        "" if plan.model_ranks == 1 or engine.parallel is None else " The plain model ran on rows of this batch before."
     )
     return (
         f"soli: rank {engine.rank}, step {engine.step_count + 1}, under plan {plan}.{ran} Under dp alone, with zero below 3, a model's "

@@ -35,9 +35,7 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
         )
     made = optimizer(list(model.parameters()))
     if not isinstance(made, torch.optim.Optimizer):
-        raise SoliError(
-            "the optimizer function made no torch optimizer", got=type(made).__name__, everywhere=True
-        )
+        raise SoliError("the optimizer function made no torch optimizer", got=type(made).__name__, everywhere=True)
     return made
 
 
@@ -68,9 +66,7 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             "the optimizer has already stepped",
             fix="give soli.parallelize a fresh one; a run is continued with engine.load",
         )
-    elif (plan.zero or plan.tp > 1) and any(
-        t.is_meta for state in optimizer.state.values() for t in _tensors(state)
-    ):
+    elif (plan.zero or plan.tp > 1) and any(t.is_meta for state in optimizer.state.values() for t in _tensors(state)):
         yield Problem(
             f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
             fix="build the model without soli.deferred(), or use zero=0 and tp=1",
@@ -155,13 +151,13 @@ def _alike(
                 _stepped(kind, options, [piece], [[cut(step)[i]] for step in grads])
                 for i, piece in enumerate(cut(start))
             ]
-        except (
-            Exception
-        ):  # somebody's own class: it wants matrices (Muon), or is no optimizer of plain parameters
+        except Exception:  # somebody's own class: it wants matrices (Muon), or is no optimizer of plain parameters
             return None
         apart = ([piece[0][0] for piece in pieces], pieces[0][1])
         if any(numbers != whole[1] for _, numbers in pieces):
-            return False  # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
+            return (
+                False  # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
+            )
         flat = [torch.cat([x.flatten() for x in each]) for each, _ in (whole, apart)]
         rounding = 32 * STEPS * torch.finfo(torch.float64).eps * max(float(x.abs().max()) for x in start)
         if not (flat[0] - flat[1]).abs().max() <= rounding:
@@ -192,9 +188,7 @@ def _stepped(
             for param, grad in zip(params, step, strict=True):
                 param.grad = grad.clone()
             made.step()
-    numbers = (
-        x for _, x in sorted(made.param_groups[0].items()) if isinstance(x, int | float) or _is_number(x)
-    )
+    numbers = (x for _, x in sorted(made.param_groups[0].items()) if isinstance(x, int | float) or _is_number(x))
     return [param.detach() for param in params], [round(float(x), 12) for x in numbers]
 
 
@@ -242,12 +236,7 @@ def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot], absent: C
 
 def _cut(value: Any, slot: Slot) -> Any:
     """This rank's part of a state that is shaped as its parameter; anything else as it is."""
-    if (
-        slot.piece is None
-        or not isinstance(value, Tensor)
-        or tuple(value.shape) != slot.whole_shape
-        or not slot.shape
-    ):
+    if slot.piece is None or not isinstance(value, Tensor) or tuple(value.shape) != slot.whole_shape or not slot.shape:
         return value
     if slot.portion is not None:
         value = slot.portion.taken(value)

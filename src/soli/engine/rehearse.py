@@ -87,9 +87,7 @@ def _run(program: Program, plan: Plan, world: World, part: int) -> RankRun:
         model, optimizer = hollowed(hollow, program.model, program.optimizer)
         raise_all(problems(model, program.roles, plan) + optimizers.problems(optimizer, model, plan))
         with hollow:
-            engine = Engine(
-                model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles
-            )
+            engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
             engine.step(program.batch)  # makes the optimizer's states
             actions: list[Action] = []
             if engine.pipeline is not None:

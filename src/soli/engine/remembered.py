@@ -208,8 +208,7 @@ def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
             inner = {key: x.__globals__[key] for key in sorted(_named(x.__code__)) if key in x.__globals__}
             yield name, (x.__globals__, set(inner))
             cells = {
-                _path(name, key): cell
-                for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+                _path(name, key): cell for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
             }
             yield from cells.items()
             inner |= {k: v for key, cell in cells.items() for k, v in Place(key, cell).held().items()}

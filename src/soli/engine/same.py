@@ -68,9 +68,7 @@ def need_same(engine: Engine, batch: Any) -> None:
     if engine.mesh.all.simulated:
         return
     found = torch.zeros(2, engine.world, dtype=torch.float64)
-    found[:, engine.rank] = torch.tensor(
-        [mark(engine, batch), engine.dp.index if isinstance(batch, Part) else 0.0]
-    )
+    found[:, engine.rank] = torch.tensor([mark(engine, batch), engine.dp.index if isinstance(batch, Part) else 0.0])
     all_reduce(found, engine.mesh.all, label="the batch that the model is laid out by")
     marks: dict[float, set[float]] = {}
     for one, place in found.T.tolist():

@@ -132,9 +132,7 @@ def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:
             found[slot.name] = uncut(engine, slot.param, _cut(flat, slot)) * factor if slot.used else None
     if engine.pipeline is None:
         return found
-    used = {
-        name for one in gather_json(_used(found), engine.mesh["pp"], label="used parameters") for name in one
-    }
+    used = {name for one in gather_json(_used(found), engine.mesh["pp"], label="used parameters") for name in one}
     whole = _from_stages(engine, {n: value for n, value in found.items() if value is not None}, used)
     trained = [names[0] for names, param in named_once(engine.model) if param.requires_grad]
     return {name: whole[name] if name in used else None for name in trained}
@@ -176,9 +174,7 @@ def _least(dtype: torch.dtype) -> float:
     return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _agreed_shapes(
-    engine: Engine, local: dict[str, Sharded]
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _agreed_shapes(engine: Engine, local: dict[str, Sharded]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     mine = {name: [list(s.shape), str(s.dtype).removeprefix("torch.")] for name, s in local.items()}
     merged: dict[str, Any] = {}
     for axis in (engine.mesh.sharing()[1], engine.mesh["pp"]):
@@ -235,9 +231,7 @@ def model_tensors(engine: Engine, filling: bool = False) -> dict[str, Sharded]:
 
 def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wait: bool) -> None:
     if engine._count:
-        raise SoliError(
-            "save() between forward_backward() and update()", fix="save after the step", everywhere=True
-        )
+        raise SoliError("save() between forward_backward() and update()", fix="save after the step", everywhere=True)
     if engine.saving is not None:
         engine.saving.wait()
         engine.saving = None
@@ -252,9 +246,7 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
     if wait:
         checkpoint.save(path, tensors, state, group=engine._save_group, overwrite=overwrite)
     else:
-        engine.saving = checkpoint.save_async(
-            path, tensors, state, group=engine._save_group, overwrite=overwrite
-        )
+        engine.saving = checkpoint.save_async(path, tensors, state, group=engine._save_group, overwrite=overwrite)
     events.emit("save", path=str(path), step=engine.step_count, waited=wait)
 
 

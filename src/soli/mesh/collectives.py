@@ -68,9 +68,7 @@ class Axis:
 class Pending:
     """A collective under way. `wait()` completes it, names it if it fails, and may be called again."""
 
-    def __init__(
-        self, works: list[Any], record: Record | None, finish: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, works: list[Any], record: Record | None, finish: Callable[[], None] | None = None) -> None:
         self._works, self.record, self._finish = works, record, finish
 
     def wait(self) -> None:
@@ -106,18 +104,14 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum", *, label: str = "", 
     return _in_place(dist.all_reduce, tensor, axis, label, wait, op=OPERATORS[op])
 
 
-def reduce_scatter(
-    output: Tensor, whole: Tensor, axis: Axis, *, label: str = "", wait: bool = True
-) -> Pending:
+def reduce_scatter(output: Tensor, whole: Tensor, axis: Axis, *, label: str = "", wait: bool = True) -> Pending:
     """Sum `whole` [size * n] over the axis; this rank's n elements land in `output` [n], or its own slot there."""
     if axis.size == 1:
         output.copy_(whole)
         return NOTHING
     record = _record("reduce_scatter", axis, whole, label)
     if not axis.on_gloo(whole):
-        works = _issue(
-            record, axis, lambda: [reduce_scatter_flat(output, whole, group=axis.group, async_op=True)]
-        )
+        works = _issue(record, axis, lambda: [reduce_scatter_flat(output, whole, group=axis.group, async_op=True)])
         return _done(Pending(works, record), wait)
     sent = _staged(whole, axis).view(axis.size, -1)
     received = torch.empty((axis.size - 1, sent.shape[1]), dtype=sent.dtype)
@@ -374,9 +368,7 @@ def _in_place(
 
 
 def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:
-    return recorder.add(
-        operation, axis.name, tensor.numel() * tensor.element_size(), axis.ranks, label, "soli"
-    )
+    return recorder.add(operation, axis.name, tensor.numel() * tensor.element_size(), axis.ranks, label, "soli")
 
 
 def _issue(record: Record, axis: Axis, call: Callable[[], list[Any]]) -> list[Any]:

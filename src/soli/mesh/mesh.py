@@ -140,9 +140,7 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     return mesh
 
 
-def _sums(
-    over: frozenset[str], plan: Plan, axes: dict[str, Axis], everyone: Axis, world: World
-) -> tuple[Axis, Axis]:
+def _sums(over: frozenset[str], plan: Plan, axes: dict[str, Axis], everyone: Axis, world: World) -> tuple[Axis, Axis]:
     """The replicate and the shard axis of parameters whose gradients are summed over these axes too. Collective."""
     name = SHARD if plan.zero else REPLICATE
     free = {name, *over}

@@ -59,9 +59,7 @@ class Recorder:
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.issued = 0
 
-    def add(
-        self, operation: str, axis: str, nbytes: int, ranks: tuple[int, ...], label: str, by: str
-    ) -> Record:
+    def add(self, operation: str, axis: str, nbytes: int, ranks: tuple[int, ...], label: str, by: str) -> Record:
         record = Record(self.issued, operation, axis, nbytes, label, call_site(), by, ranks)
         self.issued += 1
         self.records.append(record)

@@ -88,9 +88,7 @@ def _place() -> tuple[int, int, int, int]:
         env.setdefault("MASTER_ADDR", _first_host(env["SLURM_JOB_NODELIST"]))
         env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
         size = int(env["SLURM_NTASKS"])
-        local_size = int(env.get("SLURM_NTASKS_PER_NODE", "0") or 0) or max(
-            1, size // int(env["SLURM_NNODES"])
-        )
+        local_size = int(env.get("SLURM_NTASKS_PER_NODE", "0") or 0) or max(1, size // int(env["SLURM_NNODES"]))
         return int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), local_size
     return 0, 1, 0, 1
 
@@ -99,9 +97,7 @@ def _first_host(nodes: str) -> str:
     """The first host of a Slurm list: `node[003-010,12]` -> `node003`."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
     if found is None:
-        raise SoliError(
-            "SLURM_JOB_NODELIST cannot be read", got=nodes, fix="set MASTER_ADDR", everywhere=True
-        )
+        raise SoliError("SLURM_JOB_NODELIST cannot be read", got=nodes, fix="set MASTER_ADDR", everywhere=True)
     return found.group(1) + (found.group(2) or "")
 
 
@@ -112,9 +108,7 @@ def placed(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     if wish == "cpu":
         return torch.device("cpu"), backend
     if wish != "cuda" or not torch.cuda.is_available():
-        raise SoliError(
-            "SOLI_DEVICE names a device that is not here", got=wish, allowed="cpu, cuda", everywhere=True
-        )
+        raise SoliError("SOLI_DEVICE names a device that is not here", got=wish, allowed="cpu, cuda", everywhere=True)
     count = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)

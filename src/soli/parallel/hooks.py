@@ -49,8 +49,7 @@ def _is_linear(hook: Callable[[Tensor], Any], param: nn.Parameter) -> bool:
     changes nothing."""
     generator, device = torch.Generator().manual_seed(0), "cpu" if param.is_meta else param.device
     a, b = (
-        torch.randn(param.shape, generator=generator, dtype=torch.float64).to(device, param.dtype)
-        for _ in range(2)
+        torch.randn(param.shape, generator=generator, dtype=torch.float64).to(device, param.dtype) for _ in range(2)
     )
     rounding = torch.finfo(param.dtype).eps * max(8, param.numel())  # a hook may add all elements
     results: list[list[Any]] = []

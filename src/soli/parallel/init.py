@@ -167,9 +167,7 @@ class _Recorder(TorchDispatchMode):
         self._record(func, seen_args, seen_kwargs, outputs, generator)
         return _as_given(func, args, result)
 
-    def _record(
-        self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], generator: Tensor | None
-    ) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], generator: Tensor | None) -> None:
         reads = frozenset(x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, _View))
         touches = frozenset(_key(t) for t in outputs) | (reads if func._schema.is_mutable else frozenset())
         self.log.append(_Entry(func, args, kwargs, [_view(t) for t in outputs], touches, reads, generator))

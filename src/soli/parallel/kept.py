@@ -44,9 +44,7 @@ def values(model: nn.Module, weights: Collection[str] = ()) -> Snapshot:
 def changed(model: nn.Module, before: dict[str, Value]) -> dict[str, Value]:
     """Those that have other values now, with these."""
     now = values(model, [name for name, _ in model.named_parameters() if name in before])
-    return {
-        name: value for name, value in now.items() if name not in before or not _same(before[name], value)
-    }
+    return {name: value for name, value in now.items() if name not in before or not _same(before[name], value)}
 
 
 def in_state(model: nn.Module, values: dict[str, Value]) -> dict[str, Value]:

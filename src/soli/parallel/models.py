@@ -20,13 +20,9 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     named = list(model.named_parameters())
     that = lambda wanted: [name or "the model" for name, module in model.named_modules() if wanted(module)]
     if not named:
-        yield Problem(
-            "the model has no parameters", got=type(model).__name__, fix="there is nothing to train"
-        )
+        yield Problem("the model has no parameters", got=type(model).__name__, fix="there is nothing to train")
     if lazy := [name for name, param in named if is_lazy(param)]:
-        yield Problem(
-            "parameters have no shape yet", got=listed(lazy), fix="run the model once before, on one batch"
-        )
+        yield Problem("parameters have no shape yet", got=listed(lazy), fix="run the model once before, on one batch")
     if compiled := that(lambda module: isinstance(module, jit.ScriptModule)):
         yield Problem(
             "TorchScript computes out of sight: random numbers, gathers and stages cannot be put into it",
@@ -72,6 +68,4 @@ def without_caches(model: nn.Module, plan: Plan, shown: bool) -> None:
 
 def _is_traced(module: nn.Module) -> bool:
     """Whether torch.compile runs it, as a function of it or in place."""
-    return (
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-    )
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

@@ -362,8 +362,7 @@ def backward_of(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) 
     gradients = kwargs.get("gradient", kwargs.get("grad_tensors", gradients))
     given = (gradients,) if isinstance(gradients, Tensor) else tuple(gradients or [None] * len(outputs))
     starts = tuple(
-        torch.ones_like(o) if g is None and o.requires_grad else g
-        for o, g in zip(outputs, given, strict=True)
+        torch.ones_like(o) if g is None and o.requires_grad else g for o, g in zip(outputs, given, strict=True)
     )
     create = bool(kwargs.get("create_graph", args[1] if len(args) > 1 else False))
     retain = kwargs.get("retain_graph", args[0] if args else None)
@@ -449,9 +448,7 @@ def _drawn(randomness: Randomness, func: Any, args: Any, options: dict[str, Any]
     gradient = options.pop("requires_grad", False)
     if func in (torch.rand_like, torch.randn_like):
         x = args[0] if args else options.pop("input")
-        like = torch.empty(
-            (), dtype=options.get("dtype") or x.dtype, device=options.get("device") or x.device
-        )
+        like = torch.empty((), dtype=options.get("dtype") or x.dtype, device=options.get("device") or x.device)
         return randomness.drawn(like, tuple(x.shape), how).requires_grad_(gradient)
     size = options.pop("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
     like = torch.empty((), **{k: v for k, v in options.items() if k in ("dtype", "device")})

@@ -142,9 +142,7 @@ class Reducer:
             return
         parts = [self._parts.pop(id(slot.param)) for slot in slots]
         zeros = grad.new_zeros
-        flat = torch.cat(
-            [zeros(s.numel) if p is None else p.reshape(-1) for s, p in zip(slots, parts, strict=True)]
-        )
+        flat = torch.cat([zeros(s.numel) if p is None else p.reshape(-1) for s, p in zip(slots, parts, strict=True)])
         label = f"parts of gradients of {unit.name}"
         pending = all_reduce(flat, self.tensor_axis, label=label, wait=False)
         self._summing = unit, slots, flat, pending

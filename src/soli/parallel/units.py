@@ -215,9 +215,7 @@ class Unit:
         for slot in self.slots:
             start, stop = self.owned(slot)
             if start < stop:
-                found.append(
-                    (frozenset(cut_over(slot.param)), self.grad_shard[start - self.low : stop - self.low])
-                )
+                found.append((frozenset(cut_over(slot.param)), self.grad_shard[start - self.low : stop - self.low]))
         return found
 
     def whole(self, flat_shard: Tensor, label: str) -> Tensor:
@@ -286,9 +284,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     def visit(module: nn.Module, prefix: str, inside_list: bool) -> None:
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
-            callable_child = not isinstance(
-                child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
-            )
+            callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
             if inside_list and callable_child and next(child.parameters(), None) is not None:
                 found.append((path, child))
             else:

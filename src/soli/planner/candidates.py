@@ -42,9 +42,7 @@ def bases(ranks: int, rows: int, *, grids: bool = True) -> list[Plan]:
 def variants(plan: Plan, ranks: int, rows: int) -> list[Plan]:
     """What else the same layout can be: ZeRO-1, in copies too, the other way for attention to cross cp, other pipelines."""
     shards = (plan.dp or 1) * plan.cp > 1
-    sharded = [
-        {"zero": 1, "replicate": copies} for copies in divisors(plan.dp or 1)[: -1 if plan.cp == 1 else None]
-    ]
+    sharded = [{"zero": 1, "replicate": copies} for copies in divisors(plan.dp or 1)[: -1 if plan.cp == 1 else None]]
     found = [
         plan.with_(**{**zero, "context": context, **pipe})
         for zero in ({"zero": 0, "replicate": 1}, *(sharded if shards else ()))

@@ -150,9 +150,7 @@ class Follower(Hollow):
                 sizes = weight.shape[-2:] if weight is second else weight.shape[-2:][::-1]
                 goes = (int(sizes[0]), int(sizes[1]))
                 where = tuple(self.where)
-                self.trace.products.append(
-                    Product(where, name, tuple(weight.shape), goes, self.marks([other]))
-                )
+                self.trace.products.append(Product(where, name, tuple(weight.shape), goes, self.marks([other])))
                 return frozenset({("product", number)})
         return self._of_activations(first, second, made)
 
@@ -224,10 +222,7 @@ def capture(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]) 
             run(copy, batch)
     except ValuesError as error:
         raise SoliError(
-            [
-                type(p)(p.what, p.got, "a forward whose shapes say all that it does", MEASURED)
-                for p in error.problems
-            ]
+            [type(p)(p.what, p.got, "a forward whose shapes say all that it does", MEASURED) for p in error.problems]
         ) from error
     except SoliError:
         raise

@@ -63,9 +63,7 @@ def number(row: Mapping[str, str], name: str, columns: Sequence[str], problems: 
         elif value:
             found[column] = value
     if len(set(found.values())) > 1 and name not in FRACTIONS:
-        problems.append(
-            " and ".join(f"{column}={value:g}" for column, value in found.items()) + " cannot both be"
-        )
+        problems.append(" and ".join(f"{column}={value:g}" for column, value in found.items()) + " cannot both be")
     return next(iter(found.values()), None)
 
 

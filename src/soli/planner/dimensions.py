@@ -110,9 +110,7 @@ def _of_its_own(name: str, stack: Stack, trace: Trace) -> None:
     if len(set(weights)) < len(weights) or len({id(b) for b in stack.blocks}) < len(stack.blocks):
         raise _no_stack(name, f"the blocks {stack.names[0]} to {stack.names[-1]} share weights")
     if len(trace.inputs.get(stack.names[0], [])) > 1:
-        raise _no_stack(
-            name, f"the block {stack.names[0]} runs {len(trace.inputs[stack.names[0]])} times a step"
-        )
+        raise _no_stack(name, f"the block {stack.names[0]} runs {len(trace.inputs[stack.names[0]])} times a step")
     outside = [one for one in trace.attentions if not set(one.where) & set(stack.names)]
     if outside:
         where = next((part for part in reversed(outside[0].where) if part), "the model itself")

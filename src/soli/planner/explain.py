@@ -180,9 +180,7 @@ def why_not(task: Task, wanted: Mapping[str, float]) -> str:
     """Why the best plan is none with what is wanted: what the best of these costs, or what it lacks."""
     best = answer(task, 1).choices[0]
     said = spelt(wanted)
-    if over := {
-        name: value for name, value in (task.fixed or {}).items() if wanted.get(name, value) != value
-    }:
+    if over := {name: value for name, value in (task.fixed or {}).items() if wanted.get(name, value) != value}:
         said += f" (and not the {spelt(over)} that is fixed)"
     asked = task.with_fixed(wanted)
     if wrong := problems(asked):
@@ -220,7 +218,9 @@ def _nothing(found: Found) -> SoliError:
     nodes = enough(task)
     fix = "more memory a device, or a smaller model"
     if nodes is not None:
-        fix = f"{nodes} servers of {task.cluster.device.node} would hold it ({nodes * task.cluster.device.node} devices)"
+        fix = (
+            f"{nodes} servers of {task.cluster.device.node} would hold it ({nodes * task.cluster.device.node} devices)"
+        )
     return SoliError(
         f"{task.cluster} cannot hold {task.model.name} under any of {found.counted} plans",
         got=lacking(found),
@@ -267,9 +267,7 @@ def fixed_of(text: str, batch: int = 0) -> dict[str, float]:
     if pieces:
         size = batch / (pieces * found.get("dp", 1.0))
         if size != int(size) or found.setdefault("microbatch", size) != size:
-            wrong.append(
-                Problem(f"{pieces:g} parts do not divide what a replica has of {batch} sequences", got=text)
-            )
+            wrong.append(Problem(f"{pieces:g} parts do not divide what a replica has of {batch} sequences", got=text))
     if not text.strip(" ,"):
         wrong.append(Problem("nothing is said", got=repr(text), allowed="such as tp=8,recompute=full"))
     raise_all(wrong)

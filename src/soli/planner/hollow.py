@@ -45,9 +45,7 @@ ALIASES = READS | {
 }
 """What is done to hollow tensors too: a value is 0, another view is one."""
 FLOPS = versions.FLOPS | {
-    aten._scaled_dot_product_flash_attention_for_cpu: versions.FLOPS[
-        aten._scaled_dot_product_flash_attention
-    ],
+    aten._scaled_dot_product_flash_attention_for_cpu: versions.FLOPS[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: versions.FLOPS[
         aten._scaled_dot_product_flash_attention_backward
     ],
@@ -71,9 +69,7 @@ class Call:
     @property
     def key(self) -> str:
         """What tells products apart."""
-        return (
-            f"{self.name} {[list(shape) for shape in self.shapes]} {str(self.dtype).removeprefix('torch.')}"
-        )
+        return f"{self.name} {[list(shape) for shape in self.shapes]} {str(self.dtype).removeprefix('torch.')}"
 
 
 class Tracker(TorchDispatchMode):
@@ -246,9 +242,7 @@ _known: dict[Any, tuple[list[Form | int | None], Any]] = {}
 """Results by operation and arguments: a model's layers are alike, and the meta device takes a millisecond to answer."""
 
 
-def _results(
-    func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
-) -> tuple[list[Form | int | None], Any]:
+def _results(func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> tuple[list[Form | int | None], Any]:
     """Of an operation on the tensors `given`: the forms of new tensors, the numbers of those that are results too, and their structure,
     None where one tensor is all."""
     first = {id(x): i for i, x in reversed(list(enumerate(given)))}

@@ -124,9 +124,7 @@ def _cube_problems(plan: Plan) -> Iterator[Problem]:
             fix="leave rows out",
         )
     if edge**3 != plan.tp:
-        near = sorted(
-            {max(e, 1) ** 3 for e in (int(plan.tp ** (1 / 3) + 1e-9), int(plan.tp ** (1 / 3) + 1e-9) + 1)}
-        )
+        near = sorted({max(e, 1) ** 3 for e in (int(plan.tp ** (1 / 3) + 1e-9), int(plan.tp ** (1 / 3) + 1e-9) + 1)})
         yield Problem(
             f"{plan.tp} ranks are no cube",
             got=f"tp={plan.tp}, tensor=3d",
@@ -166,13 +164,9 @@ def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
             if value != getattr(Plan, key):
                 yield Problem(f"'{key}' {what}, and pp=1 has none", got=f"pp=1, {key}={value}", fix=fix)
     elif plan.schedule == "interleaved" and plan.chunks < 2:
-        yield Problem(
-            "'interleaved' needs several stages a rank", got=f"chunks={plan.chunks}", fix="chunks=2"
-        )
+        yield Problem("'interleaved' needs several stages a rank", got=f"chunks={plan.chunks}", fix="chunks=2")
     elif plan.schedule in V_SHAPED and plan.chunks > 2:
-        yield Problem(
-            f"'{plan.schedule}' has two stages a rank", got=f"chunks={plan.chunks}", fix="leave chunks out"
-        )
+        yield Problem(f"'{plan.schedule}' has two stages a rank", got=f"chunks={plan.chunks}", fix="leave chunks out")
     elif plan.schedule not in (*V_SHAPED, "interleaved") and plan.chunks > 1:
         yield Problem(
             f"'{plan.schedule}' has one stage a rank",
@@ -196,8 +190,7 @@ def nearest(plan: Plan, world: int) -> Plan:
     Distance: the number of keys that change, then how far degrees move, those that cut the model first.
     """
     base: dict[str, Any] = {
-        key: (value if value in BUILT.get(key, (value,)) else BUILT[key][0])
-        for key, value in asdict(plan).items()
+        key: (value if value in BUILT.get(key, (value,)) else BUILT[key][0]) for key, value in asdict(plan).items()
     }
     if plan.schedule not in (*V_SHAPED, "interleaved"):
         base["chunks"] = 1

@@ -152,9 +152,7 @@ def _pipeline(rehearsal: Rehearsal, machine: Machine) -> float:
     where = {action.stage: run.rank for run in rehearsal.stages for action in run.actions}
     hop = {run.rank: _hop(run, machine) for run in rehearsal.stages}
     took = {run.rank: [_took(action, run, machine) for action in run.actions] for run in rehearsal.stages}
-    rest = {
-        run.rank: max(sum(_sums(run, machine)[:3]) - sum(took[run.rank]), 0.0) for run in rehearsal.stages
-    }
+    rest = {run.rank: max(sum(_sums(run, machine)[:3]) - sum(took[run.rank]), 0.0) for run in rehearsal.stages}
     left = {run.rank: deque(zip(run.actions, took[run.rank], strict=True)) for run in rehearsal.stages}
     done: dict[tuple[str, int, int], float] = {}
     busy: dict[int, float] = {}  # rank -> seconds that its action would still take alone
@@ -207,9 +205,7 @@ def _took(action: Action, run: RankRun, machine: Machine) -> float:
     """Seconds of an action, while every rank computes."""
     products, others = machine.operations(run.calls[slice(*action.calls)])
     sent = run.sent[slice(*action.sent)]
-    return (
-        products + others + sum(machine.collective(s) for s in sent if s.operation != "send" and not s.late)
-    )
+    return products + others + sum(machine.collective(s) for s in sent if s.operation != "send" and not s.late)
 
 
 def _hop(run: RankRun, machine: Machine) -> float:

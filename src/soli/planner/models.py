@@ -163,20 +163,11 @@ def _compressed(said: Mapping[str, Any], hidden: int, heads: int) -> int:
     if not said.get("kv_lora_rank"):
         return 0
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return int(
-        compressed(
-            hidden, heads, said.get("q_lora_rank") or 0, *(said[name] for name in names if name in said)
-        )
-    )
+    return int(compressed(hidden, heads, said.get("q_lora_rank") or 0, *(said[name] for name in names if name in said)))
 
 
 def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Problem]:
-    keys = {
-        key: what
-        for what, pattern in STRANGE.items()
-        for key in said
-        if said[key] and re.fullmatch(pattern, key)
-    }
+    keys = {key: what for what, pattern in STRANGE.items() for key in said if said[key] and re.fullmatch(pattern, key)}
     keys |= {key: "a table of another width" for key in NARROW if hidden and said.get(key, hidden) != hidden}
     if (step := said.get("decoder_sparse_step")) and step != 1:
         keys["decoder_sparse_step"] = "layers of which some have no experts"
@@ -193,9 +184,7 @@ def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Pr
     ]
 
 
-def _inferred(
-    kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | None], model: Model
-) -> list[str]:
+def _inferred(kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | None], model: Model) -> list[str]:
     found = []
     if kind not in FAMILIES:
         named = f"models of the type '{kind}'" if kind else "models without a model_type"
@@ -207,9 +196,7 @@ def _inferred(
         found.append(f"num_key_value_heads={model.kv_heads}, as many as heads")
     if model.experts and (first := said.get("first_k_dense_replace")):
         found.append(f"its first {first} layers have experts as the others")
-    found += [
-        f"{key} is left out, only text is planned" for key in said if TOWER.fullmatch(key) and said[key]
-    ]
+    found += [f"{key} is left out, only text is planned" for key in said if TOWER.fullmatch(key) and said[key]]
     return found
 
 

@@ -48,9 +48,7 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
     ]
     for title, caption, draw in figures:
         drawn = svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]
-        parts.append(
-            f"<figure><h2>{escape(title)}</h2>{drawn}<figcaption>{escape(caption)}</figcaption></figure>"
-        )
+        parts.append(f"<figure><h2>{escape(title)}</h2>{drawn}<figcaption>{escape(caption)}</figcaption></figure>")
     return "\n".join(parts) + "\n</html>\n"
 
 

@@ -50,9 +50,7 @@ class Learnt:
     factors: measured.Factors
 
 
-def predict(
-    table: Iterable[Mapping[str, str]], known_rows: Iterable[Mapping[str, str]] = ()
-) -> list[Prediction]:
+def predict(table: Iterable[Mapping[str, str]], known_rows: Iterable[Mapping[str, str]] = ()) -> list[Prediction]:
     """A prediction for each row, in their order. `known_rows`: measured ones, from which constants are fitted."""
     rows = [read(row) for row in table]
     families = {family_of(row) for row in rows if not row.refused}
@@ -80,9 +78,7 @@ def family_of(row: Row) -> tuple[str, str]:
     return row.framework, row.generation
 
 
-def costs(
-    p: Points, family: tuple[str, str], learnt: Mapping[tuple[str, str], Learnt]
-) -> tuple[Step, Array, Array]:
+def costs(p: Points, family: tuple[str, str], learnt: Mapping[tuple[str, str], Learnt]) -> tuple[Step, Array, Array]:
     """The points' costs, and between what multiples of their times 90% are measured."""
     mine = learnt.get(family)
     if mine is None:

@@ -46,9 +46,7 @@ def of_entry(name: str) -> Model:
 
 def plain_name(text: str) -> str:
     """A name as `match` has it: without its publisher, and 1.3B is not 13B."""
-    return re.sub(
-        r"[-_ ./]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", re.sub(r"^[\w.-]+/(?=[a-z])", "", text.lower()))
-    )
+    return re.sub(r"[-_ ./]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", re.sub(r"^[\w.-]+/(?=[a-z])", "", text.lower())))
 
 
 def named(text: str) -> Model | None:

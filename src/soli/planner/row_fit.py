@@ -28,9 +28,7 @@ def fitted(found: Row) -> None:
     if any(word.startswith(SIZE) for word in words):
         while point["microbatch"] > 1 and not fits(**least):
             point["microbatch"] //= 2
-        found.inferred = words = [
-            f"{SIZE}{point['microbatch']:g}" if w.startswith(SIZE) else w for w in words
-        ]
+        found.inferred = words = [f"{SIZE}{point['microbatch']:g}" if w.startswith(SIZE) else w for w in words]
     if found.unsaid and not fits():
         own = ceil(point["layers"] / point["pp"])
         again = next((n for n in range(1, own) if fits(again=float(n))), own)

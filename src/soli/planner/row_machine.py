@@ -31,13 +31,9 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
         problem = unknown(said)
         found.refused.append(f"{problem.what}; {problem.allowed}; {problem.fix}")
         return None
-    odd = [
-        form for form in ("pcie", "nvl") if form in re.split(r"[\s_-]", said.lower()) and form not in one.name
-    ]
+    odd = [form for form in ("pcie", "nvl") if form in re.split(r"[\s_-]", said.lower()) and form not in one.name]
     if odd or (size and abs(size / one.memory_gib - 1) > 0.15):
-        found.refused.append(
-            f"no device '{said}' is known; {one.name} has {one.memory_gib:g} GiB, as SXM or as sold"
-        )
+        found.refused.append(f"no device '{said}' is known; {one.name} has {one.memory_gib:g} GiB, as SXM or as sold")
         return None
     return one
 

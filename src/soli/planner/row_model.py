@@ -147,9 +147,7 @@ def _head_size(said: Said, row: Mapping[str, str], share: float) -> float:
     return said["head_size"] or meant("heads", name.lower()) or share
 
 
-def _shape_of(
-    parameters: float, layers: float | None, hidden: float | None, stages: float
-) -> tuple[float, float]:
+def _shape_of(parameters: float, layers: float | None, hidden: float | None, stages: float) -> tuple[float, float]:
     """Layers and hidden size of 12 l h^2 parameters, with h = 128 l where neither is known (arXiv 2001.08361, 3.3).
 
     Layers are a multiple of the pipeline's stages, as programs ask for.

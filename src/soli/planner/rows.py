@@ -228,9 +228,7 @@ def _recomputed(
     read = None if silent else recomputation(words)
     if read is None:
         if not silent:
-            found.refused.append(
-                f"recompute: '{words}' is not understood (none, selective, full, full 5 of 48)"
-            )
+            found.refused.append(f"recompute: '{words}' is not understood (none, selective, full, full 5 of 48)")
         level = NONE if point.get("flash") or "recompute_method" in row else SELECTIVE
         if "recompute_method" not in row:
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")

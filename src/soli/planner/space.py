@@ -246,9 +246,7 @@ def _sharded(task: Task, table: Table) -> tuple[Array, Places, Places, Places]:
 
 
 @cache
-def _ways(
-    dp: int, cp: int, experts: int, moved: tuple[int, ...], fixed: tuple[tuple[str, float], ...]
-) -> Array:
+def _ways(dp: int, cp: int, experts: int, moved: tuple[int, ...], fixed: tuple[tuple[str, float], ...]) -> Array:
     """[n, SHARDING] over so many ranks, of which `experts` have the same ones. A group of HSDP has two ranks or more."""
     said = dict(fixed)
     found = [

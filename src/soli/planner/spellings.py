@@ -18,9 +18,7 @@ DENIED = re.compile(
     r"\b(?:no|non|not|without|w/o)[\s_-]+(?:yet\s+)?[a-z]+(?:\.[a-z]+)*(?:[\s_-]?\d\b)?|\b[a-z_.]+\d?[\s=:]+(?:off|false|disabled)\b"
 )
 """What is said not to be: "no offload", "fsdp off", "torch_compile=False"."""
-STAGE = re.compile(
-    r"(?<![a-z])(?:zero|stage|z)(?:[\s_=:-]*(?:dp|stage))?[\s_=:-]*([0-3])(?![\da-z])|^([0-3])$"
-)
+STAGE = re.compile(r"(?<![a-z])(?:zero|stage|z)(?:[\s_=:-]*(?:dp|stage))?[\s_=:-]*([0-3])(?![\da-z])|^([0-3])$")
 
 
 def affirmed(said: str) -> str:
@@ -130,9 +128,7 @@ def device(said: str) -> tuple[Device | None, float]:
 def mentioned(*cells: str) -> Device | None:
     """The first known device that any of these names with a letter; None if none does."""
     words = re.sub(r"[\s_]", "-", " ; ".join(filter(None, cells)).lower())
-    names = [
-        name for one in devices.devices().values() for name in (one.name, *one.aliases) if not name.isdigit()
-    ]
+    names = [name for one in devices.devices().values() for name in (one.name, *one.aliases) if not name.isdigit()]
     pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name != "cpu")
     match = re.search(rf"(?<![a-z0-9])({pattern})(?![a-z0-9])", words)
     return devices.named(match[0]) if match else None

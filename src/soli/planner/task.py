@@ -108,6 +108,4 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
         f"replicate={fixed.get('replicate', 1):g} does not divide dp={fixed.get('dp', 0):g}": fixed.get("dp", 0) % fixed.get("replicate", 1),
         f"ep={fixed.get('ep', 1):g} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,
     }  # fmt: skip
-    return [Problem(what) for what, wrong in rules.items() if wrong] + unable(
-        task.framework, fixed, task.precisions
-    )
+    return [Problem(what) for what, wrong in rules.items() if wrong] + unable(task.framework, fixed, task.precisions)

@@ -31,9 +31,7 @@ class Data:
     kind: str = setting("auto", "what lies at path; auto looks", choices=KINDS)
     field: str = setting("text", "the field of a .jsonl line or of a dataset that holds the text")
     pattern: str = setting("**/*", "which files of a folder, as a glob")
-    validation: float = setting(
-        0.05, "part of the documents that is kept for validation", low=0.0001, high=0.5
-    )
+    validation: float = setting(0.05, "part of the documents that is kept for validation", low=0.0001, high=0.5)
     megabytes: float = setting(0.0, "read about so many MB (10^6 bytes) at most; 0: everything", low=0)
     cache: str = setting("", "folder of encoded tokens, by content; empty: `tokens` beside the runs")
 

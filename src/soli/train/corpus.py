@@ -130,9 +130,7 @@ def read_text(path: Path) -> str:
 def _stdlib() -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
-        path.relative_to(root)
-        for path in root.rglob("*.py")
-        if not LEFT_OUT & set(path.relative_to(root).parts)
+        path.relative_to(root) for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)
     )
     if not files:
         raise SoliError(
@@ -165,9 +163,7 @@ def _folder(root: Path, data: Data) -> Iterator[Document]:
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )
     if not files:
-        raise SoliError(
-            "no file of the folder matches", got=f"{data.pattern} in {root}", fix="check data.pattern"
-        )
+        raise SoliError("no file of the folder matches", got=f"{data.pattern} in {root}", fix="check data.pattern")
     for path in files:
         if path.suffix == ".jsonl":
             yield from _lines(path, data.field)
@@ -215,9 +211,7 @@ def _dataset(path: Path, field: str) -> Iterator[Document]:
     try:
         data = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
-        raise SoliError(
-            "this is no dataset on disk", got=error, allowed="a folder of Dataset.save_to_disk"
-        ) from error
+        raise SoliError("this is no dataset on disk", got=error, allowed="a folder of Dataset.save_to_disk") from error
     if isinstance(data, datasets.DatasetDict):
         if "train" not in data:
             raise SoliError(

@@ -19,11 +19,7 @@ SMOOTH = 0.9  # of the speed that is shown: about the last ten steps
 
 def memory_mb() -> float:
     """Largest GPU memory so far, or what this process holds on a machine without one; MB (10^6 bytes)."""
-    used = (
-        torch.cuda.max_memory_allocated()
-        if torch.cuda.is_initialized()
-        else psutil.Process().memory_info().rss
-    )
+    used = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else psutil.Process().memory_info().rss
     return used / 1e6
 
 

@@ -204,8 +204,7 @@ def _decide(job: _Job, step: int, took: list[float]) -> int:
     job.schedule.steps = steps
     job.log.plan_steps(steps)
     job.log.say(
-        f"{steps} steps fit into {run.minutes:g} minutes ({clock(spent)} spent); "
-        f"--steps {steps} repeats this run"
+        f"{steps} steps fit into {run.minutes:g} minutes ({clock(spent)} spent); --steps {steps} repeats this run"
     )
     if job.world.is_first:
         settings.write(job.config, job.folder / rundir.CONFIG)

@@ -29,9 +29,7 @@ def draw(rows: Sequence[dict[str, Any]], unigram: float, title: str, path: Path)
     axes.plot(steps, smoothed(losses), color="tab:blue", linewidth=1.8, label="training, running mean")
     if looks:
         axes.plot(*zip(*looks, strict=True), "o-", color="tab:orange", markersize=4, label="validation")
-    axes.axhline(
-        unigram, color="0.35", linestyle="--", linewidth=1.2, label=f"unigram entropy, {unigram:.2f}"
-    )
+    axes.axhline(unigram, color="0.35", linestyle="--", linewidth=1.2, label=f"unigram entropy, {unigram:.2f}")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)

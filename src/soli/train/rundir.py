@@ -37,9 +37,7 @@ def create(config: Config) -> Path:
             return folder
         except FileExistsError:
             if not folder.is_dir():
-                raise SoliError(
-                    "run.folder is no folder", got=config.run.folder, fix="name another"
-                ) from None
+                raise SoliError("run.folder is no folder", got=config.run.folder, fix="name another") from None
             number += 1
             folder = stem.with_name(f"{stem.name}-{number}")
 

@@ -19,9 +19,7 @@ from soli.train.schedule import MEASURED_TO
 KIND_WORDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
 
-def load(
-    path: Path | None, overrides: Mapping[str, object] | None = None, given: Sequence[str] = ()
-) -> Config:
+def load(path: Path | None, overrides: Mapping[str, object] | None = None, given: Sequence[str] = ()) -> Config:
     """The configuration: defaults, then the TOML at `path`, then `given`, then `overrides`.
 
     given: what the command line says in general, each a text `table.key=value`.
@@ -67,9 +65,7 @@ def _from_file(path: Path | None, problems: list[Problem]) -> list[tuple[str, st
     if path is None:
         return []
     if not path.is_file():
-        raise SoliError(
-            "there is no such configuration file", got=path, fix="check the path", everywhere=True
-        )
+        raise SoliError("there is no such configuration file", got=path, fix="check the path", everywhere=True)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -83,9 +79,7 @@ def _from_file(path: Path | None, problems: list[Problem]) -> list[tuple[str, st
         else:
             homes = [f"[{t.name}]" for t in fields(Config) if table in get_type_hints(_section(t))]
             fix = f"put it under {' or '.join(homes)}" if homes else "put it under its table"
-            problems.append(
-                Problem(f"{table} stands outside a table", f"{table} = {entries!r} in {path}", "", fix)
-            )
+            problems.append(Problem(f"{table} stands outside a table", f"{table} = {entries!r} in {path}", "", fix))
     return rows
 
 
@@ -95,9 +89,7 @@ def _from_texts(given: Sequence[str], problems: list[Problem]) -> list[tuple[str
         name, equals, value = text.partition("=")
         table, dot, key = name.strip().partition(".")
         if not (equals and dot and key):
-            problems.append(
-                Problem("a setting does not parse", text, "table.key=value", "e.g. optim.lr=0.001")
-            )
+            problems.append(Problem("a setting does not parse", text, "table.key=value", "e.g. optim.lr=0.001"))
             continue
         rows.append((table, key, _value(table, key, value.strip()), "command line"))
     return rows

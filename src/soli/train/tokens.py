@@ -53,9 +53,7 @@ def to_json(tokens: Tokens) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Tokens:
-    spans = {
-        part: Span(**{**data[part], "path": Path(data[part]["path"])}) for part in ("train", "validation")
-    }
+    spans = {part: Span(**{**data[part], "path": Path(data[part]["path"])}) for part in ("train", "validation")}
     path = data["tokenizer"]
     return Tokens(spans["train"], spans["validation"], Path(path) if path else None, data["key"])
 
@@ -132,9 +130,7 @@ def _opened(path: Path, part: float) -> Tokens:
     if path.is_dir():
         train, validation = open_tokens(path / "train.bin"), open_tokens(path / "validation.bin")
         if train.vocab != validation.vocab:
-            raise SoliError(
-                f"{path}: two vocabularies", got=f"train {train.vocab}, validation {validation.vocab}"
-            )
+            raise SoliError(f"{path}: two vocabularies", got=f"train {train.vocab}, validation {validation.vocab}")
         return Tokens(train, validation, tokenizer, path.name)
     whole = open_tokens(path)
     cut = len(whole) - max(2, round(len(whole) * part))
@@ -224,9 +220,7 @@ def _encode(config: Config, tokenizer: Tokenizer, total: int, folder: Path, say:
 
     def flush() -> None:
         texts = [document.text for document in batch]
-        for document, coded in zip(
-            batch, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
+        for document, coded in zip(batch, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
             part = "validation" if for_validation(document.digest(), config.data.validation) else "train"
             writers[part].add(coded.ids, len(document.text.encode("utf-8")))
         batch.clear()

@@ -71,9 +71,7 @@ def open_tokens(path: Path) -> Span:
     try:
         header = json.loads(beside.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SoliError(
-            f"{beside} is not JSON", got=error, allowed='{"dtype": "uint16", "vocab": 4096}'
-        ) from error
+        raise SoliError(f"{beside} is not JSON", got=error, allowed='{"dtype": "uint16", "vocab": 4096}') from error
     header = header if isinstance(header, dict) else {}
     dtype, vocab, size = header.get("dtype", ""), header.get("vocab", 0), path.stat().st_size
     problems = []
@@ -90,9 +88,7 @@ def open_tokens(path: Path) -> Span:
         raise SoliError(
             f"{path} is not what {beside.name} says",
             got=f"{size} bytes",
-            allowed=f"{header['tokens']} ids of {dtype}"
-            if "tokens" in header
-            else f"two ids of {dtype} or more",
+            allowed=f"{header['tokens']} ids of {dtype}" if "tokens" in header else f"two ids of {dtype} or more",
             fix="write both again",
         )
     span = Span(path, dtype, vocab, 0, count, header.get("bytes"))
@@ -138,9 +134,7 @@ class Spread(Dataset[dict[str, Tensor]]):
 
     def __init__(self, whole: Windows, count: int) -> None:
         self.whole = whole
-        self.places = (
-            [i * len(whole) // count for i in range(count)] if count < len(whole) else range(len(whole))
-        )
+        self.places = [i * len(whole) // count for i in range(count)] if count < len(whole) else range(len(whole))
 
     def __len__(self) -> int:
         return len(self.places)

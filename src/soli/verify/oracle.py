@@ -51,11 +51,7 @@ def sequential(
             loss.backward()
         trace.losses.append(float(loss.detach()))
         trace.gradients.append(
-            {
-                n: None if p.grad is None else p.grad.clone()
-                for n, p in model.named_parameters()
-                if p.requires_grad
-            }
+            {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
         )
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)

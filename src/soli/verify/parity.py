@@ -56,9 +56,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 def under_plan(case: Case, plan: str) -> Trace:
     """The same training through the engine. Every rank returns the same whole tensors."""
     model, loss_fn, batches = case.make()
-    engine = parallelize(
-        model.double(), loss_fn, optimizer=lifted()(case.optimizer), clip=case.clip, plan=plan
-    )
+    engine = parallelize(model.double(), loss_fn, optimizer=lifted()(case.optimizer), clip=case.clip, plan=plan)
     trace = Trace()
     for batch in batches:
         with lifted():
@@ -125,18 +123,12 @@ def compare(got: Trace, expected: Trace) -> tuple[float, str]:
 
 def _floor(gradients: dict[str, Tensor | None]) -> float:
     """Below this a gradient of the step is rounding noise of the others."""
-    return NOISE * max(
-        (float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0
-    )
+    return NOISE * max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0)
 
 
 def _noise(name: str, trace: Trace) -> Tensor | None:
     """The elements of a parameter whose gradients were noise in every step; None if it had no gradient."""
-    seen = [
-        (g.abs() <= _floor(step))
-        for step in trace.gradients
-        if (g := step.get(name)) is not None and g.numel()
-    ]
+    seen = [(g.abs() <= _floor(step)) for step in trace.gradients if (g := step.get(name)) is not None and g.numel()]
     return torch.stack(seen).all(0) if seen else None
 
 

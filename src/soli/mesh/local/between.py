@@ -109,9 +109,7 @@ def all_to_all(hosts: Hosts, operation: Operation, outs: Sequence[Tensor], parts
     yield from all_gather(hosts, operation, rows, sizes.view(torch.uint8))
     operations.check_splits(hosts.board, hosts.rank, [out.numel() for out in outs], table)
     here = hosts.members[hosts.host]
-    yield from operations.all_to_all(
-        hosts.board, operation, [outs[r] for r in here], [parts[r] for r in here]
-    )
+    yield from operations.all_to_all(hosts.board, operation, [outs[r] for r in here], [parts[r] for r in here])
     far = [r not in here for r in range(hosts.ranks)]
     out_sizes = [out.numel() if far[r] else 0 for r, out in enumerate(outs)]
     sent_sizes = [part.numel() if far[r] else 0 for r, part in enumerate(parts)]

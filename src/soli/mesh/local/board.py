@@ -302,9 +302,7 @@ class Board:
         lines = []
         for other in range(self.ranks):
             here = self.words[other * WORDS + READY] > MEETINGS * number
-            lines.append(
-                f"  rank {self.global_ranks[other]}: {self._text(other, number) if here else 'not there yet'}"
-            )
+            lines.append(f"  rank {self.global_ranks[other]}: {self._text(other, number) if here else 'not there yet'}")
         return f"the ranks of group {self.name} {DIFFERENT}\n" + "\n".join(lines)
 
     def fail(self, text: str) -> SoliError:

@@ -103,9 +103,7 @@ class LocalGroup(_Base):
         parts = list(_flat(whole).view(self.ranks, -1).unbind(0))
         return self._reduce_scatter(out, parts, sums.name_of(_op(opts)))
 
-    def reduce_scatter_single_coalesced(
-        self, outs: list[Tensor], wholes: list[Tensor], opts: Any = None
-    ) -> Any:
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
         works = [self.reduce_scatter_single(o, w, opts) for o, w in zip(outs, wholes, strict=True)]
         return _joined(works, outs)
 
@@ -177,9 +175,7 @@ class LocalGroup(_Base):
         row = lambda t: t.numel() // t.shape[0] if t.dim() and t.shape[0] else 1
         targets = _split(flat, [n * row(out) for n in out_sizes] or [flat.numel() // ranks] * ranks)
         sent = _split(_flat(tensor), [n * row(tensor) for n in sizes] or [tensor.numel() // ranks] * ranks)
-        make = lambda o: self._do.all_to_all(
-            self._on, o, [_bytes(t) for t in targets], [_bytes(s) for s in sent]
-        )
+        make = lambda o: self._do.all_to_all(self._on, o, [_bytes(t) for t in targets], [_bytes(s) for s in sent])
         return self._begin(ANY_SIZE, "", out, make, [out], back)
 
     def barrier(self, opts: Any = None) -> Any:
@@ -255,9 +251,7 @@ class LocalGroup(_Base):
             works.append(self._begin(name, more, tensor, make, [tensor], back))
         return _joined(works, tensors)
 
-    def _begin(
-        self, name: str, more: str, tensor: Tensor, make: Make, outs: list[Any], back: Back = None
-    ) -> LocalWork:
+    def _begin(self, name: str, more: str, tensor: Tensor, make: Make, outs: list[Any], back: Back = None) -> LocalWork:
         steps = make(self._operation(name, more, tensor))
         return self._issue((id(self), "collective"), steps, outs, back, None)
 
@@ -363,6 +357,4 @@ def _split(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 def _check_sizes(name: str, got: Sequence[int], wanted: Sequence[int]) -> None:
     if list(got) != list(wanted):
-        raise SoliError(
-            f"the sizes of {name} do not fit", got=f"{list(got)} elements", allowed=f"{list(wanted)}"
-        )
+        raise SoliError(f"the sizes of {name} do not fit", got=f"{list(got)} elements", allowed=f"{list(wanted)}")

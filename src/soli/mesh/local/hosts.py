@@ -28,17 +28,13 @@ GRACE_SECONDS = 1.0  # for the other hosts to say that they are late too
 class Hosts:
     """A group over several hosts, seen from one rank. `members[h]` are the group's ranks on host h."""
 
-    def __init__(
-        self, board: Board, store: Any, rank: int, members: list[list[int]], timeout: timedelta
-    ) -> None:
+    def __init__(self, board: Board, store: Any, rank: int, members: list[list[int]], timeout: timedelta) -> None:
         self.board, self.rank, self.members, self.store = board, rank, members, store
         self._store_gone = 0.0  # since when
         self.ranks = sum(map(len, members))
         self.host = next(h for h, ranks in enumerate(members) if rank in ranks)
         self.leads = board.rank == 0
-        self.everyone: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("ranks", store), rank, self.ranks, timeout
-        )
+        self.everyone: Any = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, self.ranks, timeout)
         self.leaders: Any = None
         if self.leads:
             leaders = dist.PrefixStore("leaders", store)
@@ -86,9 +82,7 @@ class Hosts:
         """Leaders only: `sizes[h]` bytes of `sent` to host h, `out_sizes[h]` bytes of `out` from it."""
         if sum(out_sizes) + sum(sizes) == 0:
             return
-        yield from self.finish(
-            lambda: self.leaders.alltoall_base(out, sent, out_sizes, sizes, dist.AllToAllOptions())
-        )
+        yield from self.finish(lambda: self.leaders.alltoall_base(out, sent, out_sizes, sizes, dist.AllToAllOptions()))
 
     def told(self, data: Tensor, host: int) -> Step:
         """Leaders only: `data` [b] bytes of one host's leader on all."""

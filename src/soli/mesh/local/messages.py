@@ -87,13 +87,9 @@ class Inbox:
             board.order()
             number = words[base + READ]
             head = base + HEADS + 4 * (number % CELLS)
-            message = self.current or self._begin(
-                words[head + TAG], words[head + TOTAL], words[head + CHECKSUM]
-            )
+            message = self.current or self._begin(words[head + TAG], words[head + TOTAL], words[head + CHECKSUM])
             used = words[head + USED]
-            message.data[message.got : message.got + used].copy_(
-                board.cell(self.source, board.rank, number)[:used]
-            )
+            message.data[message.got : message.got + used].copy_(board.cell(self.source, board.rank, number)[:used])
             message.got += max(used, 1)
             self.current = None if message.complete else message
             board.publish(base + READ, number + 1, self.source)

@@ -166,9 +166,7 @@ def broadcast(board: Board, operation: Operation, data: Tensor, root: int) -> An
     """`data` [b] bytes of the root on every rank."""
     for start in range(0, max(data.numel(), 1), board.lane_bytes):
         piece = data[start : start + board.lane_bytes]
-        lane = yield from board.chunk_of(
-            operation, laid(board, piece) if board.rank == root else None, (root,)
-        )
+        lane = yield from board.chunk_of(operation, laid(board, piece) if board.rank == root else None, (root,))
         if board.rank != root:
             piece.copy_(board.slot(root, lane, torch.uint8)[: piece.numel()])
         board.read()
@@ -178,9 +176,7 @@ def gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine: Ten
     """`mine` [b] bytes of rank r into `outs[r]` on the root."""
     for start in range(0, max(mine.numel(), 1), board.lane_bytes):
         piece = mine[start : start + board.lane_bytes]
-        lane = yield from board.chunk_of(
-            operation, laid(board, piece), everyone(board) if board.rank == root else ()
-        )
+        lane = yield from board.chunk_of(operation, laid(board, piece), everyone(board) if board.rank == root else ())
         for other, out in enumerate(outs):  # none on the other ranks
             out[start : start + board.lane_bytes].copy_(board.slot(other, lane, torch.uint8)[: piece.numel()])
         board.read()

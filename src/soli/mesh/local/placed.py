@@ -43,9 +43,7 @@ def reduce_scatter(board: Board, out: Tensor, parts: Sequence[Tensor], op: str, 
     """Sum part r of every rank into `out` [n] of rank r, which may be its own part; `parts` [N][n] lie in a row."""
     rank, size = board.rank, out.element_size()
     skip = parts[0].numel() * size * rank
-    theirs = [
-        parts[rank] if r == rank else board.at(r, places[r] + skip, parts[rank]) for r in range(board.ranks)
-    ]
+    theirs = [parts[rank] if r == rank else board.at(r, places[r] + skip, parts[rank]) for r in range(board.ranks)]
     total = torch.empty(min(out.numel(), PIECE_BYTES // size), dtype=out.dtype)
     for piece in _pieces(0, out.numel(), size):
         summed = total[: piece.stop - piece.start]

@@ -47,9 +47,7 @@ def _unseen() -> Iterator[None]:
 class LocalWork(_Base):
     """An operation that was issued: c10d's Work, with a future."""
 
-    def __init__(
-        self, board: Board, steps: Any, outputs: list[Any], deadline: float, peer: int | None
-    ) -> None:
+    def __init__(self, board: Board, steps: Any, outputs: list[Any], deadline: float, peer: int | None) -> None:
         super().__init__()
         self.board, self.steps, self.outputs, self.seconds, self.peer = board, steps, outputs, deadline, peer
         self.began = time.monotonic()

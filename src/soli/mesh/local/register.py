@@ -10,9 +10,7 @@ from soli.mesh.local.group import LocalGroup
 
 
 def _create(options: Any, _: Any = None) -> LocalGroup:
-    return LocalGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id)
-    )
+    return LocalGroup(options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id))
 
 
 if "LOCAL" not in dist.Backend._plugins:

@@ -138,9 +138,7 @@ def _written_out(
     groups = q.shape[-3] // k.shape[-3]
     if groups > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-    found = scores.ring_qk(
-        q * (scale if scale is not None else 1 / math.sqrt(q.shape[-1])), k, of_k, run.axis
-    )
+    found = scores.ring_qk(q * (scale if scale is not None else 1 / math.sqrt(q.shape[-1])), k, of_k, run.axis)
     if causal:
         found = found.masked_fill(_hidden(of_q, found.shape[-1], run.axis.index, q.device), -math.inf)
     if mask is not None:

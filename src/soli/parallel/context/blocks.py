@@ -45,9 +45,7 @@ class Kernel(NamedTuple):
     causal: bool  # it hides later keys by itself
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """q [b, h, l, e], k [b, g, s, e], v [b, g, s, f] -> out [b, h, l, f] and lse [b, h, l] in the type of sums.
 
     `mask` [b or 1, h or 1, l, s] is bool (True may be seen) or is added; `causal` hides key j from query i < j. Both

@@ -283,9 +283,7 @@ def attention(
     Every rank of the axis calls it, and runs its backward. What is added may be any large negative number instead of
     -inf; of a row in which every key has one, the scores alone decide, where torch's rounding makes all keys alike.
     """
-    work = _Work(
-        of_q, of_k, causal, q.shape[-1] ** -0.5 if scale is None else scale, rings(axis, inner, outer)
-    )
+    work = _Work(of_q, of_k, causal, q.shape[-1] ** -0.5 if scale is None else scale, rings(axis, inner, outer))
     q, k, v = lowered(q), lowered(k), lowered(v)
     _check(q, k, v, mask, work)
     lead, (heads, rows) = q.shape[:-3], q.shape[-3:-1]
@@ -349,9 +347,7 @@ def _forward(
         for call in work.calls(step.owner):
             i, j = slice(*call.rows), slice(*call.columns)
             shown = _shown(mask, off, call, work.of_k[step.owner])
-            part = blocks.forward(
-                q[:, :, i], keys[:, :, j], values[:, :, j], shown, call.diagonal, work.scale
-            )
+            part = blocks.forward(q[:, :, i], keys[:, :, j], values[:, :, j], shown, call.diagonal, work.scale)
             _merge(out[:, :, i], lse[:, :, i], *part)
     return out.to(q.dtype), lse
 

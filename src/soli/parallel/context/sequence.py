@@ -81,9 +81,7 @@ def check_begun(levels: list[Run], rows: int, stages: Axis | None = None) -> Non
             )
 
 
-def _cutting(
-    forward: Callable[..., Any], run: Run, is_sequence: Callable[[Tensor], bool]
-) -> Callable[..., Any]:
+def _cutting(forward: Callable[..., Any], run: Run, is_sequence: Callable[[Tensor], bool]) -> Callable[..., Any]:
     """The first input of a module cut along its second dim, where it is a sequence and whole."""
 
     @functools.wraps(forward)

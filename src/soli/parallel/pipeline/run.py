@@ -97,9 +97,7 @@ class Pipeline:
         self.keys: list[Any] = []
         self.count = schedules.microbatches(plan)
         self.schedule = schedules.build(plan, self.mine, self.count)
-        self._present = {
-            name for name, unit in cutting.units if not any(p.is_meta for p in unit.parameters())
-        }
+        self._present = {name for name, unit in cutting.units if not any(p.is_meta for p in unit.parameters())}
         self._step, self._scale = 0, 1.0
         self._total, self._counted = 0.0, 0.0
 
@@ -118,8 +116,7 @@ class Pipeline:
         self.pieces, self._step, self._scale = pieces, step, scale
         rows = self.together([piece.rows for piece in pieces])
         self.keys = [
-            key_of(piece.data, everyone) if piece.rows else None
-            for piece, everyone in zip(pieces, rows, strict=True)
+            key_of(piece.data, everyone) if piece.rows else None for piece, everyone in zip(pieces, rows, strict=True)
         ]
         for piece, key in zip(pieces, self.keys, strict=True):
             if piece.rows and key not in self.mine[0].known:
@@ -321,10 +318,7 @@ def _form_read(said: Any) -> Any:
 
 
 def _said(cuts: dict[str, Split]) -> Any:
-    return {
-        axis: [s.dim, s.parts, s.atoms, sorted(s.origins), s.lead, s.axis, s.spans]
-        for axis, s in cuts.items()
-    }
+    return {axis: [s.dim, s.parts, s.atoms, sorted(s.origins), s.lead, s.axis, s.spans] for axis, s in cuts.items()}
 
 
 def _read(said: Any) -> dict[str, Split]:

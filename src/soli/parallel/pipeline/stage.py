@@ -94,15 +94,9 @@ class Stage(PipelineStage):
         if self.is_first or self._empty(fwd_chunk_id):
             return []
         self.flights[fwd_chunk_id] = Flight()
-        leaves = [
-            value.empty(self.axis, self.pipeline.device) for value in self._known(fwd_chunk_id).incoming
-        ]
+        leaves = [value.empty(self.axis, self.pipeline.device) for value in self._known(fwd_chunk_id).incoming]
         self.flights[fwd_chunk_id].leaves = leaves
-        return [
-            op
-            for x in leaves
-            for op in receive_later(x, self.axis, self.peer(self.stage_index - 1), "activation")
-        ]
+        return [op for x in leaves for op in receive_later(x, self.axis, self.peer(self.stage_index - 1), "activation")]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         if not self._empty(mb_index):
@@ -125,9 +119,7 @@ class Stage(PipelineStage):
             return []
         outputs = self.flights[fwd_chunk_id].outputs
         to = self.peer(self.stage_index + 1)
-        return [
-            op for x in outputs for op in send_later(x.detach().contiguous(), self.axis, to, "activation")
-        ]
+        return [op for x in outputs for op in send_later(x.detach().contiguous(), self.axis, to, "activation")]
 
     # --- gradients ------------------------------------------------------------------------------------
 
@@ -135,9 +127,7 @@ class Stage(PipelineStage):
         if self.is_last or self._empty(bwd_chunk_id):
             return []
         outgoing = self._known(bwd_chunk_id).outgoing
-        found = [
-            value.empty(self.axis, self.pipeline.device) if value.requires else None for value in outgoing
-        ]
+        found = [value.empty(self.axis, self.pipeline.device) if value.requires else None for value in outgoing]
         self.flights[bwd_chunk_id].gradients = list(found)
         source = self.peer(self.stage_index + 1)
         return [op for x in found if x is not None for op in receive_later(x, self.axis, source, "gradient")]
@@ -161,12 +151,8 @@ class Stage(PipelineStage):
                     torch.autograd.backward(outputs, gradients)
                 flight.passed = [leaf.grad for leaf in flight.leaves]
             else:
-                seeds = [
-                    torch.ones_like(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)
-                ]
-                flight.passed, flight.rest = inputs_first(
-                    outputs, seeds, flight.leaves, self.pipeline.weights
-                )
+                seeds = [torch.ones_like(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)]
+                flight.passed, flight.rest = inputs_first(outputs, seeds, flight.leaves, self.pipeline.weights)
         self._pass(flight, bwd_chunk_id)
         if full_backward and self.is_first:
             self._land(bwd_chunk_id)
@@ -185,9 +171,7 @@ class Stage(PipelineStage):
         values = self._known(number).incoming
         flight.passed = [
             None if not value.requires else torch.zeros_like(leaf) if grad is None else grad
-            for value, leaf, grad in zip(
-                values, flight.leaves, flight.passed or [None] * len(values), strict=True
-            )
+            for value, leaf, grad in zip(values, flight.leaves, flight.passed or [None] * len(values), strict=True)
         ]
         for leaf in flight.leaves:
             leaf.grad = None
@@ -197,12 +181,7 @@ class Stage(PipelineStage):
             return []
         to, passed = self.peer(self.stage_index - 1), self.flights[bwd_chunk_id].passed
         self._land(bwd_chunk_id)
-        return [
-            op
-            for x in passed
-            if x is not None
-            for op in send_later(x.contiguous(), self.axis, to, "gradient")
-        ]
+        return [op for x in passed if x is not None for op in send_later(x.contiguous(), self.axis, to, "gradient")]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         if self._empty(mb_index):

@@ -97,9 +97,7 @@ class StageForward(Watch):
                 out = as_value(func, func(*tree_map(_absent, args), **tree_map(_absent, kwargs)))
         except (RuntimeError, NotImplementedError) as error:
             raise SoliError(
-                f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split(
-                    "\n"
-                )[0],
+                f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split("\n")[0],
                 got=f"stage {self.stage}, {self._place()}",
                 fix="do it inside a block, or use pp=1",
             ) from error

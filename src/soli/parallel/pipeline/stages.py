@@ -45,9 +45,7 @@ class Stages:
     def incoming(self, trace: Trace, stage: int) -> list[Name]:
         """What stage `stage` is given by the one before it, in a fixed order."""
         border = self.starts[stage]
-        return sorted(
-            name for name, last in trace.last_use.items() if stage and name[0] <= border and last > border
-        )
+        return sorted(name for name, last in trace.last_use.items() if stage and name[0] <= border and last > border)
 
 
 def cut(trace: Trace, units: list[Unit], rank_of: list[int], rows: float) -> Stages:
@@ -98,9 +96,7 @@ def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     last = lambda gap: stages.of_gap(gap) == stages.count - 1
     bad = [
-        names[key]
-        for key, gap in trace.written.items()
-        if not all(map(last, (gap, *trace.buffer_reads.get(key, ()))))
+        names[key] for key, gap in trace.written.items() if not all(map(last, (gap, *trace.buffer_reads.get(key, ()))))
     ]
     bad += trace.repeated if stages.count > len(set(stages.rank_of)) else []
     for unit in sorted(trace.changing):

@@ -38,9 +38,7 @@ def order(plan: Plan) -> list[list[tuple[str, int, int]]]:
     kind = SCHEDULES[plan.schedule]
     stages = [_stage(plan, stage) for stage, owner in enumerate(ranks) if owner == 0]
     made = kind.made_by(stages[0] if kind.single else stages, count, loss_fn=lambda y, t: y)
-    return [
-        [step for action in made.pipeline_order[rank] for step in _steps(action)] for rank in range(plan.pp)
-    ]
+    return [[step for action in made.pipeline_order[rank] for step in _steps(action)] for rank in range(plan.pp)]
 
 
 def _one_f_one_b(stage: int, stages: int, count: int) -> list[tuple[str, int, int]]:

@@ -45,17 +45,13 @@ def _within(module: nn.Module, path: str, in_list: bool) -> list[Unit]:
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    return any(
-        isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(m) for m in module.modules()
-    )
+    return any(isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(m) for m in module.modules())
 
 
 def _largest_kind(found: list[Unit]) -> type | None:
     """The class of the largest unit that has parts."""
     sizes = {
-        type(module): sum(p.numel() for p in module.parameters())
-        for _, module in found
-        if _children(("", module))
+        type(module): sum(p.numel() for p in module.parameters()) for _, module in found if _children(("", module))
     }
     return max(sizes, key=lambda kind: sizes[kind]) if sizes else None
 

@@ -72,9 +72,7 @@ def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         dim = split.dim + mask.dim() - dims
         mask = entered(run, mask) if dim < 0 else part_of(run, mask, split.at(dim))
     if 0 in local[0].shape:
-        result = local[0].new_zeros((*local[0].shape[:-1], local[2].shape[-1])) + 0 * sum(
-            x.sum() for x in local
-        )
+        result = local[0].new_zeros((*local[0].shape[:-1], local[2].shape[-1])) + 0 * sum(x.sum() for x in local)
     else:
         more = {"dropout_p": given.get("dropout_p", 0.0), "is_causal": given.get("is_causal", False)}
         more |= {"attn_mask": mask, "scale": given.get("scale"), "enable_gqa": gqa}

@@ -140,9 +140,7 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
     dims = max((d for p in sample.module.parameters() for d in p.shape), default=1)
     bound = SAFETY * torch.finfo(torch.float64).eps * len(list(sample.module.modules())) * dims
     if float(found) > bound:
-        raise _refused(
-            sample, f"relative error {float(found):.1e} of {where or 'another rank'}, bound {bound:.1e}"
-        )
+        raise _refused(sample, f"relative error {float(found):.1e} of {where or 'another rank'}, bound {bound:.1e}")
 
 
 def _add_up(whole: Tensor, own: Tensor, cut_over: dict[str, Any], plan: Plan, mesh: Mesh) -> None:
@@ -169,9 +167,7 @@ def _refused(sample: Sample, got: str) -> SoliError:
     )
 
 
-def _traced(
-    sample: Sample, divide: Callable[[nn.Module], None], levels: list[Run], seed: float
-) -> dict[str, Tensor]:
+def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Run], seed: float) -> dict[str, Tensor]:
     """Outputs and gradients of a float64 copy of the block. Outputs are whole, parameters' gradients local."""
     block = copies.deep(sample.module).double()
     block.eval()

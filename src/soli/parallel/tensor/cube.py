@@ -106,9 +106,7 @@ def _product(x: Tensor, w: Tensor, cuts: _Cuts) -> Tensor:
     return F.linear(of_x(), of_weight())
 
 
-def _gradients(
-    dy: Tensor, x: Tensor | None, w: Tensor | None, cuts: _Cuts
-) -> tuple[Tensor | None, Tensor | None]:
+def _gradients(dy: Tensor, x: Tensor | None, w: Tensor | None, cuts: _Cuts) -> tuple[Tensor | None, Tensor | None]:
     """dx [T_A, .., K_B] and dW [N_AD, K_B] of dy [T_B, .., N_A]. Without W no dx is wanted, without x no dW."""
     tokens_in, tokens_out, of_w, gather, scatter, depth = cuts
     of_y = collected_later(dy, tokens_out, scatter, GRADIENT)

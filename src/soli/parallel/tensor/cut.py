@@ -139,10 +139,7 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         name = getattr(func, "__name__", "")
         if before < 0 and len(levels) > 1:
-            if (
-                levels[-1].cube is not None
-                and (done := _by_cube(levels, func, name, args, kwargs)) is not None
-            ):
+            if levels[-1].cube is not None and (done := _by_cube(levels, func, name, args, kwargs)) is not None:
                 return done
             if name in INNERMOST_FIRST:
                 args, kwargs = tree_map(_cut_once, (args, kwargs))
@@ -361,11 +358,7 @@ def deeper(x: Tensor) -> dict[str, Split]:
     if type(x) not in (Cut, CutParameter):
         return {}
     cuts: dict[str, Split] = x.cuts  # type: ignore[attr-defined]
-    return {
-        run.axis.name: cuts[run.axis.name]
-        for run in _State.levels[_State.level + 1 :]
-        if run.axis.name in cuts
-    }
+    return {run.axis.name: cuts[run.axis.name] for run in _State.levels[_State.level + 1 :] if run.axis.name in cuts}
 
 
 def across(move: Callable[..., Any], x: Tensor, *given: Any, **more: Any) -> Any:
@@ -457,9 +450,7 @@ def agreed(run: Run, splits: list[Split]) -> Split:
             first = first.join(other)
             continue
         atoms = [s.atoms for s in splits]
-        same = all(
-            tuple(p * s.size for p in first.parts) == tuple(p * first.size for p in s.parts) for s in splits
-        )
+        same = all(tuple(p * s.size for p in first.parts) == tuple(p * first.size for p in s.parts) for s in splits)
         everyone = origins_of(splits)
         if not same:
             raise Misfit(everyone, "tensors meet that are cut in other places")

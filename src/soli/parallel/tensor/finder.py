@@ -154,9 +154,7 @@ class Finder:
                     why = who or "it reads what every rank has"
                     self._column(x, name, letters[i].index(new[0]), "column", why)
 
-    def _both_ways(
-        self, x: Tensor, name: str, word: str, other: tuple[Tensor, str], out: str, who: str
-    ) -> bool:
+    def _both_ways(self, x: Tensor, name: str, word: str, other: tuple[Tensor, str], out: str, who: str) -> bool:
         """On a grid: a matrix is cut along its new dim over tp, and along the summed one over the rows, if both can be."""
         y, of_y = other
         new = [c for c in word if c in out and c not in of_y]
@@ -305,17 +303,11 @@ class Finder:
             self._replicate(x, name, f"{atoms} units for {self.ranks} ranks")
             return False
         split = Split(dim, parts, atoms, frozenset({name}), axis=axis)
-        units = (
-            ""
-            if atoms == size
-            else f"; {atoms} units" + (f" in each of {len(parts)} parts" if parts[1:] else "")
-        )
+        units = "" if atoms == size else f"; {atoms} units" + (f" in each of {len(parts)} parts" if parts[1:] else "")
         self._decide(x, name, role, split, why + units, rows)
         return True
 
-    def _decide(
-        self, x: Tensor, name: str, kind: str, split: Split, why: str, rows: Split | None = None
-    ) -> None:
+    def _decide(self, x: Tensor, name: str, kind: str, split: Split, why: str, rows: Split | None = None) -> None:
         weight, dims = _seen(x)
         if weight is not x:
             x.cuts = {"tp": split}  # type: ignore[attr-defined]
@@ -351,9 +343,7 @@ def said_by(model: nn.Module) -> dict[str, str]:
     return {name: SAID[word] for name, word in plan.items() if word in SAID}
 
 
-def _dims_of(
-    x: Tensor, dims: tuple[int, ...], result: Tensor, name: str, args: tuple
-) -> tuple[int, ...] | None:
+def _dims_of(x: Tensor, dims: tuple[int, ...], result: Tensor, name: str, args: tuple) -> tuple[int, ...] | None:
     """Which dims of the weight the dims of `result` are, where a function only showed `x`, of `dims`, otherwise."""
     if name in ("__get__", "t") and x.dim() == 2 and result.shape == (x.shape[1], x.shape[0]):
         return dims[::-1]
@@ -377,6 +367,4 @@ def _seen(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _is_number(index: Any) -> bool:
-    return isinstance(index, int) or (
-        isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point()
-    )
+    return isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point())

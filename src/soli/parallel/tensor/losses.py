@@ -82,9 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Losses [n] of logits [n, v / ranks] and targets [n]; `start`: the first class that is this rank's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, target: Tensor, start: int, classes: int, smoothing: float, axis: Axis
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, target: Tensor, start: int, classes: int, smoothing: float, axis: Axis) -> Tensor:
         x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         own = x.shape[1]
         most = x.amax(1) if own else x.new_full((x.shape[0],), -float("inf"))

@@ -77,9 +77,7 @@ def collected_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
         piece = x.new_empty((*before, n, *after))
         piece.narrow(split.dim, 0, x.shape[split.dim]).copy_(x)
     every = x.new_empty((axis.size, *before, n, *after))
-    in_order = split.dim == 0 and all(
-        split.own(axis.size, r) == [(r * n, (r + 1) * n)] for r in range(axis.size)
-    )
+    in_order = split.dim == 0 and all(split.own(axis.size, r) == [(r * n, (r + 1) * n)] for r in range(axis.size))
     pending = all_gather(every.view(-1), piece.view(-1), axis, label=label, wait=False)
 
     def finish() -> Tensor:

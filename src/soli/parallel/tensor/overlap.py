@@ -26,9 +26,7 @@ Later = Callable[[Tensor], Callable[[], Tensor]]
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, there: moves.Way, later: Later
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, there: moves.Way, later: Later) -> Any:
         ctx.set_materialize_grads(False)
         ctx.later, ctx.types = later, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         read = there(x)
@@ -46,9 +44,7 @@ class _Column(torch.autograd.Function):
             return _backward(ctx, saved, of_read, of_result)
 
 
-def _backward(
-    ctx: Any, saved: tuple[Tensor, Tensor], of_read: Tensor | None, of_result: Tensor | None
-) -> Any:
+def _backward(ctx: Any, saved: tuple[Tensor, Tensor], of_read: Tensor | None, of_result: Tensor | None) -> Any:
     a, weight = saved
     x_type, weight_type, bias_type = ctx.types
     if of_result is None:

@@ -53,9 +53,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
                 run.finder.choose_along(x, split.at(dim))
     if "out" in kwargs:
         raise Misfit(split.origins, "a result that is written to a given tensor")
-    fits = lambda found, x: (
-        found is not None and found.dim + dims - x.dim() == split.dim and found.fits(split)
-    )
+    fits = lambda found, x: found is not None and found.dim + dims - x.dim() == split.dim and found.fits(split)
     if in_place(func) and not fits(split_of(leaves[0]), leaves[0]):
         how = "a whole tensor" if split_of(leaves[0]) is None else "a tensor cut otherwise"
         raise Misfit(split.origins, f"{how} is changed in place by a cut one")
@@ -115,9 +113,7 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     if split is None:
         return func(*args, **kwargs)
     names = ("dim", "keepdim")
-    given = dict(zip(names, rest, strict=False)) | {
-        ("dim" if k == "axis" else k): v for k, v in kwargs.items()
-    }
+    given = dict(zip(names, rest, strict=False)) | {("dim" if k == "axis" else k): v for k, v in kwargs.items()}
     dim, keep = given.get("dim"), bool(given.get("keepdim", False))
     if isinstance(dim, Tensor):  # torch.max of two tensors
         return pointwise(run, func, args, kwargs)
@@ -147,9 +143,7 @@ def _variance(x: Tensor, given: dict[str, Any], keep: bool) -> Tensor:
     (dim,) = [given["dim"]] if isinstance(given["dim"], int) else given["dim"]
     less = given.get("correction", int(given.get("unbiased", True)))
     centred = call(torch.sub, x, call(torch.mean, x, dim=dim, keepdim=True))
-    return call(torch.sum, call(torch.mul, centred, centred), dim=dim, keepdim=keep) / (
-        shape_of(x)[dim] - less
-    )
+    return call(torch.sum, call(torch.mul, centred, centred), dim=dim, keepdim=keep) / (shape_of(x)[dim] - less)
 
 
 def along(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -162,7 +156,5 @@ def along(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     dim = kwargs.get("dim", kwargs.get("axis", rest[place] if len(rest) > place else -1))
     if isinstance(dim, int) and dim % x.dim() != split.dim:
         result = func(*args, **kwargs)
-        return (
-            cut(result, split) if isinstance(result, Tensor) else type(result)(cut(r, split) for r in result)
-        )
+        return cut(result, split) if isinstance(result, Tensor) else type(result)(cut(r, split) for r in result)
     raise Misfit(split.origins, f"{getattr(func, '__name__', func)} along the dim that is cut")

@@ -134,9 +134,7 @@ def linear(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     return finished(run, *contraction(run, [x, weight, bias], [*words, "n"], lead + "n", F.linear))
 
 
-def _overlapped(
-    run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: int = 0
-) -> Tensor | None:
+def _overlapped(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: int = 0) -> Tensor | None:
     """The first column that reads x, where its backward can send and compute at once; None elsewhere."""
     split, rows = split_of(weight), split_of(x)
     if not (run.overlap and run.axis.size > 1 and torch.is_grad_enabled()):
@@ -277,9 +275,7 @@ def _spelt(equation: str, dims: list[int]) -> tuple[list[str], str]:
     more = max([d - len(w.replace("...", "")) for w, d in zip(words, dims, strict=True) if "..." in w] or [0])
     dots = "".join(free[:more])
     full = [
-        w.replace(
-            "...", dots[more - (d - len(w.replace("...", ""))) :] if d - len(w.replace("...", "")) else ""
-        )
+        w.replace("...", dots[more - (d - len(w.replace("...", ""))) :] if d - len(w.replace("...", "")) else "")
         for w, d in zip(words, dims, strict=True)
     ]
     if arrow:

@@ -92,11 +92,7 @@ GETTERS: dict[str, Rule] = {
 
 def written_in_python(func: Any) -> bool:
     """Whether torch wrote it in Python, of functions that have no rule of their own."""
-    return (
-        isinstance(func, types.FunctionType)
-        and func.__module__.startswith("torch")
-        and func.__name__ not in CUT
-    )
+    return isinstance(func, types.FunctionType) and func.__module__.startswith("torch") and func.__name__ not in CUT
 
 
 _found: dict[Any, Rule | None] = {}

@@ -209,9 +209,7 @@ def _all_borders(split: Split | None, dim: int, starts: list[int]) -> None:
     has = {sum(split.parts[:i]) for i in range(len(split.parts))}
     lacking = tuple((s, split.size) for s in starts if s not in has)
     if lacking:
-        raise Misfit(
-            split.origins, f"it is taken apart at {', '.join(str(s) for s, _ in lacking)}", borders=lacking
-        )
+        raise Misfit(split.origins, f"it is taken apart at {', '.join(str(s) for s, _ in lacking)}", borders=lacking)
 
 
 def unbind(run: Run, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
@@ -224,9 +222,7 @@ def select(run: Run, x: Tensor, dim: int, index: int) -> Tensor:
     split = _split(x)
     if dim == split.dim:
         size = split.size
-        raise Misfit(
-            split.origins, "one element of the cut dim", borders=tuple((i, size) for i in range(1, size))
-        )
+        raise Misfit(split.origins, "one element of the cut dim", borders=tuple((i, size) for i in range(1, size)))
     return cut(x.select(dim, index), split.at(split.dim - (dim < split.dim)))
 
 

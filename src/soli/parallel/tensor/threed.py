@@ -107,11 +107,7 @@ def _lookup(levels: tuple[Run, ...], args: tuple, kwargs: dict) -> Tensor:
     if axes is None or given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse"):
         raise Misfit(frozenset(), "an embedding with max_norm, scale_grad_by_freq or sparse")
     for level in reversed(range(len(levels))):
-        if (
-            type(indices) is Cut
-            and levels[level].axis.name in indices.cuts
-            and levels[level].cube is not None
-        ):
+        if type(indices) is Cut and levels[level].axis.name in indices.cuts and levels[level].cube is not None:
             indices = whole_at(indices, level)
     words, hidden = weight.cuts[TP], weight.cuts[ROW]
     table = moves.share(weight, weight.cuts[DEPTH], axes[DEPTH])

@@ -86,9 +86,7 @@ def _cut(p: Points, k: Constants, tokens: Array, n: Array, summed: Array, line: 
         return line
     pieces = grids.panels(p)
     parts = np.where(p.tensor == CUBE, p.columns, pieces)
-    return np.where(
-        p.tensor == LINE, line, pieces * product(p, k, tokens / p.rows, n / p.columns, summed / parts)
-    )
+    return np.where(p.tensor == LINE, line, pieces * product(p, k, tokens / p.rows, n / p.columns, summed / parts))
 
 
 def attention(p: Points, k: Constants) -> tuple[Array, Array]:
@@ -104,15 +102,11 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
     reached = p.peak_wide * p.kernel * k.attention_share * (128 + SCORE) / 128
     kernel = 2.0 * scores * (filled + SCORE) / reached
     summed = p.head_size / (p.head_size + k.product_half_inner)
-    rate = (
-        p.peak_wide * k.product_share * aligned(p.head_size) * summed * p.seq / (p.seq + k.product_half_inner)
-    )
+    rate = p.peak_wide * k.product_share * aligned(p.head_size) * summed * p.seq / (p.seq + k.product_half_inner)
     products = 4.0 * scores * p.head_size / rate
     moved = scores * (k.score_bytes + SLOW_SCORE * p.unfused) / (p.bandwidth * k.stream_share)
     flash = p.flash > 0
-    return np.where(flash, kernel, products + moved), np.where(
-        flash, 2.5 * kernel, 2.0 * products + 1.5 * moved
-    )
+    return np.where(flash, kernel, products + moved), np.where(flash, 2.5 * kernel, 2.0 * products + 1.5 * moved)
 
 
 def elements_forward(p: Points, k: Constants) -> Array:
@@ -129,9 +123,7 @@ def elements_forward(p: Points, k: Constants) -> Array:
     routed = np.where(moe, around * p.active, 0.0)
     read = p.tokens * (p.hidden * np.where(moe, 1 + p.active, 2.0) + p.attention_width / p.tp) + between
     cast = np.where(p.low < 2, (2.0 + 2.0 * p.low) * read, 0.0)
-    written = np.where(
-        p.gated > 0, p.eager, 1.0
-    )  # models with gates have norms and rotations of several operations
+    written = np.where(p.gated > 0, p.eager, 1.0)  # models with gates have norms and rotations of several operations
     usual = (around + between * (1 + p.gated) / 4.0) * k.element_bytes * written
     return (usual + ROUTED * routed + cast) / (p.bandwidth * k.stream_share)
 

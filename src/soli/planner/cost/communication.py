@@ -57,9 +57,7 @@ def all_to_all(
     return np.where(n > 1, near + far + latency, 0.0)
 
 
-def of_layer(
-    p: Points, k: Constants, crossing: tuple[Array, Array], grid: tuple[Array, Array]
-) -> tuple[Array, Array]:
+def of_layer(p: Points, k: Constants, crossing: tuple[Array, Array], grid: tuple[Array, Array]) -> tuple[Array, Array]:
     """Seconds of a layer's collectives in a forward and in a backward, and none of ZeRO.
 
     tp: two sums each way of T h values, some behind the products; under sp as many bytes are gathered and scattered (arXiv 2205.05198, 4.2.2);

@@ -55,16 +55,12 @@ MEANINGS: dict[str, Meaning] = {
     "send_share": Meaning(0.3, 0.05, 1.0, "of either that a stage's send reaches"),
     "latency_scale": Meaning(2.0, 0.5, 9.0, "latency of a collective's step, in the device's"),
     "hidden_gradients": Meaning(0.3, 0.02, 1.0, "of the gradients' reduction that runs behind the backward"),
-    "waited_sums": Meaning(
-        1.5, 0.1, 5.0, "time that what 8 ranks of tp send takes in a layer, by what it takes alone"
-    ),
+    "waited_sums": Meaning(1.5, 0.1, 5.0, "time that what 8 ranks of tp send takes in a layer, by what it takes alone"),
     "hidden_gathers": Meaning(0.8, 0.0, 1.0, "of a layer's time behind which its parameters are gathered"),
     "optimizer_bytes": Meaning(32.0, 12.0, 120.0, "moved for each parameter's update"),
     "logit_kept": Meaning(6.0, 2.0, 18.0, "bytes that a logit takes at the peak"),
     "activation_scale": Meaning(1.0, 0.5, 2.0, "kept activations by those that the formulas count"),
-    "resident": Meaning(
-        1.0e8, 1.0e7, 2.0e9, "bytes that stay beside parameters, gradients and the optimizer's"
-    ),
+    "resident": Meaning(1.0e8, 1.0e7, 2.0e9, "bytes that stay beside parameters, gradients and the optimizer's"),
     "workspace": Meaning(3.4e7, 1.0e7, 6.0e9, "bytes that a step takes beside its activations"),
 }
 NAMES = tuple(MEANINGS)
@@ -117,10 +113,7 @@ def spread_of(framework: str) -> dict[str, float]:
     has its own, by rehearsals and what a GPU took.
     """
     return SPREADS | {
-        key: value
-        for name in (DEFAULT, framework)
-        for key, value in sets().get(name, {}).items()
-        if key in SPREADS
+        key: value for name in (DEFAULT, framework) for key, value in sets().get(name, {}).items() if key in SPREADS
     }
 
 

@@ -60,9 +60,7 @@ def parameters(p: Points) -> Array:
     """Of the whole model."""
     dense, experts = of_layer(p)
     norms = p.tp * vectors(p) - NORMS * p.hidden  # which several ranks of tp have
-    return (
-        p.layers * (p.tp * dense + experts * p.ep * p.expert_tp - norms) + (2 - p.tied) * p.vocab * p.hidden
-    )
+    return p.layers * (p.tp * dense + experts * p.ep * p.expert_tp - norms) + (2 - p.tied) * p.vocab * p.hidden
 
 
 def of_rank(p: Points, rank: Rank) -> tuple[Array, Array]:
@@ -154,9 +152,7 @@ def _of_autocast(p: Points, scores: Array) -> Array:
     norms, read = 8.0 * p.hidden * (1 + p.gated), 2.0 * p.hidden * (3 + (1 + p.gated) * active)
     # attention's result, and the activation's (and the gate's product)
     whole = (
-        norms / p.around
-        + read / np.where(p.tensor == LINE, 1.0, p.tp)
-        + (opened + 2.0 * width + ffn + scores) / p.tp
+        norms / p.around + read / np.where(p.tensor == LINE, 1.0, p.tp) + (opened + 2.0 * width + ffn + scores) / p.tp
     )
     # a block's input, and what its products give
     # of a ring's steps each attention's result
@@ -187,9 +183,7 @@ def _between(p: Points, rank: Rank, again: Array) -> Array:
     width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
     opened = 2.0 * width * (1 + 2 * p.kv_share) + 2.0 * p.ffn * active * (1 + p.gated)
     wait = again + p.tokens * (
-        opened / p.tp
-        + 4.0 * p.hidden / np.where(p.tensor == LINE, 1.0, p.tp)
-        + GRADIENTS * p.hidden / p.around
+        opened / p.tp + 4.0 * p.hidden / np.where(p.tensor == LINE, 1.0, p.tp) + GRADIENTS * p.hidden / p.around
     )
     vector = p.tokens * p.hidden / p.around
     sent = np.where((p.pp > 1) & (rank.ends == 0), 4.0 * vector * rank.under_way, 0.0)
@@ -224,9 +218,7 @@ def kinds(p: Points, k: Constants, bare: bool = False) -> dict[str, Array]:
     each = [_kinds(p, k, rank, bare) for rank in ranks(p)]
     total = np.stack([sum(found.values(), np.zeros(len(p))) for found in each])
     fullest = np.where(p.logged > 0, np.where((p.pp == 1) | in_a_v(p), 0, 2), total.argmax(axis=0))
-    return {
-        kind: np.choose(fullest, [np.broadcast_to(found[kind], len(p)) for found in each]) for kind in each[0]
-    }
+    return {kind: np.choose(fullest, [np.broadcast_to(found[kind], len(p)) for found in each]) for kind in each[0]}
 
 
 def _kinds(p: Points, k: Constants, rank: Rank, bare: bool) -> dict[str, Array]:

@@ -119,7 +119,9 @@ class Points:
     fours: Array  # flag: attention's softmax is Megatron's kernel, of four matrices of scores at a time
     late: Array  # flag: gradients take no memory before the backward makes them, as torch's optimizers leave them
     pieces: Array  # in which a microbatch's logits are made; 0: each as large as what the last product reads
-    turns: Array  # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once
+    turns: (
+        Array  # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once
+    )
     once: Array  # flag: a token crosses to a server once, however many of its experts are there
     routed: Array  # bytes a hidden unit that are kept of a token at each of its experts
     etp: Array  # ranks that share one expert's products; 0: as many of tp's as ep leaves
@@ -241,6 +243,4 @@ def of_device(device: Device, precision: str) -> dict[str, float]:
 def points(rows: Sequence[Mapping[str, float]]) -> Points:
     """One point a row; every row has every field but perhaps those of UNSAID."""
     whole = [{**UNSAID, **row} for row in rows]
-    return Points(
-        **{f.name: np.array([row[f.name] for row in whole], dtype=np.float64) for f in fields(Points)}
-    )
+    return Points(**{f.name: np.array([row[f.name] for row in whole], dtype=np.float64) for f in fields(Points)})

@@ -25,9 +25,7 @@ SHARES = {
 OTHERS = SHARES["hopper"]
 """Of devices of which no measurement is known."""
 
-EARLY = re.compile(
-    r"(?i)torch 1\.|^triton|triton[- ](?:flash|att)|att\w*\W+triton|flash[- ]?att(?:entio)?n?[- ]?1\b"
-)
+EARLY = re.compile(r"(?i)torch 1\.|^triton|triton[- ](?:flash|att)|att\w*\W+triton|flash[- ]?att(?:entio)?n?[- ]?1\b")
 
 UNFUSED = ("fsdp", "soli")
 """Programs that run the operations that a model is written in."""
@@ -85,8 +83,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
     return {
         "kernel": attends(framework, generation, said),
         "once": float(
-            bool(re.search(r"deepep|hybridep", said, re.I))
-            or (framework == MEGATRON and "alltoall" not in said)
+            bool(re.search(r"deepep|hybridep", said, re.I)) or (framework == MEGATRON and "alltoall" not in said)
         ),
         "routed": ROUTED.get(framework, 4.0),
         "eager": EAGER if framework in UNFUSED and not COMPILER.search(has) else 1.0,

@@ -45,9 +45,7 @@ def waits(p: Points, layers: Array, own: Array, forward: Array, weights: Array) 
     others = p.pp - 1
     found = np.where(p.schedule == GPIPE, others * (F + B + W), others * (F + B - W))
     found = np.where(p.schedule == ZBV, others * np.maximum(B, 2 * (B - W)), found)
-    return np.where(
-        p.schedule == DUALPIPEV, np.maximum(others * (F + B - W), others * (2 * B - W) - F), found
-    )
+    return np.where(p.schedule == DUALPIPEV, np.maximum(others * (F + B - W), others * (2 * B - W) - F), found)
 
 
 def kept(p: Points) -> Array:

@@ -85,9 +85,7 @@ class Running:
     waiting: Array
 
 
-def running(
-    p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0
-) -> Running:
+def running(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Running:
     """All of a step but what follows its microbatches."""
     own, exposed = layers(p, k)
     own = own * of_layers
@@ -102,9 +100,7 @@ def running(
         parts = schedules.shares(p, k, _sent(p, k))
         waits = schedules.waits(p, plain + k.microbatch_overhead, inner, *parts)
         other = pipeline.spent_otherwise(p, inner, waits, first, last, send, one, sending)
-        busy, waiting = (
-            np.where(p.schedule > INTERLEAVED, a, b) for a, b in zip(other, (busy, waiting), strict=True)
-        )
+        busy, waiting = (np.where(p.schedule > INTERLEAVED, a, b) for a, b in zip(other, (busy, waiting), strict=True))
     return Running(own, exposed, last, busy, waiting)
 
 
