@@ -142,7 +142,7 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"attn_implementation": "sdpa"}, {"flash": 1}),
         ({"framework": "llm.c (cuDNN attention)"}, {"flash": 1}),
         ({"gpu": "V100-32GB", "precision": "fp16", "seq_len": "4096"}, {"flash": 0}),
-        ({"framework": "torchtune", "notes": "pure bf16"}, {"weight": 2, "gradient": 2, "moments": 4, "late": 1}),
+        ({"framework": "torchtune", "notes": "pure bf16"}, {"weight": 2, "gradient": 2, "moments": 4}),
         ({"framework": "litgpt", "precision": "bf16-true"}, {"weight": 2, "gradient": 2, "moments": 4}),
         ({"framework": "torchtune", "notes": "not pure bf16"}, {"weight": 2, "moments": 12}),
         ({"framework": "torchtune", "notes": "pure bf16", "optimizer": "AdamW8bit"}, {"moments": 2}),

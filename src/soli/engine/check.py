@@ -136,6 +136,8 @@ def _run(engine: Engine, data: Any, rows: int, part: bool = False) -> tuple[floa
 
 def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
     """Whether the model runs on its first rows alone: a graph's nodes do not. SoliError where the plan has to take them apart."""
+    if engine.mesh.all.simulated:  # what comes of shapes is found where they are run
+        return True
     try:
         with kept.unchanged(engine.model):
             _run(engine, take(data, 0, rows), rows, part=True)

@@ -117,7 +117,7 @@ class Points:
     behind: Array  # of what tp sends in a layer the share that runs behind products, where it is told so
     blocking: Array  # flag: nothing is launched before what was launched before it is done
     fours: Array  # flag: attention's softmax is Megatron's kernel, of four matrices of scores at a time
-    late: Array  # flag: gradients take no memory before the backward makes them, as torch's optimizers leave them
+    late: Array  # flag: gradients take no memory before the backward makes them
     pieces: Array  # in which a microbatch's logits are made; 0: each as large as what the last product reads
     turns: (
         Array  # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once

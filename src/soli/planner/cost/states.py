@@ -37,7 +37,8 @@ IN_BACKWARD = re.compile(r"(?:optimizer|step|update)[- _]in[- _](?:the[- _])?(?:
 """Programs that update each parameter in the backward, and keep no gradient."""
 TRAINER = re.compile(r"\b(?:hf|transformers|hugging ?face)[ _-]?trainer|\baccelerate\b")
 """Programs that update by torch's AdamW as it is, whose square roots of all second moments are there at once (torch/optim/adamw.py,
-_multi_tensor_adam; fms-acceleration's runs peak at 20 bytes a parameter, 10 where all is in 16 bits)."""
+_multi_tensor_adam), and gradients not before the backward makes them: fms-acceleration's runs peak at 20 bytes a parameter, 10 where all is in 16 bits.
+The gradients of others that run torch's FSDP are counted at the loss too: without them activations would be fitted larger, and a sixth of llm-foundry's runs not fit."""
 EIGHT = re.compile(r"8[- _]?bit|int8|\bbnb\b")
 FULL_WIDTH = {"weight": 4.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0}
 HALF_WIDTH = {"weight": 2.0, "gradient": 2.0, "summed": 2.0, "copied": 0.0}
@@ -67,7 +68,7 @@ def of_states(
     )  # memory that CUDA manages, on the host where there is too little
     if TRAINER.search(told) and moments in (None, 2.0) and width > 1:
         found = found | {"copied": width}
-    late = framework == "fsdp" or bool(TRAINER.search(told))
+    late = bool(TRAINER.search(told))
     gradient = 0.0 if IN_BACKWARD.search(told) else found["gradient"]
     return found | {
         "moments": copy + width * (2.0 if moments is None else moments),
