@@ -3,6 +3,7 @@ one, or are refused."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -547,9 +548,11 @@ def test_what_a_model_raises_anyway_is_left_alone(pool: Pool) -> None:
     assert pool.run(knowing, "dp=2,zero=1", False, ranks=2) == [["it ran"]] * 2
 
 
-def counted(plan: str) -> str:
+def first_step(kind: type[nn.Module], plan: str, deferred: bool = False) -> str:
+    """What its refusal says."""
     torch.manual_seed(3)
-    model = Counted().double()
+    with soli.deferred() if deferred else nullcontext():
+        model = kind().double()
     loss_fn, batches = case_of(Plain).make()[1:]
     try:
         parallelize(model, loss_fn, optimizer=adamw, plan=plan).step(batches[0])
@@ -560,30 +563,18 @@ def counted(plan: str) -> str:
 
 @pytest.mark.parametrize("plan", ["tp=2", "cp=2", "pp=2,microbatches=2"])
 def test_models_do_not_send_where_ranks_have_the_same_rows(pool: Pool, plan: str) -> None:
-    for text in pool.run(counted, plan, ranks=2):
+    for text in pool.run(first_step, Counted, plan, ranks=2):
         assert "the model sends by itself" in text
 
 
 def test_models_that_sum_over_all_ranks_are_not_refused_for_sending(pool: Pool) -> None:
-    for text in pool.run(counted, "dp=2", ranks=2):
+    for text in pool.run(first_step, Counted, "dp=2", ranks=2):
         assert "got     seen\n" in text  # a buffer that rows change
-
-
-def leaning_deferred(plan: str) -> str:
-    torch.manual_seed(3)
-    with soli.deferred():
-        model = Leaning().double()
-    loss_fn, batches = case_of(Leaning).make()[1:]
-    try:
-        parallelize(model, loss_fn, optimizer=adamw, plan=plan).step(batches[0])
-    except SoliError as error:
-        return str(error)
-    return "it ran"
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2,accumulate=2", "pp=2,microbatches=2"])
 def test_rows_of_a_deferred_model_that_lean_on_each_other_are_found(pool: Pool, plan: str) -> None:
-    for text in pool.run(leaning_deferred, plan, ranks=2):
+    for text in pool.run(first_step, Leaning, plan, True, ranks=2):
         assert "parts, in float64" in text
 
 

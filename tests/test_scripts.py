@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from pool import Pool
 from soli import losses
+from soli.checkpoint import save
 from soli.core.errors import SoliError
+from soli.core.layout import from_whole
 from soli.engine.engine import Engine, parallelize
 from soli.verify.parity import BOUND
 
@@ -461,3 +463,31 @@ def test_two_engines_train_against_each_other(pool: Pool) -> None:
     for plan in ("dp=2", "dp=2,zero=3"):
         for found in pool.run(adversarial, plan, ranks=2):
             assert found == pytest.approx(expected, rel=BOUND)
+
+
+# --- weights alone ----------------------------------------------------------------------------------------------
+
+
+def loaded_alone(kind: str, steps: int, folder: Path) -> str:
+    """The first values of the weights, and nothing else, into an engine that has stepped so often; and a step from there."""
+    engine, batches = engine_of(Plain, "dp=1", optimizer=lambda p: getattr(torch.optim, kind)(p, lr=0.1))
+    path = folder / f"{kind}{steps}"
+    save(path, {f"model.{name}": from_whole(value) for name, value in engine.global_state_dict().items()}, {})
+    first = None
+    for batch in batches[:steps]:
+        loss = engine.step(batch)
+        first = loss if first is None else first
+    said = said_by(engine.load, path)
+    if said == "it ran":
+        loss = engine.step(batches[0])
+        assert engine.step_count == 1
+        assert first is None or float(loss) == float(first)
+        assert all(float(state["step"]) == 1 for state in engine.optimizer.state.values())
+    return said
+
+
+def test_weights_alone_let_the_optimizer_start_anew(tmp_path: Path) -> None:
+    """Adagrad makes its states when it is built: after a step there is no way to make them anew."""
+    for kind, steps in (("Adam", 0), ("Adam", 2), ("Adagrad", 0)):
+        assert loaded_alone(kind, steps, tmp_path) == "it ran"
+    assert "makes them only when it is built" in loaded_alone("Adagrad", 2, tmp_path)

@@ -75,8 +75,8 @@ def _first(text: str, lines: int) -> str:
     return "\n".join([*(line[:300] for line in found[:lines]), *([f"... {more} more lines"] if more > 0 else [])])
 
 
-def batched(hashes: Sequence[str], most: int = AT_ONCE) -> Iterator[Sequence[str]]:
-    yield from (hashes[i : i + most] for i in range(0, len(hashes), most))
+def batched(hashes: Sequence[str]) -> Iterator[Sequence[str]]:
+    yield from (hashes[i : i + AT_ONCE] for i in range(0, len(hashes), AT_ONCE))
 
 
 def _patches(repo: Path, hashes: Sequence[str], words: tuple[str, ...]) -> Iterator[tuple[str, str]]:

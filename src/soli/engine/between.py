@@ -49,6 +49,7 @@ class Given:
         self.hooks = {name: _hooks(param) for name, param in self.named.items()}
         self._said = False
         self.optimizer: tuple[Any, list[int]] | None = None
+        self.begun = False  # whether its class makes states when it is built (Adagrad)
 
     def check(self, engine: Engine) -> None:
         """Raises SoliError with all that was changed. The program is the same on every rank, and so is this."""
@@ -103,6 +104,7 @@ class Given:
     def laid(self, optimizer: Any) -> None:
         """The model lies on the ranks, and the optimizer has their parts."""
         self.optimizer = (optimizer, _ids(optimizer))
+        self.begun = bool(optimizer.state)
 
     def begin(self, engine: Engine) -> None:
         """Training mode; said once where the program had put the whole model into evaluation mode."""

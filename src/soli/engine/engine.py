@@ -181,12 +181,14 @@ class Engine:
             deciding.without_batch(self)
         return self._mesh
 
-    @noted
-    @rng.kept()
     def lay(self, example: Any) -> None:
         """Lay the model over the ranks, once. `example`: a batch, from which layout and stages are learnt."""
-        if self.parallel is not None:
-            return
+        if self.parallel is None:
+            self._lay(example)
+
+    @noted
+    @rng.kept()
+    def _lay(self, example: Any) -> None:
         models.without_caches(self.model, self.plan, shown=self.rank == 0)
         agree_on_weights(self.model, self.mesh.all)  # before what compares ranks, or computes on them
         if self.plan.model_ranks > 1:

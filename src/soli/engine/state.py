@@ -18,6 +18,7 @@ from soli.core.events import events
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import rng
 from soli.engine.data import Position
+from soli.engine.optimizer import stepped
 from soli.mesh.collectives import all_gather, all_reduce, barrier, broadcast, gather_json
 from soli.parallel.tensor.moves import collected
 from soli.parallel.units import Slot, Unit, cut_over, named_once
@@ -315,8 +316,15 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
         for unit in engine.laid.units:
             if unit.zero in (1, 2) and unit.full is not None and unit.shard is not None:
                 all_gather(unit.full, unit.shard, unit.shard_axis, label=f"parameters of {unit.name}")
-    engine.optimizer.state.clear()  # also where the checkpoint is of before the first step, or of weights alone
-    engine.optimizer.state.update(fresh)
+    if fresh or not engine._given.begun:  # also where the checkpoint is of before the first step, or of weights alone
+        engine.optimizer.state.clear()
+        engine.optimizer.state.update(fresh)
+    elif stepped(engine.optimizer):
+        raise SoliError(
+            f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} makes them only when it is built",
+            fix="load it into a new engine, before its first step",
+            everywhere=True,
+        )
     return state
 
 

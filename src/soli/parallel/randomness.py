@@ -127,7 +127,7 @@ class Randomness:
     @contextmanager
     def evaluating(self, step: int, first_row: int, rows: int) -> Iterator[None]:
         """A forward that trains nothing, on rows of an evaluation: what it draws is theirs, and another than a step's."""
-        with self.begin(-1 - step, first_row, max(rows, 1)), _Mode(self):
+        with self.begin(-1 - step, first_row, max(rows, 1)), self.forward():
             yield
 
     @contextmanager
