@@ -234,7 +234,7 @@ def evaluated(plan: str) -> tuple[list[float], float]:
     engine, batches = engine_of(Sampling, plan)
     engine.step(batches[0])
     torch.manual_seed(7)
-    found = [engine.evaluate(batches), engine.evaluate(batches[1:])]
+    found = [engine.evaluate(some) for some in (batches, batches[1:], batches[:1] * 2, batches[:1])]
     return found, float(torch.rand(()))
 
 
@@ -243,6 +243,7 @@ def test_what_an_evaluation_draws_belongs_to_its_rows(pool: Pool) -> None:
     torch.manual_seed(7)
     assert after == float(torch.rand(()))  # the program's own numbers go on
     assert expected[0] != pytest.approx(expected[1], rel=1e-3)
+    assert expected[2] != pytest.approx(expected[3], rel=1e-6)  # the same rows once more draw anew
     for plan in ("dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"):
         for found, drawn in pool.run(evaluated, plan, ranks=2):
             assert found == pytest.approx(expected, rel=BOUND)
