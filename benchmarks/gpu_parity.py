@@ -79,7 +79,7 @@ def over(backend: str, rows: list[tuple[str, str, int]], pools: int, until: floa
         pool, found = Pool(RANKS, "forkserver"), []
         for row in waiting:
             found.append(one(pool, backend, *row))
-            print(found[-1].row, backend, found[-1].error[-300:], flush=True)
+            print(found[-1].row, backend, found[-1].error[:2000], flush=True)
             if time.monotonic() > until:
                 break
         pool.close()

@@ -21,6 +21,7 @@ from soli.parallel.pipeline.stages import Stages
 from soli.parallel.pipeline.watch import (
     CONSTANT,
     OUTPUT,
+    PLACES,
     TENSOR,
     Name,
     Trace,
@@ -90,8 +91,8 @@ class StageForward(Watch):
             if not self.last:
                 self._seen(func, made, live)
             return out
-        if name_of(func) == "device":
-            return self.device
+        if name_of(func) in PLACES:  # where it would lie; on CUDA, recomputation of others asks for the number too
+            return func(torch.empty(0, device=self.device))
         try:
             with torch.no_grad():
                 out = as_value(func, func(*tree_map(_absent, args), **tree_map(_absent, kwargs)))

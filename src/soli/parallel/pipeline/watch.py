@@ -36,12 +36,13 @@ Name = tuple[int, int, int]
 OUTPUT = -1
 FOREVER = 10**9  # a gap after all others
 TENSOR, CONSTANT = "tensor", "constant"
-SEEN_WITHOUT_VALUES = {
+PLACES = {"device", "get_device", "is_cuda", "is_cpu"}
+"""Functions that tell where a tensor lies."""
+SEEN_WITHOUT_VALUES = PLACES | {
     "shape",
     "size",
     "dim",
     "dtype",
-    "device",
     "ndim",
     "is_meta",
     "requires_grad",
