@@ -76,7 +76,8 @@ def main() -> None:
     for name, (model, dimensions) in cases().items():
         tokens = torch.zeros(ROWS, dimensions.seq, dtype=torch.int64)
         batch = {"tokens": tokens, "targets": tokens}
-        program = Program(model, torch.optim.AdamW(model.parameters()), soli.losses.cross_entropy("targets"), batch)
+        made, loss_fn = torch.optim.AdamW(model.parameters()), soli.losses.cross_entropy("targets")
+        program = Program(model, made, loss_fn, batch, device="cuda")
         task = Task(dimensions, read_cluster(f"h100:{RANKS}"), ROWS, dimensions.seq)
         p = spaces(task)
         kinds = memory.kinds(p, constants_of(task, len(p)))

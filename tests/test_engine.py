@@ -403,6 +403,14 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
     assert not optimizers.elementwise(matrices)
 
 
+def test_losses_are_never_in_16_bits() -> None:
+    """What soli's losses make of logits in 16 bits is what fp32 makes of the same."""
+    logits, targets = torch.randn(1, 7, 50).bfloat16(), torch.randint(50, (1, 7))
+    by_hand = lambda x, y: torch.nn.functional.cross_entropy(x.float()[0], y[0], reduction="sum")
+    assert torch.equal(losses.cross_entropy("y")(logits, {"y": targets})[0], by_hand(logits, targets))
+    assert torch.equal(losses.causal_lm("y")(logits, {"y": targets})[0], by_hand(logits[:, :-1], targets[:, 1:]))
+
+
 def test_rows_that_count_nothing_have_no_loss() -> None:
     """What they add would be left out, and what is left out would depend on the plan."""
 

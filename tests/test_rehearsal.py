@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +269,8 @@ def test_a_second_half_has_no_gradients_of_its_own() -> None:
 
 @pytest.mark.parametrize("plan", ["tp=1", "tp=2", "tp=2,sp=on"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("kind", [GPT, Llama])
-def test_what_autocast_keeps_of_a_layer_is_counted(kind: type[nn.Module], recompute: str, plan: str) -> None:
+@pytest.mark.parametrize(("kind", "on"), [(GPT, "cuda"), (Llama, "cuda"), (Llama, "cpu")])
+def test_what_autocast_keeps_of_a_layer_is_counted(kind: type[nn.Module], on: str, recompute: str, plan: str) -> None:
     """The formula's bytes of a layer and token against the growth of a rehearsed peak with both: within a hundredth."""
     dim, seq, heads, ffn, ranks = 128, 64, 4, 512, 2 if "tp=2" in plan else 1
     config = GPTConfig if kind is GPT else LlamaConfig
@@ -278,14 +279,14 @@ def test_what_autocast_keeps_of_a_layer_is_counted(kind: type[nn.Module], recomp
     def peak(layers: int, rows: int) -> int:
         model = kind(config(vocab=64, dim=dim, layers=layers, heads=heads, **more))
         said = resolve(Plan.parse(f"{plan},precision=bf16,recompute={recompute}"), ranks)
-        return rehearse(of_tokens(model, rows, seq), said).peak
+        return rehearse(replace(of_tokens(model, rows, seq), device=on), said).peak
 
     sizes = {
         "layers": 1, "hidden": dim, "heads": heads, "kv_heads": heads, "head_size": dim // heads, "ffn": ffn,
         "gated": kind is Llama, "vocab": 64, "seq": seq, "tied": 0,
     }  # fmt: skip
     task = Task(
-        Model("", **sizes, experts=0, active=1), read_cluster(f"h100:{ranks}"), 1, seq,
+        Model("", **sizes, experts=0, active=1), read_cluster(f"{'h100' if on == 'cuda' else 'cpu'}:{ranks}"), 1, seq,
         fixed={"tp": float(ranks), "sp": float("sp" in plan), "recompute": {"none": NONE, "full": FULL}[recompute], "microbatch": 1.0},
     )  # fmt: skip
     counted = activations_of_layer(spaces(task))[0]
@@ -305,3 +306,48 @@ def test_whole_gradients_have_no_part_of_the_last_steps_beside_them(plan: str) -
     more = [run.peak - run.states for run in found.stages]
     gathered = 3 * 12 * 1024**2 * 4 if asked.zero == 3 else 0  # of three layers
     assert all(size < 0.75 * gradients + gathered for size in more), [size / gradients for size in more]
+
+
+class Repeats(nn.Module):
+    """A layer again and again, each with a product after it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(layer, nn.Linear(64, 64, bias=False)) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+LAYERS, READ = 12, 4096
+
+
+def cross_entropies(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """As a user writes it."""
+    return torch.nn.functional.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs)
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss_fn", "plan", "more"),
+    [
+        # one kernel keeps what it reads; written out also what it scales
+        (nn.RMSNorm(64), squares, "dp=1", -4 * LAYERS),
+        # which it is on CUDA too after products in 16 bits, whose type is not its weight's: all but the first
+        (nn.RMSNorm(64), squares, "dp=1,precision=bf16", -4),
+        # autocast on CUDA makes a softmax of 16 bits in fp32, and the product keeps its cast beside it: all but the first
+        (nn.Softmax(-1), squares, "dp=1,precision=bf16", 4 * (LAYERS - 1)),
+        (nn.Softmax(-1), squares, "dp=1", 0),
+        # and cross_entropy's in 16 bits, cast afterwards
+        (nn.Identity(), cross_entropies, "dp=1,precision=bf16", -2),
+    ],
+)
+def test_a_rehearsal_for_cuda_keeps_what_its_kernels_do(layer: nn.Module, loss_fn: Any, plan: str, more: int) -> None:
+    """Bytes an element beside what the CPU's keep, by hand; on an H100: benchmarks/results/gpu.md."""
+    model = Repeats(layer)
+    targets = torch.zeros(READ, dtype=torch.int64) if loss_fn is cross_entropies else torch.zeros(READ, 64)
+    made = Program(model, torch.optim.SGD(model.parameters(), lr=1e-3), loss_fn, (torch.zeros(READ, 64), targets))
+    cpu, cuda = (rehearse(replace(made, device=on), resolve(Plan.parse(plan), 1)) for on in ("cpu", "cuda"))
+    assert cuda.states == cpu.states
+    assert (cuda.peak - cpu.peak) / (READ * 64) == pytest.approx(more, abs=0.5)

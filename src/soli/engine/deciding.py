@@ -105,7 +105,7 @@ def decide(engine: Engine, batch: Any, rows: int) -> None:
     rows = rows or rows_of(data)
     program = rehearse.Program(
         engine.model, engine.optimizer, engine.loss_fn.function, rehearse.widened(data, rows), engine.max_norm, engine.hints,
-        engine.world_info.backend,
+        engine.world_info.backend, engine.world_info.device.type,
     )  # fmt: skip
     wish, gradients = engine._wish, [p.grad for p in engine.model.parameters()]
     drawn = rng.state()

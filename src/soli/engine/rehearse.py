@@ -26,6 +26,7 @@ from soli.core.plan import Plan
 from soli.engine import optimizer as optimizers
 from soli.engine.batch import rows_of
 from soli.engine.engine import Engine, problems
+from soli.engine.on_cuda import as_on
 from soli.losses import LossFn
 from soli.mesh.record import Record, recorder
 from soli.mesh.simulate import Absent, NotYetError
@@ -36,7 +37,7 @@ from soli.planner.rehearsal import Action, RankRun, Rehearsal, Sent
 
 @dataclass(frozen=True)
 class Program:
-    """What is laid over ranks: as `parallelize` takes it. `batch`: a global one."""
+    """What is laid over ranks: as `parallelize` takes it. `batch`: a global one. `device`: the type of those that it will run on."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -45,6 +46,7 @@ class Program:
     clip: float | None = None
     roles: dict[str, str] = field(default_factory=dict)
     backend: str = "gloo"
+    device: str = "cpu"
 
 
 def rehearse(program: Program, plan: Plan) -> Rehearsal:
@@ -86,7 +88,7 @@ def _run(program: Program, plan: Plan, world: World, part: int) -> RankRun:
     with unseen(), recorder.apart() as records:
         model, optimizer = hollowed(hollow, program.model, program.optimizer)
         raise_all(problems(model, program.roles, plan) + optimizers.problems(optimizer, model, plan))
-        with hollow:
+        with hollow, as_on(program.device):
             engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
             engine.step(program.batch)  # makes the optimizer's states
             actions: list[Action] = []

@@ -144,12 +144,12 @@ def activations_of_layer(p: Points) -> Array:
 
 
 def _of_autocast(p: Points, scores: Array) -> Array:
-    """The same under torch.autocast, tensor by tensor: residuals and norms are in fp32, of RMSNorm what is scaled too, and each
-    product keeps its own cast of what it reads, whole on each rank of tp (benchmarks/formulas.py compares it with rehearsals)."""
+    """The same under torch.autocast, tensor by tensor: residuals and norms are in fp32, of an RMSNorm that is written out what is
+    scaled too, and each product keeps its own cast of what it reads, whole on each rank of tp (benchmarks/formulas.py compares it with rehearsals)."""
     width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
     ffn = 2.0 * p.ffn * active * (1 + p.gated)
     opened = 2.0 * width * (1 + 2 * p.kv_share) + ffn
-    norms, read = 8.0 * p.hidden * (1 + p.gated), 2.0 * p.hidden * (3 + (1 + p.gated) * active)
+    norms, read = 8.0 * p.hidden * (1 + p.gated * p.written), 2.0 * p.hidden * (3 + (1 + p.gated) * active)
     # attention's result, and the activation's (and the gate's product)
     whole = (
         norms / p.around + read / np.where(p.tensor == LINE, 1.0, p.tp) + (opened + 2.0 * width + ffn + scores) / p.tp

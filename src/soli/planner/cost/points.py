@@ -43,6 +43,7 @@ UNSAID = {
     "fours": 0.0,
     "late": 0.0,
     "pieces": 1.0,
+    "written": 0.0,
 }
 """What is meant where a row has no such field."""
 
@@ -122,6 +123,7 @@ class Points:
     turns: (
         Array  # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once
     )
+    written: Array  # flag: RMSNorm is written out in torch's operations, as on a CPU; elsewhere it is one kernel
     once: Array  # flag: a token crosses to a server once, however many of its experts are there
     routed: Array  # bytes a hidden unit that are kept of a token at each of its experts
     etp: Array  # ranks that share one expert's products; 0: as many of tp's as ep leaves

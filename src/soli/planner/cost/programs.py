@@ -91,4 +91,5 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "fours": float(framework.startswith("megatron")),
         "pieces": next((pieces for words, pieces in PIECES.items() if re.search(words, has)), 1.0),
         "turns": float(bool(TURNS.search(has))),
+        "written": float(generation == "cpu"),
     }
