@@ -79,7 +79,7 @@ def over(backend: str, rows: list[tuple[str, str, int]], pools: int, until: floa
         pool, found = Pool(RANKS, "forkserver"), []
         for row in waiting:
             found.append(one(pool, backend, *row))
-            print(found[-1].row, backend, found[-1].error[:2000], flush=True)
+            print(found[-1].row, backend, found[-1].error, flush=True)
             if time.monotonic() > until:
                 break
         pool.close()
@@ -105,7 +105,8 @@ def checked(name: str, plan: str, ranks: int) -> Row:
 
 def page(result: dict, found: list[Found]) -> str:
     """The table."""
-    worst = {b: [f.row.worst for f in found if f.backend == b] for b in dict.fromkeys(f.backend for f in found)}
+    done, lost = [f for f in found if not f.error], [f for f in found if f.error]
+    worst = {b: [f.row.worst for f in done if f.backend == b] for b in dict.fromkeys(f.backend for f in done)}
     told = "; ".join(
         f"over {b} {len(w)} rows, the worst {max(w):.1e}, the median {statistics.median(w):.1e}"
         for b, w in worst.items()
@@ -113,12 +114,12 @@ def page(result: dict, found: list[Found]) -> str:
     lines = [
         "# Parity on a GPU", "", record.line(result), "",
         f"{result['devices']} {result['device']}: the sequential program and each plan, three steps in float64; {len(found)} of {result['asked']} rows were run. "
-        f"{told}. The bound is {BOUND:g}. "
+        f"{told}. The bound is {BOUND:g}. {len(lost)} failed. "
         "Ranks that share a GPU talk over gloo; over NCCL each of them is told that it is on a host of its own.", "",
         "| model | plan | ranks | over | worst relative error | of |", "|---|---|---:|---|---:|---|",
     ]  # fmt: skip
     lines += [
-        f"| {f.row.model} | `{f.row.plan}` | {f.row.ranks} | {f.backend} | {f.row.worst:.1e} | {f.row.tensor} |"
+        f"| {f.row.model} | `{f.row.plan}` | {f.row.ranks} | {f.backend} | {f'{f.row.worst:.1e} | {f.row.tensor}' if not f.error else 'failed |'} |"
         for f in found
     ]
     return "\n".join(lines) + "\n"
