@@ -403,6 +403,17 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
     assert not optimizers.elementwise(matrices)
 
 
+@pytest.mark.parametrize("shared", ["all", "some"])
+def test_two_engines_on_a_parameter_are_refused(shared: str) -> None:
+    body = nn.Linear(4, 4)
+    first, second = nn.Sequential(body, nn.Linear(4, 2)), nn.Sequential(body, nn.Tanh(), nn.Linear(4, 2))
+    make = lambda model: parallelize(model, losses.mse(1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+    make(first)
+    with pytest.raises(SoliError, match="another engine trains some") as caught:
+        make(first if shared == "all" else second)
+    assert ("1.weight" in str(caught.value)) == (shared == "all")
+
+
 def test_losses_are_never_in_16_bits() -> None:
     """What soli's losses make of logits in 16 bits is what fp32 makes of the same."""
     logits, targets = torch.randn(1, 7, 50).bfloat16(), torch.randint(50, (1, 7))

@@ -189,6 +189,7 @@ class Engine:
     @noted
     @rng.kept()
     def _lay(self, example: Any) -> None:
+        models.must_be_free(self.model)
         models.without_caches(self.model, self.plan, shown=self.rank == 0)
         agree_on_weights(self.model, self.mesh.all)  # before what compares ranks, or computes on them
         if self.plan.model_ranks > 1:

@@ -52,6 +52,7 @@ class Reducer:
             for slot in unit.slots:
                 self._unit_of[id(slot.param)] = (number, slot)
                 slot.param.register_post_accumulate_grad_hook(arrive)
+                slot.param._laid = True  # type: ignore[attr-defined]
         self._seen: set[int] = set()
 
     def begin_step(self) -> None:
