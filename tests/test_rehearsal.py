@@ -141,6 +141,22 @@ def test_a_model_larger_than_the_machine() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300e3  # kB
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "pp=2,microbatches=2", "tp=2"])
+def test_states_that_an_optimizer_has_are_those_that_it_would_make(plan: str) -> None:
+    """And take no memory themselves: a copy of 200 MB is not made."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048, bias=False), nn.GELU()) for _ in range(6)))
+    made = Program(model, torch.optim.AdamW(model.parameters()), squares, (torch.randn(8, 2048), torch.randn(8, 2048)))
+    asked = resolve(Plan.parse(plan), 2)
+    fresh = rehearse(made, asked)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    made.optimizer.step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = rehearse(made, asked)
+    assert [(run.states, run.peak) for run in found.ranks] == [(run.states, run.peak) for run in fresh.ranks]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100e3  # kB
+
+
 @pytest.mark.parametrize("plan", ["pp=2,microbatches=4", "pp=4,microbatches=4,zero=1,schedule=gpipe"])
 def test_what_another_stage_has_takes_nothing(plan: str) -> None:
     """All stages together have what one device has: by hand, since who tracks could count what is not there."""

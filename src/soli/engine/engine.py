@@ -191,7 +191,7 @@ class Engine:
     def _lay(self, example: Any) -> None:
         models.must_be_free(self.model)
         models.without_caches(self.model, self.plan, shown=self.rank == 0)
-        agree_on_weights(self.model, self.mesh.all)  # before what compares ranks, or computes on them
+        agree_on_weights(self.model, self.optimizer, self.mesh.all)  # before what compares ranks, or computes on them
         if self.plan.model_ranks > 1:
             same.need_same(self, example)
         # before what looks at types, or compares with the model as it is

@@ -61,12 +61,7 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             f"{strange} parameters of the optimizer are not the model's",
             fix="build the optimizer on this model, after any change to it, and before soli.parallelize",
         )
-    if stepped(optimizer):
-        yield Problem(
-            "the optimizer has already stepped",
-            fix="give soli.parallelize a fresh one; a run is continued with engine.load",
-        )
-    elif (plan.zero or plan.tp > 1) and any(t.is_meta for state in optimizer.state.values() for t in _tensors(state)):
+    if (plan.zero or plan.tp > 1) and any(t.is_meta for state in optimizer.state.values() for t in _tensors(state)):
         yield Problem(
             f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
             fix="build the model without soli.deferred(), or use zero=0 and tp=1",
@@ -219,7 +214,7 @@ def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot], absent: C
         if id(param) in absent:
             del optimizer.state[param]
         slot = slots.get(id(param))
-        if slot is not None and (slot.piece is not param or slot.portion is not None):
+        if slot is not None:
             state = optimizer.state.pop(param)
             if slot.piece is not None:
                 optimizer.state[slot.piece] = {k: _cut(v, slot) for k, v in state.items()}
@@ -235,8 +230,12 @@ def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot], absent: C
 
 
 def _cut(value: Any, slot: Slot) -> Any:
-    """This rank's part of a state that is shaped as its parameter; anything else as it is."""
+    """This rank's part of a state that is shaped as its parameter, where that lies; anything else as it is."""
     if slot.piece is None or not isinstance(value, Tensor) or tuple(value.shape) != slot.whole_shape or not slot.shape:
+        return value
+    double = slot.piece.dtype == torch.float64 and value.is_floating_point()
+    value = value.to(slot.piece.device, torch.float64 if double else value.dtype)
+    if slot.piece.shape == value.shape and slot.portion is None:
         return value
     if slot.portion is not None:
         value = slot.portion.taken(value)

@@ -321,8 +321,8 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
         engine.optimizer.state.update(fresh)
     elif stepped(engine.optimizer):
         raise SoliError(
-            f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} makes them only when it is built",
-            fix="load it into a new engine, before its first step",
+            f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} had some when soli.parallelize was given it, which are gone",
+            fix="load it into a new engine, before its first step and with an optimizer that has not stepped",
             everywhere=True,
         )
     return state

@@ -24,7 +24,7 @@ from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.layout import Portion
 from soli.core.plan import Plan
-from soli.mesh.collectives import Axis, all_reduce, broadcast
+from soli.mesh.collectives import Axis, all_reduce, broadcast, gather_json
 from soli.mesh.mesh import Mesh
 from soli.parallel.gather import Block, Gatherer
 from soli.parallel.init import fingerprint, is_deferred, materialise, sweep
@@ -194,11 +194,21 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = done[id(buffer)]
 
 
-def agree_on_weights(model: nn.Module, world: Axis) -> None:
-    """All ranks must start from the same weights. Those that do not get rank 0's, and it is said."""
+def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: Axis) -> None:
+    """All ranks must start from the same weights, and states of an optimizer that has some. Those that do not get rank 0's, and it is said."""
     if world.size == 1 or world.simulated:
         return
     tensors = [*((names[0], p) for names, p in named_once(model)), *model.named_buffers()]
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    counts = gather_json(len(states), world, label="states of the optimizer")
+    if len(set(counts)) > 1:
+        raise SoliError(
+            "the ranks' optimizers have not the same states",
+            got=f"tensors by rank: {', '.join(map(str, counts))}",
+            fix="load the optimizer's states on every rank, or on none",
+            everywhere=True,
+        )
+    tensors += [(f"state {number} of the optimizer", value) for number, value in enumerate(states)]
     marks = torch.tensor([_mark(tensor, name) for name, tensor in tensors], dtype=torch.int64)
     low, high = marks.clone(), marks.clone()
     all_reduce(low, world, "min", label="checksums of the weights")

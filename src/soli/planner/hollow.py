@@ -327,10 +327,14 @@ def _unknown(func: Any, error: Exception) -> SoliError:
 
 
 def hollowed(hollow: Hollow, model: nn.Module, *more: Any) -> Any:
-    """A copy of the model and of what refers to it (its optimizer), with hollow parameters."""
+    """A copy of the model and of what refers to it (its optimizer), with hollow parameters, and states that are as large."""
     memo: dict[int, Any] = {}
-    for param in model.parameters():
-        empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
-        memo[id(param)] = nn.Parameter(hollow.mark(empty), param.requires_grad)
+    sizes = {param.shape for param in model.parameters()}
+    states = [x for one in more for state in one.state.values() for x in state.values() if isinstance(x, Tensor)]
+    for x in [*model.parameters(), *(x for x in states if x.is_floating_point() and x.shape in sizes)]:
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        memo[id(x)] = hollow.mark(empty)
+        if isinstance(x, nn.Parameter):
+            memo[id(x)] = nn.Parameter(empty, x.requires_grad)
         hollow.see(empty)
     return copies.deep((model, *more), memo)
