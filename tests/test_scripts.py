@@ -562,3 +562,19 @@ def loaded_on_one() -> str:
 def test_states_that_one_rank_alone_has_are_refused(pool: Pool) -> None:
     for said in pool.run(loaded_on_one, ranks=2):
         assert "the ranks' optimizers have not the same states" in said
+
+
+class SAM(torch.optim.SGD):
+    """Asks for a closure when it is stepped, and not by its signature."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise TypeError("'NoneType' object is not callable")
+        return super().step(closure)
+
+
+def test_an_optimizer_that_wants_a_closure_is_explained() -> None:
+    engine, batches = engine_of(Plain, "dp=1", optimizer=lambda p: SAM(p, lr=0.1))
+    with pytest.raises(TypeError) as caught:
+        engine.step(batches[0])
+    assert any("SAM.step() once a step and without a closure" in note for note in caught.value.__notes__)

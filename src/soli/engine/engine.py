@@ -370,7 +370,7 @@ class Engine:
                     grad = unit.grad_shard[start - unit.low : stop - unit.low]
                     slot.piece.grad = grad.view(slot.piece.shape)
                     pieces.append(slot.piece)
-        self.optimizer.step()
+        optimizers.step(self.optimizer)
         for piece in pieces:
             piece.grad = None
         self.laid.reducer.drop()

@@ -101,6 +101,19 @@ def hooked(optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Problem]:
         )
 
 
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """A step, without a closure."""
+    try:
+        optimizer.step()
+    except Exception as error:
+        if not type(optimizer).__module__.startswith("torch."):
+            error.add_note(
+                f"soli: the engine calls {type(optimizer).__name__}.step() once a step and without a closure; an optimizer that "
+                "evaluates the loss again (SAM) cannot be stepped so (docs/porting.md)."
+            )
+        raise
+
+
 def stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has taken a step. Some (Adagrad) have states from the start, with a step number of 0."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
