@@ -99,13 +99,8 @@ def matches(hints: Hints, of: Mapping[str, str]) -> list[re.Match[str] | None]:
 def verdict(hints: Hints, of: Mapping[str, str], least: tuple[str, float] | None = None) -> Verdict:
     """The likeliest word of one dimension; with `least` the first of two words where it has that probability, else the other."""
     found = matches(hints, of)
-    chances = dict(
-        zip(
-            hints.prior,
-            likely(hints, np.array([[one is not None for one in found]], dtype=float))[0],
-            strict=True,
-        )
-    )
+    matched = np.array([[one is not None for one in found]], dtype=float)
+    chances = dict(zip(hints.prior, likely(hints, matched)[0], strict=True))
     word = max(chances, key=lambda one: chances[one])
     if least:
         word = least[0] if chances[least[0]] >= least[1] else next(one for one in chances if one != least[0])

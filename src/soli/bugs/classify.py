@@ -94,12 +94,11 @@ def _by_rules(repo: str, path: Path, mined: Path, made: Classifier) -> int:
     """Decide which commits are fixes, and of what; how many were looked at. What these rules have seen stays."""
     with store.opened(mined) as base:
         base.execute("DELETE FROM verdict WHERE repo = ? AND by = ? AND version != ?", (repo, RULES, made.digest))
-        todo = _hashes(
-            base,
+        rows = base.execute(
             f"SELECT hash FROM change WHERE repo = ? AND {store.CODE} EXCEPT SELECT hash FROM verdict WHERE repo = ? AND by = '{RULES}'",
-            repo,
-            repo,
+            (repo, repo),
         )
+        todo = sorted(hash_ for (hash_,) in rows)
     with busy(f"classifying {repo}", len(todo), unit="commits") as add:
         for some in batched(todo):  # what is done is kept, if the rest is interrupted
             with store.opened(mined) as base:
@@ -119,10 +118,6 @@ def _keep(base: sqlite3.Connection, repo: str, hash_: str, of: Mapping[str, str]
     for dimension, one in said.items():
         told = (repo, hash_, dimension, one.word, one.confidence, RULES, made.digest)
         store.say(base, told, one.evidence)
-
-
-def _hashes(base: sqlite3.Connection, query: str, *values: str) -> list[str]:
-    return sorted(hash_ for (hash_,) in base.execute(query, values))
 
 
 def _by_model(where: Mapping[str, Path], mined: Path, endpoint: Endpoint, at_most: int) -> tuple[int, int, str]:

@@ -49,9 +49,9 @@ class Endpoint:
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient
         # no proxy stands between this machine and itself
         own = lambda: DefaultAsyncHttpxClient(trust_env=False) if where.hostname in HERE else None
-        more: dict[str, Any] = {"timeout": SECONDS, "max_retries": TRIES}
-        key = self.key or "none"
-        self._client = lambda: AsyncOpenAI(base_url=self.url, api_key=key, http_client=own(), **more)
+        self._client = lambda: AsyncOpenAI(
+            base_url=self.url, api_key=self.key or "none", http_client=own(), timeout=SECONDS, max_retries=TRIES
+        )
 
     async def _answer(self, said: list[dict[str, str]]) -> Any:
         """A client for each, as its connections belong to one loop; a library's own time-out is of each read and not of an answer."""

@@ -11,7 +11,7 @@ import sqlite3
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from http.client import HTTPException
 from pathlib import Path
@@ -212,7 +212,9 @@ def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: f
     body = json.dumps({"query": query, "variables": variables}).encode()
     headers = {"Authorization": f"bearer {token}", "Content-Type": "application/json", "User-Agent": "soli"}
     said = ""
-    for _ in _attempts(pause):
+    for attempt in range(TRIES):
+        if attempt:
+            time.sleep(pause * 2**attempt)
         try:
             with _OPENER.open(urllib.request.Request(api, body, headers), timeout=60) as answer:
                 told, sent = json.loads(answer.read()), answer.headers
@@ -264,10 +266,3 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 _OPENER = urllib.request.build_opener(_NoRedirect)
-
-
-def _attempts(pause: float) -> Iterator[int]:
-    for attempt in range(TRIES):
-        if attempt:
-            time.sleep(pause * 2**attempt)
-        yield attempt

@@ -24,6 +24,8 @@ from soli.core.tables import table
 
 Share = tuple[float, float, float]
 LINES = (1, 5, 10, 20, 50, 100)
+KINDS = {"fixes": "told", "others": "NOT told"}
+"""Commits that are fixes by their message, and those that are none; and which rows of the view `judged` these are."""
 
 
 def study(mined: Path, labels: Sequence[Label] = (), population: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -37,12 +39,12 @@ def study(mined: Path, labels: Sequence[Label] = (), population: Mapping[str, in
             "labels": _made(labels),
             "histories": _histories(base),
             "sizes": _sizes(base, paper, labels, population),
-            "lines": _lines(base),
+            "lines": {name: _lines(base, of) for name, of in KINDS.items()},
             "words": {name: _words(base, name, labels) for name in DIMENSIONS},
             "small": _small(base),
             "together": _together(base),
-            "spread": _spread(base),
-            "syntax": _syntax(base),
+            "spread": {name: _spread(base, of) for name, of in KINDS.items()},
+            "syntax": {name: _syntax(base, of) for name, of in KINDS.items()},
             "days": _days(base),
         }
     said["questions"] = [_answered(question, said) for question in paper["question"]]
@@ -79,12 +81,10 @@ def _stated(paper: Mapping[str, Any]) -> float:
 
 def _made(labels: Sequence[Label]) -> dict[str, Any] | None:
     """Whose labels stand beside the rules, and who or what made them."""
-    first = min((one.labeller for one in labels), default="")
-    return (
-        {"labeller": first, "made_by": sorted({one.made_by for one in labels if one.labeller == first})}
-        if labels
-        else None
-    )
+    if not labels:
+        return None
+    first = min(one.labeller for one in labels)
+    return {"labeller": first, "made_by": sorted({one.made_by for one in labels if one.labeller == first})}
 
 
 def _histories(base: sqlite3.Connection) -> list[dict[str, Any]]:
@@ -151,13 +151,10 @@ def _mixed(by: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> S
     return value, max(value - half, 0.0), min(value + half, 1.0)
 
 
-def _lines(base: sqlite3.Connection) -> dict[str, list[Share]]:
-    """Shares of at most so many source lines (LINES), of fixes and of the others."""
-    found = {}
-    for name, of in (("fixes", "told"), ("others", "NOT told")):
-        sizes = np.array([size for (size,) in base.execute(f"SELECT source FROM judged WHERE {of}")])
-        found[name] = [share(int((sizes <= most).sum()), len(sizes)) for most in LINES]
-    return found
+def _lines(base: sqlite3.Connection, of: str) -> list[Share]:
+    """Shares of at most so many source lines (LINES)."""
+    sizes = np.array([size for (size,) in base.execute(f"SELECT source FROM judged WHERE {of}")])
+    return [share(int((sizes <= most).sum()), len(sizes)) for most in LINES]
 
 
 def _words(base: sqlite3.Connection, dimension: str, labels: Sequence[Label]) -> dict[str, Any]:
@@ -208,37 +205,28 @@ def _together(base: sqlite3.Connection) -> dict[str, dict[str, int]]:
     return found
 
 
-def _spread(base: sqlite3.Connection) -> dict[str, dict[str, Any]]:
-    """Source files, and folders of them, that a change touches: of fixes and of the others."""
-    found = {}
-    for name, of in (("fixes", "told"), ("others", "NOT told")):
-        rows = base.execute(
-            f"SELECT repo, hash, path FROM file JOIN judged USING (repo, hash) WHERE {of} AND kind IN ('source', 'build')"
-        ).fetchall()
-        count: Counter[tuple[str, str]] = Counter()
-        folders: dict[tuple[str, str], set[str]] = {}
-        for repo, hash_, path in rows:
-            count[repo, hash_] += 1
-            folders.setdefault((repo, hash_), set()).add(path.rpartition("/")[0])
-        found[name] = {
-            "count": len(count), "one file": share(sum(n == 1 for n in count.values()), len(count)),
-            "one folder": share(sum(len(f) == 1 for f in folders.values()), len(count)), "median": float(np.median([*count.values()] or [0])),
-        }  # fmt: skip
-    return found
+def _spread(base: sqlite3.Connection, of: str) -> dict[str, Any]:
+    """Source files, and folders of them, that a change touches."""
+    folders: dict[tuple[str, str], list[str]] = {}
+    query = (
+        f"SELECT repo, hash, path FROM file JOIN judged USING (repo, hash) WHERE {of} AND kind IN ('source', 'build')"
+    )
+    for repo, hash_, path in base.execute(query):
+        folders.setdefault((repo, hash_), []).append(path.rpartition("/")[0])
+    return {
+        "count": len(folders),
+        "one file": share(sum(len(each) == 1 for each in folders.values()), len(folders)),
+        "one folder": share(sum(len(set(each)) == 1 for each in folders.values()), len(folders)),
+        "median": float(np.median([len(each) for each in folders.values()] or [0])),
+    }
 
 
-def _syntax(base: sqlite3.Connection) -> dict[str, Any]:
-    """What is done to syntax: the share of the fixes by their message that do it, and of the others."""
-    found: dict[str, Any] = {}
-    for name, of in (("fixes", "told"), ("others", "NOT told")):
-        total = base.execute(
-            f"SELECT count(DISTINCT repo || hash) FROM edited JOIN judged USING (repo, hash) WHERE {of}"
-        ).fetchone()[0]
-        rows = base.execute(
-            f"SELECT what, count(*) FROM edited JOIN judged USING (repo, hash) WHERE {of} AND what != '' GROUP BY what"
-        )
-        found[name] = {"count": total, "shares": {what: share(n, total) for what, n in rows}}
-    return found
+def _syntax(base: sqlite3.Connection, of: str) -> dict[str, Any]:
+    """What is done to syntax: the share of these commits that do it."""
+    edited = f"FROM edited JOIN judged USING (repo, hash) WHERE {of}"
+    total = base.execute(f"SELECT count(DISTINCT repo || hash) {edited}").fetchone()[0]
+    rows = base.execute(f"SELECT what, count(*) {edited} AND what != '' GROUP BY what")
+    return {"count": total, "shares": {what: share(n, total) for what, n in rows}}
 
 
 def _days(base: sqlite3.Connection) -> dict[str, Any] | None:
@@ -286,18 +274,12 @@ def _share_checked(one: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[st
     inside = [name for name, part in parts.items() if part[1] <= one["share"] <= part[2]]
     below = [name for name, part in parts.items() if part[2] < one["share"]]
     above = [name for name, part in parts.items() if part[1] > one["share"]]
+    why = f"by what is counted: {', '.join(f'{name} {percent(part)}' for name, part in parts.items())}"
     if inside:
-        verdict = f"agrees by {', '.join(inside)}" + " and not by the others" * bool(below or above)
-    else:
-        verdict = (
-            f"it depends on what is counted: more than {below[-1]}, less than {above[0]}"
-            if below and above
-            else "does not agree"
-        )
-    return (
-        verdict,
-        f"by what is counted: {', '.join(f'{name} {percent(part)}' for name, part in parts.items())}",
-    )
+        return f"agrees by {', '.join(inside)}" + " and not by the others" * bool(below or above), why
+    if below and above:
+        return f"it depends on what is counted: more than {below[-1]}, less than {above[0]}", why
+    return "does not agree", why
 
 
 def compared(kind: str, words: Sequence[str], table: Mapping[str, tuple[int, Share]]) -> tuple[str, str]:

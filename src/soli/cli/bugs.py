@@ -31,11 +31,6 @@ Sample = Annotated[Path | None, typer.Option(help="What the labelled commits wer
 app = typer.Typer(help="Bugs of distributed training, from the fixes of real frameworks.", no_args_is_help=True)
 
 
-@app.callback()
-def bugs() -> None:
-    """Bugs of distributed training, from the fixes of real frameworks."""
-
-
 @app.command("mine")
 def mine(
     repos: Clones,

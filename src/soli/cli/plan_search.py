@@ -99,24 +99,29 @@ def search(
             _write(html, task, found, reasons, inferred)
     if as_json:
         print(json.dumps(said, indent=1, allow_nan=False))
-    elif whatif:
+        return
+    if whatif:
         print("\n".join(f"{one['answer']}\n  {_short(one['choice'])}" for one in said["whatif"]))
         print(f"{said['assumed']}.")
-        _say(inferred)
     else:
         _shown(task, found, reasons)
-        _say(inferred)
-        if html is not None:
-            print(f"With pictures: {html}")
+    if inferred:
+        print(f"Read from the model: {'; '.join(inferred)}.")
+    if html is not None:
+        print(f"With pictures: {html}")
 
 
 def _shown(task: Task, found: Answer, reasons: list[str]) -> None:
-    model, made = task.model, task.cluster
+    model, made, first = task.model, task.cluster, found.choices[0]
     print(
         f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, {task.batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)"
     )
     _best(found.choices)
-    _reasons(found, reasons)
+    low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
+    print(f"{found.seen} {found.why}.")
+    print(f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.")
+    for reason in reasons:
+        print(f"Why not {reason}.")
 
 
 def read(text: str) -> tuple[Model, tuple[str, ...]]:
@@ -143,20 +148,6 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
             loss_fn(output, one)
 
     return read_program(program[1] if program else text, model, take(batch, 0, 1), run)
-
-
-def _say(inferred: tuple[str, ...]) -> None:
-    if inferred:
-        print(f"Read from the model: {'; '.join(inferred)}.")
-
-
-def _reasons(found: Answer, reasons: list[str]) -> None:
-    first = found.choices[0]
-    low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
-    print(f"{found.seen} {found.why}.")
-    print(f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.")
-    for reason in reasons:
-        print(f"Why not {reason}.")
 
 
 def _write(path: Path, task: Task, found: Answer, reasons: list[str], inferred: tuple[str, ...]) -> None:

@@ -34,8 +34,8 @@ def train(
     """Train a GPT on text: Python's own standard library unless told otherwise."""
     named = {"plan": plan, "steps": steps, "minutes": minutes, "data": data, "name": name, "seed": seed}
     check(ranks, config, resume, named)
-    given = {"config_path": _text(config), "resume": _text(resume), **named}
-    argv = [sys.executable, "-m", "soli.cli.train_rank", json.dumps(given)]
+    given = {"config_path": config, "resume": resume, **named}
+    argv = [sys.executable, "-m", "soli.cli.train_rank", json.dumps(given, default=str)]
     raise typer.Exit(launch(ranks, argv, backend=backend))
 
 
@@ -55,7 +55,3 @@ def check(ranks: int, config: Path | None, resume: Path | None, named: dict[str,
     except SoliError as error:
         found += error.problems
     raise_all(dict.fromkeys(found))  # a plan that does not parse is a problem of both
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

@@ -21,16 +21,7 @@ def bases(ranks: int, rows: int, *, grids: bool = True) -> list[Plan]:
     rows in every batch, the last and those of an evaluation too.
     """
     found = [
-        Plan(
-            **{
-                "dp": ranks // (tp * cp * pp),
-                "tp": tp,
-                "cp": cp,
-                "pp": pp,
-                **tensor,
-                **_pipelines(pp, rows)[0],
-            }
-        )
+        Plan(dp=ranks // (tp * cp * pp), tp=tp, cp=cp, pp=pp, **tensor, **_pipelines(pp, rows)[0])
         for tp, cp, pp in product(divisors(ranks), repeat=3)
         if ranks % (tp * cp * pp) == 0
         for tensor in _tensor(tp)

@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError
-from soli.core.frames import owner
 from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed, tensors
-from soli.planner.where import here
+from soli.planner.where import here, place
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -267,13 +266,7 @@ def _real(follower: Follower, x: Tensor) -> Tensor:
 
 def _place(error: Exception) -> str:
     """The innermost module whose forward failed, and the last line that is neither torch's nor the planner's."""
-    torch_home, home = str(Path(torch.__file__).parent), str(Path(__file__).parent)
-    module, own, other = "", "", ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name = frame.f_code.co_filename
-        if frame.f_code.co_name == "forward" and isinstance(runs := owner(frame), nn.Module):
-            module = type(runs).__name__
-        if not name.startswith((torch_home, home, "<")):
-            own = f"{name}:{line}"
-        other = f"{name}:{line}"
+    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    module, own = place(frames, str(Path(__file__).parent))
+    other = f"{frames[0][0].f_code.co_filename}:{frames[0][1]}"
     return " at ".join(x for x in (module, own or other) if x)

@@ -5,35 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from soli.core.tables import table
+
 SILENT = re.compile(r"|-|\?|n/?a|none|null|nan|unknown|not (?:stated|known|given).*|see .*|default.*", re.I)
 """Cells that say nothing."""
 NUMBER = re.compile(
     r"[~≈]?\s*([+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(.*)"
 )
-UNITS: dict[str, dict[str, float]] = {
-    "seq": {"k": 1024, "K": 1024},
-    "batch_tokens": {"k": 1e3, "K": 1e3, "M": 1e6},
-    "params_b": {"K": 1e-6, "M": 1e-3, "B": 1.0, "T": 1e3},
-}
+_SAID = table(__package__, "columns.toml")["cells"]
+UNITS: dict[str, dict[str, float]] = _SAID["units"]
 """What letters behind a number mean, by what it counts."""
-MAY_BE_NONE = (
-    "chunks",
-    "chunk_layers",
-    "ep",
-    "experts",
-    "topk",
-    "accumulate",
-    "shared",
-    "shard_group",
-    "again",
-)
+MAY_BE_NONE: list[str] = _SAID["may_be_none"]
 """Numbers of which 0 says that there is none."""
-FRACTIONS = ("params_b", "time", "memory", "states")
-REST = ("dp", "shard_group", "again", "local_batch", "etp")
+FRACTIONS: list[str] = _SAID["fractions"]
+REST: list[str] = _SAID["rest"]
 """Numbers of which -1 says that they are what is left, or the usual one."""
-OTHERWISE = {
-    "gpus": "per|/|nodes", "global_batch": "per|/", "microbatch": "tok", "local_batch": "tok", "batch": "tok", "layers": "per|/",
-}  # fmt: skip
+OTHERWISE: dict[str, str] = _SAID["otherwise"]
 """Words behind a number that make another one of it: "8 per node" is not of all."""
 COUNTED = 1e6
 """Parameters above which their number is not one of billions."""

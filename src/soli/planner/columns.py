@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
-from importlib.resources import files
 
+from soli.core.tables import table
 from soli.planner.cells import SILENT
 
-_TABLES = tomllib.loads(files(__package__).joinpath("columns.toml").read_text(encoding="utf-8"))
+_TABLES = table(__package__, "columns.toml")
 COLUMNS: dict[str, list[str]] = _TABLES["numbers"]
 """A number's name here, and the columns that may have it."""
 WORDS: dict[str, list[str]] = _TABLES["words"]

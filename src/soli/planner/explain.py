@@ -215,12 +215,10 @@ def lacking(found: Found) -> str:
 
 def _nothing(found: Found) -> SoliError:
     task = found.task
-    nodes = enough(task)
+    nodes, node = enough(task), task.cluster.device.node
     fix = "more memory a device, or a smaller model"
     if nodes is not None:
-        fix = (
-            f"{nodes} servers of {task.cluster.device.node} would hold it ({nodes * task.cluster.device.node} devices)"
-        )
+        fix = f"{nodes} servers of {node} would hold it ({nodes * node} devices)"
     return SoliError(
         f"{task.cluster} cannot hold {task.model.name} under any of {found.counted} plans",
         got=lacking(found),
@@ -233,11 +231,9 @@ def assumed(task: Task) -> str:
     """On what measurements the constants and the intervals stand."""
     generation = task.cluster.device.generation
     name = next(one for one in reversed(chain(task.framework, generation)) if sets().get(one, {}).get("rows"))
-    unlike = (
-        ""
-        if name == f"{task.framework} {generation}"
-        else f", in the place of {task.framework}'s on {generation}, of which none were fitted"
-    )
+    unlike = ""
+    if name != f"{task.framework} {generation}":
+        unlike = f", in the place of {task.framework}'s on {generation}, of which none were fitted"
     own = ", of memory soli's own" if task.framework == "soli" else ""
     return f"constants are those of {sets()[name]['rows']:g} published runs ({name}){unlike}; intervals are those of all programs and devices{own}"
 

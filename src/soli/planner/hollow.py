@@ -162,7 +162,7 @@ class Hollow(Tracker):
             return self._made(func, args, kwargs)
         if not any(self.is_hollow(x) for x in given):
             result = func(*args, **kwargs)
-            return self._unfilled(result) if func in EMPTY else result
+            return self.mark(result) if func in EMPTY and result.is_floating_point() else result
         if func in ALIASES:
             if func in READS and " at " in (place := here()):
                 self.reads[place] = None
@@ -192,9 +192,6 @@ class Hollow(Tracker):
             if shape.is_floating_point() and (big or func in EMPTY):
                 return self._like(Form(tuple(shape.shape), shape.stride(), shape.dtype))
         return func(*args, **kwargs)
-
-    def _unfilled(self, x: Tensor) -> Tensor:
-        return self.mark(x) if x.is_floating_point() else x
 
     def _like(self, form: Form) -> Tensor:
         return self.mark(torch.empty_strided(form.shape, form.stride, dtype=form.dtype))

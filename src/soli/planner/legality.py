@@ -207,20 +207,18 @@ def nearest(plan: Plan, world: int) -> Plan:
         {
             **base,
             **degree,
-            **more,
+            **{"sp": sp, "replicate": replicate, "zero": zero, "schedule": schedule},
+            **grid,
             **(no_pipeline if degree["pp"] == 1 else {}),
             **({"context": Plan.context} if degree["cp"] == 1 else {}),
         }
         for degree in degrees
-        for more in (
-            {"sp": sp, "replicate": replicate, "zero": zero, "schedule": schedule, **grid}
-            for sp, replicate, zero, schedule, grid in product(
-                {False, plan.sp},
-                divisors(world // (degree["tp"] * degree["pp"] * degree["cp"])),
-                {plan.zero, 0, 1},
-                {base["schedule"]} if plan.tensor == "1d" else {base["schedule"], "1f1b"},
-                _grids(plan, degree["tp"]),
-            )
+        for sp, replicate, zero, schedule, grid in product(
+            {False, plan.sp},
+            divisors(world // (degree["tp"] * degree["pp"] * degree["cp"])),
+            {plan.zero, 0, 1},
+            {base["schedule"]} if plan.tensor == "1d" else {base["schedule"], "1f1b"},
+            _grids(plan, degree["tp"]),
         )
     ]
     asked = asdict(plan)

@@ -124,14 +124,9 @@ class Estimate:
 
 def estimate(rehearsal: Rehearsal, machine: Machine) -> Estimate:
     """How long a rehearsed step takes, and what it keeps."""
-    pp = rehearsal.plan.pp
     sums = [_sums(run, machine) for run in rehearsal.stages]
-    if pp == 1:
-        products, others, waited, late = sums[0]
-        waiting = 0.0
-    else:
-        products, others, waited, late = (sum(one[i] for one in sums) / len(sums) for i in range(4))
-        waiting = max(_pipeline(rehearsal, machine) - products - others - waited, 0.0)
+    products, others, waited, late = (sum(each) / len(sums) for each in zip(*sums, strict=True))
+    waiting = max(_pipeline(rehearsal, machine) - products - others - waited, 0.0) if rehearsal.plan.pp > 1 else 0.0
     late *= 1 - machine.hidden
     return Estimate(products, others, waited, late, waiting, rehearsal.states, rehearsal.peak)
 

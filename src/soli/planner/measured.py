@@ -44,7 +44,7 @@ class Factors:
         return layers, tables
 
 
-def between(factors: Factors, points: Points, cost: Step, outside: float = 0.05) -> tuple[Array, Array]:
+def between(factors: Factors, points: Points, cost: Step) -> tuple[Array, Array]:
     """Measured by predicted: 5% are expected below the first, 5% above the second. `cost`: with these factors.
 
     The process' own deviation at each point, in multiples that hold what each measured row is off by where the others
@@ -56,7 +56,7 @@ def between(factors: Factors, points: Points, cost: Step, outside: float = 0.05)
     own = (OWN**2 + SHARED**2) * (shares**2).sum(1) + NOISE**2
     deviation = np.sqrt(np.maximum(own - np.einsum("ij,jk,ik->i", near, factors.inverse, near), NOISE**2))
     left_out = factors.weights / np.sqrt(np.diag(factors.inverse))
-    level = outside * (1 - 1 / len(left_out))
+    level = 0.05 * (1 - 1 / len(left_out))
     low, high = np.quantile(left_out, [level, 1 - level])
     return np.exp(min(low, -NORMAL) * deviation), np.exp(max(high, NORMAL) * deviation)
 

@@ -61,12 +61,9 @@ class Model:
 
     def point(self) -> dict[str, float]:
         """The model's part of a point."""
-        return {
-            "layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads,
-            "head_size": self.head_size, "ffn": self.ffn, "gated": float(self.gated), "vocab": self.vocab,
-            "experts": self.experts, "active": self.active, "tied": float(self.tied), "flash": float(self.flash), "frozen": 0.0,
-            "shared": self.shared, "compressed": self.compressed,
-        }  # fmt: skip
+        return {name: float(value) for name, value in vars(self).items() if name not in ("name", "seq")} | {
+            "frozen": 0.0
+        }
 
 
 def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, ...]]:

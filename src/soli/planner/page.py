@@ -33,7 +33,7 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
     head = f"{task.model.name} on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
     figures = [
         ("Memory of a device", "Bars: what is predicted. Line: the upper bound, which must stay below the dashes.", _memory),
-        *([("One step of the first plan", _said_of_timeline(task, found), _timeline)] if found.points.schedule[0] <= INTERLEAVED else []),
+        *([("One step of the first plan", _said_of_timeline(found), _timeline)] if found.points.schedule[0] <= INTERLEAVED else []),
         ("Time against devices", "The best plan's step on fewer and on more servers, with its interval.", _devices),
         ("Time against memory", "The quickest plan whose upper bound fits, for each amount of memory.", _front),
     ]  # fmt: skip
@@ -82,34 +82,28 @@ def _memory(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.17), ncols=7, fontsize=8, columnspacing=1)
 
 
-def _first(task: Task, found: Found) -> tuple[int, int, int, float]:
-    """Stages, chunks, microbatches and seconds of a microbatch on a rank of the first plan."""
-    p, cost = found.points, found.cost
-    times = float(p.microbatches[0])
-    each = (cost.layers[0] + cost.tables[0] / p.pp[0]) / times
-    return int(p.pp[0]), int(p.chunks[0]), int(times), float(each)
+def _first(found: Found) -> tuple[int, int, int, int]:
+    """Stages, chunks and microbatches of the first plan, and how many of these a timeline shows; with chunks as many as there are
+    ranks, or twice, ..."""
+    stages, chunks, times = (int(getattr(found.points, name)[0]) for name in ("pp", "chunks", "microbatches"))
+    return stages, chunks, times, min(times, DRAWN if chunks == 1 else max(DRAWN // chunks // stages, 1) * stages)
 
 
-def _drawn(stages: int, chunks: int) -> int:
-    """Microbatches that a timeline shows; with chunks as many as there are ranks, or twice, ..."""
-    return DRAWN if chunks == 1 else max(DRAWN // chunks // stages, 1) * stages
-
-
-def _said_of_timeline(task: Task, found: Found) -> str:
-    stages, chunks, times, _ = _first(task, found)
+def _said_of_timeline(found: Found) -> str:
+    stages, chunks, times, shown = _first(found)
     text = f"{plan_of(found.points, 0)}: blue forward, orange backward; white is waiting."
     if chunks > 1:
         text += f" Each rank has {chunks} stages; paler ones are later in the model."
-    if times > _drawn(stages, chunks) or stages > DRAWN:
-        text += f" {min(times, _drawn(stages, chunks))} of {times} microbatches and {min(stages, DRAWN)} of {stages} ranks are drawn."
+    if times > shown or stages > DRAWN:
+        text += f" {shown} of {times} microbatches and {min(stages, DRAWN)} of {stages} ranks are drawn."
     return text
 
 
 def _timeline(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
-    stages, chunks, times, spent = _first(task, found)
+    stages, chunks, times, shown = _first(found)
+    spent = float((found.cost.layers[0] + found.cost.tables[0] / stages) / times)
     recomputed = float(found.points.recompute[0]) == 2.0
     forward = spent / (4 if recomputed else 3) / chunks
-    shown = min(times, _drawn(stages, chunks))
     work: list[Work] = timeline(stages, chunks, shown, forward, spent / chunks - forward)
     for one in work:
         if one.rank < DRAWN:
@@ -123,17 +117,12 @@ def _timeline(axes: Any, task: Task, answer: explain.Answer, found: Found) -> No
 
 
 def _devices(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
-    sizes, times, low, high = [], [], [], []
     nodes = sorted({max(int(task.cluster.nodes * 2**k), 1) for k in range(-3, 4)})
-    for count in nodes:
-        other = replace(task, cluster=replace(task.cluster, nodes=count))
-        if holds(other):
-            best = explain.answer(other, 1).choices[0]
-            sizes.append(other.cluster.size)
-            times.append(best.step_time_s)
-            low.append(best.step_time_s - best.time_low_s)
-            high.append(best.time_high_s - best.step_time_s)
-    axes.errorbar(sizes, times, yerr=[low, high], marker="o", capsize=3)
+    tasks = [replace(task, cluster=replace(task.cluster, nodes=count)) for count in nodes]
+    best = {other.cluster.size: explain.answer(other, 1).choices[0] for other in tasks if holds(other)}
+    sizes, times = list(best), [one.step_time_s for one in best.values()]
+    around = [(one.step_time_s - one.time_low_s, one.time_high_s - one.step_time_s) for one in best.values()]
+    axes.errorbar(sizes, times, yerr=np.transpose(around), marker="o", capsize=3)
     ideal = [answer.choices[0].step_time_s * task.cluster.size / size for size in sizes]
     axes.plot(sizes, ideal, linestyle=":", color="gray", label="as if nothing were lost on the way")
     axes.set(

@@ -23,25 +23,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 def of_entry(name: str) -> Model:
     """The model of an entry."""
-    said = published()[name]["dims"]
-    experts, shared = said.get("experts", 0), said.get("shared", 0)
-    return Model(
-        name=name,
-        layers=said["layers"],
-        hidden=said["hidden"],
-        heads=said["heads"],
-        kv_heads=said.get("kv_heads", said["heads"]),
-        head_size=said.get("head_size", said["hidden"] // said["heads"]),
-        ffn=said["ffn"],
-        gated=said.get("gated", False),
-        vocab=said["vocab"],
-        experts=experts,
-        active=said["routed"] + shared if experts else 1,
-        tied=said.get("tied", False),
-        seq=said["seq"],
-        shared=shared,
-        compressed=said.get("compressed", 0),
-    )
+    dims = published()[name]["dims"]
+    usual = {"kv_heads": dims["heads"], "head_size": dims["hidden"] // dims["heads"], "gated": False, "tied": False}
+    said = {**usual, "experts": 0, **dims}
+    active = said.pop("routed") + said.get("shared", 0) if said["experts"] else 1
+    return Model(name=name, active=active, **said)
 
 
 def plain_name(text: str) -> str:
@@ -53,9 +39,7 @@ def named(text: str) -> Model | None:
     """The published model that a name means, with as many layers as the name says; None if it means none."""
     plain = plain_name(text)
     entry = next((name for name, one in published().items() if re.search(one["match"], plain)), None)
-    if re.search(r"distill|vl\d|vl$|vision", plain):  # as large as others, of other programs
-        return None
-    if entry is None:
+    if entry is None or re.search(r"distill|vl\d|vl$|vision", plain):  # as large as others, of other programs
         return None
     model, part = of_entry(entry), LAYERS.search(text)
     return replace(model, layers=int(part[1] or part[2])) if part else model

@@ -174,9 +174,9 @@ def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row)
     ):
         return {"flash": 0.0}
     # Notes tell of fused optimizers, norms and losses too.
-    if kind or re.search(r"flash|(?:\bfused|cudnn)[ _-]att", said) or found.framework in FLASH:
+    if kind or re.search(r"flash|(?:\bfused|cudnn)[ _-]att", said):
         return {"flash": 1.0}
-    if found.generation in FLASH_SINCE:
+    if found.framework in FLASH or found.generation in FLASH_SINCE:
         return {"flash": 1.0}
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
     later = found.generation == "ampere" and (point.get("gated") or point.get("seq", 0.0) > LONG)

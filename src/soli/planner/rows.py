@@ -291,15 +291,12 @@ def _whole_batch(row: Mapping[str, str], said: Said, point: dict[str, float], fo
 def _uncounted(said: Said, q: Mapping[str, float]) -> list[str]:
     """What a row says beside what is counted."""
     count = float(memory.parameters(cost.points([q]))[0]) / 1e9
-    stated = said["params_b"] or count
-    beside = (
-        (
-            abs(count / stated - 1) > 0.25,
-            f"params_b={stated:g} is not counted: its dimensions have {count:.3g}B",
-        ),
-        (q["ep"] > 1 and not q["experts"], f"ep={q['ep']:g} is not counted: it has no experts"),
-    )
-    return [what for odd, what in beside if odd]
+    stated, beside = said["params_b"] or count, []
+    if abs(count / stated - 1) > 0.25:
+        beside.append(f"params_b={stated:g} is not counted: its dimensions have {count:.3g}B")
+    if q["ep"] > 1 and not q["experts"]:
+        beside.append(f"ep={q['ep']:g} is not counted: it has no experts")
+    return beside
 
 
 def _impossible(said: Said, q: dict[str, float]) -> list[str]:

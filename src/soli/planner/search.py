@@ -24,6 +24,8 @@ from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Table, points_of, spac
 from soli.planner.task import FIXED, Task, problems
 
 MOST = 16384  # servers
+SERVERS = sorted({n for k in range(MOST.bit_length()) for n in (1 << k, 3 << k) if n <= MOST})
+"""Numbers of servers that are tried: powers of two and three times those, up to MOST."""
 PIECE = 1 << 13
 """Points computed at once: what lies in a core's cache."""
 FEW = 16
@@ -280,5 +282,4 @@ def different(found: Found, count: int) -> list[int]:
 
 def enough(task: Task) -> int | None:
     """The fewest servers on which a plan fits, of powers of two and three times those; None up to MOST."""
-    sizes = sorted({one << n for n in range(MOST.bit_length()) for one in (1, 3) if one << n <= MOST})
-    return next((n for n in sizes if holds(replace(task, cluster=replace(task.cluster, nodes=n)))), None)
+    return next((n for n in SERVERS if holds(replace(task, cluster=replace(task.cluster, nodes=n)))), None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any, cast
 
+from soli.core.tables import table
 from soli.planner.cells import SILENT
 from soli.planner.hardware import devices
 from soli.planner.hardware.devices import Device
@@ -28,7 +27,7 @@ def affirmed(said: str) -> str:
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(files(__package__).joinpath("spellings.toml").read_text(encoding="utf-8"))
+    return table(__package__, "spellings.toml")
 
 
 def meant(table: str, said: str) -> Any:

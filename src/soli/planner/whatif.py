@@ -8,7 +8,7 @@ from dataclasses import replace
 from soli.core.errors import SoliError
 from soli.planner import explain
 from soli.planner.models import Model
-from soli.planner.search import MOST, holds
+from soli.planner.search import MOST, SERVERS, holds
 from soli.planner.task import Task
 
 LENGTHS = sorted({n << k for n in range(8, 16) for k in range(6, 21)})
@@ -62,14 +62,13 @@ def scaled(model: Model, times: float) -> Model:
 def devices(task: Task, tokens: float, days: float) -> tuple[int, explain.Choice]:
     """The fewest servers on which so many tokens take no longer, and the best plan: 1, 2, 3, 4, 6, 8, 12, ... are tried, and those between the
     first that are enough and the last that are not, halving, as if more never took longer."""
-    nodes = sorted({n for k in range(MOST.bit_length()) for n in (1 << k, 3 << k) if n <= MOST})
     best, less = 0.0, 0
 
     def quickest(count: int) -> explain.Choice | None:
         larger = replace(task, cluster=replace(task.cluster, nodes=count))
         return explain.answer(larger, 1).choices[0] if holds(larger) else None
 
-    for count in nodes:
+    for count in SERVERS:
         found = quickest(count)
         if found is None or tokens / found.tokens_per_s > days * 86400:
             best, less = max(best, found.tokens_per_s if found else 0.0), count

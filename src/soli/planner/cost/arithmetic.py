@@ -136,10 +136,9 @@ def recomputed(p: Points, whole: Array, attention: Array) -> Array:
 def logits(p: Points, k: Constants) -> Array:
     """Seconds of the last product, its two gradients, and the loss of one microbatch, on the last stage."""
     T, V = p.tokens, p.vocab / p.tp
-    wide = p.low * 0 + 2.0
     share = k.product_share * T / (T + k.product_half) * (p.hidden / (p.hidden + k.product_half_inner))
     flops = 6.0 * T * V * p.hidden / (p.peak_wide * share)
-    return flops + T * V * (k.logit_bytes + wide) / (p.bandwidth * k.stream_share)
+    return flops + T * V * (k.logit_bytes + 2.0) / (p.bandwidth * k.stream_share)
 
 
 def embedding(p: Points, k: Constants) -> Array:

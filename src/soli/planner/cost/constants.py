@@ -7,20 +7,19 @@ model or a row.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 import numpy as np
 
+from soli.core.tables import table
 from soli.planner.cost.points import Array
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """A constant: where it starts, between what it must stay, and what it is."""
+    """A constant: where it starts, between what it must stay, and what it is (meanings.toml)."""
 
     default: float
     low: float
@@ -28,41 +27,7 @@ class Meaning:
     what: str
 
 
-# The bounds are what devices do: the best products that were measured reach 78 to 87% of the peak, nccl-tests' sums 60 to
-# 76% of NVLink, with 46 to 79 us for 2 to 8 ranks (benchmarks/published). Without them one source's constants are absurd
-# where another's runs go: a network at a twentieth of its rate, fitted to rows that know none. The
-# workspace is cuBLAS', 32 MiB on Hopper and under CUBLAS_WORKSPACE_CONFIG=:4096:8.
-# Defaults: 183 products that SimuMax measured on an A100 (MooreThreads/SimuMax@4dcaae5, configs/system/a100_pcie.json) reach
-# 0.79 M/(M + 161) N/(N + 161) K/(K + 129) of the peak, 4.9% off; torch's cross entropy of 16 bits reads and writes 38 bytes a logit.
-MEANINGS: dict[str, Meaning] = {
-    "product_share": Meaning(0.75, 0.3, 0.92, "of the peak that a large product reaches"),
-    "product_half": Meaning(161.0, 1.0, 4000.0, "rows of a product at which it reaches half of that"),
-    "product_half_inner": Meaning(129.0, 1.0, 2000.0, "columns, and summed elements, at which it does"),
-    "low_share": Meaning(0.75, 0.3, 1.2, "of product_share that a product of 8 bits or fewer reaches"),
-    "attention_share": Meaning(0.95, 0.3, 1.3, "of what attention's kernel reaches alone"),
-    "score_bytes": Meaning(8.0, 2.0, 60.0, "moved for each score that is kept in memory, forward"),
-    "stream_share": Meaning(0.85, 0.3, 1.0, "of the memory's bandwidth that is reached"),
-    "element_bytes": Meaning(40.0, 12.0, 200.0, "moved for each token and hidden unit in a layer's forward"),
-    "logit_bytes": Meaning(38.0, 4.0, 200.0, "moved for each logit, forward and backward"),
-    "layer_floor": Meaning(6.5e-4, 1e-6, 5e-3, "seconds in which a layer's forward is launched"),
-    "collective_floor": Meaning(3e-5, 1e-6, 1e-3, "seconds that a layer's collective adds to that"),
-    "routing_floor": Meaning(1e-3, 1e-6, 1e-2, "seconds that experts and their router add to that"),
-    "microbatch_overhead": Meaning(1e-3, 1e-6, 3e-2, "seconds of a microbatch beside its layers"),
-    "step_overhead": Meaning(5e-3, 1e-5, 1.0, "seconds of a step beside its microbatches"),
-    "straggling": Meaning(0.004, 1e-4, 0.03, "of a step that the slowest rank adds, each doubling of ranks"),
-    "link_share": Meaning(0.75, 0.3, 1.0, "of a link's bandwidth that a collective reaches"),
-    "net_share": Meaning(0.7, 0.4, 1.0, "of the network's bandwidth that a collective reaches"),
-    "send_share": Meaning(0.3, 0.05, 1.0, "of either that a stage's send reaches"),
-    "latency_scale": Meaning(2.0, 0.5, 9.0, "latency of a collective's step, in the device's"),
-    "hidden_gradients": Meaning(0.3, 0.02, 1.0, "of the gradients' reduction that runs behind the backward"),
-    "waited_sums": Meaning(1.5, 0.1, 5.0, "time that what 8 ranks of tp send takes in a layer, by what it takes alone"),
-    "hidden_gathers": Meaning(0.8, 0.0, 1.0, "of a layer's time behind which its parameters are gathered"),
-    "optimizer_bytes": Meaning(32.0, 12.0, 120.0, "moved for each parameter's update"),
-    "logit_kept": Meaning(6.0, 2.0, 18.0, "bytes that a logit takes at the peak"),
-    "activation_scale": Meaning(1.0, 0.5, 2.0, "kept activations by those that the formulas count"),
-    "resident": Meaning(1.0e8, 1.0e7, 2.0e9, "bytes that stay beside parameters, gradients and the optimizer's"),
-    "workspace": Meaning(3.4e7, 1.0e7, 6.0e9, "bytes that a step takes beside its activations"),
-}
+MEANINGS = {name: Meaning(**said) for name, said in table(__package__, "meanings.toml").items()}
 NAMES = tuple(MEANINGS)
 DEFAULT = "default"
 LIKE = {"soli": "fsdp"}
@@ -88,8 +53,7 @@ class Constants:
 @cache
 def sets() -> dict[str, dict[str, float]]:
     """The sets of constants.toml by name: "default", "megatron", "megatron ampere", ..."""
-    text = files(__package__).joinpath("constants.toml").read_text(encoding="utf-8")
-    return {name: dict(entry) for name, entry in tomllib.loads(text).items()}
+    return table(__package__, "constants.toml")
 
 
 def chain(framework: str, generation: str) -> tuple[str, str, str]:

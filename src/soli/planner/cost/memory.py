@@ -46,8 +46,7 @@ def of_tables(p: Points) -> Array:
 def of_stage(p: Points) -> tuple[Array, Array]:
     """The most parameters that a stage's rank has, as `of_layer`: the first or last with its table."""
     dense, experts = of_layer(p)
-    layers = p.own_layers
-    return layers * dense + of_tables(p), layers * experts
+    return p.own_layers * dense + of_tables(p), p.own_layers * experts
 
 
 def trained(p: Points) -> tuple[Array, Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -19,33 +19,6 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 RING, ULYSSES = 0.0, 1.0
 LINE, GRID, CUBE = 0.0, 1.0, 2.0
 ONE, INTERLEAVED, GPIPE, ZBH1, ZBV, DUALPIPEV = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
-
-UNSAID = {
-    "shared": 0.0,
-    "replicate": 1.0,
-    "again": 0.0,
-    "context": 0.0,
-    "schedule": 0.0,
-    "frugal": 1.0,
-    "longest": 0.0,
-    "fewer": 0.0,
-    "tensor": LINE,
-    "rows": 1.0,
-    "kernel": 0.5,
-    "once": 0.0,
-    "routed": 4.0,
-    "compressed": 0.0,
-    "etp": 0.0,
-    "eager": 1.0,
-    "behind": 0.0,
-    "turns": 0.0,
-    "blocking": 0.0,
-    "fours": 0.0,
-    "late": 0.0,
-    "pieces": 1.0,
-    "written": 0.0,
-}
-"""What is meant where a row has no such field."""
 
 
 @dataclass(frozen=True)
@@ -102,32 +75,46 @@ class Points:
     net: Array  # bytes/s in one direction and device, between servers
     net_latency: Array
     host: Array  # bytes/s to the host's memory
-    # what tables of runs do not say (UNSAID)
-    shared: Array  # experts that each token goes to; of `active`
-    replicate: Array  # copies of each sharded state among the ranks of dp (HSDP)
-    context: Array  # how attention crosses the ranks of cp: RING, ULYSSES
-    schedule: Array  # ONE (with chunks: INTERLEAVED, which is the same), GPIPE, ZBH1, ZBV, DUALPIPEV
-    frugal: Array  # flag: what sp gathers, a gate's and a rotation's results are made again in the backward, not kept
-    longest: Array  # layers of a rank that has the most of them, where stages are not as equal as can be; 0: they are
-    tensor: Array  # how tp's ranks share a product: LINE (1d), GRID (2d), CUBE (3d)
-    rows: Array  # of the grid, or the cube's edge; 1 of a line
-    fewer: Array  # layers that the last stage has less than the longest (borders.py)
-    kernel: Array  # of the peak what attention that keeps no scores reaches alone (programs.py)
-    compressed: Array  # parameters of a layer's attention whose keys and values are made of one smaller vector (MLA); 0: they are not
-    eager: Array  # bytes that move between products, by those of a program that runs operation by operation
-    behind: Array  # of what tp sends in a layer the share that runs behind products, where it is told so
-    blocking: Array  # flag: nothing is launched before what was launched before it is done
-    fours: Array  # flag: attention's softmax is Megatron's kernel, of four matrices of scores at a time
-    late: Array  # flag: gradients take no memory before the backward makes them
-    pieces: Array  # in which a microbatch's logits are made; 0: each as large as what the last product reads
-    turns: (
-        Array  # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once
-    )
-    written: Array  # flag: RMSNorm is written out in torch's operations, as on a CPU; elsewhere it is one kernel
-    once: Array  # flag: a token crosses to a server once, however many of its experts are there
-    routed: Array  # bytes a hidden unit that are kept of a token at each of its experts
-    etp: Array  # ranks that share one expert's products; 0: as many of tp's as ep leaves
-    again: Array  # layers of a rank that are computed again whole, where `recompute` says less of the others
+    # what tables of runs do not say, and what is meant then (UNSAID)
+    shared: Array = field(metadata={"unsaid": 0.0})  # experts that each token goes to; of `active`
+    replicate: Array = field(metadata={"unsaid": 1.0})  # copies of each sharded state among the ranks of dp (HSDP)
+    context: Array = field(metadata={"unsaid": 0.0})  # how attention crosses the ranks of cp: RING, ULYSSES
+    # ONE (with chunks: INTERLEAVED, which is the same), GPIPE, ZBH1, ZBV, DUALPIPEV
+    schedule: Array = field(metadata={"unsaid": 0.0})
+    # flag: what sp gathers, a gate's and a rotation's results are made again in the backward, not kept
+    frugal: Array = field(metadata={"unsaid": 1.0})
+    # layers of a rank that has the most of them, where stages are not as equal as can be; 0: they are
+    longest: Array = field(metadata={"unsaid": 0.0})
+    tensor: Array = field(metadata={"unsaid": LINE})  # how tp's ranks share a product: LINE (1d), GRID (2d), CUBE (3d)
+    rows: Array = field(metadata={"unsaid": 1.0})  # of the grid, or the cube's edge; 1 of a line
+    fewer: Array = field(metadata={"unsaid": 0.0})  # layers that the last stage has less than the longest (borders.py)
+    # of the peak what attention that keeps no scores reaches alone (programs.py)
+    kernel: Array = field(metadata={"unsaid": 0.5})
+    # parameters of a layer's attention whose keys and values are made of one smaller vector (MLA); 0: they are not
+    compressed: Array = field(metadata={"unsaid": 0.0})
+    # bytes that move between products, by those of a program that runs operation by operation
+    eager: Array = field(metadata={"unsaid": 1.0})
+    # of what tp sends in a layer the share that runs behind products, where it is told so
+    behind: Array = field(metadata={"unsaid": 0.0})
+    # flag: nothing is launched before what was launched before it is done
+    blocking: Array = field(metadata={"unsaid": 0.0})
+    # flag: attention's softmax is Megatron's kernel, of four matrices of scores at a time
+    fours: Array = field(metadata={"unsaid": 0.0})
+    late: Array = field(metadata={"unsaid": 0.0})  # flag: gradients take no memory before the backward makes them
+    # in which a microbatch's logits are made; 0: each as large as what the last product reads
+    pieces: Array = field(metadata={"unsaid": 1.0})
+    # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once
+    turns: Array = field(metadata={"unsaid": 0.0})
+    # flag: RMSNorm is written out in torch's operations, as on a CPU; elsewhere it is one kernel
+    written: Array = field(metadata={"unsaid": 0.0})
+    # flag: a token crosses to a server once, however many of its experts are there
+    once: Array = field(metadata={"unsaid": 0.0})
+    # bytes a hidden unit that are kept of a token at each of its experts
+    routed: Array = field(metadata={"unsaid": 4.0})
+    # ranks that share one expert's products; 0: as many of tp's as ep leaves
+    etp: Array = field(metadata={"unsaid": 0.0})
+    # layers of a rank that are computed again whole, where `recompute` says less of the others
+    again: Array = field(metadata={"unsaid": 0.0})
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -225,6 +212,8 @@ class Points:
         return self.tp * self.cp * self.pp * self.dp
 
 
+UNSAID = {f.name: f.metadata["unsaid"] for f in fields(Points) if f.metadata}
+"""What is meant where a row has no such field."""
 SIZES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 """Bytes of a number."""
 PRECISIONS = tuple(SIZES)

@@ -53,9 +53,9 @@ def of_states(
     framework: str, precision: str = "bf16", pipeline: bool = True, said: str = "", optimizer: str = ""
 ) -> dict[str, float]:
     """The program's part of a point. `said`: what a row tells of it; `optimizer`: the same of its optimizer."""
-    found, told = _of_program(framework, precision, pipeline, said), affirmed(said)
     if framework == "soli":
-        return found
+        return CAST
+    found, told = _of_program(framework, precision, pipeline, said), affirmed(said)
     copy, width = found["moments"] - ADAM, 4.0
     if precision in ("fp32", "tf32", "fp64"):
         found, copy = found | FULL_WIDTH, 0.0
@@ -63,24 +63,19 @@ def of_states(
         found, copy, width = found | HALF_WIDTH, 0.0, 2.0
     moments = meant("moments", optimizer.lower())
     width = 1.0 if EIGHT.search(optimizer.lower()) else width
-    width = (
-        0.0 if "paged" in optimizer.lower() else width
-    )  # memory that CUDA manages, on the host where there is too little
-    if TRAINER.search(told) and moments in (None, 2.0) and width > 1:
-        found = found | {"copied": width}
+    # memory that CUDA manages, on the host where there is too little
+    width = 0.0 if "paged" in optimizer.lower() else width
     late = bool(TRAINER.search(told))
-    gradient = 0.0 if IN_BACKWARD.search(told) else found["gradient"]
     return found | {
+        "copied": width if late and moments in (None, 2.0) and width > 1 else found["copied"],
         "moments": copy + width * (2.0 if moments is None else moments),
-        "gradient": gradient,
+        "gradient": 0.0 if IN_BACKWARD.search(told) else found["gradient"],
         "late": float(late),
     }
 
 
 def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> dict[str, float]:
     wide = bool(re.search("fp32 (?:grad )?reduce", said, re.I))
-    if framework == "soli":
-        return CAST
     if re.search(r"precision[- _]aware", said, re.I):
         return AWARE
     if framework in (MEGATRON, OLD, DEEPSPEED) and precision == "fp16":
