@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from soli.checkpoint.tensorfile import DTYPES, dtype_name
+from soli.checkpoint.tiling import inside
 from soli.core.errors import Problem, raise_all
 from soli.core.layout import Box, Sharded
 
@@ -81,19 +82,13 @@ def _problems(name: str, sharded: Sharded) -> list[Problem]:
         if box in seen and box.numel:
             found.append(Problem(f"{name}: the same box is given twice by one rank", str(box)))
         seen.add(box)
-        if not _inside(box, sharded.shape):
+        if not inside(box, sharded.shape):
             found.append(Problem(f"{name}: a box leaves the tensor", str(box), f"shape {sharded.shape}"))
         if tuple(piece.shape) != box.sizes or piece.dtype != sharded.dtype or piece.device.type == "meta":
             got = f"{tuple(piece.shape)} {dtype_name(piece.dtype)} on {piece.device}"
             allowed = f"{box.sizes} {dtype_name(sharded.dtype)} in memory"
             found.append(Problem(f"{name}: a piece is not what its box says", got, allowed))
     return found
-
-
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
-        return False
-    return all(min(o, n) >= 0 and o + n <= size for o, n, size in zip(box.offsets, box.sizes, shape, strict=True))
 
 
 def merge(offers: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
