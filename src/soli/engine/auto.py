@@ -336,13 +336,10 @@ class Auto:
     def _lines(self, order: list[Option], start: float) -> list[str]:
         """The decision in three lines."""
         best = order[0]
-        took = (
-            f"{_seconds(best.measured)} a step measured"
-            if best.measured
-            else f"{_seconds(best.seconds)} a step predicted"
-            if best.seconds
-            else "nothing to choose"
-        )
+        took = "nothing to choose"
+        if best.measured or best.seconds:
+            how = "measured" if best.measured else "predicted"
+            took = f"{_seconds(best.measured or best.seconds)} a step {how}"
         others = [o for o in order[1:] if _layout(o) != _layout(best)][:3]
         slower = lambda o: (o.measured or o.seconds) / (best.measured or best.seconds) - 1
         beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
