@@ -17,13 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.progress import busy
@@ -42,7 +40,7 @@ from soli.mesh.collectives import (
     send,
 )
 from soli.mesh.local.identity import mine
-from soli.mesh.mesh import Mesh
+from soli.mesh.mesh import Mesh, axis_by_key
 from soli.mesh.world import World, passing_groups
 from soli.planner.legality import divisors
 from soli.planner.machine import Machine
@@ -166,7 +164,8 @@ def _collectives(world: World, mesh: Mesh, device: torch.device) -> dict[str, li
     for number, size in enumerate(SIZES):
         for axis in axes:
             calls = _calls(axis, device, size)
-            tables = [found.setdefault(f"{name} {axis.size}x{_stride(axis)}", []) for name in calls]
+            stride = axis.ranks[1] - axis.ranks[0]
+            tables = [found.setdefault(f"{name} {axis.size}x{stride}", []) for name in calls]
             spent = extreme(time.perf_counter() - start, mesh.all, "max", label="seconds")
             needed = (RUNS + 2) * sum(_expected(table, size) for table in tables)
             if spent + needed > BUDGET and not (number < 2 and axis.size == world.size):
@@ -212,10 +211,6 @@ def _optimizer(device: torch.device, everyone: Axis) -> float:
     return weight.numel() / _timed(made.step, device, everyone)
 
 
-def _stride(axis: Axis) -> int:
-    return axis.ranks[1] - axis.ranks[0]
-
-
 def _axes(world: World, mesh: Mesh) -> list[Axis]:
     """An axis of every size that divides the ranks, and of every distance between its ranks."""
     found = []
@@ -223,25 +218,8 @@ def _axes(world: World, mesh: Mesh) -> list[Axis]:
         for inner in divisors(world.size // size):
             if size > MOST_RANKS or (inner > 1 and size * inner > MOST_RANKS and size * inner != world.size):
                 continue
-            outer = world.size // size // inner
-            families = [
-                tuple(o * size * inner + n * inner + i for n in range(size)) for o in range(outer) for i in range(inner)
-            ]
-            own = next(family for family in families if world.rank in family)
-            if size == world.size:
-                found.append(mesh.all)
-                continue
-            groups = [dist.new_group(list(family), timedelta(seconds=world.deadline)) for family in families]
-            found.append(
-                Axis(
-                    "measured",
-                    size,
-                    own.index(world.rank),
-                    own,
-                    groups[families.index(own)],
-                    mesh.all.backend,
-                )
-            )
+            place = lambda rank, span=size * inner, inner=inner: (rank // span, rank % inner)
+            found.append(mesh.all if size == world.size else axis_by_key("measured", {}, mesh.all, place, world))
     return found
 
 
