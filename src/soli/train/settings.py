@@ -147,18 +147,12 @@ def _check(name: str, value: object, kind: type, entry: Field[Any], place: str) 
     default = "" if entry.default is MISSING else f"the default is {entry.default!r}"
     got = f"{value!r} ({place})"
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))) and not (
-        kind is float and number
-    ):
+    if type(value) is not kind and not (kind is float and number):
         return Problem(f"{name} has the wrong type", got, KIND_WORDS[kind], default)
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, 1, 0.5)
-        return Problem(
-            f"{name} is none of its choices",
-            got,
-            ", ".join(choices),
-            f"did you mean {near[0]}?" if near else default,
-        )
+        fix = f"did you mean {near[0]}?" if near else default
+        return Problem(f"{name} is none of its choices", got, ", ".join(choices), fix)
     if isinstance(value, int | float) and number:
         inside = math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)
         if not inside:
