@@ -203,11 +203,8 @@ def all_to_all(
         return NOTHING
     record = _record("all_to_all", axis, whole, label)
     moved, into = _staged(whole, axis), _staged(output, axis)
-    works = _issue(
-        record,
-        axis,
-        lambda: [dist.all_to_all_single(into, moved, received, sent, group=axis.group, async_op=True)],
-    )
+    begin = lambda: [dist.all_to_all_single(into, moved, received, sent, group=axis.group, async_op=True)]
+    works = _issue(record, axis, begin)
     return _done(Pending(works, record, _copy_back(output, into)), wait)
 
 
