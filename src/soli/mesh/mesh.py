@@ -44,10 +44,6 @@ class Mesh:
         """The replicate and the shard axis of such a parameter. Uncut: all that share any shard are on it."""
         return self.sums[self.summed(cut)]
 
-    @property
-    def coordinates(self) -> dict[str, int]:
-        return {name: axis.index for name, axis in self.axes.items()}
-
     def another(self, axis: Axis) -> Axis:
         """The same ranks with a process group of their own: its collectives need no order with the first's.
 
