@@ -139,11 +139,9 @@ class Auto:
             self.machine, fresh = calibrated(self.world, self.mesh)
             self.notes.append("this machine was measured now" if fresh else "this machine as it was measured before")
         wanted: dict[str, float] = {}
-        for found in self.rehearsals.values():
-            for run in found.ranks:
-                for call in run.calls:
-                    if call.flops:
-                        wanted[call.key] = wanted.get(call.key, 0.0) + call.flops
+        calls = [call for found in self.rehearsals.values() for run in found.ranks for call in run.calls if call.flops]
+        for call in calls:
+            wanted[call.key] = wanted.get(call.key, 0.0) + call.flops
         everyone: dict[str, float] = {}
         for said in gather_json(wanted, self.mesh.all, label="products"):
             for key, flops in said.items():
