@@ -344,12 +344,10 @@ def _again(key: str, device: torch.device) -> Callable[[], Any] | None:
 
 def free_memory(world: World, mesh: Mesh) -> float:
     """Bytes that this rank may take of its device, which it may share with others. Collective."""
-    place = [mine().host, str(world.device) if world.device.type == "cuda" else "cpu"]
+    on_cuda = world.device.type == "cuda"
+    place = [mine().host, str(world.device) if on_cuda else "cpu"]
     sharing = gather_json(place, mesh.all, label="devices").count(place)
-    if world.device.type == "cuda":
-        free = float(torch.cuda.mem_get_info(world.device)[0])
-    else:
-        free = _free_of_host()
+    free = float(torch.cuda.mem_get_info(world.device)[0]) if on_cuda else _free_of_host()
     return extreme(free / sharing, mesh.all, "min", label="free memory")
 
 
