@@ -165,7 +165,7 @@ def _steps(job: _Job) -> float:
         took.append(time.perf_counter() - last)
         norm = engine.last.grad_norm
         rate = config.optim.lr * job.schedule(step - 1)
-        log.step(step, loss, _counted(job, step), rate, None if norm is None else float(norm))
+        log.step(step, loss, _counted(job), rate, None if norm is None else float(norm))
         if not steps and step >= MEASURED_TO:
             steps = _decide(job, step, took)
         if steps and due(step, steps, run.evaluate_every, LOOKS) and step < steps:
@@ -181,7 +181,7 @@ def _steps(job: _Job) -> float:
     return time.perf_counter() - start
 
 
-def _counted(job: _Job, step: int) -> int:
+def _counted(job: _Job) -> int:
     """Targets of a step, for the speed: only the last batch of an epoch has fewer than this."""
     batch = min(job.config.optim.batch, len(job.train))
     return min(batch * job.model.context, job.train.targets)
