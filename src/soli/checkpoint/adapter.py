@@ -5,6 +5,7 @@ Legend: a *piece* is (Box, Tensor); a *chunk* is DCP's word for a box.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,25 +71,24 @@ def adapt(tensors: dict[str, Sharded]) -> dict[str, Any]:
     return {name: Pieces(sharded) for name, sharded in tensors.items()}
 
 
-def _problems(name: str, sharded: Sharded) -> list[Problem]:
+def _problems(name: str, sharded: Sharded) -> Iterator[Problem]:
     if not isinstance(name, str) or not isinstance(sharded, Sharded):
-        return [Problem("tensors must map names to Sharded", f"{name!r}: {type(sharded).__name__}")]
-    found = []
+        yield Problem("tensors must map names to Sharded", f"{name!r}: {type(sharded).__name__}")
+        return
     if sharded.dtype not in DTYPES:
         allowed = ", ".join(dtype_name(dtype) for dtype in DTYPES)
-        found.append(Problem(f"{name}: this dtype cannot be stored", dtype_name(sharded.dtype), allowed))
+        yield Problem(f"{name}: this dtype cannot be stored", dtype_name(sharded.dtype), allowed)
     seen: set[Box] = set()
     for box, piece in sharded.pieces:
         if box in seen and box.numel:
-            found.append(Problem(f"{name}: the same box is given twice by one rank", str(box)))
+            yield Problem(f"{name}: the same box is given twice by one rank", str(box))
         seen.add(box)
         if not inside(box, sharded.shape):
-            found.append(Problem(f"{name}: a box leaves the tensor", str(box), f"shape {sharded.shape}"))
+            yield Problem(f"{name}: a box leaves the tensor", str(box), f"shape {sharded.shape}")
         if tuple(piece.shape) != box.sizes or piece.dtype != sharded.dtype or piece.device.type == "meta":
             got = f"{tuple(piece.shape)} {dtype_name(piece.dtype)} on {piece.device}"
             allowed = f"{box.sizes} {dtype_name(sharded.dtype)} in memory"
-            found.append(Problem(f"{name}: a piece is not what its box says", got, allowed))
-    return found
+            yield Problem(f"{name}: a piece is not what its box says", got, allowed)
 
 
 def merge(offers: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
