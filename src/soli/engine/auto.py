@@ -16,6 +16,7 @@ import gc
 import time
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -28,7 +29,7 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine.calibrate import CHANGED, calibrated, free_memory, with_products
+from soli.engine.calibrate import CHANGED, calibrated, clock, free_memory, with_products
 from soli.engine.deciding import Choice, Option, size
 from soli.engine.engine import Engine
 from soli.engine.rehearse import Program, rehearse, unseen, widened
@@ -383,11 +384,7 @@ def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float
         engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
         spent = []
         for _ in range(steps):
-            start = time.perf_counter()
-            engine.step(program.batch)
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
-            spent.append(time.perf_counter() - start)
+            spent.append(clock(partial(engine.step, program.batch), world.device))
             barrier(engine.mesh.all)
         most = taken.most()
     del engine, model, optimizer, world

@@ -188,7 +188,7 @@ def _host(device: torch.device) -> float:
     """Bytes/s from the device to the host's memory."""
     x = torch.zeros(1 << 23, device=device)
     y = torch.empty(1 << 23, pin_memory=device.type == "cuda")
-    return 4 * x.numel() / median(_clock(lambda: y.copy_(x), device) for _ in range(5))
+    return 4 * x.numel() / median(clock(lambda: y.copy_(x), device) for _ in range(5))
 
 
 def _disk() -> float:
@@ -254,7 +254,7 @@ def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, second
     short call sees nothing of the others.
     """
     call()
-    once = _clock(call, device)
+    once = clock(call, device)
     often = min(max(seconds / RUNS / max(once, 1e-7), 1), 1000)
     times = int(extreme(often, everyone, "min", label="how often"))
 
@@ -263,11 +263,12 @@ def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, second
             call()
 
     barrier(everyone)
-    spent = median(_clock(some, device) / times for _ in range(RUNS))
+    spent = median(clock(some, device) / times for _ in range(RUNS))
     return extreme(spent, everyone, "max", label="seconds")
 
 
-def _clock(call: Callable[[], Any], device: torch.device) -> float:
+def clock(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call here, with all that it began on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -282,7 +283,7 @@ def _alone(call: Callable[[], Any], device: torch.device, everyone: Axis) -> flo
     barrier(everyone)
     spent = 0.0
     if everyone.index == 0:
-        spent = median(_clock(lambda: [call() for _ in range(10)], device) / 10 for _ in range(RUNS))
+        spent = median(clock(lambda: [call() for _ in range(10)], device) / 10 for _ in range(RUNS))
     return extreme(spent, everyone, "max", label="seconds alone")
 
 
