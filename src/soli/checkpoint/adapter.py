@@ -5,6 +5,7 @@ Legend: a *piece* is (Box, Tensor); a *chunk* is DCP's word for a box.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from soli.checkpoint.tensorfile import DTYPES, dtype_name
+from soli.checkpoint.tiling import inside
 from soli.core.errors import Problem, raise_all
 from soli.core.layout import Box, Sharded
 
@@ -69,31 +71,24 @@ def adapt(tensors: dict[str, Sharded]) -> dict[str, Any]:
     return {name: Pieces(sharded) for name, sharded in tensors.items()}
 
 
-def _problems(name: str, sharded: Sharded) -> list[Problem]:
+def _problems(name: str, sharded: Sharded) -> Iterator[Problem]:
     if not isinstance(name, str) or not isinstance(sharded, Sharded):
-        return [Problem("tensors must map names to Sharded", f"{name!r}: {type(sharded).__name__}")]
-    found = []
+        yield Problem("tensors must map names to Sharded", f"{name!r}: {type(sharded).__name__}")
+        return
     if sharded.dtype not in DTYPES:
         allowed = ", ".join(dtype_name(dtype) for dtype in DTYPES)
-        found.append(Problem(f"{name}: this dtype cannot be stored", dtype_name(sharded.dtype), allowed))
+        yield Problem(f"{name}: this dtype cannot be stored", dtype_name(sharded.dtype), allowed)
     seen: set[Box] = set()
     for box, piece in sharded.pieces:
         if box in seen and box.numel:
-            found.append(Problem(f"{name}: the same box is given twice by one rank", str(box)))
+            yield Problem(f"{name}: the same box is given twice by one rank", str(box))
         seen.add(box)
-        if not _inside(box, sharded.shape):
-            found.append(Problem(f"{name}: a box leaves the tensor", str(box), f"shape {sharded.shape}"))
+        if not inside(box, sharded.shape):
+            yield Problem(f"{name}: a box leaves the tensor", str(box), f"shape {sharded.shape}")
         if tuple(piece.shape) != box.sizes or piece.dtype != sharded.dtype or piece.device.type == "meta":
             got = f"{tuple(piece.shape)} {dtype_name(piece.dtype)} on {piece.device}"
             allowed = f"{box.sizes} {dtype_name(sharded.dtype)} in memory"
-            found.append(Problem(f"{name}: a piece is not what its box says", got, allowed))
-    return found
-
-
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
-        return False
-    return all(min(o, n) >= 0 and o + n <= size for o, n, size in zip(box.offsets, box.sizes, shape, strict=True))
+            yield Problem(f"{name}: a piece is not what its box says", got, allowed)
 
 
 def merge(offers: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:

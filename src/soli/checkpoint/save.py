@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -92,7 +91,6 @@ class PendingSave:
     def __init__(self, job: _Job) -> None:
         self._error: Exception | None = None
         self._seen = False
-        self._path = job.path
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"soli-save-{job.path.name}")
         self._thread.start()
 
@@ -169,12 +167,8 @@ def _report_at_exit() -> None:
 def _stage(job: _Job) -> None:
     """Replace the live tensors of a job by copies on the host."""
     for place, entry in enumerate(job.entries):
-        copy = _copy(entry.get())
+        copy = entry.get().detach().to("cpu", copy=True).contiguous()
         job.entries[place] = Entry(entry.key, entry.dtype, entry.shape, lambda copy=copy: copy)  # type: ignore[misc]
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: dict[str, Any], overwrite: bool) -> _Job:

@@ -45,8 +45,7 @@ class Team:
         if self.size > 1:
             outcomes = [None] * self.size  # type: ignore[list-item]
             self._talk(what, lambda: dist.all_gather_object(outcomes, outcome, group=self.group))
-        self._raise_first(outcomes, error)
-        return [result for result, _ in outcomes]
+        return self._results(outcomes, error)
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         """Run `work` on the first rank; every rank gets its result, or its error."""
@@ -56,15 +55,13 @@ class Team:
             box[0], error = _attempt(what, work)
         if self.size > 1:
             self._talk(what, lambda: dist.broadcast_object_list(box, group=self.group, group_src=0))
-        self._raise_first([box[0]], error)
-        return box[0][0]
+        return self._results(box, error)[0]
 
     def plan(self, what: str, local: Callable[[], T], decide: Callable[[list[T]], list[R]]) -> R:
         """Gather `local()` of every rank, let the first rank `decide`, and give each rank its part."""
         outcome, error = _attempt(what, local)
         if self.size == 1:
-            self._raise_first([outcome], error)
-            return decide([outcome[0]])[0]
+            return decide(self._results([outcome], error))[0]
         outcomes: list[Any] | None = [None] * self.size if self.rank == 0 else None
         self._talk(what, lambda: dist.gather_object(outcome, outcomes, group=self.group, group_dst=0))
         answers: list[Any] | None = None
@@ -74,12 +71,7 @@ class Team:
             answers = [(part, None) for part in decided[0]] if decided[1] is None else [decided] * self.size
         answer: list[Any] = [None]
         self._talk(what, lambda: dist.scatter_object_list(answer, answers, group=self.group, group_src=0))
-        self._raise_first(answer, error)
-        return answer[0][0]
-
-    def _results(self, outcomes: list[Any]) -> list[Any]:
-        self._raise_first(outcomes, None)
-        return [result for result, _ in outcomes]
+        return self._results(answer, error)[0]
 
     def _talk(self, what: str, collective: Callable[[], object]) -> None:
         try:
@@ -91,11 +83,11 @@ class Team:
                 fix="look at the reports of the other ranks: one of them ended first",
             ) from error
 
-    def _raise_first(self, outcomes: list[Any], cause: Exception | None) -> None:
-        """Raise one error that holds the problems of all ranks; `cause` is this rank's own exception."""
+    def _results(self, outcomes: list[Any], cause: Exception | None = None) -> list[Any]:
+        """What all ranks have, or one error with the problems of all of them; `cause` is this rank's own exception."""
         failed = [(rank, SoliError.from_json(data)) for rank, (_, data) in enumerate(outcomes) if data]
         if not failed:
-            return
+            return [result for result, _ in outcomes]
         everyone = len(failed) == len(outcomes)
         problems: dict[Problem, None] = {}
         for rank, error in failed:

@@ -14,20 +14,24 @@ def overlaps(one: Box, other: Box) -> bool:
     return all(a < b + m and b < a + n for a, n, b, m in spans)
 
 
+def inside(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box, which may be empty, does not leave a tensor of this shape."""
+    if not len(box.offsets) == len(box.sizes) == len(shape):
+        return False
+    return all(min(o, n) >= 0 and o + n <= size for o, n, size in zip(box.offsets, box.sizes, shape, strict=True))
+
+
 def tiling_problems(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Problem]:
     """What keeps `boxes` from tiling a tensor of this shape: outside, overlapping, or not covering it."""
     found = []
-    inside = []
+    fitting = []
     for box in boxes:
-        fits = len(box.offsets) == len(box.sizes) == len(shape) and all(
-            o >= 0 and n > 0 and o + n <= s for o, n, s in zip(box.offsets, box.sizes, shape, strict=True)
-        )
-        if fits:
-            inside.append(box)
+        if inside(box, shape) and box.numel:
+            fitting.append(box)
         else:
             found.append(Problem(f"{name}: a box leaves the tensor or is empty", str(box), f"shape {shape}"))
-    found += _overlap_problems(name, shape, inside)
-    covered, total = sum(box.numel for box in inside), math.prod(shape)
+    found += _overlap_problems(name, shape, fitting)
+    covered, total = sum(box.numel for box in fitting), math.prod(shape)
     if not found and covered != total:
         got = f"{covered} of {total} elements"
         fix = "every element of a tensor must be held by some rank"

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def export(
     """
     out = Path(out).absolute()
     manifest, place = read_manifest(path), locate(Path(path))
-    _refuse_export(out, format, max_shard_bytes, config)
+    raise_all(_export_problems(out, format, max_shard_bytes, config))
     names = _model_names(manifest)
     files = sorted({chunk.file for name in names.values() for chunk in manifest.tensors[name].chunks})
     check_files(place, manifest, files)
@@ -64,7 +64,7 @@ def export(
             handles = {file: stack.enter_context(reading(place / file)) for file in files}
             tied = manifest.state.get("tied") or {}
             gets = {own: _assemble(handles, name, manifest.tensors[name]) for own, name in names.items()}
-            _check_tied(tied, gets)
+            raise_all(_tied_problems(tied, gets))
             entries = [
                 Entry(own, manifest.tensors[name].dtype, manifest.tensors[name].shape, gets[own])
                 for own, name in names.items()
@@ -89,19 +89,17 @@ def export(
     return [out / name if name else out for name in written]
 
 
-def _refuse_export(out: Path, format: str, max_shard_bytes: int, config: str | Path | None) -> None:
-    problems = []
+def _export_problems(out: Path, format: str, max_shard_bytes: int, config: str | Path | None) -> Iterator[Problem]:
     if format not in ("safetensors", "hf"):
-        problems.append(Problem("unknown export format", format, "safetensors, hf"))
+        yield Problem("unknown export format", format, "safetensors, hf")
     if out.exists():
-        problems.append(Problem(f"{out} exists", fix="choose another path; nothing is overwritten"))
+        yield Problem(f"{out} exists", fix="choose another path; nothing is overwritten")
     if max_shard_bytes <= 0:
-        problems.append(Problem("a shard must hold something", f"max_shard_bytes={max_shard_bytes}"))
+        yield Problem("a shard must hold something", f"max_shard_bytes={max_shard_bytes}")
     if config is not None and format != "hf":
-        problems.append(Problem("config.json goes with a folder", f"format {format}", fix="use format hf"))
+        yield Problem("config.json goes with a folder", f"format {format}", fix="use format hf")
     if config is not None and not Path(config).is_file():
-        problems.append(Problem("there is no such config file", str(config)))
-    raise_all(problems)
+        yield Problem("there is no such config file", str(config))
 
 
 def _model_names(manifest: Manifest) -> dict[str, str]:
@@ -162,7 +160,7 @@ def import_(source: str | Path, out: str | Path, tied: dict[str, str] | None = N
     with ExitStack() as stack:
         handles = {file: stack.enter_context(reading(file)) for file in dict.fromkeys(files.values())}
         gets = {name: functools.partial(handles[file].get_tensor, name) for name, file in files.items()}
-        _check_tied(tied or {}, gets)
+        raise_all(_tied_problems(tied or {}, gets))
         tensors = {}
         for name in files:
             if name not in (tied or {}):
@@ -227,16 +225,14 @@ def _indexed(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in names.items()}
 
 
-def _check_tied(tied: dict[str, str], gets: Mapping[str, Callable[[], Tensor]]) -> None:
-    """SoliError unless every canonical tensor is there and equals its alias, where that is stored too."""
-    problems = []
+def _tied_problems(tied: dict[str, str], gets: Mapping[str, Callable[[], Tensor]]) -> Iterator[Problem]:
+    """None where every canonical tensor is there and equals its alias, where that is stored too."""
     for alias, canonical in tied.items():
         if canonical not in gets:
-            problems.append(Problem(f"{alias} is tied to {canonical}, which is not there"))
+            yield Problem(f"{alias} is tied to {canonical}, which is not there")
         elif alias in gets and not _same_bits(gets[alias](), gets[canonical]()):
             fix = "leave it out of tied: they are two parameters"
-            problems.append(Problem(f"{alias} and {canonical} are not equal, so not tied", fix=fix))
-    raise_all(problems)
+            yield Problem(f"{alias} and {canonical} are not equal, so not tied", fix=fix)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

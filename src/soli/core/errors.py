@@ -28,18 +28,9 @@ class Problem:
     seen: str = ""
 
     def __str__(self) -> str:
-        rows = [self.what]
-        rows += [
-            f"  {label:<8}{text}"
-            for label, text in (
-                ("got", self.got),
-                ("allowed", self.allowed),
-                ("fix", self.fix),
-                ("seen", f"before in other frameworks: soli bugs show {self.seen}" if self.seen else ""),
-            )
-            if text
-        ]
-        return "\n".join(rows)
+        seen = f"before in other frameworks: soli bugs show {self.seen}" if self.seen else ""
+        told = {"got": self.got, "allowed": self.allowed, "fix": self.fix, "seen": seen}
+        return "\n".join([self.what, *(f"  {label:<8}{text}" for label, text in told.items() if text)])
 
 
 class SoliError(Exception):
@@ -50,7 +41,7 @@ class SoliError(Exception):
 
     def __init__(
         self,
-        what: str | Problem | Iterable[Problem],
+        what: str | Iterable[Problem],
         *,
         got: object = "",
         allowed: object = "",
@@ -61,8 +52,6 @@ class SoliError(Exception):
     ) -> None:
         if isinstance(what, str):
             self.problems: tuple[Problem, ...] = (Problem(what, str(got), str(allowed), fix, seen),)
-        elif isinstance(what, Problem):
-            self.problems = (what,)
         else:
             self.problems = tuple(what)
         self.exit_code = exit_code

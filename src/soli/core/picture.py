@@ -6,18 +6,16 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-WIDE = (9.0, 3.6)
 
-
-def svg(draw: Callable[[Any], None], size: tuple[float, float] = WIDE) -> str:
-    """What `draw` draws on matplotlib's axes, `size` in inches, without a date or random names in it."""
+def svg(draw: Callable[[Any], None]) -> str:
+    """What `draw` draws on matplotlib's axes, without a date or random names in it."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     with pyplot.rc_context({"svg.hashsalt": "soli", "svg.fonttype": "none", "font.size": 9}):
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(9.0, 3.6), layout="constrained")
         draw(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})

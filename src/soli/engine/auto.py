@@ -16,6 +16,7 @@ import gc
 import time
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -28,7 +29,7 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine.calibrate import CHANGED, calibrated, free_memory, with_products
+from soli.engine.calibrate import CHANGED, calibrated, clock, free_memory, with_products
 from soli.engine.deciding import Choice, Option, size
 from soli.engine.engine import Engine
 from soli.engine.rehearse import Program, rehearse, unseen, widened
@@ -139,11 +140,9 @@ class Auto:
             self.machine, fresh = calibrated(self.world, self.mesh)
             self.notes.append("this machine was measured now" if fresh else "this machine as it was measured before")
         wanted: dict[str, float] = {}
-        for found in self.rehearsals.values():
-            for run in found.ranks:
-                for call in run.calls:
-                    if call.flops:
-                        wanted[call.key] = wanted.get(call.key, 0.0) + call.flops
+        calls = [call for found in self.rehearsals.values() for run in found.ranks for call in run.calls if call.flops]
+        for call in calls:
+            wanted[call.key] = wanted.get(call.key, 0.0) + call.flops
         everyone: dict[str, float] = {}
         for said in gather_json(wanted, self.mesh.all, label="products"):
             for key, flops in said.items():
@@ -336,13 +335,10 @@ class Auto:
     def _lines(self, order: list[Option], start: float) -> list[str]:
         """The decision in three lines."""
         best = order[0]
-        took = (
-            f"{_seconds(best.measured)} a step measured"
-            if best.measured
-            else f"{_seconds(best.seconds)} a step predicted"
-            if best.seconds
-            else "nothing to choose"
-        )
+        took = "nothing to choose"
+        if best.measured or best.seconds:
+            how = "measured" if best.measured else "predicted"
+            took = f"{_seconds(best.measured or best.seconds)} a step {how}"
         others = [o for o in order[1:] if _layout(o) != _layout(best)][:3]
         slower = lambda o: (o.measured or o.seconds) / (best.measured or best.seconds) - 1
         beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
@@ -388,11 +384,7 @@ def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float
         engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
         spent = []
         for _ in range(steps):
-            start = time.perf_counter()
-            engine.step(program.batch)
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
-            spent.append(time.perf_counter() - start)
+            spent.append(clock(partial(engine.step, program.batch), world.device))
             barrier(engine.mesh.all)
         most = taken.most()
     del engine, model, optimizer, world

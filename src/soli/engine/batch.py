@@ -106,9 +106,7 @@ def microbatches(part: Part, ranks: int, plan: Plan) -> list[Part]:
 
     Not so on a grid (2d, 3d), where ranks with other rows compute each product together: each has rows.
     """
-    most = -(-part.total // ranks)
-    if plan.together:
-        most = part.total // ranks
+    most = part.total // ranks if plan.together else -(-part.total // ranks)
     pieces = even_parts(part.rows, max(1, min(plan.accumulate * plan.microbatches, most)))
     return [
         Part(take(part.data, a, b) if b > a else None, part.start + a, part.start + b, part.total) for a, b in pieces
@@ -137,14 +135,12 @@ class Caller:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        signature = inspect.signature(model.forward)
+        parameters = inspect.signature(model.forward).parameters
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self.named = [name for name, p in signature.parameters.items() if p.kind in kinds]
-        rest = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        self.named = [name for name, p in parameters.items() if p.kind in kinds]
+        rest = [p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
         self.every = bool(rest) and not self.named  # as of a model that hands all on to another one
-        self.required = [
-            name for name, p in signature.parameters.items() if p.kind in kinds and p.default is inspect.Parameter.empty
-        ]
+        self.required = [name for name in self.named if parameters[name].default is inspect.Parameter.empty]
 
     def __call__(self, batch: Any) -> Any:
         if isinstance(batch, dict):

@@ -17,13 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.progress import busy
@@ -42,7 +40,7 @@ from soli.mesh.collectives import (
     send,
 )
 from soli.mesh.local.identity import mine
-from soli.mesh.mesh import Mesh
+from soli.mesh.mesh import Mesh, axis_by_key
 from soli.mesh.world import World, passing_groups
 from soli.planner.legality import divisors
 from soli.planner.machine import Machine
@@ -166,7 +164,8 @@ def _collectives(world: World, mesh: Mesh, device: torch.device) -> dict[str, li
     for number, size in enumerate(SIZES):
         for axis in axes:
             calls = _calls(axis, device, size)
-            tables = [found.setdefault(f"{name} {axis.size}x{_stride(axis)}", []) for name in calls]
+            stride = axis.ranks[1] - axis.ranks[0]
+            tables = [found.setdefault(f"{name} {axis.size}x{stride}", []) for name in calls]
             spent = extreme(time.perf_counter() - start, mesh.all, "max", label="seconds")
             needed = (RUNS + 2) * sum(_expected(table, size) for table in tables)
             if spent + needed > BUDGET and not (number < 2 and axis.size == world.size):
@@ -189,7 +188,7 @@ def _host(device: torch.device) -> float:
     """Bytes/s from the device to the host's memory."""
     x = torch.zeros(1 << 23, device=device)
     y = torch.empty(1 << 23, pin_memory=device.type == "cuda")
-    return 4 * x.numel() / median(_clock(lambda: y.copy_(x), device) for _ in range(5))
+    return 4 * x.numel() / median(clock(lambda: y.copy_(x), device) for _ in range(5))
 
 
 def _disk() -> float:
@@ -212,10 +211,6 @@ def _optimizer(device: torch.device, everyone: Axis) -> float:
     return weight.numel() / _timed(made.step, device, everyone)
 
 
-def _stride(axis: Axis) -> int:
-    return axis.ranks[1] - axis.ranks[0]
-
-
 def _axes(world: World, mesh: Mesh) -> list[Axis]:
     """An axis of every size that divides the ranks, and of every distance between its ranks."""
     found = []
@@ -223,25 +218,8 @@ def _axes(world: World, mesh: Mesh) -> list[Axis]:
         for inner in divisors(world.size // size):
             if size > MOST_RANKS or (inner > 1 and size * inner > MOST_RANKS and size * inner != world.size):
                 continue
-            outer = world.size // size // inner
-            families = [
-                tuple(o * size * inner + n * inner + i for n in range(size)) for o in range(outer) for i in range(inner)
-            ]
-            own = next(family for family in families if world.rank in family)
-            if size == world.size:
-                found.append(mesh.all)
-                continue
-            groups = [dist.new_group(list(family), timedelta(seconds=world.deadline)) for family in families]
-            found.append(
-                Axis(
-                    "measured",
-                    size,
-                    own.index(world.rank),
-                    own,
-                    groups[families.index(own)],
-                    mesh.all.backend,
-                )
-            )
+            place = lambda rank, span=size * inner, inner=inner: (rank // span, rank % inner)
+            found.append(mesh.all if size == world.size else axis_by_key("measured", {}, mesh.all, place, world))
     return found
 
 
@@ -276,7 +254,7 @@ def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, second
     short call sees nothing of the others.
     """
     call()
-    once = _clock(call, device)
+    once = clock(call, device)
     often = min(max(seconds / RUNS / max(once, 1e-7), 1), 1000)
     times = int(extreme(often, everyone, "min", label="how often"))
 
@@ -285,11 +263,12 @@ def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, second
             call()
 
     barrier(everyone)
-    spent = median(_clock(some, device) / times for _ in range(RUNS))
+    spent = median(clock(some, device) / times for _ in range(RUNS))
     return extreme(spent, everyone, "max", label="seconds")
 
 
-def _clock(call: Callable[[], Any], device: torch.device) -> float:
+def clock(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call here, with all that it began on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -304,7 +283,7 @@ def _alone(call: Callable[[], Any], device: torch.device, everyone: Axis) -> flo
     barrier(everyone)
     spent = 0.0
     if everyone.index == 0:
-        spent = median(_clock(lambda: [call() for _ in range(10)], device) / 10 for _ in range(RUNS))
+        spent = median(clock(lambda: [call() for _ in range(10)], device) / 10 for _ in range(RUNS))
     return extreme(spent, everyone, "max", label="seconds alone")
 
 
@@ -366,12 +345,10 @@ def _again(key: str, device: torch.device) -> Callable[[], Any] | None:
 
 def free_memory(world: World, mesh: Mesh) -> float:
     """Bytes that this rank may take of its device, which it may share with others. Collective."""
-    place = [mine().host, str(world.device) if world.device.type == "cuda" else "cpu"]
+    on_cuda = world.device.type == "cuda"
+    place = [mine().host, str(world.device) if on_cuda else "cpu"]
     sharing = gather_json(place, mesh.all, label="devices").count(place)
-    if world.device.type == "cuda":
-        free = float(torch.cuda.mem_get_info(world.device)[0])
-    else:
-        free = _free_of_host()
+    free = float(torch.cuda.mem_get_info(world.device)[0]) if on_cuda else _free_of_host()
     return extreme(free / sharing, mesh.all, "min", label="free memory")
 
 

@@ -106,7 +106,7 @@ class FirstStep:
             changes.explain(engine.plan)
             engine.loss_fn.explain(engine.plan)
             if apart and not repeats and engine.plan.pieces > 1:
-                _refuse_memory(engine)
+                _refuse_memory()
             if parts:
                 _explain(sums, [rows, cut, rows - cut], engine)
             if first is not None:
@@ -203,7 +203,7 @@ def _adds_up(sums: list[tuple[float, float]], engine: Engine) -> bool:
     return abs(whole - first - second) <= rounding(engine, count) * (abs(first) + abs(second))
 
 
-def _refuse_memory(engine: Engine) -> None:
+def _refuse_memory() -> None:
     raise SoliError(
         "the model computes another loss when it is called again on the same rows",
         allowed="a forward that depends on its rows and weights, and on buffers and numbers of its modules",

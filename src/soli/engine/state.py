@@ -156,12 +156,8 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
         param = name.removeprefix("optimizer.").rpartition(".")[0]
         slot, unit = slots.get(param, (None, None))
         # A scalar is the same for all who hold it, and the others have less than any number.
-        all_reduce(
-            whole,
-            unit.shard_axis if unit else engine.mesh.sharing()[1],
-            "sum" if shape else "max",
-            label=name,
-        )
+        shard = unit.shard_axis if unit else engine.mesh.sharing()[1]
+        all_reduce(whole, shard, "sum" if shape else "max", label=name)
         if shape and slot is not None and slot.portion is not None and slot.whole_shape == shape:
             for axis in cut_over(slot.param):
                 all_reduce(whole, engine.mesh[axis], label=name)
@@ -338,19 +334,15 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
     The optimizer's own are left alone until everything is read.
     """
     by_name = {slot.name: (unit, slot, param) for unit, slot, param in _held(engine)}
-    elsewhere = {names[0] for names, _ in engine.laid.absent.values()}
-    everyone = {slot.name: slot for unit in engine.laid.units for slot in unit.slots}
+    known = {names[0] for names, _ in engine.laid.absent.values()}
+    known |= {slot.name for unit in engine.laid.units for slot in unit.slots}
     found: dict[str, Sharded] = {}
     for name, saved in manifest.tensors.items():
         if not name.startswith("optimizer."):
             continue
         param_name, _, key = name.removeprefix("optimizer.").rpartition(".")
-        if param_name in elsewhere:
-            found[name] = Sharded(tuple(saved.shape), saved.dtype)
-            continue
-        if param_name not in everyone:
+        if param_name not in known:
             continue  # checkpoint.load reports it as unexpected, with all others
-        slot = everyone[param_name]
         if param_name not in by_name:
             found[name] = Sharded(tuple(saved.shape), saved.dtype)
             continue

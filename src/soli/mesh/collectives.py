@@ -37,6 +37,8 @@ from soli.core.versions import all_gather_flat, reduce_scatter_flat
 from soli.mesh.record import Record, issuing, recorder
 from soli.mesh.simulate import Absent
 
+Finish = Callable[[], object]
+"""What is left to do when a collective has arrived."""
 OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -68,7 +70,7 @@ class Axis:
 class Pending:
     """A collective under way. `wait()` completes it, names it if it fails, and may be called again."""
 
-    def __init__(self, works: list[Any], record: Record | None, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: list[Any], record: Record | None, finish: Finish | None = None) -> None:
         self._works, self.record, self._finish = works, record, finish
 
     def wait(self) -> None:
@@ -179,11 +181,7 @@ def reduce(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool =
         return _done(Pending(works, record, lambda: _keep(moved)), wait)
     other = torch.empty(tensor.shape, dtype=tensor.dtype)
     works = _issue(record, axis, lambda: [dist.irecv(other, group=axis.group, group_src=1 - to)])
-    return _done(Pending(works, record, lambda: _add(tensor, other)), wait)
-
-
-def _add(tensor: Tensor, other: Tensor) -> None:
-    tensor += other.to(tensor.device)
+    return _done(Pending(works, record, lambda: tensor.add_(other.to(tensor.device))), wait)
 
 
 def all_to_all(
@@ -205,11 +203,8 @@ def all_to_all(
         return NOTHING
     record = _record("all_to_all", axis, whole, label)
     moved, into = _staged(whole, axis), _staged(output, axis)
-    works = _issue(
-        record,
-        axis,
-        lambda: [dist.all_to_all_single(into, moved, received, sent, group=axis.group, async_op=True)],
-    )
+    begin = lambda: [dist.all_to_all_single(into, moved, received, sent, group=axis.group, async_op=True)]
+    works = _issue(record, axis, begin)
     return _done(Pending(works, record, _copy_back(output, into)), wait)
 
 
@@ -227,13 +222,7 @@ def exchange(
     ]
     works = _issue(record, axis, lambda: dist.batch_isend_irecv(batch()))
     back = _copy_back(received, into)
-
-    def finish() -> None:
-        _keep(moved)
-        if back is not None:
-            back()
-
-    return _done(Pending(works, record, finish), wait)
+    return _done(Pending(works, record, lambda: _keep(moved, back)), wait)
 
 
 def wire(axis: Axis, device: torch.device) -> torch.device:
@@ -265,8 +254,10 @@ def send(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = T
     return _done(Pending(works, record, lambda: _keep(moved)), wait)
 
 
-def _keep(tensor: Tensor) -> None:
+def _keep(tensor: Tensor, then: Finish | None = None) -> None:
     """Its memory must stay until the collective is done."""
+    if then is not None:
+        then()
 
 
 def receive(tensor: Tensor, axis: Axis, source: int, *, label: str = "") -> None:
@@ -385,14 +376,8 @@ def _staged(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor.cpu() if tensor.device.type != "cpu" and axis.on_gloo(tensor) else tensor
 
 
-def _copy_back(tensor: Tensor, moved: Tensor) -> Callable[[], None] | None:
-    if moved is tensor:
-        return None
-
-    def finish() -> None:
-        tensor.copy_(moved)
-
-    return finish
+def _copy_back(tensor: Tensor, moved: Tensor) -> Finish | None:
+    return None if moved is tensor else lambda: tensor.copy_(moved)
 
 
 def _done(pending: Pending, wait: bool) -> Pending:

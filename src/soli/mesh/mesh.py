@@ -44,10 +44,6 @@ class Mesh:
         """The replicate and the shard axis of such a parameter. Uncut: all that share any shard are on it."""
         return self.sums[self.summed(cut)]
 
-    @property
-    def coordinates(self) -> dict[str, int]:
-        return {name: axis.index for name, axis in self.axes.items()}
-
     def another(self, axis: Axis) -> Axis:
         """The same ranks with a process group of their own: its collectives need no order with the first's.
 
@@ -99,8 +95,8 @@ def rings(mesh: Mesh, axis: Axis) -> tuple[Axis, Axis] | None:
         return None
     number = {rank: (family[0], divmod(i, size)) for family in places for i, rank in enumerate(family)}
     place = lambda i: lambda rank: (number[rank][0], number[rank][1][i])
-    inner = _family("cp inside a host", {}, mesh.all, place(0), mesh.world)
-    outer = _family("cp between hosts", {}, mesh.all, place(1), mesh.world)
+    inner = axis_by_key("cp inside a host", {}, mesh.all, place(0), mesh.world)
+    outer = axis_by_key("cp between hosts", {}, mesh.all, place(1), mesh.world)
     return inner, outer
 
 
@@ -118,7 +114,7 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     axes: dict[str, Axis] = {}
     for name in AXES:
         alone = Axis(name, ranks=(world.rank,))
-        axes[name] = _family(name, axes, everyone, along(name), world) if sizes[name] > 1 else alone
+        axes[name] = axis_by_key(name, axes, everyone, along(name), world) if sizes[name] > 1 else alone
 
     def fixed(rank: int, *free: str) -> tuple[int, ...]:
         """What ranks have in common that differ along `free` alone; along cp or dp, which are one number of data."""
@@ -126,8 +122,8 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
         data, part = divmod(place.pop(REPLICATE) * sizes[SHARD] + place.pop(SHARD), plan.cp)
         return tuple(n for name, n in {**place, "dp": data, CP: part}.items() if name not in free)
 
-    axes[CP] = _family(CP, axes, everyone, lambda rank: fixed(rank, CP), world)
-    data = _family("dp", axes, everyone, lambda rank: fixed(rank, "dp", *plan.apart), world)
+    axes[CP] = axis_by_key(CP, axes, everyone, lambda rank: fixed(rank, CP), world)
+    data = axis_by_key("dp", axes, everyone, lambda rank: fixed(rank, "dp", *plan.apart), world)
     others = sorted({frozenset(plan.summed) - cut for cut in plan.cuts}, key=sorted)
     sums = {over: _sums(over, plan, axes, everyone, world) for over in others}
     one_loss = {CP, *plan.summed} - {*plan.apart}
@@ -145,11 +141,11 @@ def _sums(over: frozenset[str], plan: Plan, axes: dict[str, Axis], everyone: Axi
     name = SHARD if plan.zero else REPLICATE
     free = {name, *over}
     key = lambda rank: tuple(n for axis, n in coordinates(rank, plan.sizes).items() if axis not in free)
-    wider = _family(name, axes, everyone, key, world)
+    wider = axis_by_key(name, axes, everyone, key, world)
     return (axes[REPLICATE], wider) if plan.zero else (wider, axes[SHARD])
 
 
-def _family(
+def axis_by_key(
     name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int], tuple[int, ...]], world: World
 ) -> Axis:
     """The ranks with the same key as one axis, over the group of an axis that has these ranks. Collective."""

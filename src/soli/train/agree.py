@@ -15,13 +15,6 @@ from soli.mesh.world import World
 BEAT_SECONDS = 0.5
 
 
-def world_axis(world: World) -> Axis:
-    """All ranks as one axis."""
-    if world.size == 1:
-        return Axis("world")
-    return Axis("world", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD, world.backend)
-
-
 def from_rank_0(world: World, make: Callable[[], Any], what: str) -> Any:
     """The JSON-able result of `make()`, which only rank 0 calls; on every rank.
 
@@ -30,7 +23,7 @@ def from_rank_0(world: World, make: Callable[[], Any], what: str) -> Any:
     """
     if world.size == 1:
         return make()
-    axis = world_axis(world)
+    axis = Axis("world", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD, world.backend)
     answer: dict[str, Any] = {"state": "working"}
     caught: list[BaseException] = []
 

@@ -53,7 +53,7 @@ def kind_of(data: Data) -> str:
         return "stdlib"
     path = Path(data.path)
     if not path.exists():
-        near = difflib.get_close_matches(data.path, ["stdlib", *_siblings(path)], 1, 0.6)
+        near = difflib.get_close_matches(data.path, ["stdlib", *map(str, path.parent.glob("*"))], 1, 0.6)
         raise SoliError(
             "there is no such data",
             got=data.path,
@@ -65,10 +65,6 @@ def kind_of(data: Data) -> str:
             return "tokens"
         return "dataset" if any((path / mark).exists() for mark in MARKS_OF_A_DATASET) else "folder"
     return {".jsonl": "jsonl", ".bin": "tokens"}.get(path.suffix, "text")
-
-
-def _siblings(path: Path) -> list[str]:
-    return [str(one) for one in path.parent.iterdir()] if path.parent.is_dir() else []
 
 
 def documents(data: Data) -> Iterator[Document]:

@@ -83,11 +83,9 @@ def train(config: Config, resume: Path | None = None) -> dict[str, Any]:
     """Train as configured, in this rank; returns the summary, which is the same on every rank."""
     job = _set_up(config, resume)
     try:
-        seconds = _steps(job)
-        summary = _finish(job, seconds)
+        return _finish(job, _steps(job))
     finally:
         job.log.close()
-    return summary
 
 
 def _set_up(config: Config, resume: Path | None) -> _Job:
@@ -167,7 +165,7 @@ def _steps(job: _Job) -> float:
         took.append(time.perf_counter() - last)
         norm = engine.last.grad_norm
         rate = config.optim.lr * job.schedule(step - 1)
-        log.step(step, loss, _counted(job, step), rate, None if norm is None else float(norm))
+        log.step(step, loss, _counted(job), rate, None if norm is None else float(norm))
         if not steps and step >= MEASURED_TO:
             steps = _decide(job, step, took)
         if steps and due(step, steps, run.evaluate_every, LOOKS) and step < steps:
@@ -183,7 +181,7 @@ def _steps(job: _Job) -> float:
     return time.perf_counter() - start
 
 
-def _counted(job: _Job, step: int) -> int:
+def _counted(job: _Job) -> int:
     """Targets of a step, for the speed: only the last batch of an epoch has fewer than this."""
     batch = min(job.config.optim.batch, len(job.train))
     return min(batch * job.model.context, job.train.targets)
@@ -253,10 +251,9 @@ def _finish(job: _Job, seconds: float) -> dict[str, Any]:
     if sample is not None:
         (job.folder / "sample.txt").write_text(sample, encoding="utf-8")
         job.log.say(f"a sample:\n{sample}\n")
-    bits = "" if job.bits(loss) is None else f" = {job.bits(loss):.4f} bits per byte"
-    floor = "" if job.bits(job.unigram) is None else f" = {job.bits(job.unigram):.4f} bits per byte"
-    job.log.say(f"validation loss  {loss:.4f} nats per token{bits}")
-    job.log.say(f"unigram entropy  {job.unigram:.4f} nats per token{floor}")
+    for what, nats in (("validation loss", loss), ("unigram entropy", job.unigram)):
+        bits = "" if job.bits(nats) is None else f" = {job.bits(nats):.4f} bits per byte"
+        job.log.say(f"{what}  {nats:.4f} nats per token{bits}")
     spent = time.time() - psutil.Process().create_time()
     job.log.say(f"{steps} steps, {clock(spent)} in all | {job.folder}/: loss.png, summary.json, sample.txt")
     return summary

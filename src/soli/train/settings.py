@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.plan import Plan
@@ -77,7 +77,7 @@ def _from_file(path: Path | None, problems: list[Problem]) -> list[tuple[str, st
         if isinstance(entries, dict):
             rows += [(table, key, value, str(path)) for key, value in entries.items()]
         else:
-            homes = [f"[{t.name}]" for t in fields(Config) if table in get_type_hints(_section(t))]
+            homes = [f"[{name}]" for name, one in get_type_hints(Config).items() if table in get_type_hints(one)]
             fix = f"put it under {' or '.join(homes)}" if homes else "put it under its table"
             problems.append(Problem(f"{table} stands outside a table", f"{table} = {entries!r} in {path}", "", fix))
     return rows
@@ -97,7 +97,7 @@ def _from_texts(given: Sequence[str], problems: list[Problem]) -> list[tuple[str
 
 def _value(table: str, key: str, text: str) -> object:
     """A text of the command line as a TOML value; what is no TOML value is the text itself."""
-    home = {t.name: _section(t) for t in fields(Config)}.get(table)
+    home = get_type_hints(Config).get(table)
     if home is not None and get_type_hints(home).get(key) is str and text[:1] not in "\"'":
         return text
     try:
@@ -106,12 +106,8 @@ def _value(table: str, key: str, text: str) -> object:
         return text
 
 
-def _section(table: Field[Any]) -> type:
-    return cast(type, get_type_hints(Config)[table.name])
-
-
 def _build(tables: dict[str, dict[str, Any]], source: dict[str, str], problems: list[Problem]) -> Config:
-    known = {table.name: _section(table) for table in fields(Config)}
+    known = get_type_hints(Config)
     sections: dict[str, Any] = {}
     for table, entries in tables.items():
         if table not in known:
@@ -147,18 +143,12 @@ def _check(name: str, value: object, kind: type, entry: Field[Any], place: str) 
     default = "" if entry.default is MISSING else f"the default is {entry.default!r}"
     got = f"{value!r} ({place})"
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))) and not (
-        kind is float and number
-    ):
+    if type(value) is not kind and not (kind is float and number):
         return Problem(f"{name} has the wrong type", got, KIND_WORDS[kind], default)
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, 1, 0.5)
-        return Problem(
-            f"{name} is none of its choices",
-            got,
-            ", ".join(choices),
-            f"did you mean {near[0]}?" if near else default,
-        )
+        fix = f"did you mean {near[0]}?" if near else default
+        return Problem(f"{name} is none of its choices", got, ", ".join(choices), fix)
     if isinstance(value, int | float) and number:
         inside = math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)
         if not inside:

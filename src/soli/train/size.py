@@ -44,14 +44,9 @@ def sized(config: Config, cores: int, accelerators: int) -> tuple[Config, str]:
         f"{layers} layers, {heads} heads, {model.context} tokens a window, "
         f"{config.optim.batch} windows a step, lr {lr:g}"
     )
-    return (
-        replace(
-            config,
-            model=replace(model, dim=dim, layers=layers, heads=heads),
-            optim=replace(config.optim, lr=lr),
-        ),
-        line,
-    )
+    model = replace(model, dim=dim, layers=layers, heads=heads)
+    optim = replace(config.optim, lr=lr)
+    return replace(config, model=model, optim=optim), line
 
 
 def _heads(dim: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import json
 import os
 import shutil
 import tempfile
@@ -45,10 +46,7 @@ class Tokens:
 
 def to_json(tokens: Tokens) -> dict[str, Any]:
     """For the other ranks; `from_json` gives the same back."""
-    data = asdict(tokens)
-    for part in ("train", "validation"):
-        data[part]["path"] = str(data[part]["path"])
-    data["tokenizer"] = str(tokens.tokenizer) if tokens.tokenizer else None
+    data: dict[str, Any] = json.loads(json.dumps(asdict(tokens), default=str))  # paths are texts there
     return data
 
 

@@ -84,14 +84,9 @@ def expected_of(case: Case) -> Trace:
     """The oracle's trace. A rank makes it once for all the plans that it is compared with."""
     model, loss_fn, batches = case.make()
     device = join().device  # random numbers are a device's own
+    batches = [to_device(batch, device) for batch in batches]
     with lifted():
-        trace = sequential(
-            model.double().to(device),
-            loss_fn,
-            case.optimizer,
-            [to_device(b, device) for b in batches],
-            case.clip,
-        )
+        trace = sequential(model.double().to(device), loss_fn, case.optimizer, batches, case.clip)
     return Trace(trace.losses, [on_cpu(step) for step in trace.gradients], on_cpu(trace.parameters))
 
 

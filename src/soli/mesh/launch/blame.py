@@ -83,9 +83,7 @@ def _first(cause: Ended, numbers: list[int], alone: bool) -> str:
     who = "the program" if alone else _named(numbers)
     if (soli := cause.soli) is not None:
         line = str(cause.error["line"]) if cause.error else ""
-        if alone:
-            return render(soli, line)
-        return render(soli, line, who)
+        return render(soli, line, "" if alone else who)
     if cause.error is not None:
         text = str(cause.error["text"]).rstrip()
         return text if alone else f"soli: {who} failed:\n{text}"

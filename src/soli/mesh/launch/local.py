@@ -262,23 +262,24 @@ def _stop(ranks: list[_Rank]) -> None:
             rank.process.send_signal(signal.SIGUSR1)
     _wait(asked, STACKS_SECONDS)
     for sent, patience in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
-        for rank in _running(ranks):
-            rank.process.send_signal(sent)
-        _wait(ranks, patience)
+        _send(ranks, sent, patience)
+
+
+def _send(ranks: list[_Rank], sent: signal.Signals, patience: float) -> None:
+    """A signal to what still runs, and time to end on it."""
+    for rank in _running(ranks):
+        rank.process.send_signal(sent)
+    _wait(ranks, patience)
 
 
 def _interrupt(ranks: list[_Rank]) -> None:
     """After Ctrl-C, which the terminal sends to the ranks too; a second one ends them at once."""
     try:
         _wait(ranks, 1.0)
-        for rank in _running(ranks):
-            rank.process.terminate()
-        _wait(ranks, TERM_SECONDS)
+        _send(ranks, signal.SIGTERM, TERM_SECONDS)
     except KeyboardInterrupt:
         print("soli: ending the ranks now", file=sys.stderr)
-    for rank in _running(ranks):
-        rank.process.kill()
-    _wait(ranks, KILL_SECONDS)
+    _send(ranks, signal.SIGKILL, KILL_SECONDS)
 
 
 def _ended(rank: _Rank) -> Ended:

@@ -18,6 +18,7 @@ from torch import Tensor
 from soli.mesh.local import operations
 from soli.mesh.local.board import Operation
 from soli.mesh.local.hosts import Hosts
+from soli.mesh.local.messages import unlike
 from soli.mesh.local.sums import average, widened
 
 
@@ -144,11 +145,7 @@ def receive(hosts: Hosts, data: Tensor, source: int, tag: int, checksum: int) ->
     yield from hosts.in_thread(lambda: hosts.everyone.recv([head], source, tag).wait())
     total, sent = head.tolist()
     if (total, sent) != (data.numel(), checksum):
-        raise hosts.board.fail(
-            f"a message from rank {source} to rank {hosts.rank} (tag {tag}) in group {hosts.board.name} is not "
-            f"what is received\n  sent {total} bytes, received as {data.numel()} bytes"
-            + (", of another type" if sent != checksum else "")
-        )
+        raise unlike(hosts.board, (source, hosts.rank), tag, total, data.numel(), sent != checksum)
     yield from hosts.in_thread(lambda: hosts.everyone.recv([data], source, tag).wait())
 
 

@@ -64,9 +64,7 @@ class LocalGroup(_Base):
     def getGroupName(self) -> str:  # noqa: N802
         return self.board.name
 
-    @property
-    def group_name(self) -> str:
-        return self.board.name
+    group_name = property(getGroupName)
 
     def __repr__(self) -> str:
         return f"LocalGroup({self.board.name}, {self.board.ranks} of {self.ranks} ranks here)"
@@ -85,9 +83,6 @@ class LocalGroup(_Base):
         op = sums.name_of(_op(opts))
         run = lambda o, flat: self._do.all_reduce(self._on, o, flat, op)
         return self._each("all_reduce", op, tensors, run)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         op, root = sums.name_of(opts.reduceOp), opts.rootRank
@@ -227,6 +222,7 @@ class LocalGroup(_Base):
 
     # --- c10d's other names, and coalescing -----------------------------------------------------------
 
+    allreduce_coalesced = allreduce
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

@@ -80,9 +80,9 @@ class Hosts:
 
     def exchanged(self, out: Tensor, sent: Tensor, out_sizes: list[int], sizes: list[int]) -> Step:
         """Leaders only: `sizes[h]` bytes of `sent` to host h, `out_sizes[h]` bytes of `out` from it."""
-        if sum(out_sizes) + sum(sizes) == 0:
-            return
-        yield from self.finish(lambda: self.leaders.alltoall_base(out, sent, out_sizes, sizes, dist.AllToAllOptions()))
+        options = dist.AllToAllOptions()
+        if sum(out_sizes) + sum(sizes):
+            yield from self.finish(lambda: self.leaders.alltoall_base(out, sent, out_sizes, sizes, options))
 
     def told(self, data: Tensor, host: int) -> Step:
         """Leaders only: `data` [b] bytes of one host's leader on all."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soli.core.errors import SoliError
 from soli.mesh.local.board import CELL, CELLS, Board, Operation
 
 WRITTEN, READ, HEADS = 0, 1, 2
@@ -47,6 +48,14 @@ def send(board: Board, operation: Operation, data: Tensor, target: int, tag: int
         words[head + TAG], words[head + TOTAL] = tag, data.numel()
         words[head + CHECKSUM], words[head + USED] = operation.checksum, piece.numel()
         board.publish(base + WRITTEN, number + 1, target)
+
+
+def unlike(board: Board, ends: tuple[int, int], tag: int, sent: int, wanted: int, retyped: bool) -> SoliError:
+    """A message between two ranks whose bytes, or their type, are not those that are asked for."""
+    return board.fail(
+        f"a message from rank {ends[0]} to rank {ends[1]} (tag {tag}) in group {board.name} is not what is received\n"
+        f"  sent {sent} bytes, received as {wanted} bytes" + ", of another type" * retyped
+    )
 
 
 class Inbox:
@@ -105,13 +114,9 @@ class Inbox:
         return message
 
     def _check(self, wanted: Message, total: int, checksum: int) -> None:
-        if wanted.data.numel() != total or wanted.checksum != checksum:
-            raise self.board.fail(
-                f"a message from rank {self.source} to rank {self.board.rank} (tag {wanted.tag}) in group "
-                f"{self.board.name} is not what is received\n  sent {total} bytes, "
-                f"received as {wanted.data.numel()} bytes"
-                + (", of another type" if wanted.checksum != checksum else "")
-            )
+        size, retyped = wanted.data.numel(), wanted.checksum != checksum
+        if size != total or retyped:
+            raise unlike(self.board, (self.source, self.board.rank), wanted.tag, total, size, retyped)
 
     def take(self, message: Message, data: Tensor, checksum: int) -> None:
         """Put a message that was kept aside where it was asked for."""

@@ -38,8 +38,9 @@ def laid(board: Board, piece: Tensor) -> Callable[[int], None]:
 
 
 def opened(board: Board, operation: Operation, tensor: Tensor | None, write: Callable[[int], None]) -> Any:
-    """The first chunk of an operation whose tensors may lie in shared memory: (lane of the slots, places or None).
+    """A chunk of an operation whose tensors may lie in shared memory: (lane of the slots, places or None).
 
+    With no tensor, as after the first chunk, this rank has placed none.
     Where only some ranks have placed theirs, those write their slots after all, and the ranks meet once more.
     """
     place = 0 if tensor is None or tensor.nbytes < PLACED_BYTES else board.place_of(tensor)
@@ -65,12 +66,9 @@ def all_reduce(board: Board, operation: Operation, tensor: Tensor, op: str) -> A
     before: tuple[Tensor, int] | None = None  # the last chunk and its lane: summed, not fetched
     for start in range(0, max(tensor.numel(), 1), room):
         mine = tensor[start : start + room]
-        if start:
-            lane = yield from board.chunk_of(operation, laid(board, mine), everyone(board))
-        else:
-            lane, places = yield from opened(board, operation, tensor, laid(board, mine))
-            if places:
-                return (yield from placed.all_reduce(board, operation, tensor, op, places))
+        lane, places = yield from opened(board, operation, None if start else tensor, laid(board, mine))
+        if places:
+            return (yield from placed.all_reduce(board, operation, tensor, op, places))
         if alone:
             combine([_lane(board, r, lane, mine) for r in everyone(board)], mine, op)
             board.read()
@@ -113,8 +111,7 @@ def reduce(board: Board, operation: Operation, tensor: Tensor, op: str, root: in
         sources = everyone(board) if board.rank == root else ()
         lane = yield from board.chunk_of(operation, laid(board, mine), sources)
         if board.rank == root:
-            slots = [board.slot(r, lane, mine.dtype)[: mine.numel()] for r in range(board.ranks)]
-            combine(slots, mine, op)
+            combine([_lane(board, r, lane, mine) for r in everyone(board)], mine, op)
         board.read()
 
 
@@ -132,12 +129,9 @@ def reduce_scatter(board: Board, operation: Operation, out: Tensor, parts: Seque
             for other in range(ranks):
                 slot[other * room : other * room + count].copy_(parts[other][start : start + count])
 
-        if start:
-            lane = yield from board.chunk_of(operation, write, everyone(board))
-        else:
-            lane, places = yield from opened(board, operation, whole, write)
-            if places:
-                return (yield from placed.reduce_scatter(board, out, parts, op, places))
+        lane, places = yield from opened(board, operation, None if start else whole, write)
+        if places:
+            return (yield from placed.reduce_scatter(board, out, parts, op, places))
         own = slice(board.rank * room, board.rank * room + count)
         combine([board.slot(r, lane, dtype)[own] for r in range(ranks)], out[start : start + count], op)
         board.read()
@@ -147,12 +141,9 @@ def all_gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine:
     """`mine` [b] bytes of rank r into `outs[r]` [b] on every rank."""
     for start in range(0, max(mine.numel(), 1), board.lane_bytes):
         piece = mine[start : start + board.lane_bytes]
-        if start:
-            lane = yield from board.chunk_of(operation, laid(board, piece), everyone(board))
-        else:
-            lane, places = yield from opened(board, operation, mine, laid(board, piece))
-            if places:
-                return (yield from placed.all_gather(board, outs, mine, places))
+        lane, places = yield from opened(board, operation, None if start else mine, laid(board, piece))
+        if places:
+            return (yield from placed.all_gather(board, outs, mine, places))
         for other, out in enumerate(outs):
             target = out[start : start + board.lane_bytes]
             if other != board.rank:

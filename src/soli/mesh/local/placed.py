@@ -19,36 +19,33 @@ from soli.mesh.local.sums import combine
 PIECE_BYTES = 1 << 17
 
 
-def _pieces(start: int, stop: int, element_size: int) -> list[slice]:
-    step = PIECE_BYTES // element_size
-    return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
+def _sum(parts: Sequence[Tensor], outs: Sequence[Tensor], op: str, start: int, stop: int) -> None:
+    """Elements [start, stop) of the parts, summed, into each of `outs`."""
+    step = PIECE_BYTES // parts[0].element_size()
+    total = torch.empty(min(stop - start, step), dtype=parts[0].dtype)
+    for at in range(start, stop, step):
+        piece = slice(at, min(at + step, stop))
+        summed = total[: piece.stop - at]
+        combine([part[piece] for part in parts], summed, op)
+        for out in outs:
+            out[piece].copy_(summed)
 
 
 def all_reduce(board: Board, operation: Operation, tensor: Tensor, op: str, places: Sequence[int]) -> Any:
     """Each rank sums its part of `tensor` [n] over all ranks, and writes it to all."""
     ranks, rank = board.ranks, board.rank
-    count, size = tensor.numel(), tensor.element_size()
     theirs = [tensor if r == rank else board.at(r, places[r], tensor) for r in range(ranks)]
-    total = torch.empty(min(count, PIECE_BYTES // size), dtype=tensor.dtype)
-    for own in _pieces(count * rank // ranks, count * (rank + 1) // ranks, size):
-        summed = total[: own.stop - own.start]
-        combine([whole[own] for whole in theirs], summed, op)
-        for whole in theirs:
-            whole[own].copy_(summed)
+    _sum(theirs, theirs, op, tensor.numel() * rank // ranks, tensor.numel() * (rank + 1) // ranks)
     yield from board.again(operation, range(ranks))
     board.read()
 
 
 def reduce_scatter(board: Board, out: Tensor, parts: Sequence[Tensor], op: str, places: Sequence[int]) -> Any:
     """Sum part r of every rank into `out` [n] of rank r, which may be its own part; `parts` [N][n] lie in a row."""
-    rank, size = board.rank, out.element_size()
-    skip = parts[0].numel() * size * rank
+    rank = board.rank
+    skip = parts[0].nbytes * rank
     theirs = [parts[rank] if r == rank else board.at(r, places[r] + skip, parts[rank]) for r in range(board.ranks)]
-    total = torch.empty(min(out.numel(), PIECE_BYTES // size), dtype=out.dtype)
-    for piece in _pieces(0, out.numel(), size):
-        summed = total[: piece.stop - piece.start]
-        combine([part[piece] for part in theirs], summed, op)
-        out[piece].copy_(summed)
+    _sum(theirs, [out], op, 0, out.numel())
     board.read()
     yield from board.all_read()
 
