@@ -131,7 +131,8 @@ class _Move(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def _moved(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
+def moved(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
+    """`there` forward and `back` on the gradient, which cross the axis."""
     return x if axis.size == 1 else _Move.apply(x, there, back)
 
 
@@ -159,37 +160,37 @@ def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
         all_reduce(own, axis, label="output of a row")
         return own
 
-    return _moved(x, axis, lambda x: carried(x, there, alone=fresh), lambda grad: grad)
+    return moved(x, axis, lambda x: carried(x, there, alone=fresh), lambda grad: grad)
 
 
 def reduce_both(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis, whose gradients on the ranks are parts of a sum too."""
     total = lambda x: summed(x, axis, "a sum over a cut dim")
-    return _moved(x, axis, lambda x: carried(x, total, alone=False), total)
+    return moved(x, axis, lambda x: carried(x, total, alone=False), total)
 
 
 def gather_both(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, whose gradients on the ranks are parts of a sum."""
     there = lambda x: collected(x, split, axis, "a part of the sequence, whole")
-    return _moved(x, axis, there, lambda grad: scattered(grad, split, axis, "gradient of the sequence"))
+    return moved(x, axis, there, lambda grad: scattered(grad, split, axis, "gradient of the sequence"))
 
 
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, with which every rank goes on alike."""
     there = lambda x: collected(x, split, axis, "a cut tensor, whole")
-    return _moved(x, axis, there, lambda grad: taken(grad, split, axis.size, axis.index))
+    return moved(x, axis, there, lambda grad: taken(grad, split, axis.size, axis.index))
 
 
 def share(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, for computations of parts."""
     there = lambda x: collected(x, split, axis, "a column's input")
-    return _moved(x, axis, there, lambda grad: scattered(grad, split, axis, COLUMN))
+    return moved(x, axis, there, lambda grad: scattered(grad, split, axis, COLUMN))
 
 
 def scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's part of a sum over the axis, of a product that nobody else has."""
     there = lambda x: carried(x, lambda x: scattered(x, split, axis, "output of a row"), alone=True)
-    return _moved(x, axis, there, lambda grad: collected(grad, split, axis, "gradient of a row's output"))
+    return moved(x, axis, there, lambda grad: collected(grad, split, axis, "gradient of a row's output"))
 
 
 def pick(x: Tensor, split: Split, axis: Axis) -> Tensor:
