@@ -43,19 +43,19 @@ def _logits(output: Any) -> Tensor:
     return logits
 
 
-def _cross_entropy(logits: Tensor, wanted: Tensor, ignore: int) -> Tensor:
-    """The sum, never in 16 bits: torch.autocast on CUDA hands F.cross_entropy's softmax through as it is given (measured with torch 2.11)."""
-    full = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    return F.cross_entropy(full, wanted, ignore_index=ignore, reduction="sum")
+def _cross_entropy(logits: Tensor, wanted: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
+    """The sum and the count, never in 16 bits: torch.autocast on CUDA hands F.cross_entropy's softmax through as it is given (measured with torch 2.11)."""
+    flat = logits.flatten(0, -2)
+    full = flat.float() if flat.dtype in (torch.bfloat16, torch.float16) else flat
+    total = F.cross_entropy(full, wanted.flatten(), ignore_index=ignore, reduction="sum")
+    return total, (wanted != ignore).sum()
 
 
 def cross_entropy(targets: str | int = "targets", ignore: int = IGNORE) -> LossFn:
     """Cross entropy of logits [..., C] against batch[targets] [...]; targets equal to `ignore` do not count."""
 
     def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        logits, wanted = _logits(output), _entry(batch, targets)
-        total = _cross_entropy(logits.flatten(0, -2), wanted.flatten(), ignore)
-        return total, (wanted != ignore).sum()
+        return _cross_entropy(_logits(output), _entry(batch, targets), ignore)
 
     return loss
 
@@ -64,9 +64,7 @@ def causal_lm(labels: str = "labels", ignore: int = IGNORE) -> LossFn:
     """Next-token cross entropy of logits [B, T, V] against batch[labels] [B, T], shifted here by one."""
 
     def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        logits, wanted = _logits(output)[:, :-1], _entry(batch, labels)[:, 1:]
-        total = _cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore)
-        return total, (wanted != ignore).sum()
+        return _cross_entropy(_logits(output)[:, :-1], _entry(batch, labels)[:, 1:], ignore)
 
     return loss
 

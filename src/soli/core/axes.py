@@ -9,6 +9,8 @@ data parallelism to a parameter, and so they are part of replicate x shard too. 
 
 from __future__ import annotations
 
+from math import prod
+
 PP, REPLICATE, SHARD, CP, DEPTH, ROW, TP, EP = "pp", "replicate", "shard", "cp", "depth", "row", "tp", "ep"
 AXES = (PP, REPLICATE, SHARD, DEPTH, ROW, TP)
 
@@ -23,10 +25,6 @@ def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 
 def peers(rank: int, axis: str, sizes: dict[str, int]) -> list[int]:
     """The ranks that differ from `rank` on this axis only, in the order of the axis (itself included)."""
-    stride = 1
-    for other in reversed(AXES):
-        if other == axis:
-            break
-        stride *= sizes[other]
+    stride = prod(sizes[faster] for faster in AXES[AXES.index(axis) + 1 :])
     first = rank - coordinates(rank, sizes)[axis] * stride
     return [first + i * stride for i in range(sizes[axis])]

@@ -55,8 +55,6 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 def _inside(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Box]:
     """The boxes of flat range [start, stop) within one row of the first dim."""
-    if start == 0 and stop == math.prod(shape[1:]):
-        return [Box((row, *(0,) * (len(shape) - 1)), (1, *shape[1:]))]
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in flat_boxes(shape[1:], start, stop)]
 
 

@@ -94,9 +94,8 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
 
 def hooked(optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Problem]:
     """Hooks that would see a rank's parts."""
-    kept = (
-        vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")
-    )  # a wrapper may have none
+    # a wrapper may have none
+    kept = (vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
     hooks = [hook for each in kept for hook in each.values()]
     if hooks and (plan.zero > 0 or plan.tp > 1 or plan.pp > 1):
         yield Problem(
@@ -154,10 +153,9 @@ def _alike(
         except Exception:  # somebody's own class: it wants matrices (Muon), or is no optimizer of plain parameters
             return None
         apart = ([piece[0][0] for piece in pieces], pieces[0][1])
+        # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
         if any(numbers != whole[1] for _, numbers in pieces):
-            return (
-                False  # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
-            )
+            return False
         flat = [torch.cat([x.flatten() for x in each]) for each, _ in (whole, apart)]
         rounding = 32 * STEPS * torch.finfo(torch.float64).eps * max(float(x.abs().max()) for x in start)
         if not (flat[0] - flat[1]).abs().max() <= rounding:
@@ -230,8 +228,7 @@ def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot], absent: C
             if id(param) not in absent
             and (piece := slots[id(param)].piece if id(param) in slots else param) is not None
         ]
-        if "param_names" in group:
-            group.pop("param_names")  # they no longer match; engine.save writes names of its own
+        group.pop("param_names", None)  # they no longer match; engine.save writes names of its own
 
 
 def _cut(value: Any, slot: Slot) -> Any:

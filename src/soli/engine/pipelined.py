@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -188,7 +189,7 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
     reducer.begin_backward(last=False)
     total, count = 0.0, 0.0
     for a, b in even_parts(len(pieces), min(engine.plan.accumulate, len(pieces))):
-        flush = [_placed(piece, engine.device) for piece in pieces[a:b]]
+        flush = [replace(piece, data=to_device(piece.data, engine.device)) for piece in pieces[a:b]]
         # Shorter than the schedule's: the rest is empty.
         flush += [Part(None, 0, 0, pieces[0].total)] * (pipeline.count - len(flush))
         more, counted = pipeline.step(flush, engine.step_count, engine.seed_of_loss)
@@ -208,10 +209,6 @@ def forward_only(engine: Engine, pipeline: Pipeline, data: Any) -> tuple[float, 
     found = pipeline.forward_only(data, rows_of(data)) if data is not None else (0.0, 0.0)
     engine.laid.gatherer.end_pass()
     return found
-
-
-def _placed(piece: Part, device: torch.device) -> Part:
-    return Part(to_device(piece.data, device), piece.start, piece.stop, piece.total)
 
 
 def agree_on_use(engine: Engine) -> None:

@@ -34,14 +34,11 @@ def sequential(
     optimizer: Callable[[Any], torch.optim.Optimizer],
     batches: list[Any],
     clip: float | None,
-    seed: int = 0,
 ) -> Trace:
     """Train the plain model on whole batches."""
     trace, made, call = Trace(), optimizer(list(model.parameters())), Caller(model)
-    randomness = Randomness(model, seed)
+    randomness = Randomness(model, 0)
     _learn_shapes(randomness, call, Remembering(loss_fn), batches[0])
-    if not model.training:
-        model.train()
     for step, batch in enumerate(batches):
         model.zero_grad(set_to_none=True)  # not the optimizer's: it may leave parameters out
         with randomness.begin(step, 0, rows_of(batch)), randomness.forward():
