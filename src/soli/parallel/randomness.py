@@ -447,9 +447,7 @@ def _drawn(randomness: Randomness, func: Any, args: Any, options: dict[str, Any]
 
 def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:
     """nn.MultiheadAttention is one Python function to torch; its own calls are reached by their names."""
-    F.dropout = lambda x, p=0.5, training=True, inplace=False: _dropped(
-        randomness, _dropout, x, p, training, inplace
-    )  # type: ignore[assignment]
+    F.dropout = lambda x, p=0.5, training=True, inplace=False: _dropped(randomness, _dropout, x, p, training, inplace)  # type: ignore[assignment]
     F.scaled_dot_product_attention = lambda *a, **k: attention(randomness, *a, **k)
     try:
         return _attention_function(*args, **kwargs)
