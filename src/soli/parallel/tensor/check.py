@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,19 +47,15 @@ class Sample:
 def sampling(model: nn.Module) -> Iterator[dict[str, Sample]]:
     """Inside, the newest call of every block is kept, by the block's name."""
     found: dict[str, Sample] = {}
-    hooks = []
-    for name, module in blocks(model) or [("", model)]:
+    with ExitStack() as hooks:
+        for name, module in blocks(model) or [("", model)]:
 
-        def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
-            with torch._C.DisableTorchFunctionSubclass():
-                found[name] = Sample(name, module, *copy.deepcopy(tree_map(_plain, (args, kwargs))))
+            def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    found[name] = Sample(name, module, *copy.deepcopy(tree_map(_plain, (args, kwargs))))
 
-        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    try:
+            hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def one_of_each(samples: dict[str, Sample], roles: dict[str, Role]) -> list[Sample]:

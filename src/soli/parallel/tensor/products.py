@@ -199,7 +199,7 @@ def conv1d(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
         raise Misfit(_origins((*args, *kwargs.values())), "addmm with factors")
     bias, x, weight = bound(("input", "mat1", "mat2"), args, kwargs)
-    compute = lambda x, w, *b: torch.addmm(*b, x, w) if b else torch.mm(x, w)
+    compute = lambda x, w, b=None: torch.mm(x, w) if b is None else torch.addmm(b, x, w)
     return _with_bias(run, x, weight, bias, ["mk", "kn"], compute)
 
 
