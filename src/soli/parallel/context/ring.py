@@ -30,6 +30,7 @@ from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis, exchange
 from soli.parallel.context import blocks
 from soli.parallel.precision import lowered
+from soli.parallel.tensor.moves import then
 
 Range = tuple[int, int]
 Spans = tuple[tuple[Range, ...], ...]
@@ -198,13 +199,7 @@ def passed_on(sent: Tensor, numel: int, axis: Axis, label: str) -> Callable[[], 
     """Begin to send to the next rank; what is returned waits for the `numel` elements of the one before."""
     received = sent.new_empty(numel)
     following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-    pending = exchange(received, sent, axis, following, previous, label=label, wait=False)
-
-    def finish() -> Tensor:
-        pending.wait()
-        return received
-
-    return finish
+    return then(exchange(received, sent, axis, following, previous, label=label, wait=False), lambda: received)
 
 
 class Homeward:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from soli.mesh.collectives import Axis, all_gather, all_reduce, reduce_scatter
+from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from soli.parallel.keep import alias, carried
 from soli.parallel.tensor.split import Split, taken, together
 
@@ -48,11 +48,15 @@ def summed(x: Tensor, axis: Axis, label: str, op: str = "sum") -> Tensor:
 def summed_later(x: Tensor, axis: Axis, label: str, op: str = "sum", *, fresh: bool = False) -> Later:
     """Begin the sum; what is returned waits for it. `fresh`: nobody else has x, which may hold the sum."""
     total = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    pending = all_reduce(total, axis, op, label=label, wait=False)
+    return then(all_reduce(total, axis, op, label=label, wait=False), lambda: total)
+
+
+def then(pending: Pending, result: Later) -> Later:
+    """Waits for what is under way, and gives the result."""
 
     def finish() -> Tensor:
         pending.wait()
-        return total
+        return result()
 
     return finish
 
@@ -77,16 +81,11 @@ def collected_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
         piece = x.new_empty((*before, n, *after))
         piece.narrow(split.dim, 0, x.shape[split.dim]).copy_(x)
     every = x.new_empty((axis.size, *before, n, *after))
-    in_order = split.dim == 0 and all(split.own(axis.size, r) == [(r * n, (r + 1) * n)] for r in range(axis.size))
     pending = all_gather(every.view(-1), piece.view(-1), axis, label=label, wait=False)
-
-    def finish() -> Tensor:
-        pending.wait()
-        if in_order:
-            return every.flatten(0, 1)
-        return together([every[r].narrow(split.dim, 0, m) for r, m in enumerate(sizes)], split)
-
-    return finish
+    if split.dim == 0 and all(split.own(axis.size, r) == [(r * n, (r + 1) * n)] for r in range(axis.size)):
+        return then(pending, lambda: every.flatten(0, 1))
+    parts = lambda: [every[r].narrow(split.dim, 0, m) for r, m in enumerate(sizes)]
+    return then(pending, lambda: together(parts(), split))
 
 
 def scattered(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
@@ -109,12 +108,7 @@ def scattered_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
         every[r].narrow(split.dim, 0, m).copy_(taken(x, split, axis.size, r))
         every[r].narrow(split.dim, m, max(sizes) - m).zero_()
     pending = reduce_scatter(mine.view(-1), every.view(-1), axis, label=label, wait=False)
-
-    def finish() -> Tensor:
-        pending.wait()
-        return mine if n == max(sizes) else mine.narrow(split.dim, 0, n).contiguous()
-
-    return finish
+    return then(pending, lambda: mine if n == max(sizes) else mine.narrow(split.dim, 0, n).contiguous())
 
 
 class _Move(torch.autograd.Function):

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from soli.mesh.collectives import NOTHING, Axis, broadcast, reduce
 from soli.parallel.keep import alias, carried
 from soli.parallel.precision import lowered
-from soli.parallel.tensor.moves import Later
+from soli.parallel.tensor.moves import Later, then
 from soli.parallel.tensor.split import Split
 
 Range = tuple[int, int]
@@ -164,12 +164,7 @@ def _sent(block: Tensor, ranges: tuple[Range, ...], size: int, axis: Axis, owner
         panel = columns(block, ranges)
         panel = panel if axis.size == 1 else panel.contiguous()
     pending = broadcast(panel, axis, owner, label=label, wait=False) if panel.numel() else NOTHING
-
-    def finish() -> Tensor:
-        pending.wait()
-        return panel
-
-    return finish
+    return then(pending, lambda: panel)
 
 
 def _summed(
