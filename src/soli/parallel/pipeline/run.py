@@ -64,40 +64,33 @@ def needs_of(
     return found
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """`call(data) -> (total, count)`: the model and its loss. `computing()`, `again()`: what it runs in, forward
     and when it is recomputed. `together(rows)`: of each microbatch the rows of all ranks that compute its products together."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        axis: Axis,
-        device: torch.device,
-        cutting: Cutting,
-        reducer: Reducer,
-        randomness: Randomness,
-        call: Callable[[Any], tuple[Tensor, float]],
-        computing: Callable[[], AbstractContextManager[Any]],
-        again: Callable[[], AbstractContextManager[Any]],
-        together: Callable[[list[int]], list[tuple[int, ...]]],
-    ) -> None:
-        self.model, self.plan, self.axis, self.device = model, plan, axis, device
-        self.cutting, self.stages, self.reducer, self.randomness = (
-            cutting,
-            cutting.stages,
-            reducer,
-            randomness,
-        )
-        self.call, self.computing, self.again, self.together = call, computing, again, together
-        self.weights = [p for p in model.parameters() if p.requires_grad and not p.is_meta]  # of this rank
-        self.mine = [Stage(self, index) for index in self.stages.of_rank(axis.index)]
+    model: nn.Module
+    plan: Plan
+    axis: Axis
+    device: torch.device
+    cutting: Cutting
+    reducer: Reducer
+    randomness: Randomness
+    call: Callable[[Any], tuple[Tensor, float]]
+    computing: Callable[[], AbstractContextManager[Any]]
+    again: Callable[[], AbstractContextManager[Any]]
+    together: Callable[[list[int]], list[tuple[int, ...]]]
+
+    def __post_init__(self) -> None:
+        self.stages = self.cutting.stages
+        self.weights = [p for p in self.model.parameters() if p.requires_grad and not p.is_meta]  # of this rank
+        self.mine = [Stage(self, index) for index in self.stages.of_rank(self.axis.index)]
         self.actions: list[Action] = []  # of the newest flush; seconds of time.perf_counter
         self.pieces: list[Any] = []
         self.keys: list[Any] = []
-        self.count = schedules.microbatches(plan)
-        self.schedule = schedules.build(plan, self.mine, self.count)
-        self._present = {name for name, unit in cutting.units if not any(p.is_meta for p in unit.parameters())}
+        self.count = schedules.microbatches(self.plan)
+        self.schedule = schedules.build(self.plan, self.mine, self.count)
+        self._present = {name for name, unit in self.cutting.units if not any(p.is_meta for p in unit.parameters())}
         self._step, self._scale = 0, 1.0
         self._total, self._counted = 0.0, 0.0
 
