@@ -26,7 +26,7 @@ from soli.mesh.simulate import holding
 from soli.parallel import kept
 from soli.parallel.pipeline import schedules
 from soli.parallel.pipeline.stage import Crossing, Flight, Known, Stage, handed
-from soli.parallel.pipeline.stage_forward import Finished, Shapes, StageForward
+from soli.parallel.pipeline.stage_forward import Finished, StageForward
 from soli.parallel.pipeline.stages import Stages, requiring
 from soli.parallel.pipeline.table import Action
 from soli.parallel.pipeline.units import Unit
@@ -203,7 +203,7 @@ class Pipeline:
             new = key not in stage.known
             local = before is not None and before[0].stage_index == index - 1
             if stage.is_first:
-                known, leaves = stage.known.get(key) or Known(Shapes(), [], []), []
+                known, leaves = stage.known.get(key) or Known([], [], []), []
             elif before is not None and local:
                 known = stage.known.get(key) or self._known(index, before[2])
                 leaves = before[1]
@@ -243,7 +243,7 @@ class Pipeline:
             Crossing(name, (tuple(plain(x).shape), x.dtype), dict(x.cuts) if type(x) is Cut else {}, requires)
             for (name, requires), x in zip(following, values, strict=True)
         ]
-        forms = [*known.shapes.calls, *forward.forms]
+        forms = [*known.shapes, *forward.forms]
         header = [
             [[_form_said(form) for form in call] for call in forms],
             [[list(v.form[0]), _word(v.form[1]), _said(v.cuts)] for v in known.outgoing],
@@ -257,7 +257,7 @@ class Pipeline:
             Crossing(name, (tuple(shape), getattr(torch, dtype)), _read(cuts), requires)
             for (name, requires), (shape, dtype, cuts) in zip(names, values, strict=True)
         ]
-        return Known(Shapes([[_form_read(said) for said in call] for call in calls]), incoming, [])
+        return Known([[_form_read(said) for said in call] for call in calls], incoming, [])
 
 
 def key_of(data: Any, rows: tuple[int, ...], training: bool = True) -> Any:

@@ -96,6 +96,9 @@ class Trace:
         """What every run must repeat: the calls before `call`, and the operations between them; as JSON."""
         return [[one.unit for one in self.calls[:call]], self.operations[: call + 1]]
 
+    def place(self, gap: int) -> str:
+        return f"after {self.calls[gap - 1].unit}" if gap else "before the first block"
+
     def first_read(self) -> int:
         """The first gap in which Python looks at a live value; after the last one if there is none."""
         return min((gap for gap, _ in self.reads), default=len(self.calls))
