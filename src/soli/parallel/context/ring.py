@@ -116,16 +116,6 @@ def calls(queries: tuple[Range, ...], keys: tuple[Range, ...], causal: bool) -> 
     return (*(Call(local, c, False) for local, full in seen for c in full), *diagonals)
 
 
-def pairs(of_q: Spans, of_k: Spans, causal: bool) -> list[int]:
-    """How many pairs of a query and a key each rank computes."""
-
-    def count(call: Call) -> int:
-        n, m = (stop - start for start, stop in (call.rows, call.columns))
-        return n * (n + 1) // 2 if call.diagonal else n * m
-
-    return [sum(count(c) for keys in of_k for c in calls(queries, keys, causal)) for queries in of_q]
-
-
 def length(spans: tuple[Range, ...]) -> int:
     """How many positions these are."""
     return sum(stop - start for start, stop in spans)
