@@ -431,8 +431,7 @@ def _drawn(randomness: Randomness, func: Any, args: Any, options: dict[str, Any]
     if func in (Tensor.uniform_, Tensor.normal_):
         names = ("from", "to") if how == "uniform_" else ("mean", "std")
         given = dict(zip(names, args[1:], strict=False)) | options
-        defaults = (0.0, 1.0)
-        parameters = [given.get(name, default) for name, default in zip(names, defaults, strict=True)]
+        parameters = [given.get(name, default) for name, default in zip(names, (0.0, 1.0), strict=True)]
         x: Tensor = args[0]
         return x.copy_(randomness.drawn(x, tuple(x.shape), how, *parameters))
     gradient = options.pop("requires_grad", False)

@@ -82,7 +82,7 @@ class StageForward(Watch):
             made = results_of(func, args, out)
             if made:
                 self._there(func, live)
-            if not self.last:
+            if made and not self.last:
                 self._seen(func, made, live)
             return out
         if name_of(func) in PLACES:  # where it would lie; on CUDA, recomputation of others asks for the number too
@@ -140,8 +140,6 @@ class StageForward(Watch):
                 )
 
     def _seen(self, func: Any, made: list[Tensor], live: list[Tensor]) -> None:
-        if not made:
-            return
         for leaf, (name, x) in enumerate(zip(self._names(func, made), made, strict=True)):
             came_back = name != (self.gap, self.number - 1, leaf)  # in the trace: it was one of the arguments
             if came_back and not any(x is one for one in live):

@@ -346,13 +346,12 @@ class Tracer(Watch):
         for buffer in self.model.buffers():  # they stay, and are no values of one run
             for mark in ("_live", "_run", "_origin"):
                 buffer.__dict__.pop(mark, None)
-        now = {name: buffer._version for name, buffer in self.model.named_buffers()}
         units = tuple(f"{unit}." for unit in self.trace.changing)
-        known = {n for n, b in self.model.named_buffers() if id(b) in self.trace.written}
         self.trace.repeated = [
             name
-            for name, version in now.items()
-            if version != self._versions.get(name) and name not in known and not name.startswith(units)
+            for name, buffer in self.model.named_buffers()
+            if buffer._version != self._versions.get(name)
+            if id(buffer) not in self.trace.written and not name.startswith(units)
         ]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

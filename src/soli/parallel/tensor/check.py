@@ -172,7 +172,6 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Ru
     if len(levels) == 1:
         args, kwargs = tree_map(lambda x: _as_it_was(levels[0], x), (args, kwargs))
     divide(block)
-    found: dict[str, Tensor] = {}
     with torch.enable_grad(), lifted(), running(levels):
         leaves = [x for x in tree_leaves(block(*args, **kwargs)) if isinstance(x, Tensor)]
         outputs = [_wholly(x, levels) for x in leaves]
@@ -181,9 +180,7 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Ru
         total = seed * sum(((x * w).sum() for x, w in zip(floats, weights, strict=True)), torch.zeros(()))
         if isinstance(total, Tensor) and total.requires_grad:
             total.backward()
-    for number, x in enumerate(outputs):
-        if x.is_floating_point():
-            found[f"output {number}"] = x.detach()
+    found = {f"output {i}": x.detach() for i, x in enumerate(outputs) if x.is_floating_point()}
     found |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
     found |= {f"gradient of {n}": p.grad for n, p in block.named_parameters() if p.grad is not None}
     for x in tree_leaves((args, kwargs, inputs)):

@@ -95,8 +95,8 @@ class Finder:
     def search(self, run_model: Callable[[], Any], sequence: bool) -> dict[str, Role]:
         """The role of every parameter. `run_model` runs the model and its loss once."""
         params = list(self.model.parameters())
-        run = Run(Axis("tp"), self.ranks, sequence, finder=self)
-        run.row, run.hidden = (Axis(ROW), True) if self.rows else (None, False)
+        row = Axis(ROW) if self.rows else None
+        run = Run(Axis("tp"), self.ranks, sequence, finder=self, hidden=row is not None, row=row)
         try:
             for _ in range(PASSES):
                 self.roles, self._changed = {}, False
