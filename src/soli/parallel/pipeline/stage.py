@@ -71,13 +71,9 @@ class Stage(PipelineStage):
         axis = pipeline.axis
         with answering(axis.group, axis.index, axis.size):
             super().__init__(nn.Module(), index, pipeline.stages.count, pipeline.device, group=axis.group)
-        self.pipeline = pipeline
+        self.pipeline, self.axis = pipeline, axis
         self.known: dict[Any, Known] = {}
         self.flights: dict[int, Flight] = {}
-
-    @property
-    def axis(self) -> Axis:
-        return self.pipeline.axis
 
     def peer(self, stage: int) -> int:
         return self.pipeline.stages.rank_of[stage]
