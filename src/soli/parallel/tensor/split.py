@@ -50,16 +50,12 @@ class Split:
 
     def own(self, ranks: int, rank: int) -> list[tuple[int, int]]:
         """The [start, stop) ranges of the dim that a rank owns, in the order in which it has them."""
+        starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
         if self.spans:
-            starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
             return [(at + a, at + b) for at in starts for a, b in self.spans[rank]]
         first, last = even_parts(self.atoms, ranks)[rank]
-        found, at = [], 0
-        for part in self.parts:
-            atom = part // self.atoms
-            found.append((at + first * atom, at + last * atom))
-            at += part
-        return found
+        atoms = [part // self.atoms for part in self.parts]
+        return [(at + first * atom, at + last * atom) for at, atom in zip(starts, atoms, strict=True)]
 
     def local(self, ranks: int, rank: int) -> int:
         """The size of a rank's part of the dim."""
