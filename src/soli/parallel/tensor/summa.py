@@ -145,10 +145,10 @@ def columns(block: Tensor, ranges: tuple[Range, ...]) -> Tensor:
 
 
 def put(block: Tensor, ranges: tuple[Range, ...], values: Tensor) -> None:
-    """Write these columns of a block [rows, k]."""
+    """Write these columns of a block [.., k]."""
     at = 0
     for start, stop in ranges:
-        block[:, start:stop].copy_(values[:, at : at + stop - start])
+        block[..., start:stop].copy_(values[..., at : at + stop - start])
         at += stop - start
 
 
