@@ -15,10 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soli import losses
+from soli.parallel.context.ring import Call, Spans, calls
 from soli.verify.parity import Case, adamw
 
 VOCAB, WIDTH, HEADS, LENGTH, MEMORY = 23, 12, 6, 9, 5
 Batch = dict[str, Tensor]
+
+
+def pairs(of_q: Spans, of_k: Spans, causal: bool) -> list[int]:
+    """How many pairs of a query and a key each rank of a ring computes."""
+
+    def count(call: Call) -> int:
+        n, m = (stop - start for start, stop in (call.rows, call.columns))
+        return n * (n + 1) // 2 if call.diagonal else n * m
+
+    return [sum(count(c) for keys in of_k for c in calls(queries, keys, causal)) for queries in of_q]
 
 
 class Part(nn.Module):

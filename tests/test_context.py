@@ -27,7 +27,7 @@ from soli.engine.contract import rounding
 from soli.engine.engine import Engine, parallelize
 from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
-from soli.parallel.context.ring import length, pairs
+from soli.parallel.context.ring import length
 from soli.parallel.context.sequence import spans_of
 from soli.parallel.context.ulysses import shared_heads
 from soli.verify.parity import BOUND, adamw, compare, expected_of, under_plan
@@ -158,7 +158,7 @@ def test_what_crosses_in_a_step(pool: Pool, context: str, cp: int, tp: int) -> N
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_ranks_of_a_ring_have_the_same_work(cp: int) -> None:
     spans = spans_of(8 * cp, cp, zigzag=True)
-    assert len(set(pairs(spans, spans, causal=True))) == 1
+    assert len(set(sequences.pairs(spans, spans, causal=True))) == 1
     assert sorted(n for own in spans for a, b in own for n in range(a, b)) == list(range(8 * cp))
 
 

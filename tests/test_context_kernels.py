@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pool import Pool
+from sequences import pairs
 from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis, Pending
 from soli.mesh.record import recorder
 from soli.parallel.context import blocks, ring, scores
-from soli.parallel.context.ring import Spans, attention, calls, length, pairs, positions
+from soli.parallel.context.ring import Spans, attention, calls, length, positions
 
 HALVES = (3, 7)
 """Roundings to 16 bits on the longest path, half an eps each. Of out: weights, a block's out, the result. Of gradients:

@@ -13,7 +13,7 @@ On CUDA neither was measured yet.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,19 +164,12 @@ def _copied(params: list[Named], laying: _Laying) -> list[Unit]:
     return found
 
 
-def _outside(model: nn.Module, inside: set[int]) -> list[nn.Parameter]:
+def _outside(module: nn.Module, inside: set[int]) -> Iterator[nn.Parameter]:
     """Parameters that are reachable without entering any block."""
-    found: list[nn.Parameter] = []
-
-    def visit(module: nn.Module) -> None:
-        if id(module) in inside:
-            return
-        found.extend(param for param in module._parameters.values() if param is not None)
+    if id(module) not in inside:
+        yield from (param for param in module._parameters.values() if param is not None)
         for child in module.children():
-            visit(child)
-
-    visit(model)
-    return found
+            yield from _outside(child, inside)
 
 
 def _values(tensor: Tensor, name: str) -> Tensor:

@@ -69,9 +69,7 @@ class Gatherer:
 
     def end_forward(self) -> None:
         """Join the gathers of blocks that this rank did not run; keep what backward starts with."""
-        while self._cursor < len(self.order):
-            self._issue(self.order[self._cursor])
-            self._cursor += 1
+        self._issue_until(len(self.order))
         for block in self.order:
             self._wait(block)
             if not (self.keep_last and block is self.order[-1]):
@@ -94,9 +92,7 @@ class Gatherer:
             self._cursor -= 1
 
     def end_backward(self) -> None:
-        while self._cursor >= 0:
-            self._issue(self.order[self._cursor])
-            self._cursor -= 1
+        self._issue_until(-1, -1)
         self.end_pass()
 
     def end_pass(self) -> None:
@@ -120,17 +116,11 @@ class Gatherer:
             self._enter_backward(block)
         elif self.phase == "forward":
             if block not in self.order[: self._cursor]:
-                while self.order[self._cursor] is not block:
-                    self._issue(self.order[self._cursor])
-                    self._cursor += 1
-                self._issue(block)
-                self._cursor += 1
+                self._issue_until(self.order.index(block) + 1)
             elif not block.gathered and block.pending is None:
                 self._issue(block)  # a block that runs again; every rank runs it again
                 self._note_repeat(block)
-            if self._cursor < len(self.order):
-                self._issue(self.order[self._cursor])  # one ahead, while this one computes
-                self._cursor += 1
+            self._issue_until(min(self._cursor + 1, len(self.order)))  # one ahead, while this one computes
             self._wait(block)
             block.runs += 1
             if block.runs == 1:
@@ -152,15 +142,16 @@ class Gatherer:
         for later in self.order[place + 1 :]:
             if later.waiting_grads == 0 and later.gathered:
                 later.release()
-        while self._cursor >= place:
-            self._issue(self.order[self._cursor])
-            self._cursor -= 1
-        if self._cursor >= 0:
-            self._issue(self.order[self._cursor])
-            self._cursor -= 1
+        self._issue_until(max(min(self._cursor, place - 1) - 1, -1), -1)  # one ahead here too
         self._wait(block)
 
     # --- gathers --------------------------------------------------------------------------------------
+
+    def _issue_until(self, stop: int, step: int = 1) -> None:
+        """Join the gathers that are left before number `stop` of the order, which is walked by `step`."""
+        while self._cursor != stop:
+            self._issue(self.order[self._cursor])
+            self._cursor += step
 
     def _issue(self, block: Block) -> None:
         if block.gathered or block.pending is not None:

@@ -101,10 +101,9 @@ def fingerprint(tensor: Tensor) -> int:
     """A checksum of how a tensor is made: equal on two ranks, so will the values be."""
     mark = 0
     for entry in _needed(tensor, "a tensor"):
-        given = tree_leaves((entry.args, entry.kwargs))
         constants = [
             (x.shape, x.stride, x.offset) if isinstance(x, _View) else repr(x)
-            for x in given
+            for x in tree_leaves((entry.args, entry.kwargs))
             if not isinstance(x, Tensor)
         ]
         mark = zlib.crc32(f"{entry.func}{constants}".encode(), mark)

@@ -150,9 +150,5 @@ class _Giving(_Mode):
         return tree_map_only(Tensor, Tensor.clone if result.written else Tensor.detach, result.value)
 
 
-def _place(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
 def _places(value: Any) -> set[int]:
-    return {_place(x) for x in tree_leaves(value) if isinstance(x, Tensor)}
+    return {x.untyped_storage()._cdata for x in tree_leaves(value) if isinstance(x, Tensor)}

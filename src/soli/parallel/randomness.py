@@ -226,7 +226,6 @@ class Randomness:
 
     def keep(self, shape: tuple[int, ...], p: float, like: Tensor) -> Tensor:
         """A mask of `shape` for the call under way: 0 with probability p, else 1 / (1 - p)."""
-        assert self._now is not None, "only inside begin()"
         key = self._key()
         self._known(key)
         if p >= 1 or like.is_meta:  # without values: of another stage
@@ -341,10 +340,8 @@ class _Mode(TorchFunctionMode):
         if func in BACKWARD:
             with self:  # a mode is off inside its own handler, and recomputation needs it
                 return backward_of(*args, **kwargs)
-        if func in _ELEMENTWISE:
-            return _elementwise(self.randomness, func, *args, **kwargs)
-        if func in _FEATURES:
-            return _features(self.randomness, *args, **kwargs)
+        if func in _ELEMENTWISE or func in _FEATURES:
+            return _dropped(self.randomness, func, *args, **kwargs)
         if func in _FILLS and self.randomness._now is not None and kwargs.get("generator") is None:
             return _drawn(self.randomness, func, args, dict(kwargs))
         if func is _sdpa:
@@ -378,7 +375,7 @@ def backward_of(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) 
     )
 
 
-def _elementwise(
+def _dropped(
     randomness: Randomness,
     func: Any,
     input: Tensor,
@@ -387,18 +384,11 @@ def _elementwise(
     inplace: bool = False,
     **more: bool,
 ) -> Tensor:
-    training = more.get("train", training)
-    result = randomness.dropped(input, p, training, tuple(input.shape))
+    """Element by element, or whole channels: the mask covers the first two dims of [N, C, ...] then."""
+    alike = input.dim() - 2 if func in _FEATURES else 0
+    shape = (*input.shape[: input.dim() - alike], *(1,) * alike)
+    result = randomness.dropped(input, p, more.get("train", training), shape)
     return input.copy_(result) if inplace or func is torch.dropout_ else result
-
-
-def _features(
-    randomness: Randomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Whole channels: the mask covers the first two dims of [N, C, ...]."""
-    shape = (*input.shape[:2], *(1,) * (input.dim() - 2))
-    result = randomness.dropped(input, p, training, shape)
-    return input.copy_(result) if inplace else result
 
 
 def attention(
@@ -441,8 +431,7 @@ def _drawn(randomness: Randomness, func: Any, args: Any, options: dict[str, Any]
     if func in (Tensor.uniform_, Tensor.normal_):
         names = ("from", "to") if how == "uniform_" else ("mean", "std")
         given = dict(zip(names, args[1:], strict=False)) | options
-        defaults = (0.0, 1.0)
-        parameters = [given.get(name, default) for name, default in zip(names, defaults, strict=True)]
+        parameters = [given.get(name, default) for name, default in zip(names, (0.0, 1.0), strict=True)]
         x: Tensor = args[0]
         return x.copy_(randomness.drawn(x, tuple(x.shape), how, *parameters))
     gradient = options.pop("requires_grad", False)
@@ -457,9 +446,7 @@ def _drawn(randomness: Randomness, func: Any, args: Any, options: dict[str, Any]
 
 def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:
     """nn.MultiheadAttention is one Python function to torch; its own calls are reached by their names."""
-    F.dropout = lambda x, p=0.5, training=True, inplace=False: _elementwise(
-        randomness, _dropout, x, p, training, inplace
-    )  # type: ignore[assignment]
+    F.dropout = lambda x, p=0.5, training=True, inplace=False: _dropped(randomness, _dropout, x, p, training, inplace)  # type: ignore[assignment]
     F.scaled_dot_product_attention = lambda *a, **k: attention(randomness, *a, **k)
     try:
         return _attention_function(*args, **kwargs)

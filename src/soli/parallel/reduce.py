@@ -121,8 +121,7 @@ class Reducer:
 
     def _buffer(self, unit: Unit) -> Tensor:
         if unit.grad is None:
-            device = unit.slots[0].param.device
-            unit.grad = torch.empty(unit.padded, dtype=unit.dtype, device=device)
+            unit.grad = torch.empty(unit.padded, dtype=unit.dtype, device=unit.slots[0].param.device)
             unit.grad[unit.numel :].zero_()
         return unit.grad
 

@@ -83,8 +83,7 @@ class Statistics:
             if running_mean is not None and running_var is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
-        y: Tensor = _Normalised.apply(input, weight, bias, mean, var, count, eps, self.axis)
-        return y
+        return _Normalised.apply(input, weight, bias, mean, var, count, eps, self.axis)
 
     @torch.no_grad()
     def _sums(self, x: Tensor) -> Known:

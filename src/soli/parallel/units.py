@@ -137,14 +137,11 @@ class Unit:
             self.full.untyped_storage().resize_(0)
             self.shard = flat
         for slot in self.slots:
-            self._cut_piece(slot)
-
-    def _cut_piece(self, slot: Slot) -> None:
-        start, stop = self.owned(slot)
-        if start < stop and self.shard is not None:
-            piece = self.shard[start - self.low : stop - self.low]
-            slot.piece = nn.Parameter(piece if slot.shape else piece.view(()), self.trainable)
-            slot.first = start - slot.start
+            start, stop = self.owned(slot)
+            if start < stop:
+                piece = self.shard[start - self.low : stop - self.low]
+                slot.piece = nn.Parameter(piece if slot.shape else piece.view(()), self.trainable)
+                slot.first = start - slot.start
 
     def owned(self, slot: Slot) -> tuple[int, int]:
         """The range of the unit's elements that are both this slot's and this rank's."""
@@ -252,12 +249,10 @@ def slots_of(params: Iterable[Named], portions: dict[int, Portion]) -> list[Slot
 
 def named_once(model: nn.Module) -> list[Named]:
     """Each parameter of the model once, with all its names (more than one: it is tied)."""
-    names: dict[int, list[str]] = {}
-    params: dict[int, nn.Parameter] = {}
+    found: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-        params[id(param)] = param
-    return [(tuple(names[key]), params[key]) for key in params]
+        found.setdefault(param, []).append(name)
+    return [(tuple(names), param) for param, names in found.items()]
 
 
 def buckets(params: list[Named], limit: int = BUCKET_BYTES) -> list[list[Named]]:

@@ -10,6 +10,7 @@ Legend: h heads, l queries, s keys, e size of a head
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,8 @@ from soli.parallel.tensor.cut import Run, cut, deeper, marked, part_of, plain, s
 from soli.parallel.tensor.split import Misfit, Spans, Split
 
 
-def attention(run: Run, args: tuple, kwargs: dict) -> Tensor | None:
+def attention(run: Run, given: dict[str, Any]) -> Tensor | None:
     """q [.., h, l, e], k and v [.., g, s, e], mask [.., l, s]. None where the sequence is not what is cut."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = dict(zip(names, args, strict=False)) | kwargs
     q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     found = split_of(q)
     if found is None or found.dim != q.dim() - 2 or q.dim() < 3:

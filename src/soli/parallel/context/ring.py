@@ -30,6 +30,7 @@ from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis, exchange
 from soli.parallel.context import blocks
 from soli.parallel.precision import lowered
+from soli.parallel.tensor.moves import then
 
 Range = tuple[int, int]
 Spans = tuple[tuple[Range, ...], ...]
@@ -115,16 +116,6 @@ def calls(queries: tuple[Range, ...], keys: tuple[Range, ...], causal: bool) -> 
     return (*(Call(local, c, False) for local, full in seen for c in full), *diagonals)
 
 
-def pairs(of_q: Spans, of_k: Spans, causal: bool) -> list[int]:
-    """How many pairs of a query and a key each rank computes."""
-
-    def count(call: Call) -> int:
-        n, m = (stop - start for start, stop in (call.rows, call.columns))
-        return n * (n + 1) // 2 if call.diagonal else n * m
-
-    return [sum(count(c) for keys in of_k for c in calls(queries, keys, causal)) for queries in of_q]
-
-
 def length(spans: tuple[Range, ...]) -> int:
     """How many positions these are."""
     return sum(stop - start for start, stop in spans)
@@ -198,13 +189,7 @@ def passed_on(sent: Tensor, numel: int, axis: Axis, label: str) -> Callable[[], 
     """Begin to send to the next rank; what is returned waits for the `numel` elements of the one before."""
     received = sent.new_empty(numel)
     following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-    pending = exchange(received, sent, axis, following, previous, label=label, wait=False)
-
-    def finish() -> Tensor:
-        pending.wait()
-        return received
-
-    return finish
+    return then(exchange(received, sent, axis, following, previous, label=label, wait=False), lambda: received)
 
 
 class Homeward:

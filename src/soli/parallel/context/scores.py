@@ -20,6 +20,7 @@ from soli.mesh.collectives import Axis
 from soli.parallel.context.blocks import sums
 from soli.parallel.context.ring import Range, Spans, length, passed_on, rings, travel
 from soli.parallel.precision import lowered
+from soli.parallel.tensor.summa import put
 
 KEYS = "keys or values of a ring"
 GRADIENTS = "gradient of keys or values of a ring"
@@ -63,10 +64,7 @@ def _with_each(x: Tensor, y: Tensor, spans: Spans, axis: Axis) -> Tensor:
     """x [.., l, e] with every rank's y [.., s, e], each in its columns -> [.., l, S]."""
     out = x.new_empty((*x.shape[:-1], sum(map(length, spans))))
     for owner, block in _blocks(y, spans, axis):
-        product, at = x @ block.mT, 0
-        for start, stop in spans[owner]:
-            out[..., start:stop] = product[..., at : at + stop - start]
-            at += stop - start
+        put(out, spans[owner], x @ block.mT)
     return out
 
 

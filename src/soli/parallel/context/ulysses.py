@@ -11,14 +11,12 @@ Legend: H heads, L positions, E size of a head, C ranks; h, l what a rank has
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from soli.core.layout import even_parts
 from soli.mesh.collectives import Axis, all_to_all
+from soli.parallel.tensor.moves import moved
 from soli.parallel.tensor.split import Spans
 
 Heads = list[tuple[int, int]]
@@ -34,36 +32,15 @@ def shared_heads(queries: int, keys: int, ranks: int) -> tuple[Heads, Heads]:
 
 def to_heads(x: Tensor, heads: Heads, spans: Spans, axis: Axis) -> Tensor:
     """[.., H, l, E], this rank's positions -> [.., h, L, E], this rank's heads."""
-    return x if axis.size == 1 else _ToHeads.apply(x, heads, spans, axis)
+    count = x.shape[-3]
+    there = lambda x: _heads(x, heads, spans, axis)
+    return moved(x, axis, there, lambda grad: _rows(grad, count, heads, spans, axis))
 
 
 def to_rows(x: Tensor, heads: Heads, spans: Spans, axis: Axis) -> Tensor:
     """[.., h, L, E], this rank's heads, which are no other's -> [.., H, l, E], this rank's positions."""
-    return x if axis.size == 1 else _ToRows.apply(x, heads, spans, axis)
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, heads: Heads, spans: Spans, axis: Axis) -> Tensor:
-        ctx.known = x.shape[-3], heads, spans, axis
-        return _heads(x, heads, spans, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _rows(grad, *ctx.known), None, None, None
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, heads: Heads, spans: Spans, axis: Axis) -> Tensor:
-        ctx.known = heads, spans, axis
-        return _rows(x, heads[-1][1], heads, spans, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _heads(grad, *ctx.known), None, None, None
+    there = lambda x: _rows(x, heads[-1][1], heads, spans, axis)
+    return moved(x, axis, there, lambda grad: _heads(grad, heads, spans, axis))
 
 
 def _heads(x: Tensor, heads: Heads, spans: Spans, axis: Axis) -> Tensor:

@@ -59,17 +59,13 @@ def _answer(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         named = [x.of for x in given if type(x) in KINDS and hasattr(x, "of")]
-        written = tree_leaves(args[:1]) if _writes(func) else []
+        written = tree_leaves(args[:1]) if in_place(func) or name_of(func).startswith("_foreach") else []
         if named and any(isinstance(x, Tensor) and not x.is_meta and x.numel() for x in written):
             raise _lacking(
                 f"{name_of(func)} is called with a weight of another stage, and would write nothing", named[0]
             )
         out = func(*args, **kwargs)
         return tree_map(lambda x: _marked(x, named), out) if named else out
-
-
-def _writes(func: Any) -> bool:
-    return in_place(func) or name_of(func).startswith("_foreach")
 
 
 def _marked(x: Any, named: list[str]) -> Any:

@@ -26,7 +26,7 @@ from soli.mesh.simulate import holding
 from soli.parallel import kept
 from soli.parallel.pipeline import schedules
 from soli.parallel.pipeline.stage import Crossing, Flight, Known, Stage, handed
-from soli.parallel.pipeline.stage_forward import Finished, Shapes, StageForward
+from soli.parallel.pipeline.stage_forward import Finished, StageForward
 from soli.parallel.pipeline.stages import Stages, requiring
 from soli.parallel.pipeline.table import Action
 from soli.parallel.pipeline.units import Unit
@@ -64,40 +64,33 @@ def needs_of(
     return found
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """`call(data) -> (total, count)`: the model and its loss. `computing()`, `again()`: what it runs in, forward
     and when it is recomputed. `together(rows)`: of each microbatch the rows of all ranks that compute its products together."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        axis: Axis,
-        device: torch.device,
-        cutting: Cutting,
-        reducer: Reducer,
-        randomness: Randomness,
-        call: Callable[[Any], tuple[Tensor, float]],
-        computing: Callable[[], AbstractContextManager[Any]],
-        again: Callable[[], AbstractContextManager[Any]],
-        together: Callable[[list[int]], list[tuple[int, ...]]],
-    ) -> None:
-        self.model, self.plan, self.axis, self.device = model, plan, axis, device
-        self.cutting, self.stages, self.reducer, self.randomness = (
-            cutting,
-            cutting.stages,
-            reducer,
-            randomness,
-        )
-        self.call, self.computing, self.again, self.together = call, computing, again, together
-        self.weights = [p for p in model.parameters() if p.requires_grad and not p.is_meta]  # of this rank
-        self.mine = [Stage(self, index) for index in self.stages.of_rank(axis.index)]
+    model: nn.Module
+    plan: Plan
+    axis: Axis
+    device: torch.device
+    cutting: Cutting
+    reducer: Reducer
+    randomness: Randomness
+    call: Callable[[Any], tuple[Tensor, float]]
+    computing: Callable[[], AbstractContextManager[Any]]
+    again: Callable[[], AbstractContextManager[Any]]
+    together: Callable[[list[int]], list[tuple[int, ...]]]
+
+    def __post_init__(self) -> None:
+        self.stages = self.cutting.stages
+        self.weights = [p for p in self.model.parameters() if p.requires_grad and not p.is_meta]  # of this rank
+        self.mine = [Stage(self, index) for index in self.stages.of_rank(self.axis.index)]
         self.actions: list[Action] = []  # of the newest flush; seconds of time.perf_counter
         self.pieces: list[Any] = []
         self.keys: list[Any] = []
-        self.count = schedules.microbatches(plan)
-        self.schedule = schedules.build(plan, self.mine, self.count)
-        self._present = {name for name, unit in cutting.units if not any(p.is_meta for p in unit.parameters())}
+        self.count = schedules.microbatches(self.plan)
+        self.schedule = schedules.build(self.plan, self.mine, self.count)
+        self._present = {name for name, unit in self.cutting.units if not any(p.is_meta for p in unit.parameters())}
         self._step, self._scale = 0, 1.0
         self._total, self._counted = 0.0, 0.0
 
@@ -210,7 +203,7 @@ class Pipeline:
             new = key not in stage.known
             local = before is not None and before[0].stage_index == index - 1
             if stage.is_first:
-                known, leaves = stage.known.get(key) or Known(Shapes(), [], []), []
+                known, leaves = stage.known.get(key) or Known([], [], []), []
             elif before is not None and local:
                 known = stage.known.get(key) or self._known(index, before[2])
                 leaves = before[1]
@@ -250,7 +243,7 @@ class Pipeline:
             Crossing(name, (tuple(plain(x).shape), x.dtype), dict(x.cuts) if type(x) is Cut else {}, requires)
             for (name, requires), x in zip(following, values, strict=True)
         ]
-        forms = [*known.shapes.calls, *forward.forms]
+        forms = [*known.shapes, *forward.forms]
         header = [
             [[_form_said(form) for form in call] for call in forms],
             [[list(v.form[0]), _word(v.form[1]), _said(v.cuts)] for v in known.outgoing],
@@ -264,7 +257,7 @@ class Pipeline:
             Crossing(name, (tuple(shape), getattr(torch, dtype)), _read(cuts), requires)
             for (name, requires), (shape, dtype, cuts) in zip(names, values, strict=True)
         ]
-        return Known(Shapes([[_form_read(said) for said in call] for call in calls]), incoming, [])
+        return Known([[_form_read(said) for said in call] for call in calls], incoming, [])
 
 
 def key_of(data: Any, rows: tuple[int, ...], training: bool = True) -> Any:

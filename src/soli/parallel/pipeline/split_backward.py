@@ -11,6 +11,7 @@ borders, the second goes on from there. Nodes are run once in each half, for the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,24 +61,12 @@ def inputs_first(
     if not near:
         return [None] * len(inputs), Rest([], apart)
     groups = _groups(order, leads, leaves)
-    handles = [_recorded(group, place) for group in groups for place in range(len(group.borders))]
     wanted, rest = tuple(x for x in inputs if x.requires_grad), Rest(groups, apart)
-    try:
-        with rest.once:
-            found = iter(
-                run_backward(
-                    tuple(x for x, _ in near),
-                    tuple(g for _, g in near),
-                    True,
-                    False,
-                    wanted,
-                    allow_unreachable=True,
-                    accumulate_grad=False,
-                )
-            )
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, rest.once:
+        for group in groups:
+            for place in range(len(group.borders)):
+                hooks.enter_context(_recorded(group, place))
+        found = iter(_gradients(near, wanted))
     return [next(found) if x.requires_grad else None for x in inputs], rest
 
 
@@ -92,41 +81,26 @@ def weights_later(rest: Rest, arrive: Callable[[nn.Parameter], None]) -> None:
 
 
 def _weights_of(group: Group, arrive: Callable[[nn.Parameter], None]) -> None:
-    # A border may lie below another of its group: what comes from there is in its recorded gradient already.
-    handles = [
-        border.register_prehook(lambda _, recorded=recorded: recorded)
-        for border, recorded in zip(group.borders, group.gradients, strict=True)
-        if len(group.borders) > 1
-    ]
-    starts = [
-        (GradientEdge(border, place), gradient)
-        for border, recorded in zip(group.borders, group.gradients, strict=True)
-        for place, gradient in enumerate(recorded)
-        if gradient is not None
-    ]
-    targets = list(group.weights)
-    try:
-        found = (
-            run_backward(
-                tuple(edge for edge, _ in starts),
-                tuple(gradient for _, gradient in starts),
-                True,  # groups may share nodes below their borders
-                False,
-                tuple(GradientEdge(node, 0) for node in targets),
-                allow_unreachable=True,
-                accumulate_grad=False,
-            )
-            if starts
-            else []
-        )
-    finally:
-        for handle in handles:
-            handle.remove()
+    starts, targets = [], list(group.weights)
+    with ExitStack() as hooks:
+        for border, recorded in zip(group.borders, group.gradients, strict=True):
+            starts += [(GradientEdge(border, place), g) for place, g in enumerate(recorded) if g is not None]
+            # A border may lie below another of its group: what comes from there is in its recorded gradient already.
+            if len(group.borders) > 1:
+                hooks.enter_context(border.register_prehook(lambda _, recorded=recorded: recorded))
+        edges = tuple(GradientEdge(node, 0) for node in targets)
+        found = _gradients(starts, edges) if starts else []
     for node, gradient in zip(targets, found, strict=False):
         if gradient is not None:
             weight = node.variable  # type: ignore[attr-defined]
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
             arrive(weight)
+
+
+def _gradients(pairs: list[tuple[Any, Tensor]], inputs: tuple[Any, ...]) -> Any:
+    """Of `inputs`, from pairs of an output and its gradient. The graph stays: groups may share nodes below their borders."""
+    outputs, gradients = zip(*pairs, strict=True)
+    return run_backward(outputs, gradients, True, False, inputs, allow_unreachable=True, accumulate_grad=False)
 
 
 def _children(node: Node) -> list[Node]:

@@ -71,13 +71,9 @@ class Stage(PipelineStage):
         axis = pipeline.axis
         with answering(axis.group, axis.index, axis.size):
             super().__init__(nn.Module(), index, pipeline.stages.count, pipeline.device, group=axis.group)
-        self.pipeline = pipeline
+        self.pipeline, self.axis = pipeline, axis
         self.known: dict[Any, Known] = {}
         self.flights: dict[int, Flight] = {}
-
-    @property
-    def axis(self) -> Axis:
-        return self.pipeline.axis
 
     def peer(self, stage: int) -> int:
         return self.pipeline.stages.rank_of[stage]
@@ -93,9 +89,8 @@ class Stage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or self._empty(fwd_chunk_id):
             return []
-        self.flights[fwd_chunk_id] = Flight()
         leaves = [value.empty(self.axis, self.pipeline.device) for value in self._known(fwd_chunk_id).incoming]
-        self.flights[fwd_chunk_id].leaves = leaves
+        self.flights[fwd_chunk_id] = Flight(leaves)
         return [op for x in leaves for op in receive_later(x, self.axis, self.peer(self.stage_index - 1), "activation")]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
@@ -192,8 +187,7 @@ class Stage(PipelineStage):
 
     def _land(self, number: int) -> None:
         """Forget a microbatch once its gradients are on their way and its weights have theirs."""
-        flight = self.flights[number]
-        if flight.rest is None:
+        if self.flights[number].rest is None:
             del self.flights[number]
 
     # --- what torch's schedules ask besides -----------------------------------------------------------

@@ -8,7 +8,6 @@ Units of earlier stages are not entered; the shapes of what they returned were s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,20 +35,15 @@ from soli.parallel.tensor.cut import Cut, CutParameter, shape_of
 
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor; of a cut one the logical shape."""
+Shapes = list[list[Any]]
+"""The results of the units of earlier stages, by call, for one shape of the microbatch.
+
+Of each leaf a tensor's form, or the number or text that it is; nothing for an argument that came back.
+"""
 
 
 class Finished(BaseException):
     """Raised where the next stage begins. No Exception, so that a model's own handlers let it pass."""
-
-
-@dataclass
-class Shapes:
-    """The results of the units of earlier stages, by call, for one shape of the microbatch.
-
-    Of each leaf a tensor's form, or the number or text that it is; nothing for an argument that came back.
-    """
-
-    calls: list[list[Any]] = field(default_factory=list)
 
 
 class StageForward(Watch):
@@ -88,7 +82,7 @@ class StageForward(Watch):
             made = results_of(func, args, out)
             if made:
                 self._there(func, live)
-            if not self.last:
+            if made and not self.last:
                 self._seen(func, made, live)
             return out
         if name_of(func) in PLACES:  # where it would lie; on CUDA, recomputation of others asks for the number too
@@ -99,7 +93,7 @@ class StageForward(Watch):
         except (RuntimeError, NotImplementedError) as error:
             raise SoliError(
                 f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split("\n")[0],
-                got=f"stage {self.stage}, {self._place()}",
+                got=f"stage {self.stage}, {self.trace.place(self.gap)}",
                 fix="do it inside a block, or use pp=1",
             ) from error
         return self._replaced(func, args, out)
@@ -140,14 +134,12 @@ class StageForward(Watch):
         for x in live:
             if x.is_meta or getattr(x, "_run", self.run) != self.run:
                 raise SoliError(
-                    f"{name_of(func)} reads a value that this stage does not have, {self._place()}",
+                    f"{name_of(func)} reads a value that this stage does not have, {self.trace.place(self.gap)}",
                     got=f"stage {self.stage}; a value of another stage, or one that an earlier forward left",
                     fix="hand values from block to block as arguments and results, or use pp=1",
                 )
 
     def _seen(self, func: Any, made: list[Tensor], live: list[Tensor]) -> None:
-        if not made:
-            return
         for leaf, (name, x) in enumerate(zip(self._names(func, made), made, strict=True)):
             came_back = name != (self.gap, self.number - 1, leaf)  # in the trace: it was one of the arguments
             if came_back and not any(x is one for one in live):
@@ -172,14 +164,11 @@ class StageForward(Watch):
 
     def _strayed(self, what: str) -> SoliError:
         return SoliError(
-            f"the forward took another path than on the first batch: {self._place()} came {what}",
+            f"the forward took another path than on the first batch: {self.trace.place(self.gap)} came {what}",
             got=f"stage {self.stage}",
             allowed="the same calls between the blocks for every batch",
             fix="put what depends on the batch inside a block, or use pp=1",
         )
-
-    def _place(self) -> str:
-        return f"after {self.trace.calls[self.gap - 1].unit}" if self.gap else "before the first block"
 
     # --- units ----------------------------------------------------------------------------------------
 
@@ -217,7 +206,7 @@ class StageForward(Watch):
 
     def _result(self, call: int, args: tuple, kwargs: dict) -> Any:
         """What an earlier stage's unit returned: absent, or received."""
-        told, forms = self.trace.calls[call], iter(self.shapes.calls[call])
+        told, forms = self.trace.calls[call], iter(self.shapes[call])
         given = tree_flatten((args, kwargs))[0]
         leaves: list[Any] = []
         for number, leaf in enumerate(told.leaves):

@@ -130,9 +130,8 @@ def check_aliases(trace: Trace, stages: Stages) -> None:
     """Refuse memory that is written under one name and read under another on another stage."""
     for gaps in sorted(trace.aliased):
         if len({stages.of_gap(gap) for gap in gaps}) > 1:
-            where = f"after {trace.calls[gaps[1] - 1].unit}" if gaps[1] else "before the first block"
             raise SoliError(
-                f"the forward writes into memory that several tensors share, {where}, between its blocks",
+                f"the forward writes into memory that several tensors share, {trace.place(gaps[1])}, between its blocks",
                 got="a view, a tensor of which there is a view, or out=",
                 allowed="x[...] = y and x += y on a tensor of its own",
                 fix="make a new tensor there, or do it inside a block, or use pp=1",
@@ -142,7 +141,7 @@ def check_aliases(trace: Trace, stages: Stages) -> None:
 
 def _reads(trace: Trace, limit: int, stages: int) -> SoliError:
     gap, name = min(trace.reads)
-    where = f"after {trace.calls[gap - 1].unit}" if gap else "before the first block"
+    where = trace.place(gap)
     return SoliError(
         f"the forward looks at a value ({name}) {where}, between its blocks: all that follows must be one stage",
         got=f"{limit + 1} stages at most, {stages} wanted",

@@ -75,9 +75,8 @@ def _steps(action: Any) -> list[tuple[str, int, int]]:
     return [(kind, action.stage_index, action.microbatch_index)] if kind in COSTS else []
 
 
-def timeline(plan: Plan, costs: dict[str, float] | None = None) -> list[list[Action]]:
+def timeline(plan: Plan) -> list[list[Action]]:
     """When each rank does what."""
-    price = costs or COSTS
     waiting, last = [list(rank) for rank in order(plan)], plan.stages - 1
     done: dict[tuple[str, int, int], float] = {}
     found: list[list[Action]] = [[] for _ in waiting]
@@ -87,7 +86,7 @@ def timeline(plan: Plan, costs: dict[str, float] | None = None) -> list[list[Act
             while steps and (ready := _ready(steps[0], done, last)) is not None:
                 kind, stage, number = steps.pop(0)
                 start = max(ready, found[rank][-1].stop if found[rank] else 0.0)
-                stop = start + price[kind]
+                stop = start + COSTS[kind]
                 found[rank].append(Action(kind, stage, number, start, stop))
                 done[kind, stage, number] = stop
                 moved = True

@@ -96,6 +96,9 @@ class Trace:
         """What every run must repeat: the calls before `call`, and the operations between them; as JSON."""
         return [[one.unit for one in self.calls[:call]], self.operations[: call + 1]]
 
+    def place(self, gap: int) -> str:
+        return f"after {self.calls[gap - 1].unit}" if gap else "before the first block"
+
     def first_read(self) -> int:
         """The first gap in which Python looks at a live value; after the last one if there is none."""
         return min((gap for gap, _ in self.reads), default=len(self.calls))
@@ -343,13 +346,12 @@ class Tracer(Watch):
         for buffer in self.model.buffers():  # they stay, and are no values of one run
             for mark in ("_live", "_run", "_origin"):
                 buffer.__dict__.pop(mark, None)
-        now = {name: buffer._version for name, buffer in self.model.named_buffers()}
         units = tuple(f"{unit}." for unit in self.trace.changing)
-        known = {n for n, b in self.model.named_buffers() if id(b) in self.trace.written}
         self.trace.repeated = [
             name
-            for name, version in now.items()
-            if version != self._versions.get(name) and name not in known and not name.startswith(units)
+            for name, buffer in self.model.named_buffers()
+            if buffer._version != self._versions.get(name)
+            if id(buffer) not in self.trace.written and not name.startswith(units)
         ]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -34,10 +34,10 @@ def layer_norm(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """q [.., h, l, e], k and v [.., g, s, e], mask [.., l, s]: cut by heads h (and their groups g) or by rows of the batch."""
-    if run.context and (crossed := context.attention(run, args, kwargs)) is not None:
-        return crossed
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = dict(zip(names, args, strict=False)) | kwargs
+    if run.context and (crossed := context.attention(run, given)) is not None:
+        return crossed
     q, k, v = given["query"], given["key"], given["value"]
     mask, gqa = given.get("attn_mask"), given.get("enable_gqa", False)
     dims = q.dim()
@@ -61,12 +61,8 @@ def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         v = cut(part_of(run, v, split_of(k)), split_of(k))  # type: ignore[arg-type]
     split = agreed(run, splits)
     local = [x if split_of(x) is not None else part_of(run, x, _sized(split, x)) for x in (q, k, v)]
-    known = split_of(mask) if mask is not None else None
-    if (
-        mask is not None
-        and known is not None
-        and not (known.dim + dims - mask.dim() == split.dim and known.fits(split))
-    ):
+    known = split_of(mask)
+    if mask is not None and known and not (known.dim + dims - mask.dim() == split.dim and known.fits(split)):
         mask, known = whole(run, mask), None
     if mask is not None and known is None:
         dim = split.dim + mask.dim() - dims

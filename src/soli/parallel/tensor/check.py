@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,19 +47,15 @@ class Sample:
 def sampling(model: nn.Module) -> Iterator[dict[str, Sample]]:
     """Inside, the newest call of every block is kept, by the block's name."""
     found: dict[str, Sample] = {}
-    hooks = []
-    for name, module in blocks(model) or [("", model)]:
+    with ExitStack() as hooks:
+        for name, module in blocks(model) or [("", model)]:
 
-        def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
-            with torch._C.DisableTorchFunctionSubclass():
-                found[name] = Sample(name, module, *copy.deepcopy(tree_map(_plain, (args, kwargs))))
+            def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    found[name] = Sample(name, module, *copy.deepcopy(tree_map(_plain, (args, kwargs))))
 
-        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    try:
+            hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def one_of_each(samples: dict[str, Sample], roles: dict[str, Role]) -> list[Sample]:
@@ -176,7 +172,6 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Ru
     if len(levels) == 1:
         args, kwargs = tree_map(lambda x: _as_it_was(levels[0], x), (args, kwargs))
     divide(block)
-    found: dict[str, Tensor] = {}
     with torch.enable_grad(), lifted(), running(levels):
         leaves = [x for x in tree_leaves(block(*args, **kwargs)) if isinstance(x, Tensor)]
         outputs = [_wholly(x, levels) for x in leaves]
@@ -185,9 +180,7 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Ru
         total = seed * sum(((x * w).sum() for x, w in zip(floats, weights, strict=True)), torch.zeros(()))
         if isinstance(total, Tensor) and total.requires_grad:
             total.backward()
-    for number, x in enumerate(outputs):
-        if x.is_floating_point():
-            found[f"output {number}"] = x.detach()
+    found = {f"output {i}": x.detach() for i, x in enumerate(outputs) if x.is_floating_point()}
     found |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
     found |= {f"gradient of {n}": p.grad for n, p in block.named_parameters() if p.grad is not None}
     for x in tree_leaves((args, kwargs, inputs)):

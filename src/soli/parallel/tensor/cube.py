@@ -14,7 +14,6 @@ a 1D product does not fall at all. An axis may be of size 1, and the three may d
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from soli.parallel.keep import carried
 from soli.parallel.precision import lowered
 from soli.parallel.tensor.moves import collected_later, scattered_later
 from soli.parallel.tensor.split import Split
-from soli.parallel.tensor.summa import GRADIENT_OF_W, GRADIENT_OF_X, plainly
+from soli.parallel.tensor.summa import GRADIENT_OF_W, GRADIENT_OF_X, flat, plainly
 
 INPUT, WEIGHT = "input of a product", "a weight"
 OUTPUT, GRADIENT = "output of a product", "gradient of an output"
@@ -82,11 +81,7 @@ class _Linear(torch.autograd.Function):
         for_x, for_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if for_w else None, w if for_x else None)
         ctx.cuts = cuts
-
-        def there(x: Tensor) -> Tensor:
-            product = scattered_later(_product(x, w, cuts), cuts.tokens_out, cuts.scatter, OUTPUT)
-            return product()
-
+        there = lambda x: scattered_later(_product(x, w, cuts), cuts.tokens_out, cuts.scatter, OUTPUT)()
         with plainly(x.device):
             # Under selective recomputation the sum is kept: nothing is sent again.
             return carried(x, there, alone=False)
@@ -119,10 +114,6 @@ def _gradients(dy: Tensor, x: Tensor | None, w: Tensor | None, cuts: _Cuts) -> t
         dx = scattered_later(torch.matmul(new, of_weight()), tokens_in, gather, GRADIENT_OF_X)
         of_weight = None  # what was gathered goes with it
     if of_x is not None:
-        dw = scattered_later(_flat(new).t() @ _flat(of_x()), of_w, depth, GRADIENT_OF_W)
+        dw = scattered_later(flat(new).t() @ flat(of_x()), of_w, depth, GRADIENT_OF_W)
         of_x = None
     return None if dx is None else dx(), None if dw is None else dw()
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])

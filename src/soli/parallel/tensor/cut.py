@@ -145,7 +145,7 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
                 args, kwargs = tree_map(_cut_once, (args, kwargs))
                 levels = levels[::-1]
         level, last = before + 1, len(levels) - 1
-        while level < last and not _concerns(levels[level], name, args, kwargs):
+        while level < last and levels[level].finder is None and not _reads_cut(levels[level], args, kwargs):
             level += 1
         if level > last:
             return func(*args, **kwargs)
@@ -182,11 +182,8 @@ def _cut_once(x: Any) -> Any:
     return x
 
 
-def _concerns(run: Run, name: str, args: tuple, kwargs: dict) -> bool:
-    if run.finder is not None:
-        return True
-    axis = run.axis.name
-    return _any_cut(args, axis) or bool(kwargs and _any_cut(kwargs.values(), axis))
+def _reads_cut(run: Run, args: tuple, kwargs: dict) -> bool:
+    return _any_cut(args, run.axis.name) or bool(kwargs and _any_cut(kwargs.values(), run.axis.name))
 
 
 def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -197,13 +194,12 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         written_in_python,
     )
 
-    axis = run.axis.name
     try:
         if run.hidden and name not in GRID_READS and not written_in_python(func):
             _refuse_grids(run, name, args)
         if name in ALWAYS:
             return ALWAYS[name](run, func, args, kwargs)
-        if not _any_cut(args, axis) and not (kwargs and _any_cut(kwargs.values(), axis)):
+        if not _reads_cut(run, args, kwargs):
             if run.finder is None:
                 return func(*args, **kwargs)
             if written_in_python(func) and (rule := rule_of(func, name)) is not None:

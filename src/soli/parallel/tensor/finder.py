@@ -95,8 +95,8 @@ class Finder:
     def search(self, run_model: Callable[[], Any], sequence: bool) -> dict[str, Role]:
         """The role of every parameter. `run_model` runs the model and its loss once."""
         params = list(self.model.parameters())
-        run = Run(Axis("tp"), self.ranks, sequence, finder=self)
-        run.row, run.hidden = (Axis(ROW), True) if self.rows else (None, False)
+        row = Axis(ROW) if self.rows else None
+        run = Run(Axis("tp"), self.ranks, sequence, finder=self, hidden=row is not None, row=row)
         try:
             for _ in range(PASSES):
                 self.roles, self._changed = {}, False
@@ -134,7 +134,7 @@ class Finder:
             shared_cuts = [(letter, s) for letter, s in cuts if letter in letters[i]]
             wish, who = self._hint(name)
             if wish == "replicated" or self._kind(name).replicated:
-                self._replicate(x, name, self._kind(name).replicated or who)
+                self._replicate(name, self._kind(name).replicated or who)
             elif self.rows and len(others) == 1 and self._both_ways(x, name, letters[i], others[0], out, who):
                 pass
             elif shared_cuts and wish != "column":
@@ -142,14 +142,14 @@ class Finder:
                 dim = letters[i].index(letter)
                 self._decide(x, name, "row", replace(split.at(dim), lead=()), "its input is cut")
             elif cuts:
-                self._replicate(x, name, "its input is cut along another dim")
+                self._replicate(name, "its input is cut along another dim")
             elif wish == "row":
                 summed = next(d for d, c in enumerate(letters[i]) if c not in out)
                 self._column(x, name, summed, "row", who)
             else:
                 new = [c for c in letters[i] if c in out and all(c not in w for _, w in others)]
                 if len(new) != 1:
-                    self._replicate(x, name, "its product has no dim of its own")
+                    self._replicate(name, "its product has no dim of its own")
                 else:
                     why = who or "it reads what every rank has"
                     self._column(x, name, letters[i].index(new[0]), "column", why)
@@ -183,7 +183,7 @@ class Finder:
             return
         wish, who = self._hint(name)
         if wish == "replicated" or self._kind(name).replicated:
-            self._replicate(x, name, self._kind(name).replicated or who)
+            self._replicate(name, self._kind(name).replicated or who)
         else:
             self._decide(x, name, "hidden", replace(split, lead=()), "it meets what is cut")
 
@@ -206,7 +206,7 @@ class Finder:
         if column is not None and column.dim == 0 and bias.dim() == 1 and column.size == bias.shape[0]:
             self._decide(bias, name, "bias", column, "of a column")
         else:
-            self._replicate(bias, name, "a bias that is added to a sum over the ranks")
+            self._replicate(name, "a bias that is added to a sum over the ranks")
 
     def choose_embedding(self, indices: Tensor, weight: Tensor) -> None:
         name = self._open(weight)
@@ -215,13 +215,13 @@ class Finder:
         (wish, who), kind = self._hint(name), self._kind(name)
         from_batch = indices.untyped_storage().data_ptr() in self._given
         if wish == "replicated" or kind.replicated:
-            self._replicate(weight, name, kind.replicated or who)
+            self._replicate(name, kind.replicated or who)
         elif self.rows and not self._kind(name).flat and self._table(weight, name, from_batch):
             pass
         elif from_batch or id(weight) in self._tied or wish == "vocabulary":
             self._column(weight, name, 0, "vocabulary", who or "it looks up what the batch holds")
         else:
-            self._replicate(weight, name, "its indices are computed: a position or a kind of token")
+            self._replicate(name, "its indices are computed: a position or a kind of token")
 
     def _table(self, weight: Tensor, name: str, from_batch: bool) -> bool:
         """On a grid what is looked up is cut along the hidden size; a vocabulary's table the other way too."""
@@ -295,12 +295,12 @@ class Finder:
         size, kind = x.shape[dim], self._kind(name)
         places = [Fraction(0), *(border * size for border in sorted(kind.borders)), Fraction(size)]
         if any(place.denominator != 1 for place in places):
-            self._replicate(x, name, "it is taken apart at borders that are no whole elements")
+            self._replicate(name, "it is taken apart at borders that are no whole elements")
             return False
         parts = tuple(int(b) - int(a) for a, b in zip(places, places[1:], strict=False))
         atoms = gcd(*parts, kind.atoms)
         if atoms < self.ranks:
-            self._replicate(x, name, f"{atoms} units for {self.ranks} ranks")
+            self._replicate(name, f"{atoms} units for {self.ranks} ranks")
             return False
         split = Split(dim, parts, atoms, frozenset({name}), axis=axis)
         units = "" if atoms == size else f"; {atoms} units" + (f" in each of {len(parts)} parts" if parts[1:] else "")
@@ -316,7 +316,7 @@ class Finder:
         # There is one level while a layout is sought.
         weight.cuts = {TP: role.split} | ({ROW: rows} if rows is not None else {})  # type: ignore[attr-defined]
 
-    def _replicate(self, x: Tensor, name: str, why: str) -> None:
+    def _replicate(self, name: str, why: str) -> None:
         self.roles[name] = Role(name, "replicated", None, why)
 
     def _kind(self, name: str) -> _Kind:

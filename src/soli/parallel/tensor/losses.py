@@ -70,11 +70,8 @@ def logsumexp(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 def _largest(run: Run, x: Tensor, dim: int) -> Tensor:
     """The largest of the whole dim, kept, as a constant."""
     with torch.no_grad():
-        if x.shape[dim]:
-            most = x.amax(dim, keepdim=True)
-        else:
-            shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
-            most = x.new_full(shape, -float("inf"))
+        shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
+        most = x.amax(dim, keepdim=True) if x.shape[dim] else x.new_full(shape, -float("inf"))
         return across(moves.summed, most, run.axis, "largest logit", "max")
 
 

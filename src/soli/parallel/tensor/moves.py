@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from soli.mesh.collectives import Axis, all_gather, all_reduce, reduce_scatter
+from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from soli.parallel.keep import alias, carried
 from soli.parallel.tensor.split import Split, taken, together
 
@@ -48,11 +48,15 @@ def summed(x: Tensor, axis: Axis, label: str, op: str = "sum") -> Tensor:
 def summed_later(x: Tensor, axis: Axis, label: str, op: str = "sum", *, fresh: bool = False) -> Later:
     """Begin the sum; what is returned waits for it. `fresh`: nobody else has x, which may hold the sum."""
     total = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    pending = all_reduce(total, axis, op, label=label, wait=False)
+    return then(all_reduce(total, axis, op, label=label, wait=False), lambda: total)
+
+
+def then(pending: Pending, result: Later) -> Later:
+    """Waits for what is under way, and gives the result."""
 
     def finish() -> Tensor:
         pending.wait()
-        return total
+        return result()
 
     return finish
 
@@ -77,16 +81,11 @@ def collected_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
         piece = x.new_empty((*before, n, *after))
         piece.narrow(split.dim, 0, x.shape[split.dim]).copy_(x)
     every = x.new_empty((axis.size, *before, n, *after))
-    in_order = split.dim == 0 and all(split.own(axis.size, r) == [(r * n, (r + 1) * n)] for r in range(axis.size))
     pending = all_gather(every.view(-1), piece.view(-1), axis, label=label, wait=False)
-
-    def finish() -> Tensor:
-        pending.wait()
-        if in_order:
-            return every.flatten(0, 1)
-        return together([every[r].narrow(split.dim, 0, m) for r, m in enumerate(sizes)], split)
-
-    return finish
+    if split.dim == 0 and all(split.own(axis.size, r) == [(r * n, (r + 1) * n)] for r in range(axis.size)):
+        return then(pending, lambda: every.flatten(0, 1))
+    parts = lambda: [every[r].narrow(split.dim, 0, m) for r, m in enumerate(sizes)]
+    return then(pending, lambda: together(parts(), split))
 
 
 def scattered(x: Tensor, split: Split, axis: Axis, label: str) -> Tensor:
@@ -109,12 +108,7 @@ def scattered_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
         every[r].narrow(split.dim, 0, m).copy_(taken(x, split, axis.size, r))
         every[r].narrow(split.dim, m, max(sizes) - m).zero_()
     pending = reduce_scatter(mine.view(-1), every.view(-1), axis, label=label, wait=False)
-
-    def finish() -> Tensor:
-        pending.wait()
-        return mine if n == max(sizes) else mine.narrow(split.dim, 0, n).contiguous()
-
-    return finish
+    return then(pending, lambda: mine if n == max(sizes) else mine.narrow(split.dim, 0, n).contiguous())
 
 
 class _Move(torch.autograd.Function):
@@ -131,7 +125,8 @@ class _Move(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def _moved(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
+def moved(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
+    """`there` forward and `back` on the gradient, which cross the axis."""
     return x if axis.size == 1 else _Move.apply(x, there, back)
 
 
@@ -159,37 +154,37 @@ def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
         all_reduce(own, axis, label="output of a row")
         return own
 
-    return _moved(x, axis, lambda x: carried(x, there, alone=fresh), lambda grad: grad)
+    return moved(x, axis, lambda x: carried(x, there, alone=fresh), lambda grad: grad)
 
 
 def reduce_both(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis, whose gradients on the ranks are parts of a sum too."""
     total = lambda x: summed(x, axis, "a sum over a cut dim")
-    return _moved(x, axis, lambda x: carried(x, total, alone=False), total)
+    return moved(x, axis, lambda x: carried(x, total, alone=False), total)
 
 
 def gather_both(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, whose gradients on the ranks are parts of a sum."""
     there = lambda x: collected(x, split, axis, "a part of the sequence, whole")
-    return _moved(x, axis, there, lambda grad: scattered(grad, split, axis, "gradient of the sequence"))
+    return moved(x, axis, there, lambda grad: scattered(grad, split, axis, "gradient of the sequence"))
 
 
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, with which every rank goes on alike."""
     there = lambda x: collected(x, split, axis, "a cut tensor, whole")
-    return _moved(x, axis, there, lambda grad: taken(grad, split, axis.size, axis.index))
+    return moved(x, axis, there, lambda grad: taken(grad, split, axis.size, axis.index))
 
 
 def share(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, for computations of parts."""
     there = lambda x: collected(x, split, axis, "a column's input")
-    return _moved(x, axis, there, lambda grad: scattered(grad, split, axis, COLUMN))
+    return moved(x, axis, there, lambda grad: scattered(grad, split, axis, COLUMN))
 
 
 def scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's part of a sum over the axis, of a product that nobody else has."""
     there = lambda x: carried(x, lambda x: scattered(x, split, axis, "output of a row"), alone=True)
-    return _moved(x, axis, there, lambda grad: collected(grad, split, axis, "gradient of a row's output"))
+    return moved(x, axis, there, lambda grad: collected(grad, split, axis, "gradient of a row's output"))
 
 
 def pick(x: Tensor, split: Split, axis: Axis) -> Tensor:

@@ -119,22 +119,32 @@ def linear(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     lead = string.ascii_lowercase[: len(shape_of(x)) - 1]
-    words = [lead + "k", "nk"]
+    return _with_bias(run, x, weight, bias, [lead + "k", "nk"], F.linear)
+
+
+def _with_bias(
+    run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, words: list[str], compute: Callable[..., Tensor]
+) -> Tensor:
+    """x [.., k] with a weight whose dims are n and k in the order of its word. `compute` takes a bias too, or none."""
+    out, of_weight = words[0].replace("k", "n"), words[1].index("n")
     if run.finder is not None:
-        run.finder.choose([x, weight], words, lead + "n")
+        run.finder.choose([x, weight], words, out)
     if run.row is not None and ROW in getattr(weight, "cuts", {}):
-        return _on_grid(run, x, weight, bias)
-    if (done := _overlapped(run, x, weight, bias)) is not None:
+        return _on_grid(run, x, weight, bias, of_weight)
+    if (done := _overlapped(run, x, weight, bias, of_weight)) is not None:
         return done
-    if bias is None or _is_row(x, weight):
-        result = finished(run, *contraction(run, [x, weight], words, lead + "n", F.linear))
-        return result if bias is None else _biased(run, result, bias)
+    if bias is None or bias.dim() != 1 or _is_row(x, weight, 1 - of_weight):
+        result = finished(run, *contraction(run, [x, weight], words, out, compute))
+        if bias is not None and run.finder is not None:
+            run.finder.choose_bias(bias, None)
+        return result if bias is None else call(torch.add, result, bias)
     if run.finder is not None:
-        run.finder.choose_bias(bias, split_of(weight))
-    return finished(run, *contraction(run, [x, weight, bias], [*words, "n"], lead + "n", F.linear))
+        column = split_of(weight)
+        run.finder.choose_bias(bias, column.at(0) if column is not None else None)
+    return finished(run, *contraction(run, [x, weight, bias], [*words, "n"], out, compute))
 
 
-def _overlapped(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: int = 0) -> Tensor | None:
+def _overlapped(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: int) -> Tensor | None:
     """The first column that reads x, where its backward can send and compute at once; None elsewhere."""
     split, rows = split_of(weight), split_of(x)
     if not (run.overlap and run.axis.size > 1 and torch.is_grad_enabled()):
@@ -156,7 +166,7 @@ def _overlapped(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_wei
     return cut(result, split.at(result.dim() - 1))
 
 
-def _on_grid(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: int = 0) -> Tensor:
+def _on_grid(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: int) -> Tensor:
     """x [.., k] with a weight that a grid cuts along k over its rows, and along n over this level's axis.
 
     `of_weight`: which of the weight's dims is n.
@@ -178,16 +188,10 @@ def _on_grid(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight
     return result if bias is None else call(torch.add, result, bias)
 
 
-def _is_row(x: Tensor, weight: Tensor, dim: int = 1) -> bool:
+def _is_row(x: Tensor, weight: Tensor, dim: int) -> bool:
     """Whether the sum is over a cut dim: of x its last, of the weight `dim`."""
     a, b = split_of(x), split_of(weight)
     return (a is not None and a.dim == x.dim() - 1) or (b is not None and b.dim == dim)
-
-
-def _biased(run: Run, result: Tensor, bias: Tensor) -> Tensor:
-    if run.finder is not None:
-        run.finder.choose_bias(bias, None)
-    return call(torch.add, result, bias)
 
 
 def conv1d(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -195,20 +199,8 @@ def conv1d(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
         raise Misfit(_origins((*args, *kwargs.values())), "addmm with factors")
     bias, x, weight = bound(("input", "mat1", "mat2"), args, kwargs)
-    words = ["mk", "kn"]
-    if run.finder is not None:
-        run.finder.choose([x, weight], words, "mn")
-    if run.row is not None and ROW in getattr(weight, "cuts", {}):
-        return _on_grid(run, x, weight, bias, of_weight=1)
-    if (done := _overlapped(run, x, weight, bias, of_weight=1)) is not None:
-        return done
-    if bias.dim() != 1 or _is_row(x, weight, 0):
-        return _biased(run, finished(run, *contraction(run, [x, weight], words, "mn", torch.mm)), bias)
-    if run.finder is not None:
-        column = split_of(weight)
-        run.finder.choose_bias(bias, column.at(0) if column is not None else None)
-    compute = lambda x, w, b: torch.addmm(b, x, w)
-    return finished(run, *contraction(run, [x, weight, bias], [*words, "n"], "mn", compute))
+    compute = lambda x, w, b=None: torch.mm(x, w) if b is None else torch.addmm(b, x, w)
+    return _with_bias(run, x, weight, bias, ["mk", "kn"], compute)
 
 
 def matmul(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -217,19 +209,9 @@ def matmul(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if getattr(func, "__name__", "") == "__rmatmul__":
         a, b = b, a
     x, y = len(shape_of(a)), len(shape_of(b))
-    if x < 2 or y < 2:
-        if x == 1 and y == 1:
-            words, out = ["k", "k"], ""
-        elif x == 1:
-            lead = string.ascii_lowercase[: y - 2]
-            words, out = ["k", f"{lead}kn"], f"{lead}n"
-        else:
-            lead = string.ascii_lowercase[: x - 2]
-            words, out = [f"{lead}mk", "k"], f"{lead}m"
-    else:
-        lead = string.ascii_lowercase[: max(x, y) - 2]
-        words = [lead[len(lead) - (x - 2) :] + "mk", lead[len(lead) - (y - 2) :] + "kn"]
-        out = f"{lead}mn"
+    lead = string.ascii_lowercase[: max(x, y, 2) - 2]
+    words = [lead[len(lead) - (n - 2) :] + word if n > 1 else "k" for n, word in ((x, "mk"), (y, "kn"))]
+    out = lead + "m" * (x > 1) + "n" * (y > 1)
     if run.row is not None:
         if run.finder is not None:
             run.finder.choose([a, b], words, out)

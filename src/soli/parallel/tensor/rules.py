@@ -23,10 +23,6 @@ GRID_READS = frozenset(NAMES["grid"])
 """Functions that may read a weight that a grid has cut both ways."""
 
 
-def _shape(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
-    return torch.Size(shape_of(args[0]))
-
-
 def _size(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     shape = shape_of(args[0])
@@ -47,11 +43,6 @@ def _local(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _items(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     return iter(shapes.unbind(run, func, args, kwargs))
-
-
-def _new(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
-    """x.new_zeros(shape) and its kin: shapes are logical, the result is whole."""
-    return func(*args, **kwargs)
 
 
 def _body(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -81,11 +72,12 @@ CUT: dict[str, Rule] = {
     "where": pointwise.where, "gather": losses.gather, "take_along_dim": losses.gather, "layer_norm": attention.layer_norm,
     "rms_norm": attention.layer_norm, "scaled_dot_product_attention": attention.attention, "size": _size,
     **dict.fromkeys(("to", "type_as"), pointwise.cast), "__len__": _length, **dict.fromkeys(("numel", "nelement"), _count),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), _new),
+    # shapes that are asked for are logical, the result is whole
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), _local),
 }  # fmt: skip
 
 GETTERS: dict[str, Rule] = {
-    "shape": _shape, **dict.fromkeys(("T", "mT"), shapes.transpose), "data": pointwise.cast,
+    "shape": _size, **dict.fromkeys(("T", "mT"), shapes.transpose), "data": pointwise.cast,
     **dict.fromkeys(NAMES["attributes"], _local),
 }  # fmt: skip
 

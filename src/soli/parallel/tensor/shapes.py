@@ -113,10 +113,9 @@ def transpose(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         if x.dim() < 2:
             return x
         a, b = 0, 1
+    elif func.__self__.__name__ == "T":
+        return permuted(run, x, order[::-1])
     else:
-        what = func.__self__.__name__
-        if what == "T":
-            return permuted(run, x, order[::-1])
         a, b = -1, -2
     order[a], order[b] = order[b], order[a]
     return permuted(run, x, order)
@@ -238,9 +237,7 @@ def getitem(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if split is None:
         return func(*args)
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(i, Tensor | list) for i in items) and any(
-        i.dtype == torch.bool and i.dim() > 1 for i in items if isinstance(i, Tensor)
-    ):
+    if any(isinstance(i, Tensor) and i.dtype == torch.bool and i.dim() > 1 for i in items):
         raise Misfit(split.origins, "a mask over several dims")
     used = sum(i is not None and i is not Ellipsis for i in items)
     if Ellipsis not in [i for i in items if not isinstance(i, Tensor)]:

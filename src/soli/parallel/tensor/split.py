@@ -50,16 +50,12 @@ class Split:
 
     def own(self, ranks: int, rank: int) -> list[tuple[int, int]]:
         """The [start, stop) ranges of the dim that a rank owns, in the order in which it has them."""
+        starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
         if self.spans:
-            starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
             return [(at + a, at + b) for at in starts for a, b in self.spans[rank]]
         first, last = even_parts(self.atoms, ranks)[rank]
-        found, at = [], 0
-        for part in self.parts:
-            atom = part // self.atoms
-            found.append((at + first * atom, at + last * atom))
-            at += part
-        return found
+        atoms = [part // self.atoms for part in self.parts]
+        return [(at + first * atom, at + last * atom) for at, atom in zip(starts, atoms, strict=True)]
 
     def local(self, ranks: int, rank: int) -> int:
         """The size of a rank's part of the dim."""
@@ -155,15 +151,16 @@ def viewed(split: Split, old: tuple[int, ...], new: tuple[int, ...], ranks: int)
         if len(parts) > 1 and equal and len(parts) % size == 0:
             parts = parts[: len(parts) // size]
             continue
-        if not (equal and size % len(parts) == 0) and dims_left(new, dims):
+        left = [d for d in dims if new[d] > 1]
+        even = equal and size % len(parts) == 0
+        if not even and left:
             raise Misfit(split.origins, f"a view as {new} tears its parts apart")
-        each = size // len(parts) if equal and size % len(parts) == 0 else 0
+        each = size // len(parts) if even else 0
         if not each:  # the last dim of the group: it is the flat dim itself
             return split.at(dim).sized(parts)
         atoms = gcd(split.atoms, each)
         if atoms != split.atoms:
-            more = len([d for d in dims if new[d] > 1])
-            if atoms < ranks and more > 1 and len(parts) == 1:
+            if atoms < ranks and len(left) > 1 and len(parts) == 1:
                 borders = tuple((i, size) for i in range(1, size))
                 raise Misfit(split.origins, f"a dim of {size} is outermost in {new}", borders=borders)
             raise Misfit(split.origins, f"seen as {new}, it has {atoms} units to share", atoms=atoms)
@@ -171,19 +168,13 @@ def viewed(split: Split, old: tuple[int, ...], new: tuple[int, ...], ranks: int)
     raise Misfit(split.origins, f"a view as {new} leaves nothing to cut")
 
 
-def dims_left(new: tuple[int, ...], dims: list[int]) -> bool:
-    return any(new[d] > 1 for d in dims)
-
-
 def _group(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> tuple[int, int, int, int]:
     """The smallest run of old dims with `dim` in it, and the run of new dims of the same elements."""
     i = j = 0
     while True:
         low, first = i, j
-        a = b = 1
         i, j = i + 1, j + 1
-        a *= old[low]
-        b *= new[first] if first < len(new) else 1
+        a, b = old[low], new[first] if first < len(new) else 1
         while a != b:
             if a < b:
                 a *= old[i]

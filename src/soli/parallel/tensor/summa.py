@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from soli.mesh.collectives import NOTHING, Axis, broadcast, reduce
 from soli.parallel.keep import alias, carried
 from soli.parallel.precision import lowered
-from soli.parallel.tensor.moves import Later
+from soli.parallel.tensor.moves import Later, then
 from soli.parallel.tensor.split import Split
 
 Range = tuple[int, int]
@@ -73,12 +73,9 @@ def linear(x: Tensor, w: Tensor, of_x: Split, of_w: Split, row: Axis, col: Axis)
 @contextmanager
 def plainly(device: torch.device) -> Iterator[None]:
     """Neither classes of tensors, which answer with rules, nor autocast change what is computed inside."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_autocast_enabled(device.type):
-            with torch.autocast(device.type, enabled=False):
-                yield
-        else:
-            yield
+    on = torch.is_autocast_enabled(device.type)
+    with torch._C.DisableTorchFunctionSubclass(), torch.autocast(device.type, enabled=False) if on else nullcontext():
+        yield
 
 
 class _Linear(torch.autograd.Function):
@@ -148,10 +145,10 @@ def columns(block: Tensor, ranges: tuple[Range, ...]) -> Tensor:
 
 
 def put(block: Tensor, ranges: tuple[Range, ...], values: Tensor) -> None:
-    """Write these columns of a block [rows, k]."""
+    """Write these columns of a block [.., k]."""
     at = 0
     for start, stop in ranges:
-        block[:, start:stop].copy_(values[:, at : at + stop - start])
+        block[..., start:stop].copy_(values[..., at : at + stop - start])
         at += stop - start
 
 
@@ -167,12 +164,7 @@ def _sent(block: Tensor, ranges: tuple[Range, ...], size: int, axis: Axis, owner
         panel = columns(block, ranges)
         panel = panel if axis.size == 1 else panel.contiguous()
     pending = broadcast(panel, axis, owner, label=label, wait=False) if panel.numel() else NOTHING
-
-    def finish() -> Tensor:
-        pending.wait()
-        return panel
-
-    return finish
+    return then(pending, lambda: panel)
 
 
 def _summed(
@@ -214,13 +206,13 @@ def _each(
 # --- the product and its gradients ------------------------------------------------------------------------
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """[.., k] as [t, k], also of size 0."""
     return alias(x.reshape(prod(x.shape[:-1]), x.shape[-1]))
 
 
 def _product(x: Tensor, w: Tensor, of_x: Split, of_w: Split, row: Axis, col: Axis) -> Tensor:
-    rows, block = _flat(x), alias(w)
+    rows, block = flat(x), alias(w)
     todo = panels(of_x, of_w, row.size, col.size)
     # One product over the whole K would be rounded once; so is the sum of several.
     wide = torch.float32 if x.dtype in HALVES and len(todo) > 1 else x.dtype
@@ -253,8 +245,8 @@ def _gradients(
     dy: Tensor, x: Tensor | None, w: Tensor | None, of_x: Split, of_w: Split, row: Axis, col: Axis
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx [t, K_C] and dW [n, K_R] of dy [.., n]. Without W no dx is wanted, without x no dW."""
-    rows = _flat(dy)
-    new, block = None if x is None else _flat(x), None if w is None else alias(w)
+    rows = flat(dy)
+    new, block = None if x is None else flat(x), None if w is None else alias(w)
     dx = None if w is None else dy.new_empty(rows.shape[0], of_x.local(col.size, col.index))
     dw = None if x is None else dy.new_empty(rows.shape[1], of_w.local(row.size, row.index))
     under_way: deque[Callable[[], None]] = deque()
