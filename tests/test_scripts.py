@@ -551,7 +551,8 @@ def gone_on(plan: str, kind: str, apart: bool) -> tuple[float, float]:
 )
 def test_a_run_that_began_without_soli_goes_on(pool: Pool, plan: str, kind: str, apart: bool) -> None:
     for weights, states in pool.run(gone_on, plan, kind, apart, ranks=2):
-        assert weights <= BOUND and states <= BOUND
+        assert weights <= BOUND
+        assert states <= BOUND
 
 
 def loaded_on_one() -> str:

@@ -43,6 +43,18 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
     return cells
 
 
+def told_by(cells: Mapping[str, str]) -> str:
+    """What a row tells in words: of its attention, program and notes, and in columns that nobody knows."""
+    said = [cells.get(name, "") for name in ("attn_backend", "notes", "framework")]
+    for column, cell in cells.items():
+        if column not in KNOWN and column not in WORDS and column not in _TABLES["unread"]["about"]:
+            if re.fullmatch(r"(?i)true|yes|on|1", cell):
+                said.append(column)
+            elif not re.fullmatch(r"(?i)[\d.,eE+-]*|false|off|no|none|n/a", cell):
+                said.append(f"{column} {cell}")
+    return "; ".join(filter(None, said))
+
+
 def unread(cells: Mapping[str, str]) -> list[str]:
     """What a row says in columns that nobody reads, whose names are of what time or memory depends on."""
     matters, idle, no = (re.compile(_TABLES["unread"][name]) for name in ("matters", "idle", "no"))

@@ -27,7 +27,7 @@ FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "cdna3", "cdna4", "ada"
 
 
 def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]:
-    name = _called(row)
+    name = called(row)
     if strange := meant("strange", plain_name(name)):
         found.refused.append(strange)
         return {}
@@ -87,11 +87,11 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size,
         "compressed": compressed(hidden, heads, 1536 if hidden > 2048 else 0) if latent else 0.0,
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active, "shared": shared,
-        "tied": float(tied), "frozen": float(bool(re.search(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", name, re.I))),
+        "tied": float(tied),
     }  # fmt: skip
 
 
-def _called(row: Mapping[str, str]) -> str:
+def called(row: Mapping[str, str]) -> str:
     """All that a row calls its model."""
     lora = "" if switch(text(row, "lora")) is False or SILENT.fullmatch(text(row, "lora")) else "lora"
     return " ".join([*(text(row, name) for name in ("model", "test_case", "arch", "peft")), lora])
@@ -109,7 +109,7 @@ def _named(row: Mapping[str, str], said: Said) -> Model | None:
     needed = ["layers", "hidden", "heads", "ffn", "vocab"]
     if model.experts:
         needed[3:4] = [] if said["moe_ffn"] else ["ffn"]
-        needed += [] if MOE.search(_called(row)) else ["experts"]
+        needed += [] if MOE.search(called(row)) else ["experts"]
     return model if any(said[name] is None for name in needed) else None
 
 
@@ -180,5 +180,5 @@ def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row)
         return {"flash": 1.0}
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
     later = found.generation == "ampere" and (point.get("gated") or point.get("seq", 0.0) > LONG)
-    found.inferred += ["attention=flash"] if later else []
+    found.inferred.append(f"attention={'flash' if later else 'scores kept'}")
     return {"flash": float(bool(later))}

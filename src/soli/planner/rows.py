@@ -12,21 +12,22 @@ from collections.abc import Mapping
 from math import ceil
 
 from soli.planner.cells import SILENT, number, text, true
-from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, unread
+from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, told_by, unread
 from soli.planner.cost import memory
 from soli.planner.cost import points as cost
-from soli.planner.cost.points import FULL, NONE, SELECTIVE
+from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
-from soli.planner.cost.states import of_states
+from soli.planner.cost.states import LORA, narrow, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import device_of, network_of, precision_of
-from soli.planner.row_model import FLASH_SINCE, attention_of, model_of
+from soli.planner.row_model import FLASH_SINCE, attention_of, called, model_of
 from soli.planner.spellings import (
     FSDP,
     NANOTRON,
     OTHER,
     Sharding,
+    affirmed,
     meant,
     program,
     recomputation,
@@ -55,9 +56,10 @@ def read(row: Mapping[str, str]) -> Row:
     point = cost.of_device(device, precision) if precision else {}
     point |= network_of(row, said, device, found)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != NANOTRON)}
-    told = " ".join(text(row, name) for name in ("attn_backend", "notes", "framework"))
+    told = told_by(row)
     point |= of_program(found.framework, found.generation, told)
     point |= model_of(row, said, found)
+    point["frozen"] = float(bool(LORA.search(called(row)) or LORA.search(affirmed(told))))
     point |= attention_of(row, point, found)
     point |= _degrees(said, point, found)
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
@@ -74,9 +76,19 @@ def read(row: Mapping[str, str]) -> Row:
         found.refused += _impossible(said, point)
     if not found.refused:
         found.point = point
+        if point["frozen"] and (bits := narrow(affirmed(f"{called(row)} {told}"))):
+            found.inferred.append(f"frozen weights of {bits} bits")
+            point["weight"] = _narrowed(point, bits)
         found.inferred += _uncounted(said, point)
         fitted(found)
     return found
+
+
+def _narrowed(point: Mapping[str, float], bits: float) -> float:
+    """Bytes a parameter where matrices have so many bits, and a twentieth more for scales, and tables 16."""
+    p = points([point])
+    tables = float((2 - p.tied[0]) * p.vocab[0] * p.hidden[0] / memory.parameters(p)[0])
+    return 1.05 * bits / 8 * (1 - tables) + 2 * tables
 
 
 def read_measured(row: Mapping[str, str]) -> Row:

@@ -51,7 +51,7 @@ memory was measured, docs/log.md)."""
 
 
 PIECES = {
-    r"\bliger(?! off)|cut[- ]cross|fused[- ]linear[- ](?:cross|ce\b)|\bflce\b": 0.0,
+    r"(?<![a-z])liger(?! off)|cut[- ]cross|fused[- ]linear[- ](?:cross|ce\b)|\bflce\b": 0.0,
     r"chunked (?:loss|cross|ce\b)": 8.0,
 }
 """Losses that have a batch's logits in pieces: as many as make them as large as what they are of (0: linkedin/Liger-Kernel,

@@ -30,7 +30,7 @@ ADAM = 8.0
 """Bytes of two moments in fp32, which are among `moments`; SHORT and others have the copy of the parameters beside them."""
 PURE = re.compile(
     r"\bpure[- _]?(?:bf16|fp16|16|half|bfloat)|\b(?:bf16|fp16|16)[-_]true\b|mixed[_ ]precision[ =:]*(?:no|off|false)\b"
-    r"|\b(?:bf16|16-bit) (?:master )?(?:weights|parameters)|\b(?:weights|parameters),? .{0,40}\bstates in (?:bf16|fp16|16)"
+    r"|\b(?:bf16|16-bit) (?:master )?(?:weights|parameters)|\bweights in (?:bf16|fp16|bfloat16)\b|\b(?:weights|parameters),? .{0,40}\bstates in (?:bf16|fp16|16)"
 )
 """Programs that keep parameters, gradients and moments in 16 bits, and no copy."""
 IN_BACKWARD = re.compile(r"(?:optimizer|step|update)[- _]in[- _](?:the[- _])?(?:backward|bwd)|fused backward")
@@ -39,6 +39,13 @@ TRAINER = re.compile(r"\b(?:hf|transformers|hugging ?face)[ _-]?trainer|\baccele
 """Programs that update by torch's AdamW as it is, whose square roots of all second moments are there at once (torch/optim/adamw.py,
 _multi_tensor_adam), and gradients not before the backward makes them: fms-acceleration's runs peak at 20 bytes a parameter, 10 where all is in 16 bits.
 Of others that run torch's FSDP they are counted at the loss too: torchtune's peaks are 19% off so, and 23% without."""
+LORA = re.compile(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", re.I)
+"""Fine-tuning of a few weights beside frozen ones."""
+NARROW = {
+    r"qlora|(?<![a-z\d])nf4(?![a-z\d])|(?<![\d.])4[- _]?bits?\b|(?<![a-z])(?:u?int4|gptq|awq)(?![a-z])": 4.0,
+    r"(?<![\d.])8[- _]?bit (?:base )?(?:model|weights|lora)|load_in_8bit": 8.0,
+}
+"""Bits of frozen weights by the words of programs (arXiv 2305.14314, 3)."""
 EIGHT = re.compile(r"8[- _]?bit|int8|\bbnb\b")
 FULL_WIDTH = {"weight": 4.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0}
 HALF_WIDTH = {"weight": 2.0, "gradient": 2.0, "summed": 2.0, "copied": 0.0}
@@ -47,6 +54,11 @@ SHORTER = ("fsdp", "deepspeed", "jax", "other")
 DEEPSPEED = "megatron-deepspeed"
 RECIPES = re.compile(r"nemo|megatron[- ]bridge", re.I)
 """Their recipes for performance set grad_reduce_in_fp32 = False (NVIDIA-NeMo/Megatron-Bridge@067f987, src/megatron/bridge/perf_recipes)."""
+
+
+def narrow(told: str) -> float:
+    """Bits of frozen weights; 0: as many as others'."""
+    return next((bits for words, bits in NARROW.items() if re.search(words, told)), 0.0)
 
 
 def of_states(
