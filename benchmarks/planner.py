@@ -188,7 +188,7 @@ def _quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
 def write_constants(sets: Sets, of_sets: Sets, counts: dict[str, int]) -> None:
     lines = [
         "# What is fitted: constants of the cost model by framework and generation; `make fit-planner` writes it.",
-        "# Names: soli/planner/cost/constants.py. Of published measurements: benchmarks/published, `rows` of them.",
+        "# Names: soli/planner/cost/meanings.toml. Of published measurements: benchmarks/published, `rows` of them.",
         "# time_low ... memory_high: 90% of rows whose model or source was not fitted were measured between low and high,",
         "# by what was predicted. Sets of no rows are sums of their framework's and their generation's parts. soli's memory is",
         "# between those by what was rehearsed and taken: benchmarks/results/memory-formulas.json, gpu.json.",

@@ -42,3 +42,8 @@ def test_ends() -> None:
     assert kappa(["a", "a"], ["a", "a"]).value == 1.0
     assert kappa(["a", "b"], ["b", "a"]).value == -1.0
     assert math.isnan(kappa([], []).value)
+
+
+@pytest.mark.parametrize("count", [1, 3, 6, 7, 10, 49, 100])
+def test_one_word_for_everything_is_whole_agreement(count: int) -> None:
+    assert kappa(["a"] * count, ["a"] * count).value == 1.0

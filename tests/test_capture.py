@@ -72,6 +72,25 @@ def test_own_models_have_their_dimensions(name: str) -> None:
     assert any("no embedding" in word for word in inferred) == (name == "vit")
 
 
+class Headed(GPT):
+    """Modules without parameters beside each other, first of all and after one that has some."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.before = nn.Sequential(nn.Identity(), nn.Identity())
+        self.after = nn.Sequential(nn.Linear(128, 128), nn.Identity(), nn.Identity())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.after(self.before(self.norm.weight))
+        return super().forward(tokens)
+
+
+def test_modules_without_parameters_are_no_stack() -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(512, 128, 2, 4, 64)
+    assert planned(Headed(config))[0] == planned(GPT(config))[0]
+
+
 def test_a_deferred_model_is_read_as_an_eager_one() -> None:
     make = lambda: GPT(GPTConfig(512, 128, 2, 4, 64))
     with soli.deferred():

@@ -221,6 +221,56 @@ def test_what_is_sharded_where_no_column_says_it() -> None:
     )
 
 
+def test_programs_of_today_shard_the_optimizer_where_nobody_says_it() -> None:
+    silent = {name: cell for name, cell in ROW.items() if name != "shard"}
+    for gpu, framework, zero in (
+        ("H100", "Megatron-LM", 1),
+        ("B200", "NeMo 25.04", 1),
+        ("A100", "NeMo 24.01", 0),
+        ("H100", "JAX", 0),
+    ):
+        row = read(silent | {"gpu": gpu, "framework": framework})
+        assert (row.point["zero"], f"zero={zero}" in row.inferred) == (zero, True), (gpu, framework)
+    assert read(silent | {"framework": "torchtitan", "shard": "fully_shard"}).point["zero"] == 3
+
+
+ONE = ROW | {
+    "model": "Llama-2 7B", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "microbatch": "1", "global_batch": "1", "seq_len": "512", "framework": "litgpt",
+    "layers": "32", "kv_heads": "32", "ffn": "11008", "vocab": "32000",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "frozen", "bits"),
+    [
+        ({}, 0, 16), ({"notes": "LoRA rank 32 on query and value"}, 1, 16), ({"peft": "lora"}, 1, 16), ({"comment": "sft_type lora"}, 1, 16),
+        ({"notes": "full fine-tuning, not LoRA"}, 0, 16), ({"notes": "QLoRA, bnb.nf4"}, 1, 4), ({"peft": "lora", "load_in_4bit": "True"}, 1, 4),
+        ({"peft": "lora", "quantization": "nf4"}, 1, 4), ({"peft": "qlora"}, 1, 4), ({"notes": "4-bit checkpoints"}, 0, 16),
+        ({"framework": "fsdp_qlora (PyTorch FSDP)", "notes": "LoRA of all linear layers"}, 1, 16), ({"peft": "lora", "load_in_4bit": "False"}, 1, 16),
+        ({"peft": "lora", "load_in_8bit": "True"}, 1, 8),
+    ],
+)  # fmt: skip
+def test_adapters_and_narrow_weights_are_read_from_any_words(changes: dict[str, str], frozen: int, bits: int) -> None:
+    """Llama 2 7B: 6.74 billion parameters, 0.262 of them in two tables, which keep 16 bits; half a bit more for scales."""
+    point = read(ONE | changes).point
+    tables = 2 * 32000 * 4096
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    each = 2.0 if bits == 16 else ((bits + 0.5) / 8 * matrices + 2 * tables) / (matrices + tables)
+    assert point["frozen"] == frozen
+    assert point["weight"] == pytest.approx(each, rel=1e-3)
+
+
+def test_a_loss_in_pieces_is_read_from_a_column_of_its_own() -> None:
+    assert [read(ROW | {"use_liger_kernel": said}).point["pieces"] for said in ("True", "False", "")] == [0.0, 1.0, 1.0]
+    assert [read(ROW | {"extra": said}).point["pieces"] for said in ("Liger kernel", "no Liger kernel")] == [0.0, 1.0]
+
+
+def test_attention_within_documents_is_said() -> None:
+    said = "attention=over the whole sequence, not within its documents"
+    assert said in read(ROW | {"notes": "short documents (block-diagonal attention)"}).inferred
+    assert said not in read(ROW).inferred
+
+
 def test_networks_by_their_names_here() -> None:
     slow = read(ROW | {"interconnect": "ethernet-10"})
     assert slow.point["net"] == read(ROW | {"interconnect": "10 GbE"}).point["net"]

@@ -85,12 +85,20 @@ def test_switches_types_and_programs() -> None:
         ("DGX H100", "h100", 0), ("AMD Instinct MI300X", "mi300x", 0), ("H100 NVL", "h100-nvl", 0), ("A100-SXM4-40GB", "a100-40gb", 40),
         ("NVIDIA H100 80GB HBM3", "h100", 80), ("p5.48xlarge (H100)", "h100", 0), ("H800-80GB-SXM", "h800", 80), ("A800", "a800", 0),
         ("MI355X", "mi355x", 0), ("Tesla T4", "t4", 0), ("NVIDIA GeForce RTX 4090", "rtx-4090", 0), ("H100-96GB-SXM", "h100-96gb", 96),
+        ("A10G", "a10", 0), ("NVIDIA A10G 24GB", "a10", 24), ("GH200 480GB", "gh200", 480), ("GH200 (95 GB)", "gh200", 95), ("GH200 144GB HBM3e", "gh200-144gb", 144),
+        ("RTX A5000", "rtx-a5000", 0), ("NVIDIA RTX 6000 Ada", "rtx-6000-ada", 0), ("RTX 4060 Ti", "rtx-4060-ti", 0), ("RTX 5090", "rtx-5090", 0),
     ],
 )  # fmt: skip
 def test_devices(said: str, name: str, size: float) -> None:
     found, told = device(said)
     assert found is not None
     assert (found.name, told) == (name, size)
+
+
+def test_what_a_device_is_sold_as_may_count_other_memory() -> None:
+    """480 GB are a Grace CPU's; no A100 has 60."""
+    assert not read(ROW | {"gpu": "GH200 480GB"}).refused
+    assert "no device 'A100-60GB' is known" in read(ROW | {"gpu": "A100-60GB"}).refused[0]
 
 
 def test_what_was_measured_names_no_device() -> None:

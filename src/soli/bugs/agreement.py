@@ -28,9 +28,7 @@ def kappa(first: Sequence[str], second: Sequence[str]) -> Kappa:
     count = len(first)
     if not count:
         return Kappa(np.nan, np.nan, np.nan, np.nan, 0)
-    table = np.zeros((len(words), len(words)))
-    for a, b in zip(first, second, strict=True):
-        table[words.index(a), words.index(b)] += 1 / count
+    table = np.array(confusion(words, first, second)) / count
     rows, columns = table.sum(axis=1), table.sum(axis=0)
     observed, expected = float(np.trace(table)), float(rows @ columns)
     if expected == 1.0:

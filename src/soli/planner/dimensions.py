@@ -96,9 +96,11 @@ def _runs(modules: list[nn.Module]) -> list[list[int]]:
     kinds = [(type(m), tuple((n, tuple(p.shape)) for n, p in m.named_parameters())) for m in modules]
     found: list[list[int]] = []
     for i, kind in enumerate(kinds):
+        if not kind[1]:
+            continue
         if i and kind == kinds[i - 1]:
             found[-1].append(i)
-        elif kind[1]:
+        else:
             found.append([i])
     return found
 

@@ -32,7 +32,8 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
         found.refused.append(f"{problem.what}; {problem.allowed}; {problem.fix}")
         return None
     odd = [form for form in ("pcie", "nvl") if form in re.split(r"[\s_-]", said.lower()) and form not in one.name]
-    if odd or (size and abs(size / one.memory_gib - 1) > 0.15):
+    sold = any(name.endswith(f"-{size:g}gb") for name in one.aliases)  # a Grace Hopper's name counts its CPU's memory
+    if odd or (size and not sold and abs(size / one.memory_gib - 1) > 0.15):
         found.refused.append(f"no device '{said}' is known; {one.name} has {one.memory_gib:g} GiB, as SXM or as sold")
         return None
     return one

@@ -11,7 +11,7 @@ from soli.planner.cost.programs import TESTS
 from soli.planner.models import Model, compressed
 from soli.planner.published import named, plain_name
 from soli.planner.row import Row, Said
-from soli.planner.spellings import FSDP, meant, switch
+from soli.planner.spellings import FSDP, OTHER, meant, switch
 
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?[\s,/]*top[\s-]*(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
@@ -163,6 +163,11 @@ def _shape_of(parameters: float, layers: float | None, hidden: float | None, sta
 def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row) -> dict[str, float]:
     backend = text(row, "attn_backend").lower()
     said = f"{backend} {text(row, 'notes')} {text(row, 'framework')}".lower()
+    if re.search(
+        r"block[- ]diagonal|(?<![a-z])varlen|document[- ]mask|packed (?:documents|sequences)|(?:short|within) documents",
+        said,
+    ):
+        found.inferred.append("attention=over the whole sequence, not within its documents")
     # Megatron-LM's long-term-support image has no flash attention that is deterministic.
     old = true(row, "deterministic") and text(row, "env") == "lts" and "flash" not in said
     kind = meant("attention", backend)
@@ -180,5 +185,6 @@ def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row)
         return {"flash": 1.0}
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
     later = found.generation == "ampere" and (point.get("gated") or point.get("seq", 0.0) > LONG)
-    found.inferred.append(f"attention={'flash' if later else 'scores kept'}")
+    if later or found.framework == OTHER:
+        found.inferred.append(f"attention={'flash' if later else 'scores kept'}")
     return {"flash": float(bool(later))}

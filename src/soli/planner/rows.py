@@ -76,8 +76,11 @@ def read(row: Mapping[str, str]) -> Row:
         found.refused += _impossible(said, point)
     if not found.refused:
         found.point = point
-        if point["frozen"] and (bits := narrow(affirmed(f"{called(row)} {told}"))):
-            found.inferred.append(f"frozen weights of {bits} bits")
+        spoken = affirmed(f"{called(row)} {told}").replace(
+            text(row, "framework").lower(), ""
+        )  # whose name may be of one way
+        if point["frozen"] and (bits := narrow(spoken)):
+            found.inferred.append(f"frozen weights of {bits:g} bits")
             point["weight"] = _narrowed(point, bits)
         found.inferred += _uncounted(said, point)
         fitted(found)
@@ -85,10 +88,10 @@ def read(row: Mapping[str, str]) -> Row:
 
 
 def _narrowed(point: Mapping[str, float], bits: float) -> float:
-    """Bytes a parameter where matrices have so many bits, and a twentieth more for scales, and tables 16."""
+    """Bytes a parameter where matrices have so many bits, and 32 more for 64 elements (arXiv 2305.14314, 2), and tables 16."""
     p = points([point])
     tables = float((2 - p.tied[0]) * p.vocab[0] * p.hidden[0] / memory.parameters(p)[0])
-    return 1.05 * bits / 8 * (1 - tables) + 2 * tables
+    return (bits + 32 / 64) / 8 * (1 - tables) + 2 * tables
 
 
 def read_measured(row: Mapping[str, str]) -> Row:
@@ -199,6 +202,8 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         sharded = sharded or true(row, "fsdp") or true(row, "megatron_fsdp")
         program = sharding(text(row, "framework")) or Sharding()
         usual = 3.0 if found.framework == FSDP and point["dp"] * point["cp"] > 1 else 0.0
+        if found.framework == MEGATRON and found.generation in FLASH_SINCE:
+            usual = 1.0  # its recipes of since then shard the optimizer
         zero = 3.0 if sharded else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             zero = usual if program.zero is None else program.zero

@@ -117,12 +117,9 @@ def device(said: str) -> tuple[Device | None, float]:
     size = re.search(r"(?<![a-z\d])(\d+)\s*-?g(?:i?b)?(?![a-z/\d])", said.lower())
     parts = words.split("-")
     tries = [words, *("-".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))]
-    forms = [f"{parts[0]}-{form}" for form in ("pcie", "nvl") if form in parts]
     if size:
         tries = [f"{parts[0]}-{size[1]}gb", *tries]
-        if not forms and (sold := devices.named(tries[0])) is not None:
-            return sold, 0.0  # whatever its name counts: a Grace Hopper's is of its CPU's memory
-    tries = forms + tries
+    tries = [f"{parts[0]}-{form}" for form in ("pcie", "nvl") if form in parts] + tries
     found = next((one for name in tries if (one := devices.named(name)) is not None), None)
     return found or mentioned(said), float(size[1]) if size else 0.0
 

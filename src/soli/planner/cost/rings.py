@@ -20,7 +20,7 @@ from soli.planner.cost.points import Array
 
 RANKS = (2, 4, 8)
 LINK, LATENCY = 300e9 * 0.75, 6e-6 * 2.0
-"""Of the devices that were measured, bytes/s and seconds: an A100's, with the usual shares (constants.py)."""
+"""Of the devices that were measured, bytes/s and seconds: an A100's, with the usual shares (meanings.toml)."""
 
 
 @cache
