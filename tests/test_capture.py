@@ -78,10 +78,10 @@ class Headed(GPT):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         self.before = nn.Sequential(nn.Identity(), nn.Identity())
-        self.after = nn.Sequential(nn.Linear(128, 128), nn.Identity(), nn.Identity())
+        self.after = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Identity())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.after(self.before(self.norm.weight))
+        self.after(self.before(self.norm.weight[:8]))
         return super().forward(tokens)
 
 
