@@ -173,7 +173,9 @@ def of_soli() -> dict[str, float]:
     what the engine leaves to allocators."""
     plans = json.loads((RESULTS / "memory-formulas.json").read_text(encoding="utf-8"))["rows"]
     runs = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["rows"]
-    ratios = [row["rehearsed"] / row["formula"] for row in plans] + [row["taken"] / row["said"] for row in runs]
+    ratios = [row["rehearsed"] / row["formula"] for row in plans] + [
+        row["taken"] / row["said"] for row in runs if row["said"]
+    ]
     low, high = np.quantile(ratios, (0.05, 0.95))
     return {"memory_low": float(f"{low:.4g}"), "memory_high": float(f"{HEADROOM * high:.4g}")}
 
