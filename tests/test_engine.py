@@ -414,6 +414,14 @@ def test_two_engines_on_a_parameter_are_refused(shared: str) -> None:
     assert ("1.weight" in str(caught.value)) == (shared == "all")
 
 
+def test_states_of_deferred_parameters_are_refused() -> None:
+    """Under every plan: they would have no values."""
+    with soli.deferred():
+        model = nn.Linear(4, 2)
+    with pytest.raises(SoliError, match="Adagrad makes its states when it is built"):
+        parallelize(model, losses.mse(1), optimizer=lambda p: torch.optim.Adagrad(p, lr=0.1), plan="dp=1")
+
+
 def test_losses_are_never_in_16_bits() -> None:
     """What soli's losses make of logits in 16 bits is what fp32 makes of the same."""
     logits, targets = torch.randn(1, 7, 50).bfloat16(), torch.randint(50, (1, 7))

@@ -340,6 +340,17 @@ class Repeats(nn.Module):
 LAYERS, READ = 12, 4096
 
 
+class Softmax(nn.Module):
+    """torch's own, its arguments by name, or with a type that its caller wants."""
+
+    def __init__(self, *dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, -1, *self.dtype) if self.dtype else torch.softmax(input=x, dim=-1)
+
+
 def cross_entropies(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
     """As a user writes it."""
     return torch.nn.functional.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs)
@@ -354,6 +365,8 @@ def cross_entropies(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
         (nn.RMSNorm(64), squares, "dp=1,precision=bf16", -4),
         # autocast on CUDA makes a softmax of 16 bits in fp32, and the product keeps its cast beside it: all but the first
         (nn.Softmax(-1), squares, "dp=1,precision=bf16", 4 * (LAYERS - 1)),
+        (Softmax(), squares, "dp=1,precision=bf16", 4 * (LAYERS - 1)),
+        (Softmax(torch.bfloat16), squares, "dp=1,precision=bf16", 0),
         (nn.Softmax(-1), squares, "dp=1", 0),
         # and cross_entropy's in 16 bits, cast afterwards
         (nn.Identity(), cross_entropies, "dp=1,precision=bf16", -2),

@@ -27,7 +27,7 @@ KINDS = ("column", "row", "vocabulary", "replicated")
 ROWS = 2  # one would hide which dim is the batch's
 
 
-def problems(roles: dict[str, str] | None, plan: Plan) -> list[Problem]:
+def problems(roles: dict[str, str] | None) -> list[Problem]:
     """What is wrong with the roles that the user gave."""
     return [
         Problem(f"the role of '{name}' is not known", got=kind, allowed=", ".join(KINDS))

@@ -1,8 +1,8 @@
 """What a CUDA device would keep of a program that is rehearsed on the CPU: where torch takes other kernels and casts there.
 
 RMSNorm is one kernel, which keeps one number a row, where the CPU's is written out and keeps what is scaled (ATen/native/layer_norm.cpp).
-torch.autocast computes other functions in fp32 than on the CPU (ATen/autocast_mode.h), and hands cross_entropy's softmax through in 16 bits.
-Measured on an H100: benchmarks/results/gpu.md.
+torch.autocast computes other functions in fp32 than on the CPU, by torch's own list (ATen/autocast_mode.h), and hands cross_entropy's softmax
+through in 16 bits. The norm and the loss were measured on an H100 (benchmarks/results/gpu.md), the rest of the list was not.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ WIDE = {
     "logsumexp", "interpolate",
 }  # fmt: skip
 """Functions that read 16 bits as fp32."""
+OTHERWISE = TYPED | WIDE | {"cross_entropy"}
 _composed = torch.rms_norm
 
 
@@ -69,14 +70,15 @@ class _Casts(TorchFunctionMode):
             with self:  # a mode is off inside its own handler, and blocks may be made again
                 return backward_of(*args, **kwargs)
         name = name_of(func)
-        if name not in TYPED | WIDE | {"cross_entropy"} or not torch.is_autocast_enabled("cpu"):
+        if name not in OTHERWISE or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
         if name == "cross_entropy":
             return _cross_entropy(*args, **kwargs)
-        if name in TYPED and _is_narrow(args[0]) and kwargs.get("dtype") is None:
-            return func(*args, **{**kwargs, "dtype": torch.float32})
         if name in WIDE:
             return func(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
+        given = [*args, *kwargs.values()]
+        if any(map(_is_narrow, given)) and not any(isinstance(x, torch.dtype) for x in given):
+            kwargs = {**kwargs, "dtype": torch.float32}
         return func(*args, **kwargs)
 
 

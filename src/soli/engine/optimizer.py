@@ -61,10 +61,10 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             f"{strange} parameters of the optimizer are not the model's",
             fix="build the optimizer on this model, after any change to it, and before soli.parallelize",
         )
-    if (plan.zero or plan.tp > 1) and any(t.is_meta for state in optimizer.state.values() for t in _tensors(state)):
+    if any(t.is_meta for state in optimizer.state.values() for t in _tensors(state)):
         yield Problem(
             f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
-            fix="build the model without soli.deferred(), or use zero=0 and tp=1",
+            fix="build the model without soli.deferred()",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
