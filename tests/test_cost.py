@@ -347,6 +347,23 @@ def test_parameters_that_each_rank_sends_in_turn_pass_every_rank() -> None:
         assert isclose((one_by_one - at_once)[0], 1.5 * turns * ring)
 
 
+def test_what_is_gathered_once_is_hidden_by_one_microbatch() -> None:
+    """A slow network, by hand: a layer that computes for a third of what its parameters take to come, forward, and two thirds, backward."""
+    k, net = usual(layer_floor=0.0, hidden_gathers=1.0), {"node": 1, "net_latency": 0.0}
+    alone = point(dp=8, microbatch=1, **net)
+    computing = layer(alone, k)[0][0]
+    sent = communication._gather(alone, k, *(size * alone.weight for size in memory.of_layer(alone)))[0]
+    made = {"dp": 8, "zero": 3, **net, "net": 25e9 * sent / computing}
+    for pp, whole, microbatches, left in (
+        (1, 0, 8, 1 - 1 / 3 + 2 - 2 / 3),  # gathered twice a microbatch and scattered
+        (1, 1, 8, 1 - 1 / 3 + (7 * (1 - 2 / 3) + 2 - 2 / 3) / 8),  # scattered once
+        (2, 1, 8, (1 - 1 / 3 + 1 - 2 / 3) / 8),  # gathered and scattered once: of eight microbatches two send
+        (2, 1, 1, 1 - 1 / 3 + 1 - 2 / 3),
+    ):
+        exposed = layer(point(**made, pp=pp, whole=whole, global_batch=8 * microbatches), k)[1][0]
+        assert isclose(exposed, left * computing, rel_tol=1e-9), (pp, whole, microbatches)
+
+
 def test_a_host_that_waits_for_each_kernel_adds_its_launches() -> None:
     said = "one iteration is measured (CUDA_LAUNCH_BLOCKING=1 from 320 GPUs on)"
     assert [blocks(said, n) for n in (319, 320)] == [False, True]

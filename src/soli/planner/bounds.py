@@ -79,7 +79,8 @@ def time_of_shards(task: Task, stages: Table, ways: Table) -> Array:
 
 def _gathering(p: Points, k: Constants, layer: Array) -> Array:
     """Seconds that gathers add to a step at least, whose layers take so long without."""
-    sent = sum(communication.gathers_of_layer(p, k, *memory.of_layer(p)))
+    first, forth, back, last = communication.gathers_of_layer(p, k, *memory.of_layer(p))
+    sent = forth + back + (first + last - forth - back) / p.microbatches
     return p.microbatches * (p.own_layers - p.fewer) * np.maximum(sent - (1 + k.hidden_gathers) * layer, 0.0)
 
 

@@ -89,19 +89,19 @@ def calls_of_layer(p: Points) -> Array:
     return 2.0 * ((p.tp > 1) & (p.tensor == LINE)) + 2.0 * ((p.experts > 0) & (p.ep > 1))
 
 
-def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> tuple[Array, Array]:
-    """Seconds in which ZeRO-3 gathers a layer's parameters for a forward; and for a backward, with its gradients.
+def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> tuple[Array, Array, Array, Array]:
+    """Seconds in which ZeRO-3 gathers a layer's parameters for the first forward and for another's; and for another backward and the last,
+    with its gradients.
 
     Of each microbatch (arXiv 1910.02054, 7.2.2); recomputation uses what the backward gathered. Where gradients are
     whole until the step's end, they are scattered once a step, and a pipeline gathers once.
     """
+    none = np.zeros_like(p.tp)
     if not (p.zero >= 3).any():
-        return np.zeros_like(p.tp), np.zeros_like(p.tp)
-    one = _gather(p, k, dense * p.weight, experts * p.weight)
-    once = (p.whole > 0) & (p.pp > 1)
-    gathered = one / np.where(once, 2 * p.microbatches, 1.0)
-    scattered = one / np.where(p.whole > 0, p.microbatches, 1.0)
-    return np.where(p.zero >= 3, gathered, 0.0), np.where(p.zero >= 3, gathered + scattered, 0.0)
+        return none, none, none, none
+    one = np.where(p.zero >= 3, _gather(p, k, dense * p.weight, experts * p.weight), 0.0)
+    again = np.where((p.whole > 0) & (p.pp > 1), 0.0, one)
+    return one, again, again + np.where(p.whole > 0, 0.0, one), again + one
 
 
 def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:

@@ -45,10 +45,7 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     again = arithmetic.recomputed(p, whole, attention)
     forward, backward = whole, (2 - p.frozen) * products + attention_backward + 1.5 * elements + again
     sent_forward, sent_backward = _sent(p, k)
-    dense, experts = memory.of_layer(p)
-    gather_forward, gather_backward = communication.gathers_of_layer(p, k, dense, experts)
-    late = overlap.gathers(k, gather_forward, forward) + overlap.gathers(k, gather_backward, backward)
-    exposed = sent_forward + sent_backward + late
+    exposed = sent_forward + sent_backward + _gathering(p, k, forward, backward)
     passes = 3.0 + arithmetic.recomputed(p, np.ones_like(whole), np.zeros_like(whole))
     calls = communication.calls_of_layer(p) + context.calls(p) + grids.calls(p)
     written = WRITTEN_OUT * np.where(p.unfused, UNFUSED, 1.0)
@@ -56,6 +53,15 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     launched = launched + np.where(p.experts > 0, k.routing_floor, 0.0) + calls * k.collective_floor
     busy, launching = forward + backward + exposed, passes * launched
     return np.where(p.blocking > 0, busy + launching, np.maximum(busy, launching)), exposed
+
+
+def _gathering(p: Points, k: Constants, forward: Array, backward: Array) -> Array:
+    """Seconds of ZeRO-3's gathers that a layer's computing does not hide, in the mean of microbatches: of the first and the last more may
+    be sent, and each hides what is sent beside it alone."""
+    first, forth, back, last = communication.gathers_of_layer(p, k, *memory.of_layer(p))
+    usual = overlap.gathers(k, forth, forward) + overlap.gathers(k, back, backward)
+    once = overlap.gathers(k, first, forward) + overlap.gathers(k, last, backward)
+    return usual + (once - usual) / p.microbatches
 
 
 def layers(p: Points, k: Constants) -> tuple[Array, Array]:
