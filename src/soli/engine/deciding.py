@@ -124,10 +124,12 @@ def decide(engine: Engine, batch: Any, rows: int) -> None:
 
 def without_batch(engine: Engine) -> None:
     """Data parallelism, since nothing is known of the batch."""
-    why = "the layout was asked for before a batch was seen; give soli.parallelize(..., example=batch)"
+    limit = engine._wish.memory
+    unheld = f", and nothing holds it to memory={size(limit)}" if limit else ""
+    why = f"the layout was asked for before a batch was seen{unheld}; give soli.parallelize(..., example=batch)"
     plan, line = plain(engine.world, why)
     events.emit("plan", plan=str(plan), lines=[line])
-    if engine.rank == 0 and engine.world > 1:
+    if engine.rank == 0 and (engine.world > 1 or limit):
         print(f"soli: {line}", flush=True)
     engine._begin(plan)
 
