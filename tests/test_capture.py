@@ -213,11 +213,52 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(("experts", "tied"), [(0, True), (0, False), (8, True)])
 def test_fused_weights_are_taken_apart(experts: int, tied: bool) -> None:
-    """Of two blocks in training mode, with the kernel's dropout; one row of experts at a time."""
+    """Of two blocks in training mode, with the kernel's dropout; all experts compute each token, and two are chosen."""
     with torch.device("meta"):
         model = Net(*(Block(experts=experts) for _ in range(2)), tied=tied)
     found, _ = planned(model)
-    assert found == Model("it", 2, 256, 8, 2, 32, 640, True, 1000, experts, 2 if experts else 1, tied, 64)
+    assert found == Model("it", 2, 256, 8, 2, 32, 640, True, 1000, experts, experts or 1, tied, 64)
+
+
+class Sent(Block):
+    """Experts that each take a fourth more than their share of tokens, which a product of ones and zeros hands to them; or all tokens, by
+    einsum: what torch makes of it is one product of all experts' first matrices, and one that sums over them."""
+
+    def __init__(self, handed: bool) -> None:
+        super().__init__(experts=8)
+        self.handed = handed
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([self.dim, 64, 64], -1)
+        q, k, v = (one.unflatten(-1, (-1, 32)).transpose(1, 2) for one in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        tokens = x.flatten(0, 1)
+        probabilities = self.router(tokens).softmax(-1)
+        if not self.handed:
+            gate, up = torch.einsum("td,edf->etf", tokens, self.up).chunk(2, -1)
+            weighed = F.silu(gate) * up * probabilities.t().unsqueeze(-1)
+            return x + torch.einsum("etf,efd->td", weighed, self.down).view_as(x)
+        weights, chosen = probabilities.t().topk(len(tokens) * 2 * 5 // 8 // 4)
+        places = F.one_hot(chosen, len(tokens)).to(x.dtype)
+        gate, up = torch.einsum("ect,td,edf->ecf", places, tokens, self.up).chunk(2, -1)
+        every = torch.einsum("ecf,efd->ecd", F.silu(gate) * up, self.down)
+        return x + torch.einsum("ecd,ect->td", every, places * weights.unsqueeze(-1)).view_as(x)
+
+
+@pytest.mark.parametrize(("handed", "active"), [(False, 8), (True, 2.5)])
+def test_a_token_counts_for_as_many_experts_as_compute_it(handed: bool, active: float) -> None:
+    """By hand: 64 tokens, of which 8 experts take 20 each, are 2.5 for each token; handing them over and back multiplies 8 * 20 by 64, twice."""
+    with torch.device("meta"):
+        model = Net(Sent(handed), Sent(handed))
+    found, inferred = planned(model)
+    assert found == Model("it", 2, 256, 8, 2, 32, 640, True, 1000, 8, active, True, 64)
+    assert f"each token is multiplied with {active} of 8 experts, whatever is chosen" in inferred
+    others = [said for said in inferred if "products of activations" in said]
+    layer = 64 * (256 * (256 + 128) + 256 * 256 + 256 * 8 + active * 3 * 256 * 640 + 2 * 64 * 256)
+    sent = 2 * 8 * 20 * 64 * 256 if handed else 0
+    share = 2 * sent / (2 * (layer + sent) + 64 * 256 * 1000)
+    assert others == ([f"products of activations beside attention, {share:.0%} of the forward's flops, are not counted"] if handed else [])  # fmt: skip
 
 
 class Wide(Block):

@@ -7,6 +7,7 @@ are then its queries, keys and values, and what reads its result is its output, 
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,13 +39,20 @@ MEASURED = 'plan="auto" lays out any program on the machine at hand'
 
 @dataclass(frozen=True)
 class Product:
-    """A product with a weight, or of two activations (`weight` is ''): where, and the sizes that it goes from and to."""
+    """A product with a weight, or of two activations (`weight` is ''): where, the sizes that it goes from and to (of one expert, where
+    a weight has many), and how many rows do, of all experts."""
 
     where: tuple[str, ...]  # the modules that run, by name
     weight: str
-    shape: Shape  # of the weight, or of the result
+    shape: Shape  # of the whole weight, or of the result
     goes: tuple[int, int]
+    rows: float
     reads: frozenset[Mark]
+
+    @property
+    def flops(self) -> float:
+        """Of the forward."""
+        return 2.0 * self.rows * math.prod(self.goes)
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class Attention:
     width: int  # of a head
     reads: frozenset[Mark]
     flash: bool
+    products: frozenset[int] = frozenset()  # its own two, where it is written out
 
 
 @dataclass
@@ -81,6 +90,7 @@ class Follower(Hollow):
         self.where: list[str] = []
         self.inside = False  # a kernel of attention: what it is made of is its own
         self._weights: dict[int, str] = {}
+        self._shapes: dict[str, Shape] = {}
         self._marks: dict[int, frozenset[Mark]] = {}
         self._kept: list[Any] = []  # storages, so that none is taken for another
 
@@ -90,7 +100,7 @@ class Follower(Hollow):
     def own(self, model: nn.Module) -> None:
         """The weights of the model that runs, and hooks that say where it is."""
         for name, param in model.named_parameters():
-            self._weights[_key(param)] = name
+            self._weights[_key(param)], self._shapes[name] = name, tuple(param.shape)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
@@ -146,10 +156,11 @@ class Follower(Hollow):
         for weight, other in ((second, first), (first, second)):
             name = self._weights.get(_key(weight))
             if name is not None:
-                sizes = weight.shape[-2:] if weight is second else weight.shape[-2:][::-1]
-                goes = (int(sizes[0]), int(sizes[1]))
-                where = tuple(self.where)
-                self.trace.products.append(Product(where, name, tuple(weight.shape), goes, self.marks([other])))
+                inner, outer = weight.shape[-2:] if weight is second else weight.shape[-2:][::-1]
+                shape, where = self._shapes[name], tuple(self.where)
+                goes = _of_one(shape, int(inner), int(outer))
+                rows = made.numel() * inner / math.prod(goes)
+                self.trace.products.append(Product(where, name, shape, goes, rows, self.marks([other])))
                 return frozenset({("product", number)})
         return self._of_activations(first, second, made)
 
@@ -158,13 +169,14 @@ class Follower(Hollow):
         number, where, marks = len(self.trace.products), tuple(self.where), self.marks([first, second])
         goes = (int(second.shape[-2]), int(second.shape[-1]))
         weighed = [n for kind, n in marks if kind == "softmax"]
-        self.trace.products.append(Product(where, "", tuple(made.shape), goes, marks))
+        rows = made.numel() / goes[1]
+        self.trace.products.append(Product(where, "", tuple(made.shape), goes, rows, marks))
         if not weighed:
             return marks | {("scores", number)}
         scores = self.trace.products[max(weighed)]
-        queries = made.numel()
+        own, queries = frozenset({max(weighed), number}), made.numel()
         self.trace.attentions.append(
-            Attention(where, queries, goes[0], scores.goes[0], marks | scores.reads, flash=False)
+            Attention(where, queries, goes[0], scores.goes[0], marks | scores.reads, flash=False, products=own)
         )
         return frozenset({("attention", len(self.trace.attentions) - 1)})
 
@@ -188,7 +200,8 @@ class Follower(Hollow):
 
 
 class Kernels(TorchFunctionMode):
-    """Sees calls of the attention kernel by those who hold it under a name of their own."""
+    """Sees calls of the attention kernel by those who hold it under a name of their own, and of one_hot, which looks at its values only
+    to refuse those beyond."""
 
     def __init__(self, follower: Follower) -> None:
         super().__init__()
@@ -197,10 +210,28 @@ class Kernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is KERNEL:
             return self.follower.attend(func, *args, **(kwargs or {}))
+        if func is F.one_hot and (shape := _one_hot(*args, **(kwargs or {}))) is not None:
+            return shape
         return func(*args, **(kwargs or {}))
 
 
 KERNEL = F.scaled_dot_product_attention
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor | None:
+    """Its result, where the values do not say how wide it is."""
+    if num_classes < 0:
+        return None
+    return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _of_one(shape: Shape, inner: int, outer: int) -> tuple[int, int]:
+    """What a product goes from and to, of one of many experts where all are multiplied as one matrix (by einsum)."""
+    if len(shape) != 3 or inner * outer != math.prod(shape):
+        return inner, outer
+    if inner in shape[1:]:
+        return inner, math.prod(shape[1:]) // inner
+    return math.prod(shape[1:]) // outer, outer
 
 
 def _key(x: Tensor) -> int:

@@ -20,6 +20,8 @@ from soli.planner.models import Model
 
 NEAR = 0.03
 """How far the parameters that the dimensions give may be from the program's."""
+BESIDE = 0.02
+"""The share of a forward's flops up to which products that are not planned are not told of."""
 LIKE = "a decoder or an encoder of like blocks, each of one attention and one MLP"
 
 
@@ -57,7 +59,7 @@ def dimensions(name: str, model: nn.Module, trace: Trace) -> tuple[Model, tuple[
     stack = _stack(name, model, trace)
     hidden = _hidden(name, trace, stack)
     heads = _heads(name, trace, stack, hidden)
-    ffn, gated, experts, active = _mlp(name, trace, stack, hidden, heads)
+    ffn, gated, experts, active, chosen = _mlp(name, trace, stack, hidden, heads)
     vocab, tied, said = _tables(name, trace, stack)
     made = Model(
         name=name, layers=len(stack.blocks), hidden=hidden, heads=heads.heads, kv_heads=heads.kv_heads,
@@ -69,6 +71,10 @@ def dimensions(name: str, model: nn.Module, trace: Trace) -> tuple[Model, tuple[
     said = [f"the batch has sequences of {heads.seq} tokens", *said]
     if not heads.flash:
         said.append("scores are kept in memory: attention is written out")
+    if experts and active != chosen:
+        said.append(f"each token is multiplied with {active:.3g} of {experts} experts, whatever is chosen")
+    if (share := _beside(trace)) > BESIDE:
+        said.append(f"products of activations beside attention, {share:.0%} of the forward's flops, are not counted")
     if any(not p.requires_grad for p in model.parameters()):
         said.append("frozen parameters are planned as trained ones")
     return made, (*said, f"the dimensions give {made.parameters / has - 1:+.2%} of the program's parameters")
@@ -165,14 +171,14 @@ def _length(trace: Trace, stack: Stack) -> int:
     return max(one.tokens for one in trace.attentions if set(one.where) & set(stack.names))
 
 
-def _mlp(name: str, trace: Trace, stack: Stack, hidden: int, heads: Heads) -> tuple[int, bool, int, int]:
-    """Its inner width, whether it has a gate, how many experts there are and how many a token goes to."""
+def _mlp(name: str, trace: Trace, stack: Stack, hidden: int, heads: Heads) -> tuple[int, bool, int, float, int]:
+    """Its inner width, whether it has a gate, how many experts there are, how many a token is multiplied with, and how many are chosen."""
     block = stack.names[0]
     own = {n: p for n, p in _inside(trace, block).items() if n not in heads.products}
     chosen = [count for where, count in trace.sorts if block in where]
     many = [p for p in own.values() if len(p.shape) == 3]
     experts = many[0].shape[0] if many else 0
-    if experts and chosen:
+    if experts:
         own = {n: p for n, p in own.items() if p.goes != (hidden, experts)}
     down = [p for p in own.values() if p.goes[1] == hidden]
     ffn = down[-1].goes[0] if down else 0
@@ -180,9 +186,20 @@ def _mlp(name: str, trace: Trace, stack: Stack, hidden: int, heads: Heads) -> tu
     alike = not experts or all(len(p.shape) == 3 and p.shape[0] == experts for p in own.values())
     if not ups or any(p.goes[0] != hidden for p in own.values() if p is not down[-1]) or not alike:
         raise _odd(name, f"what follows attention in {block}", _said(own), f"an MLP from {hidden} and back")
-    if sum(ups) not in (ffn, 2 * ffn) or bool(experts) != bool(chosen):
+    if sum(ups) not in (ffn, 2 * ffn) or (chosen and not experts):
         raise _odd(name, f"what follows attention in {block}", _said(own), "an MLP of two products or three")
-    return ffn, sum(ups) == 2 * ffn, experts, chosen[-1] if experts else 1
+    if not experts:
+        return ffn, sum(ups) == 2 * ffn, 0, 1, 1
+    each = down[-1].rows / (math.prod(trace.inputs[block][0]) // hidden)
+    active = round(each) if math.isclose(each, round(each)) else each
+    return ffn, sum(ups) == 2 * ffn, experts, active, chosen[-1] if chosen else 0
+
+
+def _beside(trace: Trace) -> float:
+    """The share of products' flops that are neither a weight's nor attention's."""
+    of_attention = frozenset().union(*(one.products for one in trace.attentions))
+    other = sum(p.flops for i, p in enumerate(trace.products) if not p.weight and i not in of_attention)
+    return other / sum(call.flops for call in trace.calls)
 
 
 def _tables(name: str, trace: Trace, stack: Stack) -> tuple[int, bool, list[str]]:

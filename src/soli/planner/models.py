@@ -47,7 +47,7 @@ class Model:
     gated: bool
     vocab: int
     experts: int
-    active: int
+    active: float  # of a token, 1 where there are none
     tied: bool
     seq: int  # the longest that it was made for; 0: not said
     shared: int = 0  # of the active experts those that each token goes to
