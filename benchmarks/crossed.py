@@ -39,7 +39,7 @@ DEVICE = (
 """Constants that a generation has its own part of."""
 KNOWN = {
     "stream_share": 0.4, "product_share": 0.6, "score_bytes": 0.5, "logit_bytes": 0.5, "latency_scale": 0.5,
-    "layer_floor": 0.25, "step_overhead": 0.5, "microbatch_overhead": 0.5, "collective_floor": 0.3, "attention_share": 0.5,
+    "layer_floor": 0.25, "step_overhead": 0.5, "microbatch_overhead": 0.5, "collective_floor": 0.3, "gather_floor": 0.3, "attention_share": 0.5,
     "link_share": 0.4, "element_bytes": 0.4, "straggling": 1.5, "product_half": 0.15, "product_half_inner": 0.15,
 }  # fmt: skip
 """Constants whose default is better known than others', and by how much: what kernels move can be counted, and bandwidths,
@@ -57,6 +57,7 @@ COUNTED = {
     },
     TESTS: {"logit_bytes": 62.0},
     "fsdp": {"logit_kept": 10.0},
+    "deepspeed": {"gather_floor": 1.5e-3},
 }
 """Where programs start that do what others do not. The loss over a cut vocabulary (arXiv 1909.08053, 3) is eleven kernels of
 fp32 numbers; Megatron-Core has fused them, and runs tp's sums and the gradients' behind products

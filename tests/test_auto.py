@@ -546,7 +546,10 @@ def test_out_of_memory_on_a_copy_is_a_lighter_plan(monkeypatch: pytest.MonkeyPat
 
 def test_a_limit_that_nothing_holds_a_plan_to_is_said_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """Asked for its plan before a batch; without a limit there is nothing to choose."""
-    for memory, said in ((None, ""), (2e9, "before a batch was seen, and nothing holds it to memory=2 GB; give soli.pa")):
+    for memory, said in (
+        (None, ""),
+        (2e9, "before a batch was seen, and nothing holds it to memory=2 GB; give soli.pa"),
+    ):
         engine = parallelize(nn.Linear(4, 4), losses.mse(), optimizer=torch.optim.SGD, plan="auto", memory=memory)
         assert str(engine.plan) == "dp=1"
         out = capsys.readouterr().out

@@ -190,6 +190,29 @@ def test_logits_in_pieces() -> None:
     assert isclose(memory.logits(point(tp=2, pieces=0), k)[0] * 51200 / 2048, memory.logits(whole, k)[0])
 
 
+def test_activations_that_lie_on_the_host_take_the_place_of_two_layers() -> None:
+    for recompute in (NONE, FULL):
+        here, moved = (point(moved=flag, recompute=recompute) for flag in (0, 1))
+        one = memory.activations_of_layer(here)[0]
+        assert isclose((memory.peak(here, ONE) - memory.peak(moved, ONE))[0], 22 * one)
+
+
+def test_a_loss_of_one_kernel_moves_ten_bytes_a_logit() -> None:
+    """Eight, and two that the product writes, where others move 38 and two."""
+    k = usual(logit_bytes=38.0, stream_share=1.0)
+    saved = arithmetic.logits(point(), k) - arithmetic.logits(point(one_loss=1), k)
+    assert isclose(saved[0], 30 * 2048 * 51200 / 2e12)
+
+
+def test_gathers_take_the_host_time_too() -> None:
+    """A layer of nothing: three passes are launched, four where it is computed again."""
+    made = {"hidden": 64, "ffn": 64, "heads": 1, "kv_heads": 1, "head_size": 64, "seq": 64, "flash": 1, "dp": 8}
+    k = usual(gather_floor=2e-3)
+    for recompute, passes in ((NONE, 3), (FULL, 4)):
+        with_, without = (layer(point(**made, zero=zero, recompute=recompute), k)[0][0] for zero in (3, 1))
+        assert isclose(with_ - without, passes * 2e-3)
+
+
 def test_what_lies_on_the_host_takes_no_memory_here() -> None:
     k, made = usual(resident=0.0), {"zero": 3, "dp": 8}
     here, moments, all_of_it = (memory.states(point(**made, offload=level), k)[0] for level in (0, 1, 2))
@@ -553,7 +576,14 @@ def test_time_scales_with_the_machine(plan: dict[str, float], times: float) -> N
     rates = ("peak", "peak_wide", "bandwidth", "link", "net", "host")
     waits = ("link_latency", "net_latency")
     machine = {n: BASE[n] * times for n in rates} | {n: BASE[n] / times for n in waits}
-    floors = ("layer_floor", "collective_floor", "routing_floor", "microbatch_overhead", "step_overhead")
+    floors = (
+        "layer_floor",
+        "gather_floor",
+        "collective_floor",
+        "routing_floor",
+        "microbatch_overhead",
+        "step_overhead",
+    )
     quick = usual(**{name: MEANINGS[name].default / times for name in floors})
     assert isclose(step(point(**plan, **machine), quick).time[0] * times, step(point(**plan), ONE).time[0], rel_tol=1e-9)  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,131 @@ class Average(Plain):
             x = x + torch.tanh(layer(x - self.mean))
         with torch.no_grad():
             self.mean.mul_(0.5).add_(0.5 * x.detach().mean((0, 1)))
+        return self.head(x)
+
+
+class Copying(Plain):
+    """Moving averages of weights, which begin as the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slow", self.head.weight.detach().clone())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.slow.lerp_(self.head.weight.detach(), 0.1)
+        return super().forward(tokens) + torch.tanh(self.embed(tokens)) @ self.slow.t()
+
+
+class Overwritten(Copying):
+    """The same, made anew by each forward: it remembers nothing."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.slow.copy_(self.head.weight.detach())
+        return Plain.forward(self, tokens) + torch.tanh(self.embed(tokens)) @ self.slow.t()
+
+
+class Queue(Plain):
+    """What forwards saw, in a list, of which the last two count once they are there; its object is held by another too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = []
+        self.held = {"seen": [self.seen], "last": None}
+
+    def add(self, x: Tensor) -> None:
+        self.seen.append(x)
+        self.held["last"] = x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if len(self.seen) >= 2:
+            x = x + torch.stack(list(self.seen)[-2:]).mean(0)
+        if self.training:
+            self.add(x.detach().mean((0, 1)))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Replaced(Queue):
+    """Each time a list of its own."""
+
+    def add(self, x: Tensor) -> None:
+        self.seen = [*self.seen, x]
+
+
+class Seldom(Queue):
+    """Two places for ever, written in turn in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = deque([torch.zeros(DIM, dtype=torch.float64) for _ in range(2)])
+
+    def add(self, x: Tensor) -> None:
+        self.seen.rotate()
+        self.seen[0].copy_(x)
+
+
+class Recorder(Plain):
+    """Results that it keeps for others to look at, and a table by what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[Tensor] = []
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        size = len(tokens)
+        if size not in self.tables:
+            self.tables[size] = torch.ones(size, 1, 1, dtype=torch.float64)
+        x = self.embed(tokens) * self.tables[size]
+        self.maps.append(x.detach())
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Warming(Plain):
+    """An average of what the rows are, from the third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.training:
+            self.count += 1
+            if self.count > 2:
+                self.mean.lerp_(x.detach().mean((0, 1)), 0.3)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x - self.mean))
+        return self.head(x)
+
+
+class Looking(Plain):
+    """A forward that asks for the size of a layer's weights, before that layer runs; NaN is no error there."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.layers[1].weight.norm() > 0.5:
+            x = x / 2
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Inside(Plain):
+    """A layer that asks for its own; and what belongs to no block, anywhere."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.embed.weight.norm() > 0.5:
+            x = x / 2
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
         return self.head(x)
 
 
@@ -300,6 +426,80 @@ def test_what_a_plan_would_keep_otherwise_is_refused(pool: Pool, kind: type[nn.M
     for text in pool.run(refusal, kind, plan, ranks=2):
         assert said in text
         assert ("mean" if kind is Average else "parametrizations.weight.0._u") in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        (Copying, "dp=1,accumulate=2", "slow"),
+        (Copying, "dp=1,recompute=full", "slow"),
+        (Queue, "dp=2", "seen"),
+        (Replaced, "dp=1,accumulate=2", "seen"),
+        (Seldom, "dp=2", "seen"),
+        (Looking, "dp=2,zero=3", "layers.1.weight"),
+    ],
+)
+def test_what_was_kept_without_a_word_is_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
+    """An average that begins as its weights, lists that are read later, buffers that begin late, a block's weights outside of it."""
+    for text in pool.run(refusal, kind, plan, ranks=2 if "dp=2" in plan else 1):
+        assert said in text
+
+
+def late(plan: str, saved: str) -> tuple[int, str]:
+    """The steps that a buffer got by which begins to follow the rows at the third; `saved`: where it is written after that one."""
+    model, loss_fn, _ = case_of(Warming).make()
+    engine = parallelize(model.double(), loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    try:
+        for number in range(6):
+            engine.step(tokens_of(8, number))
+            if saved and number == 2:
+                engine.save(saved)
+    except SoliError as error:
+        return engine.step_count, str(error)
+    return engine.step_count, ""
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_buffers_that_ranks_have_apart_are_seen(pool: Pool, plan: str, tmp_path: Path) -> None:
+    """At steps 1, 2, 4, ..., and wherever they are saved."""
+    for steps, where in ((4, ""), (3, str(tmp_path / "one"))):
+        for found, said in pool.run(late, plan, where, ranks=2):
+            assert found == steps
+            assert f"others after {steps} steps" in said
+            assert "mean" in said
+    assert pool.run(late, "dp=1", "", ranks=1) == [(6, "")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        (Copying, "dp=2"),
+        (Copying, "dp=1"),
+        (Overwritten, "dp=2,accumulate=2"),
+        (Queue, "dp=1"),
+        (Queue, "tp=2"),
+        (Replaced, "dp=1"),
+        (Seldom, "dp=1"),
+        (Seldom, "tp=2"),
+        (Recorder, "dp=2,accumulate=2"),
+        (Warming, "dp=1"),
+        (Looking, "dp=2,zero=2"),
+        (Looking, "tp=2"),
+        (Inside, "dp=2,zero=3"),
+    ],
+)
+def test_lists_averages_and_weights_of_others_are_as_in_one_process(pool: Pool, kind: type[nn.Module], plan: str) -> None:
+    """What checks run leaves nothing behind in a list, a dict or a deque, nor in tensors in them."""
+    ranks = 1 if "dp=1" in plan else 2
+    (expected,) = pool.run(trained_alone, kind, ranks=1)
+    for found in pool.run(trained_by_soli, kind, plan, ranks=ranks):
+        assert found == pytest.approx(expected, rel=BOUND)
+
+
+def trained_by_soli(kind: type[nn.Module], plan: str) -> list[float]:
+    model, loss_fn, batches = case_of(kind).make()
+    engine = parallelize(model.double(), loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    return [float(engine.step(batch)) for batch in batches]
 
 
 def chosen(kind: type[nn.Module], said: str, folder: str) -> tuple[str, list[str], list[str], list[float]]:

@@ -161,6 +161,34 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"framework": "DeepSpeed", "shard": "zero3", "offload": "cpu"}, {"offload": 1}),
         ({"framework": "DeepSpeed", "shard": "zero3", "offload": "optimizer; offload_param"}, {"offload": 2}),
         ({"recompute": "gelu_checkpoint"}, {"recompute": SELECTIVE}),
+        ({"framework": "torchtune", "precision": "bf16 (pure)"}, {"weight": 2, "gradient": 2, "moments": 4}),
+        ({"framework": "torchtune", "optimizer": "AdamWBF16 (stochastic rounding)"}, {"weight": 2, "gradient": 2, "moments": 4}),
+        ({"framework": "torchtune", "notes": "parameters, gradients and both Adam moments in bf16"}, {"moments": 4}),
+        ({"framework": "torchtune", "notes": "AdamW states in bf16"}, {"moments": 8}),  # a copy in fp32 beside them
+        ({"framework": "Megatron-LM", "optimizer": "Adam, fp8 moments, no master weights"}, {"gradient": 4, "moments": 2}),
+        ({"framework": "Megatron-LM", "notes": "int16 master remainder, bf16 main grads"}, {"gradient": 2, "summed": 2, "moments": 10}),
+        ({"framework": "DeepSpeed", "shard": "zero3", "offload": "parameters and optimizer"}, {"offload": 2}),
+        ({"framework": "DeepSpeed", "shard": "ZeRO-3 + offload of parameters and optimizer"}, {"offload": 2}),
+        ({"framework": "DeepSpeed", "shard": "ZeRO-3 (all parameters), optimizer offload"}, {"offload": 1}),
+        ({"framework": "DeepSpeed", "shard": "zero3", "offload": "optimizer to CPU, parameters to CPU"}, {"offload": 2}),
+        ({"offload": "activations"}, {"offload": 0, "moved": 1}),
+        ({"shard": "distributed optimizer (called ZeRO-2)"}, {"zero": 1}),
+        ({"shard": "ZeRO-2"}, {"zero": 2}),
+        ({"framework": "Megatron-DeepSpeed", "shard": "none (ZeRO stage 0)"}, {"zero": 1, "gradient": 6}),
+        ({"framework": "Megatron-DeepSpeed", "shard": "none (ZeRO stage 0)", "precision": "fp16"}, {"zero": 0}),
+        ({"framework": "HF Trainer", "shard": ""}, {"zero": 0, "flash": 0, "eager": 2.1}),
+        ({"framework": "PyTorch", "notes": "torch.compile"}, {"flash": 1, "eager": 1, "one_loss": 1}),
+        ({"framework": "HF Trainer", "shard": "ZeRO-3", "pp": "1", "dp": "16"}, {"zero": 3, "eager": 2.1, "summed": 2}),
+        ({"framework": "DeepSpeed", "shard": "zero3", "gpus": "1", "tp": "1", "pp": "1", "dp": "1"}, {"zero": 3}),
+        ({"framework": "torchtitan", "shard": "zero3", "gpus": "1", "tp": "1", "pp": "1", "dp": "1"}, {"zero": 0}),
+        ({"gpu": "H100", "framework": "torchtitan"}, {"kernel": 0.35}),
+        ({"gpu": "H100", "framework": "torchtitan", "attn_backend": "fa3"}, {"kernel": 0.53}),
+        ({"gpu": "B200", "framework": "HF TRL", "attn_backend": "flash-attention 4"}, {"kernel": 0.53}),
+        ({"model": "OLMoE", "experts": "64", "topk": "8", "moe_ffn": "1024", "notes": "gelu, 2-matrix MLP (no --swiglu flag)"}, {"gated": 0}),
+        ({"notes": "interleaved schedule"}, {"chunks": 2, "schedule": 1}),
+        ({"notes": "not interleaved"}, {"chunks": 1, "schedule": 0}),
+        ({"interconnect": "2 nodes, 24 Gb/s Ethernet", "gpus": "2", "tp": "1", "pp": "1", "dp": "2"}, {"node": 1, "net": 3e9}),
+        ({"interconnect": "one A10 a node"}, {"node": 1}),
         ({"hidden": "", "heads": "", "ffn": "", "layers": "8", "model": "mixtral-8x7b"}, {"layers": 8, "hidden": 4096, "experts": 8}),
     ],
 )  # fmt: skip
@@ -179,9 +207,24 @@ def test_on_a100_models_of_later_years_have_a_kernel_for_attention(changes: dict
     assert (row.point["flash"], "attention=flash" in row.inferred) == (flash, bool(flash))
 
 
+def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
+    """A cell of `gpu` names it; what is wrong with the file is said, and how to write one where no device is known."""
+    file = tmp_path / "mine.toml"
+    file.write_text('like = "h100"\nmemory_gib = 100\n')
+    known, described = (read(ROW | {"gpu": gpu}).point["capacity"] for gpu in ("H100", str(file)))
+    assert described == pytest.approx(known * 100 / 80)
+    file.write_text('like = "h100"\nmemory = 100\n')
+    assert "says 'memory', which no cluster has" in read(ROW | {"gpu": str(file)}).refused[0]
+    assert "cannot be read" in read(ROW | {"gpu": f"{file}.toml"}).refused[0]
+    assert (
+        'describe it in a file mine.toml and write that into gpu: like = "h800"'
+        in read(ROW | {"gpu": "h900"}).refused[0]
+    )
+
+
 def test_words_of_the_optimizer_and_of_offloading_that_are_not_counted_are_said() -> None:
     row = read(ROW | {"optimizer": "Prodigy", "offload": "activations"})
-    assert {"optimizer=Prodigy as Adam", "offload=activations is not counted"} <= set(row.inferred)
+    assert {"optimizer=Prodigy as Adam", "offload=activations takes no time"} <= set(row.inferred)
 
 
 @pytest.mark.parametrize("name", published())
@@ -583,13 +626,26 @@ def test_the_command_learns_from_measured_rows(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("between", [",", "\t", ";"])
+def test_cells_may_be_parted_otherwise_and_a_row_of_too_many_is_refused_alone(tmp_path: Path, between: str) -> None:
+    """As spreadsheets save them, with a mark of the byte order; notes with what parts the cells, and no quotes."""
+    first, second = ([*ROW.values(), *more] for more in (["", ""], ["one", "two"]))
+    lines = [between.join(one) for one in ([*ROW, "notes"], first, second)]
+    path = tmp_path / "rows.tsv"
+    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    done = soli("plan", str(path), "--json") if between == "," else soli("plan", "predict", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found[0]["predicted_time_s"] == predict([ROW])[0].predicted_time_s
+    assert "more cells than the table has columns" in found[1]["refused"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (None, "cannot be read"),
         ("", "none of the columns that say what runs"),
         ("width,depth\n1,2\n", "none of the columns that say what runs"),
-        ("gpu,layers\nh100,1,2\n", "more cells than it has columns"),
         ('gpu,layers\n"h100\n', "no CSV file"),
         ("gpu,layers\n", "the table has no rows"),
     ],

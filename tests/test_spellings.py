@@ -71,6 +71,7 @@ def test_switches_types_and_programs() -> None:
         "fsdp": ("torchtitan", "NeMo AutoModel (FSDP2)", "fms-fsdp (PyTorch FSDP)", "HF Accelerate", "llm-foundry (Composer+PyTorch FSDP)"),
         "deepspeed": ("DeepSpeed", "DeepSpeed ZeRO-3 + CPU offload (Megatron-DeepSpeed)"), "megatron-deepspeed": ("Megatron-DeepSpeed",),
         "other": ("InternEvo", "Colossal-AI", "in-house", "AA-Scaling (Megatron-style)", "Megatron-like"), "soli": ("soli 0.1",),
+        "pytorch": ("HF Trainer", "PyTorch Lightning", "nanoGPT", "ms-swift (HF Trainer)"),
     }  # fmt: skip
     assert {
         name: program(name, "a consolidated list of fsdp runs") for names in programs.values() for name in names
@@ -87,6 +88,7 @@ def test_switches_types_and_programs() -> None:
         ("MI355X", "mi355x", 0), ("Tesla T4", "t4", 0), ("NVIDIA GeForce RTX 4090", "rtx-4090", 0), ("H100-96GB-SXM", "h100-96gb", 96),
         ("A10G", "a10", 0), ("NVIDIA A10G 24GB", "a10", 24), ("GH200 480GB", "gh200", 480), ("GH200 (95 GB)", "gh200", 95), ("GH200 144GB HBM3e", "gh200-144gb", 144),
         ("RTX A5000", "rtx-a5000", 0), ("NVIDIA RTX 6000 Ada", "rtx-6000-ada", 0), ("RTX 4060 Ti", "rtx-4060-ti", 0), ("RTX 5090", "rtx-5090", 0),
+        ("MI250X (one GCD)", "mi250x", 0), ("AMD Instinct MI210", "mi210", 0), ("MI100", "mi100", 0), ("RTX 4070", "rtx-4070", 0),
     ],
 )  # fmt: skip
 def test_devices(said: str, name: str, size: float) -> None:

@@ -40,7 +40,7 @@ class Group(TyperGroup):
 def _meant(args: list[str]) -> str:
     """The command that these words leave out. A plan has no path's signs in it, and no option of a search."""
     first = args[0].lower()
-    if first.endswith(".csv"):
+    if first.endswith((".csv", ".tsv")):
         return "predict"
     searched = any(word.split("=")[0] in ("--cluster", "--global-batch") for word in args)
     return "search" if searched or "/" in first or first.endswith(".json") or ".py" in first else "check"
@@ -103,10 +103,13 @@ def predict(
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; SoliError if it is none, or has none of the columns that say what runs."""
+    """The rows of a table whose cells are parted by what its first line has most of; SoliError if it is none, or has none of the columns that
+    say what runs. What a row has beyond its columns is under None, for which it is refused by itself."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True, restval="")
+            parted = max(",\t;", key=file.readline().count)
+            file.seek(0)
+            reader = csv.DictReader(file, strict=True, restval="", delimiter=parted)
             names = [name.strip() for name in reader.fieldnames or []]
             reader.fieldnames = names
             rows = list(reader)
@@ -121,13 +124,6 @@ def _rows(path: Path) -> list[dict[str, str]]:
             "the table has none of the columns that say what runs",
             got=f"{path}: {', '.join(names) or 'an empty file'}",
             fix="name the columns in its first line: gpu, gpus, layers, hidden, seq_len, global_batch, tp, pp, ...",
-        )
-    odd = [number for number, row in enumerate(rows, 2) if None in row]
-    if odd:
-        raise SoliError(
-            "rows of the table have more cells than it has columns",
-            got=f"{path}, lines {', '.join(map(str, odd[:5]))}{', ...' * (len(odd) > 5)}",
-            fix='put cells that hold commas into "quotes"',
         )
     return rows
 

@@ -103,6 +103,11 @@ class Plan:
         return holders * self.accumulate * self.microbatches
 
     @property
+    def runs(self) -> int:
+        """How often a step runs a forward: of each microbatch, and once more where it is recomputed."""
+        return self.accumulate * self.microbatches * (1 if self.recompute == "none" else 2)
+
+    @property
     def cuts(self) -> list[frozenset[str]]:
         """The axes that may cut a parameter together."""
         ways: dict[str, list[set[str]]] = {

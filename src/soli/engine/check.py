@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
 
+LATER = 3
+"""Forwards more after which what they left in attributes is looked at once again: a list may be read from the second entry on."""
+
+
 class FirstStep:
     """`check` runs until it has seen a batch of which every rank has a row, and again when modules change their mode."""
 
@@ -58,9 +62,9 @@ class FirstStep:
         with Differentiating(engine.plan), looked_at(model, engine.plan) as effects:
             try:
                 whole = _run(engine, data, rows)
-            except RuntimeError as error:  # under zero=3 there may be nothing to write into
+            except Exception as error:  # under zero=3 there may be nothing to write into, or to read
                 effects.explain(engine.plan)
-                if rows < part.total:
+                if isinstance(error, RuntimeError) and rows < part.total:
                     error.add_note(
                         f"soli: on {rows} of the batch's {part.total} rows. If the model runs on all of them alone (plan dp=1), as on the "
                         "nodes of a graph, they are no rows that can be shared out: let a row be what is computed by itself (one graph)"
@@ -82,9 +86,18 @@ class FirstStep:
             kept.restore(model, before)
             whole = _run(engine, data, rows)  # the losses are compared from the same values
             kept.restore(model, before)
+        still = [name for name in effects.written if name not in moved] if engine.plan.runs > 1 else []
+        if _anywhere(engine, bool(still), "whether a forward writes what was there"):
+            changes.begin_alike = _remembered(engine, data, rows, still, start, before)
+            kept.restore(model, before)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
             kept.restore(model, start | kept.in_state(model, before))
             idle = _same(_run(engine, data, rows), whole)
+            kept.restore(model, before)
+            for _ in range(LATER):
+                _run(engine, data, rows)
+            kept.restore(model, kept.values(model) | kept.in_state(model, before))
+            idle = idle and _same(_run(engine, data, rows), whole)
             kept.restore(model, before)
         sums = [whole]
         for a, b in parts:
@@ -116,6 +129,18 @@ class FirstStep:
         if parts:
             coupling.check(engine, coupling.measured(engine, part) if self._losses is None else self._losses)
         self.modes = _modes(model)
+
+
+def _remembered(
+    engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot
+) -> list[str]:
+    """Of what a forward wrote and left as it was, what it would not have left so: where it begins with other values, others come of it."""
+    kept.restore(engine.model, start)
+    kept.shift(engine.model, names)
+    shifted = kept.values(engine.model)
+    _run(engine, data, rows)
+    after = kept.changed(engine.model, shifted)
+    return [name for name in names if name in after and not kept.same(after[name], before[name])]
 
 
 def _modes(model: nn.Module) -> list[bool]:

@@ -1,4 +1,5 @@
-"""What a forward does beside computing a loss: it writes into parameters, sends, or asks for a gradient that is no sum over rows.
+"""What a forward does beside computing a loss: it writes into parameters and buffers, reads those of other blocks, sends, or asks for a
+gradient that is no sum over rows.
 
 None of it shows in the losses of parts of a batch. Every operation of one forward is looked at, wherever it is called.
 """
@@ -26,12 +27,15 @@ _BY_FREQUENCY = {ops.aten.embedding.default: 3, ops.aten._embedding_bag.default:
 
 
 class Effects(TorchDispatchMode):
-    """Around a forward of `model`. `before`: the values of what is written into, from before that."""
+    """Around a forward of `model`. `before`: the values of the parameters that are written into, from before that; `written`: of buffers and
+    tensors in attributes the names; `absent`: names of parameters that are read where ZeRO-3 has them nowhere."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.before: dict[str, Tensor] = {}
+        self.written: set[str] = set()
+        self.absent: set[str] = set()
         self.by_frequency = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,12 +46,28 @@ class Effects(TorchDispatchMode):
             # parameters that are cut are looked at as they lie in memory
             with torch._C.DisableTorchFunction():
                 self._keep(_written(func, args, kwargs or {}))
+        if not func.is_view:
+            self._look_for_absent(args, kwargs)
         return func(*args, **(kwargs or {}))
 
     def _keep(self, written: list[Tensor]) -> None:
         for name, param in self.model.named_parameters() if written else ():
             if name not in self.before and any(_overlap(param, x) for x in written):
                 self.before[name] = param.detach().clone()
+
+        for name, tensor in kept.tensors(self.model) if written else ():
+            if name not in self.written and any(_overlap(tensor, x) for x in written):
+                self.written.add(name)
+
+    def _look_for_absent(self, args: Any, kwargs: Any) -> None:
+        """A parameter that is not gathered is one number in the shape of all (units.py)."""
+        with torch._C.DisableTorchFunction():
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_meta]
+            single = {x.untyped_storage()._cdata for x in given if x.untyped_storage().nbytes() == x.element_size()}
+            if single and not _is_gather(sys._getframe(2)):
+                for name, param in self.model.named_parameters():
+                    if param.untyped_storage()._cdata in single and param.isnan().all():
+                        self.absent.add(name)
 
     def explain(self, plan: Plan) -> None:
         """Raises SoliError where a plan has nowhere to write to, or no part of a batch can tell a gradient."""
@@ -59,6 +79,13 @@ class Effects(TorchDispatchMode):
                 got=listed(lost),
                 allowed="parameters that only the optimizer changes",
                 fix="leave out max_norm= of embeddings, change weights between steps, or use zero=0",
+            )
+        if self.absent and plan.zero == 3:
+            raise SoliError(
+                "parameters are read where their block does not run, and under zero=3 no rank has their values there",
+                got=listed(sorted(self.absent)),
+                allowed="a block's parameters inside of its own forward, and what belongs to no block anywhere",
+                fix="read them inside of their block, between steps from engine.global_state_dict(), or use zero=2",
             )
         if self.by_frequency and plan.pieces * plan.cp > 1:
             raise SoliError(

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from soli.core.axes import REPLICATE, SHARD
-from soli.core.errors import SoliError, failure
+from soli.core.errors import SoliError, failure, listed
 from soli.engine import between, effects
 from soli.engine.batch import Part, part_of, to_device
-from soli.engine.contract import rounding, total_and_count
+from soli.engine.contract import depth, rounding, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import all_reduce, raise_together
 
@@ -109,6 +109,31 @@ def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
                 f"ranks that compute one microbatch together (the same place on dp, others on {axis.name})",
                 axis.ranks,
             )
+
+
+def agree_on_buffers(engine: Engine) -> None:
+    """SoliError where ranks of dp, which have the same buffers, have others: some elements of each are compared. Collective."""
+    if engine.dp.size == 1 or engine.mesh.all.simulated:
+        return
+    buffers = [(name, x) for name, x in engine.model.named_buffers() if x.numel() and not x.is_meta]
+    found = torch.zeros(engine.dp.size, 2, len(buffers), dtype=torch.float64)
+    for number, (_, x) in enumerate(buffers):
+        flat = torch.view_as_real(x).reshape(-1) if x.is_complex() else x.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // ELEMENTS)].double().nan_to_num().cpu()
+        weighed = some * torch.arange(1, len(some) + 1)
+        found[engine.dp.index, :, number] = torch.stack([weighed.sum(), weighed.abs().sum()])
+    all_reduce(found, engine.dp, label="buffers")
+    marks, sizes = found.unbind(1)
+    bounds = [8 * torch.finfo(x.dtype).eps * depth(engine.model) if x.is_floating_point() else 0.0 for _, x in buffers]
+    apart = (marks - marks[0]).abs().amax(0) > torch.tensor(bounds, dtype=torch.float64) * sizes.amax(0)
+    if apart.any():
+        raise SoliError(
+            f"ranks that had the same buffers have others after {engine.step_count} steps: a forward changes them by the rows that it sees",
+            got=listed([name for (name, _), one in zip(buffers, apart.tolist(), strict=True) if one]),
+            allowed="buffers that stay as they are, or change alike whatever the rows; the first step is looked at, and this began later",
+            fix="change them between steps (of the loss's batch, alike on every rank), from the first step on, or run with dp=1",
+            everywhere=True,
+        )
 
 
 def check_loss(engine: Engine, sample: Sample) -> None:

@@ -30,6 +30,7 @@ class Row:
     memory: float | None = None  # measured, bytes
     states: float | None = None  # of it what is there between steps
     timeless: bool = False  # it says not how large a step is
+    plain: bool = False  # its program is PyTorch, with no library that is known
     grouped: bool = False  # states are shared out in groups, and it says not of how many
     fits: bool = True  # False: it is known to have run out of memory
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from soli.core.errors import SoliError
 from soli.planner.cells import SILENT, text, true
 from soli.planner.hardware import interconnect
-from soli.planner.hardware.clusters import unknown
+from soli.planner.hardware.clusters import read_cluster, unknown
 from soli.planner.hardware.devices import Device
 from soli.planner.row import Row, Said
 from soli.planner.spellings import device, mentioned, precision
@@ -26,10 +27,17 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
         else:
             found.inferred.append(f"gpu={elsewhere.name}")
         return elsewhere
+    if said.endswith(".toml"):
+        try:
+            return read_cluster(said).device
+        except SoliError as error:
+            found.refused += [f"{problem.what}: {problem.got}" for problem in error.problems]
+            return None
     one, size = device(said)
     if one is None:
         problem = unknown(said)
-        found.refused.append(f"{problem.what}; {problem.allowed}; {problem.fix}")
+        fix = problem.fix.replace(", --cluster mine.toml", " mine.toml and write that into gpu")
+        found.refused.append(f"{problem.what}; {problem.allowed}; {fix}")
         return None
     odd = [form for form in ("pcie", "nvl") if form in re.split(r"[\s_-]", said.lower()) and form not in one.name]
     sold = any(name.endswith(f"-{size:g}gb") for name in one.aliases)  # a Grace Hopper's name counts its CPU's memory
@@ -42,7 +50,9 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
 def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -> dict[str, float]:
     """What a row says of servers and of what joins them, where it differs from the device's usual one."""
     cell, gpu = text(row, "interconnect"), text(row, "gpu")
-    per_node = said["per_node"] or (said["gpus"] / said["nodes"] if said["gpus"] and said["nodes"] else None)
+    told = re.match(r"(\d+) (?:nodes?|servers?|machines)\b", cell)  # "2 nodes, 25 Gbit/s Ethernet"
+    nodes = said["nodes"] or (float(told[1]) if told else 0.0)
+    per_node = said["per_node"] or (said["gpus"] / nodes if said["gpus"] and nodes else None)
     node = interconnect.server(f"{cell} {gpu}") or device.node
     if per_node and device.node <= 16:  # servers of a rack that is one domain of NVLink say nothing
         node = max(int(per_node), 1)

@@ -15,6 +15,12 @@ from soli.planner.spellings import FSDP, OTHER, meant, switch
 
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?[\s,/]*top[\s-]*(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
+UNGATED = re.compile(
+    r"\b(?:no|not|without|non)[ -](?:--)?(?:swiglu|geglu|glu\b|gat)|\b(?:2|two)[ -]matri(?:x|ces)|squared[ -]relu|relu\^?2",
+    re.I,
+)
+SECOND_TORCH = re.compile(r"torch\.?[ -]?compile|torch[ =]*2\.|nano-?gpt")
+"""torch of 2023 and later, whose own attention takes a kernel."""
 LONG = 2048.0
 """Tokens. The published runs on A100 that say no kernel, some 1,100, have no gates and no longer sequences, but two, which came later."""
 LATENT = 160.0
@@ -62,7 +68,10 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     vocab = take("vocab", 51200.0)
     if BESIDE.search(name):
         found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
-    gated = float(true(row, "swiglu") or ("swiglu" not in row and (bool(GATED.search(name)) or experts > 0)))
+    told = bool(UNGATED.search(text(row, "notes")))
+    gated = float(
+        true(row, "swiglu") or ("swiglu" not in row and not told and (bool(GATED.search(name)) or experts > 0))
+    )
     head_size = _head_size(said, row, hidden / heads)
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
     latent = head_size == LATENT or true(row, "mla")
@@ -75,7 +84,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         ffn = ffn or said["ffn"] or 4 * hidden
     else:
         ffn = take("ffn", 4 * hidden)
-        if total and rest > 0:  # which of the two number of matrices gives the parameters that it has
+        if total and rest > 0 and not told:  # which of the two number of matrices gives the parameters that it has
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
     said_tied = switch(text(row, "tied"))
     tied = not true(row, "untie") if "untie" in row else (not gated if said_tied is None else said_tied)
@@ -181,10 +190,11 @@ def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row)
     # Notes tell of fused optimizers, norms and losses too.
     if kind or re.search(r"flash|(?:\bfused|cudnn)[ _-]att", said):
         return {"flash": 1.0}
-    if found.framework in FLASH or found.generation in FLASH_SINCE:
+    if (found.framework in FLASH and not found.plain) or found.generation in FLASH_SINCE:
         return {"flash": 1.0}
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
-    later = found.generation == "ampere" and (point.get("gated") or point.get("seq", 0.0) > LONG)
-    if later or found.framework == OTHER:
+    since = point.get("gated") or point.get("seq", 0.0) > LONG or (found.plain and SECOND_TORCH.search(said))
+    later = found.generation == "ampere" and since
+    if later or found.plain or found.framework == OTHER:
         found.inferred.append(f"attention={'flash' if later else 'scores kept'}")
     return {"flash": float(bool(later))}

@@ -17,15 +17,17 @@ from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
-from soli.planner.cost.states import LORA, narrow, of_states
+from soli.planner.cost.states import BOTH, LORA, narrow, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import device_of, network_of, precision_of
 from soli.planner.row_model import FLASH_SINCE, attention_of, called, model_of
 from soli.planner.spellings import (
+    DEEPSPEED,
     FSDP,
     NANOTRON,
     OTHER,
+    PYTORCH,
     Sharding,
     affirmed,
     meant,
@@ -42,12 +44,17 @@ USUAL = 8.0
 
 def read(row: Mapping[str, str]) -> Row:
     """A row of a table, by column."""
+    beyond = next((cells for name, cells in row.items() if name is None), ())  # csv.DictReader's
     row, found = spelt(row), Row()
+    if any(cell.strip() for cell in beyond):
+        found.refused.append('it has more cells than the table has columns (put cells that hold commas into "quotes")')
+        return found
     said = {name: number(row, name, columns, found.refused) for name, columns in COLUMNS.items()}
     device = device_of(row, found)
     if device is None:
         return found
     found.device, found.framework = device, framework(row)
+    found.plain = program(text(row, "framework"), text(row, "source")) == PYTORCH
     if found.framework == OLD and found.generation in FLASH_SINCE:  # which it never ran on
         found.framework = MEGATRON
     if found.framework == OTHER:
@@ -116,7 +123,11 @@ def framework(row: Mapping[str, str]) -> str:
     """Whose program ran: a family whose rows share constants."""
     if text(row, "test_case"):
         return TESTS  # of toy sizes, deterministic, on shared machines
-    return program(text(row, "framework"), text(row, "source"))
+    found = program(text(row, "framework"), text(row, "source"))
+    if found != PYTORCH:
+        return found
+    told = affirmed(f"{text(row, 'shard')} {text(row, 'zero')} {text(row, 'notes')}")
+    return DEEPSPEED if re.search(r"deepspeed|\bzero[- _]?(?:stage[- _]?)?[123]\b", told) else FSDP
 
 
 def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
@@ -147,6 +158,8 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
 def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     """The order of a pipeline's passes, how attention crosses cp, how tp's ranks share a product, how many share an expert's."""
     order, kind, shape = (text(row, name) for name in ("schedule", "cp_kind", "tp_kind"))
+    if SILENT.fullmatch(order) and point["chunks"] == 1 and "interleav" in affirmed(text(row, "notes")):
+        order = "interleaved"
     tp, cp, chunks, heads = point["tp"], point["cp"], point["chunks"], point.get("heads", 1.0) / point["tp"]
     schedule = way("schedules", order) if point["pp"] > 1 else cost.ONE
     if schedule is None or (schedule > cost.INTERLEAVED and chunks > 1 + (schedule >= cost.ZBV)):
@@ -196,31 +209,38 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         )
         states = by_stage = Sharding()
     zero = states.zero if by_stage.zero is None else by_stage.zero
+    if found.framework in (MEGATRON, OLD) and zero == 2 and re.search(r"dist\w*[ _-]?opt", shard.lower()):
+        zero = 1.0  # whose gradients stay whole, whatever it is called
     if zero is None:
         degrees = [fsdp, *(text(row, name) for name in ("data_parallel_shard_degree", "dp_shard"))]
         sharded = any(re.fullmatch(r"-1|[2-9]|\d\d+", degree) for degree in degrees)
         sharded = sharded or true(row, "fsdp") or true(row, "megatron_fsdp")
         program = sharding(text(row, "framework")) or Sharding()
-        usual = 3.0 if found.framework == FSDP and point["dp"] * point["cp"] > 1 else 0.0
+        usual = 3.0 if found.framework == FSDP and not found.plain and point["dp"] * point["cp"] > 1 else 0.0
         if found.framework == MEGATRON and found.generation in FLASH_SINCE:
             usual = 1.0  # its recipes of since then shard the optimizer
         zero = 3.0 if sharded else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             zero = usual if program.zero is None else program.zero
             found.inferred.append(f"zero={zero:g}")
+    if not zero and point["gradient"] == BOTH["gradient"]:
+        zero = 1.0  # that optimizer of bf16 shares its states out whatever the stage (deepspeedai/DeepSpeed, runtime/bf16_optimizer.py)
     level, again = _recomputed(row, said, recompute, point, found)
     sp = text(row, "sp") or "on" * recompute.lower().startswith("seq")  # Calculon's seqsel has both
     sp = "on" if sp == f"{point['tp']:g}" else sp
     parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else yes(sp)
     if parted is None and not SILENT.fullmatch(sp):
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
-    if "activ" in text(row, "offload"):
-        found.inferred.append("offload=activations is not counted")
+    moved = "activ" in text(row, "offload").lower()
+    if moved:
+        found.inferred.append("offload=activations takes no time")
     ranks, aside = point["dp"] * point["cp"], f"{text(row, 'offload')} {text(row, 'framework')}".lower()
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
     aside = f"{aside} {shard} {text(row, 'zero')}".lower()
     hosted = zero == 3 and (
-        found.framework == FSDP or re.search(r"infinity|offload\w*[ _-]?param|param\w*[ _-]offload", aside)
+        found.framework == FSDP
+        or "param" in text(row, "offload").lower()
+        or re.search(r"infinity|offload[^;()]{0,30}param|param[^;()]{0,30}offload", aside)
     )
     offload = float(states.offload or by_stage.offload or bool(meant("offloaded", aside)))
     group = said["shard_group"] or states.group
@@ -228,9 +248,10 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     found.grouped = states.copied and not group and not copies
     copies = copies or max(ranks / (group or usual), 1.0)
     return {
-        "zero": zero if ranks > 1 else 0.0,
+        "zero": zero if ranks > 1 or (zero == 3 and found.framework == DEEPSPEED) else 0.0,
         "replicate": copies if ranks % copies == 0 else 1.0,
         "offload": offload * (2.0 if hosted else 1.0),
+        "moved": float(moved),
         "recompute": level,
         "again": again,
         "sp": float(bool(parted) and point["tp"] > 1),

@@ -12,7 +12,7 @@ from soli.planner.cells import SILENT
 from soli.planner.hardware import devices
 from soli.planner.hardware.devices import Device
 
-OTHER, NANOTRON, FSDP, DEEPSPEED = "other", "nanotron", "fsdp", "deepspeed"
+OTHER, NANOTRON, FSDP, DEEPSPEED, PYTORCH = "other", "nanotron", "fsdp", "deepspeed", "pytorch"
 DENIED = re.compile(
     r"\b(?:no|non|not|without|w/o)[\s_-]+(?:yet\s+)?[a-z]+(?:\.[a-z]+)*(?:[\s_-]?\d\b)?|\b[a-z_.]+\d?[\s=:]+(?:off|false|disabled)\b"
 )

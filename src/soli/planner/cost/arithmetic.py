@@ -20,6 +20,9 @@ SLOW_SCORE = 28.0
 HOST_ADAM = 4.0
 """Bytes over a device's link to the host that take as long as a server's processors for a parameter's update: 10 billion in
 2.57 s beside links of 16 GB/s (ZeRO-Offload, arXiv 2101.06840, table 4). Where links are quicker, so is the host's memory."""
+ONE_LOSS = 8.0
+"""Bytes of a loss for a logit of 16 bits where a compiler makes one kernel of each direction: its largest and its sum are read for (4), and
+the backward reads it and writes its gradient (2 each)."""
 ROUTED = 8.0
 """Bytes for each value of a token at an expert: there and back, in 16 bits, written and read."""
 ODD, UNALIGNED = 0.85, 1 / 8
@@ -138,7 +141,8 @@ def logits(p: Points, k: Constants) -> Array:
     T, V = p.tokens, p.vocab / p.tp
     share = k.product_share * T / (T + k.product_half) * (p.hidden / (p.hidden + k.product_half_inner))
     flops = 6.0 * T * V * p.hidden / (p.peak_wide * share)
-    return flops + T * V * (k.logit_bytes + 2.0) / (p.bandwidth * k.stream_share)
+    moved = np.where(p.one_loss > 0, ONE_LOSS, k.logit_bytes)
+    return flops + T * V * (moved + 2.0) / (p.bandwidth * k.stream_share)
 
 
 def embedding(p: Points, k: Constants) -> Array:

@@ -32,6 +32,8 @@ NAMES = tuple(MEANINGS)
 DEFAULT = "default"
 LIKE = {"soli": "fsdp"}
 """Frameworks that were not measured on such devices, and the most alike that was: eager PyTorch with flash attention."""
+ALIKE = {"blackwell-rtx": "ada"}
+"""And generations: devices for graphics, whose peaks sum in fp32."""
 SPREADS = {"time_low": 0.5, "time_high": 2.0, "memory_low": 0.5, "memory_high": 1.5}
 """What is measured, by what is predicted: 5% of rows that were not fitted lie below low, 5% above high. And where
 nothing is known of it."""
@@ -58,7 +60,7 @@ def sets() -> dict[str, dict[str, float]]:
 
 def chain(framework: str, generation: str) -> tuple[str, str, str]:
     """The sets that one follows, the most general first."""
-    framework = LIKE.get(framework, framework)
+    framework, generation = LIKE.get(framework, framework), ALIKE.get(generation, generation)
     return DEFAULT, framework, f"{framework} {generation}"
 
 

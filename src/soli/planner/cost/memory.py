@@ -170,6 +170,8 @@ def activations(p: Points, k: Constants, rank: Rank) -> Array:
     if p.again.any():
         least = activations_of_layer(replace(p, recompute=np.full(len(p), FULL)))
         kept = kept - np.minimum(p.again, rank.layers) * rank.under_way * (one - least)
+    if p.moved.any():  # one comes or goes while the next is computed
+        kept = np.where(p.moved > 0, np.minimum(kept, 2 * one), kept)
     # Its input is among what is kept.
     beside = np.where(((p.recompute == FULL) | (p.again > 0)) & (rank.layers > 0), whole - least, 0.0)
     scaled = k.activation_scale * (kept + beside)

@@ -27,9 +27,12 @@ OTHERS = SHARES["hopper"]
 
 EARLY = re.compile(r"(?i)torch 1\.|^triton|triton[- ](?:flash|att)|att\w*\W+triton|flash[- ]?att(?:entio)?n?[- ]?1\b")
 
+LATE = re.compile(r"(?i)(?<![a-z])fa-?[34]\b|flash[- ]?att(?:entio)?n?[- ]?[34]\b|cudnn|transformer[ _]?engine|\bte\b")
+
 UNFUSED = ("fsdp", "soli")
-"""Programs that run the operations that a model is written in."""
-COMPILER = re.compile(r"(?<![a-z])compiled?\b|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]engine\b")
+PLAIN = re.compile(r"\bhf\b|hugging ?face|(?<!megatron )transformers\b|py-?torch")
+"""Programs that run the operations that a model is written in: these, and those of DeepSpeed that have such a model."""
+COMPILER = re.compile(r"(?<![a-z])compiled?\b|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]?engine\b")
 EAGER = 2.1
 """Bytes that move between products where torch runs a Llama operation by operation, by those where a compiler or kernels made by hand
 (Transformer Engine's, which NeMo AutoModel has) fuse them: Llama 3 8B on 8 and 128 H100 takes 16% longer without torch.compile (pytorch/torchtitan,
@@ -68,7 +71,7 @@ def blocks(said: str, devices: float) -> bool:
 
 def attends(framework: str, generation: str, said: str = "") -> float:
     """Of a device's peak what the program's attention reaches alone, where it keeps no scores. `said`: what a row tells."""
-    kernel = OWN if framework in (MEGATRON, TESTS) else SECOND
+    kernel = OWN if framework in (MEGATRON, TESTS) or LATE.search(affirmed(said)) else SECOND
     if EARLY.search(said):
         kernel = FIRST
     return SHARES.get(generation, OTHERS)[kernel]
@@ -80,13 +83,15 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
     Megatron-Core sends a token once to each server and rank that has experts of it (DeepEP, HybridEP), others once an expert.
     """
     has = affirmed(said)
+    unfused = framework in UNFUSED or (framework == "deepspeed" and PLAIN.search(has))
     return {
         "kernel": attends(framework, generation, said),
         "once": float(
             bool(re.search(r"deepep|hybridep", said, re.I)) or (framework == MEGATRON and "alltoall" not in said)
         ),
         "routed": ROUTED.get(framework, 4.0),
-        "eager": EAGER if framework in UNFUSED and not COMPILER.search(has) else 1.0,
+        "eager": EAGER if unfused and not COMPILER.search(has) else 1.0,
+        "one_loss": float(framework == "fsdp" and bool(COMPILER.search(has))),
         "behind": BEHIND if ASYNC.search(has) else 0.0,
         "fours": float(framework.startswith("megatron")),
         "pieces": next((pieces for words, pieces in PIECES.items() if re.search(words, has)), 1.0),

@@ -50,6 +50,7 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     calls = communication.calls_of_layer(p) + context.calls(p) + grids.calls(p)
     written = WRITTEN_OUT * np.where(p.unfused, UNFUSED, 1.0)
     launched = k.layer_floor * np.where(p.flash > 0, 1.0, written)
+    launched = launched + np.where(p.zero >= 3, k.gather_floor, 0.0)
     launched = launched + np.where(p.experts > 0, k.routing_floor, 0.0) + calls * k.collective_floor
     busy, launching = forward + backward + exposed, passes * launched
     return np.where(p.blocking > 0, busy + launching, np.maximum(busy, launching)), exposed

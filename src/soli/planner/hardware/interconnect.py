@@ -38,6 +38,7 @@ def _named(table: str, clause: str) -> dict[str, float]:
 
 def server(said: str) -> int:
     """Devices of a server; 0: not said."""
+    said = re.sub(r"\bone(?= [\w-]+ (?:an?|per) (?:node|server|machine))", "1", said)
     sizes = [int(match[1]) for pattern in _words()["sizes"] if (match := re.search(pattern, said, re.I))]
     return max(sizes[0], 1) if sizes else 16 if "dgx-2" in said.lower() else 0
 
