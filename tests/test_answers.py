@@ -19,6 +19,7 @@ from soli.planner.cost.points import points
 from soli.planner.cost.ranks import ranks
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.page import page
+from soli.planner.published import named, of_entry, stated
 from soli.planner.search import search
 from soli.planner.timeline import order, timeline
 from test_cost import BASE, ONE, point
@@ -164,7 +165,7 @@ def test_the_nearest_plan_that_does_not_fit_says_what_it_lacks() -> None:
     lacks, limit = float(said.split("lacks ")[1].split()[0]), asked.limit / 1e9
     assert float(said.split("up to ")[1].split()[0]) == pytest.approx(limit + lacks, abs=0.11)
     plan = said.split("does not fit, ")[1].split(", would")[0]
-    fixed = whatif.explain.fixed_of(plan, asked.batch)
+    fixed = whatif.explain.fixed_of(plan)
     assert "does not fit" in whatif.explain.why_not(asked, fixed)
     assert whatif.explain.beyond(replace(asked, cluster=read_cluster("b300:8x64")), best) == ""
 
@@ -228,12 +229,20 @@ def test_solis_models_are_planned_by_their_sizes() -> None:
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
+def test_layers_that_are_not_all_alike_are_said_of_a_published_model() -> None:
+    """DeepSeek-V3's first three layers are no mixtures."""
+    assert stated(of_entry("deepseek-v3")) == ", as layers that are all alike, with 703.8 billion parameters of 671"
+    cut = named("deepseek-v3-l4")
+    assert cut is not None
+    assert stated(cut) == stated(of_entry("llama-3-70b")) == ""
+
+
 def test_a_published_model_is_planned_by_its_name(tmp_path: Path) -> None:
     words = ["--cluster", "h100:8x8", "--global-batch", "256"]
     done = soli_anew("plan", "llama-3-70b", *words)
     assert done.returncode == 0, done.stderr
     assert "70.56 billion parameters, 256 sequences of 8192 tokens" in done.stdout
-    assert "its dimensions are those of the published llama-3-70b" in done.stdout
+    assert "its dimensions are those of the published llama-3-70b." in done.stdout
     lost = soli("plan", "lama-3-70", *words)
     assert lost.returncode == 2
     assert "a published model's name (llama-3-70b," in lost.stderr

@@ -4,6 +4,7 @@ one, or are refused."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,11 +255,23 @@ class Elsewhere(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = {"calls": 0}
+        self.state = SimpleNamespace(calls=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.state["calls"] += 1
-        return super().forward(tokens) * (1 + self.state["calls"] / 10)
+        self.state.calls += 1
+        return super().forward(tokens) * (1 + self.state.calls / 10)
+
+
+class Table(Plain):
+    """Counts in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"calls": [0]}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.state["calls"][0] += 1
+        return super().forward(tokens) * (1 + self.state["calls"][0] / 10)
 
 
 class Bounded(Plain):
@@ -440,6 +453,8 @@ class Scaled(Plain):
         (Hooked, "dp=2,zero=3,accumulate=2"),
         (Hooked, "tp=2,sp=on"),
         (Lending, "dp=2,accumulate=2"),
+        (Table, "dp=2"),
+        (Table, "tp=2"),
     ],
 )
 def test_it_equals_the_sequential_program(pool: Pool, kind: type[nn.Module], plan: str) -> None:
@@ -459,6 +474,7 @@ def test_the_first_step_calls_a_model_once() -> None:
     ("kind", "plan", "said"),
     [
         (Counting, "dp=2,accumulate=2", "got     calls"),
+        (Table, "dp=2,accumulate=2", "got     state"),
         (Later, "dp=2,recompute=full", "dp=2,recompute=full runs it 2 times a step"),
         (Leaning, "dp=2", "parts, in float64"),
         (Leaning, "dp=2,accumulate=2,recompute=full", "parts, in float64"),

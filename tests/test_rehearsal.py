@@ -240,6 +240,28 @@ def test_hollow_values_are_zero_and_known_ones_stay() -> None:
     assert hollow.bytes >= 64 * 64 * 4
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
+def test_what_changes_a_tensor_s_own_shape_is_done_to_hollow_ones(kind: type[nn.Module]) -> None:
+    """torch's recurrent layers transpose in place: every operation, forward and backward, has the shapes that it has with values."""
+
+    def run(model: nn.Module) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
+        tracker.calls = []
+        model(torch.zeros(4, 12, 8))[0].sum().backward()
+        return [(call.name, call.shapes) for call in tracker.calls]
+
+    plain, found = kind(8, 8, batch_first=True), []
+    for tracker in (Tracker(), hollow := Hollow()):
+        (model,) = hollowed(hollow, plain) if tracker is hollow else (plain,)
+        with tracker:
+            found.append(run(model))
+    assert found[0] == found[1]
+    x = torch.empty(3, 1, 2)
+    with (hollow := Hollow()):
+        hollow.mark(x)
+        assert x.squeeze_().t_().unsqueeze_(0).shape == (1, 2, 3)
+        assert x.shape == (1, 2, 3)
+
+
 def test_looking_who_runs_keeps_nothing_that_a_frame_has_let_go_of() -> None:
     """Python before 3.13 keeps a copy of a frame's names that were looked at, until it ends."""
 

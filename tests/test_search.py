@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from soli.planner.cost import memory
 from soli.planner.cost.points import FULL, NONE
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.models import Model, read_model
-from soli.planner.search import Task, different, enough, search, spaces
+from soli.planner.search import Task, costs, different, enough, peaks, search, spaces
 from typed import soli
 
 LLAMA = Model("llama", 32, 4096, 32, 8, 128, 14336, True, 128256, 0, 1, False, 8192)
@@ -164,30 +165,41 @@ def test_what_has_words_can_be_fixed() -> None:
 
 
 def test_a_plan_that_was_printed_can_be_asked_about() -> None:
-    """Its parts of a batch are a microbatch of sequences."""
+    """Its parts of a batch are a replica's microbatches, with a pipeline or without."""
     plan = "dp=8, zero=1,tp = 4,sp=on,accumulate=8,precision=bf16"
     fixed = {
         "dp": 8.0,
         "zero": 1.0,
         "tp": 4.0,
         "sp": 1.0,
-        "microbatch": 4.0,
+        "microbatches": 8.0,
         "precision": explain.WORDS["precision"]["bf16"],
     }
-    assert explain.fixed_of(plan, 256) == fixed
-    assert explain.fixed_of("pp=8,microbatches=16,recompute=0.523", 256) == {
+    assert explain.fixed_of(plan) == fixed
+    assert explain.fixed_of("pp=8,microbatches=16,recompute=0.523") == {
         "pp": 8.0,
         "recompute": 3.0,
-        "microbatch": 16.0,
+        "microbatches": 16.0,
     }
-    for text, said in (
-        (f"{plan},microbatch=8", "8 parts do not divide"),
-        (plan.replace("=8", "=7"), "7 parts do not divide"),
-    ):
+    for more, said in (({"microbatch": 8.0}, "take 512 sequences"), ({"microbatches": 64.0}, "take 512 sequences")):
         with pytest.raises(SoliError, match=said):
-            explain.fixed_of(text, 256)
+            search(task(batch=256, fixed=fixed | more))
     with pytest.raises(SoliError, match="precision=bf16 is fixed, and fp8 is asked for"):
         search(task(precision="fp8", framework="megatron", fixed=explain.fixed_of("precision=bf16")))
+
+
+@pytest.mark.parametrize("framework", ["soli", "megatron"])
+@pytest.mark.parametrize("batch", [120, 128])
+def test_so_many_microbatches_are_of_each_replica(framework: str, batch: int) -> None:
+    """Among all plans with as many, the best is what is found, whatever dp is; their microbatch is what they leave."""
+    asked = task(SMALL, "h100:8x2", batch=batch, seq=1024, framework=framework, fixed={"recompute": 0.0, "schedule": 0.0})
+    every = spaces(asked)
+    for parts in (1, 2, 8):
+        found = search(asked.with_fixed({"microbatches": float(parts)}))
+        assert set(found.points.microbatches) == {parts}
+        at = np.flatnonzero((every.microbatches == parts) & (peaks(asked, every) <= asked.limit))
+        best = costs(asked, every.take(at)).time.min(initial=np.inf)
+        assert found.cost.time[0] <= best * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(

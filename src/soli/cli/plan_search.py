@@ -81,7 +81,7 @@ def search(
     asked = ",".join(_one_of("precision", name.strip(), PRECISIONS) for name in precision.split(","))
     tokens = seq or (known.seq if programs.is_program(model) else min(known.seq or 8192, 8192))
     task = Task(
-        known, made, batch, tokens, asked, _bytes(memory), explain.fixed_of(",".join(fix), batch) if fix else {},
+        known, made, batch, tokens, asked, _bytes(memory), explain.fixed_of(",".join(fix)) if fix else {},
         _one_of("framework", framework, FRAMEWORKS),
     )  # fmt: skip
     said: dict[str, Any] = {
@@ -93,7 +93,7 @@ def search(
     else:
         found = explain.answer(task, count)
         found = replace(found, why=". ".join(filter(None, (found.why, explain.beyond(task, found.choices[0])))))
-        reasons = [explain.why_not(task, explain.fixed_of(one, batch)) for one in why_not or []]
+        reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
         said |= {**found.asdict(), "why_not": reasons}
         if html is not None:
             _write(html, task, found, reasons, inferred)
@@ -130,11 +130,11 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
     made = programs.from_file(*program) if program else programs.own(text)
     if made is None:
         from soli.planner.models import read_model
-        from soli.planner.published import named, near
+        from soli.planner.published import named, near, stated
 
         path = Path(text)
         if not path.exists() and (known := named(text)):
-            return known, (f"its dimensions are those of the published {known.name}",)
+            return known, (f"its dimensions are those of the published {known.name}{stated(known)}",)
         return read_model(path, near(text))
     from soli.engine.batch import Caller, rows_of, take
     from soli.planner.dimensions import read_program

@@ -120,7 +120,7 @@ def note(p: Points, i: int) -> str:
     own, again, fewer = int(p.own_layers[i]), int(p.again[i]), int(p.fewer[i])
     each = own // int(p.chunks[i])
     said = [f"{again} of a rank's {own} layers computed again"] if again else []
-    said += [f"stages of {each} layers, the last of {each - fewer}"] if fewer else []
+    said += [f"stages of up to {each} layers, the last of {each - fewer}"] if fewer else []
     return "; ".join(said)
 
 
@@ -238,21 +238,19 @@ def assumed(task: Task) -> str:
     return f"constants are those of {sets()[name]['rows']:g} published runs ({name}){unlike}; intervals are those of all programs and devices{own}"
 
 
-def fixed_of(text: str, batch: int = 0) -> dict[str, float]:
-    """What the user fixes, such as "tp=8,recompute=full", or a plan as it is printed, for a batch of so many sequences.
-    SoliError with every word that cannot be."""
+def fixed_of(text: str) -> dict[str, float]:
+    """What the user fixes, such as "tp=8,recompute=full", or a plan as it is printed. SoliError with every word that cannot be."""
     found: dict[str, float] = {}
-    wrong, pieces = [], 0.0
+    wrong = []
     for word in filter(None, ("=".join(map(str.strip, part.split("="))) for part in text.split(","))):
         name, _, said = word.partition("=")
+        name = "microbatches" if name == "accumulate" else name  # as a plan without a pipeline calls them
         values = WORDS.get(name, {})
         number = float(said) if re.fullmatch(r"[1-9]\d{0,8}", said, re.A) else None
         value = values.get(said) if values else number
         if name == "recompute" and re.fullmatch(r"0\.\d+", said, re.A):
             value = SOME  # as a plan says how much is kept
-        if name in ("accumulate", "microbatches") and number and batch:
-            pieces = number
-        elif name not in FIXED:
+        if name not in FIXED:
             wrong.append(Problem(f"'{name}' cannot be fixed", allowed=", ".join(FIXED)))
         elif value is None:
             allowed = ", ".join(values) if values else "a whole number above 0"
@@ -260,10 +258,6 @@ def fixed_of(text: str, batch: int = 0) -> dict[str, float]:
             wrong.append(Problem(f"'{word}' cannot be", got=said or "nothing", allowed=allowed, fix=fix))
         elif found.setdefault(name, value) != value:
             wrong.append(Problem(f"'{name}' is fixed twice", got=text))
-    if pieces:
-        size = batch / (pieces * found.get("dp", 1.0))
-        if size != int(size) or found.setdefault("microbatch", size) != size:
-            wrong.append(Problem(f"{pieces:g} parts do not divide what a replica has of {batch} sequences", got=text))
     if not text.strip(" ,"):
         wrong.append(Problem("nothing is said", got=repr(text), allowed="such as tp=8,recompute=full"))
     raise_all(wrong)

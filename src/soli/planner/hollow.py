@@ -42,8 +42,17 @@ ALIASES = READS | {
     aten.set_.source_Storage_storage_offset,
     aten._unsafe_view.default,
     aten.lift_fresh.default,
+    aten.transpose_.default,
+    aten.t_.default,
+    aten.squeeze_.default,
+    aten.squeeze_.dim,
+    aten.squeeze_.dims,
+    aten.unsqueeze_.default,
+    aten.swapdims_.default,
+    aten.swapaxes_.default,
+    aten.as_strided_.default,
 }
-"""What is done to hollow tensors too: a value is 0, another view is one."""
+"""What is done to hollow tensors too: a value is 0, another view is one, of a tensor itself too."""
 FLOPS = versions.FLOPS | {
     aten._scaled_dot_product_flash_attention_for_cpu: versions.FLOPS[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: versions.FLOPS[

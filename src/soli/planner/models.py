@@ -100,7 +100,8 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         + [
             Problem(
                 f"{file} does not say the model's {name}",
-                got=", ".join(k for k in said if isinstance(said[k], int))[:200],
+                got=", ".join(f"{k}={json.dumps(said[k])}" for k in NAMES[name] if k in said)[:200]
+                or ", ".join(k for k in said if isinstance(said[k], int))[:200],
                 allowed=" or ".join(NAMES[name]) + ", a whole number above 0",
             )
             for name in NEEDED

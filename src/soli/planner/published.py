@@ -14,6 +14,9 @@ from soli.planner.models import Model
 LAYERS = re.compile(r"(?:^|[-_ ])l(\d+)\b|\b(\d+)[-_ ]?layers?\b", re.I)
 """A name that says of how many layers a part of a model has: deepseek-v2-l4."""
 
+NEAR = 0.02
+"""How far a published model's parameters may be from what is stated of it without a word."""
+
 
 @cache
 def published() -> dict[str, dict[str, Any]]:
@@ -28,6 +31,13 @@ def of_entry(name: str) -> Model:
     said = {**usual, "experts": 0, **dims}
     active = said.pop("routed") + said.get("shared", 0) if said["experts"] else 1
     return Model(name=name, active=active, **said)
+
+
+def stated(model: Model) -> str:
+    """What is said of a published model whose layers are not all alike: of how many parameters it is taken for."""
+    has, said = model.parameters / 1e9, float(published()[model.name]["billions"])
+    part = model.layers != of_entry(model.name).layers  # as its name says
+    return "" if part or abs(has / said - 1) < NEAR else f", as layers that are all alike, with {has:.1f} billion parameters of {said:g}"
 
 
 def plain_name(text: str) -> str:

@@ -113,14 +113,19 @@ def layouts(task: Task) -> Table:
     ways = (RING, ULYSSES) if chooses(task.framework, "ulysses") else (RING,)
     asked = tuple(float(PRECISIONS.index(name)) for name in task.precisions)
     values = {"sp": (0.0, 1.0), "context": ways, "microbatch": MICROBATCHES, "precision": asked}
+    if "microbatches" in fixed:
+        values["microbatch"] = (1.0,)  # what they leave
     axes = [np.array([fixed[name]] if name in fixed else own, dtype=float) for name, own in values.items()]
     inner = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")])
     mesh = meshes(task)
     mesh = mesh[mesh[:, 3] <= task.batch].T.astype(float)
     whole = np.concatenate([np.repeat(mesh, inner.shape[1], axis=1), np.tile(inner, mesh.shape[1])])
     table = dict(zip((*PLACED, *values), whole, strict=True))
+    parts = fixed.get("microbatches")
+    if parts and "microbatch" not in fixed:
+        table["microbatch"] = np.ceil(task.batch / (table["dp"] * parts))
     taken = table["dp"] * table["microbatch"]
-    kept = taken <= task.batch
+    kept = (taken <= task.batch) & (np.ceil(task.batch / taken) == (parts or np.ceil(task.batch / taken)))
     kept &= table["microbatch"] % (table["rows"] ** np.where(table["tensor"] == CUBE, 2, 1)) == 0
     kept &= (table["sp"] == 0) | (table["tensor"] == LINE) & (
         (table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0)

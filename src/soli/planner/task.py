@@ -13,8 +13,8 @@ from soli.planner.hardware.clusters import Cluster
 from soli.planner.models import Model
 from soli.planner.offers import SCHEDULES, unable
 
-FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch", "ep", "replicate", "context", "offload", "schedule", "tensor", "precision")  # fmt: skip
-"""What the user may fix; `microbatch` is in sequences."""
+FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch", "microbatches", "ep", "replicate", "context", "offload", "schedule", "tensor", "precision")  # fmt: skip
+"""What the user may fix; `microbatch` is in sequences, `microbatches` are those of a replica, without a pipeline too."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,11 @@ def problems(task: Task) -> Iterator[Problem]:
     fixed = dict(task.fixed or {})
     yield from _of_devices(task)
     yield from _of_degrees(task, fixed)
-    dp, size = fixed.get("dp", 1.0), fixed.get("microbatch", 1.0)
-    if dp * size > task.batch:
-        words = " and ".join(f"{name}={fixed[name]:g}" for name in ("dp", "microbatch") if name in fixed)
-        yield Problem(f"{words} take {dp * size:g} sequences, and the global batch has {task.batch}")
+    named = [name for name in ("dp", "microbatch", "microbatches") if name in fixed]
+    taken = float(np.prod([fixed[name] for name in named]))
+    if taken > task.batch:
+        words = " and ".join(f"{name}={fixed[name]:g}" for name in named)
+        yield Problem(f"{words} take {taken:g} sequences, and the global batch has {task.batch}")
     yield from _of_choices(task, fixed)
 
 
