@@ -64,7 +64,8 @@ fp32 numbers; Megatron-Core has fused them, and runs tp's sums and the gradients
 (--tp-comm-overlap, --overlap-grad-reduce); before it, gradients were summed when the backward had ended. Its layers, and those of its fork Megatron-DeepSpeed, move 54
 bytes a token and hidden unit, as two equal parts of 27: two norms 8, two sums of bias, dropout's mask and residual in one kernel each
 14, heads put in order 16, the activation with its bias in one kernel 16. torch's own loss keeps logits in 16 bits and in fp32, and one
-of their softmax and its gradient."""
+of their softmax and its gradient. What DeepSpeed's ZeRO-3 launches for a layer is what Qwen's ladder takes beyond its adapters' runs
+without it (QwenLM/Qwen@03cd81f5, README: microbatches of 256 to 2,048 tokens take 0.26 s on an A100, with adapters 0.15 s)."""
 KEPT = {
     "logit_kept": (0.1, 0.2), "activation_scale": (0.04, 0.08), "resident": (0.5, 1.0),
     "workspace": (0.5, 1.0),

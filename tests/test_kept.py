@@ -488,7 +488,9 @@ def test_buffers_that_ranks_have_apart_are_seen(pool: Pool, plan: str, tmp_path:
         (Inside, "dp=2,zero=3"),
     ],
 )
-def test_lists_averages_and_weights_of_others_are_as_in_one_process(pool: Pool, kind: type[nn.Module], plan: str) -> None:
+def test_lists_averages_and_weights_of_others_are_as_in_one_process(
+    pool: Pool, kind: type[nn.Module], plan: str
+) -> None:
     """What checks run leaves nothing behind in a list, a dict or a deque, nor in tensors in them."""
     ranks = 1 if "dp=1" in plan else 2
     (expected,) = pool.run(trained_alone, kind, ranks=1)

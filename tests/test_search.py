@@ -192,7 +192,9 @@ def test_a_plan_that_was_printed_can_be_asked_about() -> None:
 @pytest.mark.parametrize("batch", [120, 128])
 def test_so_many_microbatches_are_of_each_replica(framework: str, batch: int) -> None:
     """Among all plans with as many, the best is what is found, whatever dp is; their microbatch is what they leave."""
-    asked = task(SMALL, "h100:8x2", batch=batch, seq=1024, framework=framework, fixed={"recompute": 0.0, "schedule": 0.0})
+    asked = task(
+        SMALL, "h100:8x2", batch=batch, seq=1024, framework=framework, fixed={"recompute": 0.0, "schedule": 0.0}
+    )
     every = spaces(asked)
     for parts in (1, 2, 8):
         found = search(asked.with_fixed({"microbatches": float(parts)}))

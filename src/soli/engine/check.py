@@ -76,7 +76,7 @@ class FirstStep:
         moved = kept.changed(model, start)
         aside = len(moved) > len(kept.in_state(model, moved))
         parts = [(0, cut), (cut, rows)] if _in_parts(engine, data, cut) else []
-        idle = False  # whether nothing comes of attributes, as of results that a module keeps for others to look at
+        idle = False
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
             changes.once.append(moved)  # two parts of one size are alike to what counts rows
             for a, b in parts:
@@ -91,13 +91,7 @@ class FirstStep:
             changes.begin_alike = _remembered(engine, data, rows, still, start, before)
             kept.restore(model, before)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
-            kept.restore(model, start | kept.in_state(model, before))
-            idle = _same(_run(engine, data, rows), whole)
-            kept.restore(model, before)
-            for _ in range(LATER):
-                _run(engine, data, rows)
-            kept.restore(model, kept.values(model) | kept.in_state(model, before))
-            idle = idle and _same(_run(engine, data, rows), whole)
+            idle = _idle(engine, data, rows, start, before, whole)
             kept.restore(model, before)
         sums = [whole]
         for a, b in parts:
@@ -129,6 +123,21 @@ class FirstStep:
         if parts:
             coupling.check(engine, coupling.measured(engine, part) if self._losses is None else self._losses)
         self.modes = _modes(model)
+
+
+def _idle(
+    engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: tuple[float, float]
+) -> bool:
+    """Whether nothing comes of attributes, as of results that a module keeps for others to look at: the loss is the same with what was in
+    them before any forward, and with what several left."""
+    model = engine.model
+    kept.restore(model, start | kept.in_state(model, before))
+    first = _same(_run(engine, data, rows), whole)
+    kept.restore(model, before)
+    for _ in range(LATER):
+        _run(engine, data, rows)
+    kept.restore(model, kept.values(model) | kept.in_state(model, before))
+    return _same(_run(engine, data, rows), whole) and first
 
 
 def _remembered(

@@ -355,7 +355,9 @@ class Engine:
             self._take_step()
         self._count, self._norm, self._factor, self._seed_scale = 0.0, None, 1.0, 1.0
         self.step_count += 1
-        if self.step_count & (self.step_count - 1) == 0:  # what begins later than a forward was looked at is seen while there are few steps
+        if (
+            self.step_count & (self.step_count - 1) == 0
+        ):  # what begins later than a forward was looked at is seen while there are few steps
             same.agree_on_buffers(self)
         if self._watch is not None:
             self._watch.end(self)

@@ -37,7 +37,11 @@ def stated(model: Model) -> str:
     """What is said of a published model whose layers are not all alike: of how many parameters it is taken for."""
     has, said = model.parameters / 1e9, float(published()[model.name]["billions"])
     part = model.layers != of_entry(model.name).layers  # as its name says
-    return "" if part or abs(has / said - 1) < NEAR else f", as layers that are all alike, with {has:.1f} billion parameters of {said:g}"
+    return (
+        ""
+        if part or abs(has / said - 1) < NEAR
+        else f", as layers that are all alike, with {has:.1f} billion parameters of {said:g}"
+    )
 
 
 def plain_name(text: str) -> str:
