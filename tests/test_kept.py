@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import soli
 from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
+from soli.core.events import events
 from soli.engine.engine import parallelize
 from soli.verify.parity import BOUND, Case, adamw, check
 
@@ -123,6 +124,85 @@ class Seldom(Queue):
     def add(self, x: Tensor) -> None:
         self.seen.rotate()
         self.seen[0].copy_(x)
+
+
+class Assigned(Copying):
+    """The same, by a tensor that takes the place of the one before; and one in a list, written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.also = [self.head.weight.detach().clone().double()]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.slow = torch.lerp(self.slow, self.head.weight.detach(), 0.1)
+            self.also[0].lerp_(self.head.weight.detach(), 0.1)
+        return Plain.forward(self, tokens) + torch.tanh(self.embed(tokens)) @ (self.slow + self.also[0]).t()
+
+
+class Formed(Plain):
+    """Buffers that each forward brings to a form which they have; a monitor that nothing comes of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.ones(DIM, DIM).tril())
+        self.scale = torch.ones(1, dtype=torch.float64)
+        self.wide = self.scale.expand(DIM)
+        self.monitor = self.head.weight.detach().clone().double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.low.tril_()
+        self.scale.clamp_(0.5, 2.0)
+        self.monitor.lerp_(self.head.weight.detach(), 0.1)
+        x = self.embed(tokens) @ self.low * self.wide
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Kinds(Plain):
+    """Keeps what is nothing to look into, or refers to itself; counts by a dict of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter(a=3)
+        self.tree: dict[str, Any] = {}
+        self.tree["child"] = [{"parent": self.tree}]
+        self.sparse = [
+            torch.eye(DIM, dtype=torch.float64).to_sparse(),
+            torch.eye(DIM, dtype=torch.float64).to_sparse_csr(),
+        ]
+        self.frozen = _Frozen(a=1.0)
+        self.long = list(range(20_000))
+        self.word: Any = "none"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.word = []
+        x = self.embed(tokens) * self.seen["a"] * self.frozen["a"] * (1 + len(self.long) / 40_000)
+        x = torch.sparse.mm(self.sparse[0], x.flatten(0, 1).t()).t().view_as(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class _Frozen(OrderedDict[str, float]):
+    """As configurations are that nobody may change."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise AttributeError("nobody may change it")
+
+    clear = update  # type: ignore[assignment]
+
+
+class Shaping(Plain):
+    """Asks a layer's weight for its type alone."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        start = self.layers[2].weight.new_zeros(x.shape) + torch.zeros_like(self.layers[1].bias)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x + start))
+        return self.head(x)
 
 
 class Recorder(Plain):
@@ -433,6 +513,7 @@ def test_what_a_plan_would_keep_otherwise_is_refused(pool: Pool, kind: type[nn.M
     [
         (Copying, "dp=1,accumulate=2", "slow"),
         (Copying, "dp=1,recompute=full", "slow"),
+        (Assigned, "dp=1,accumulate=2", "slow, also"),
         (Queue, "dp=2", "seen"),
         (Replaced, "dp=1,accumulate=2", "seen"),
         (Seldom, "dp=2", "seen"),
@@ -445,29 +526,33 @@ def test_what_was_kept_without_a_word_is_refused(pool: Pool, kind: type[nn.Modul
         assert said in text
 
 
-def late(plan: str, saved: str) -> tuple[int, str]:
-    """The steps that a buffer got by which begins to follow the rows at the third; `saved`: where it is written after that one."""
+def late(plan: str, folder: str) -> tuple[int, str, list[str]]:
+    """The steps that a buffer got by which begins to follow the rows at the third, what was said then, and what of a save before."""
     model, loss_fn, _ = case_of(Warming).make()
     engine = parallelize(model.double(), loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    said = lambda: [event["text"] for event in events.of_kind("note") if "saved as the first" in event["text"]]
+    before = len(said())  # of other runs of this process
+    notes = lambda: said()[before:]
     try:
         for number in range(6):
             engine.step(tokens_of(8, number))
-            if saved and number == 2:
-                engine.save(saved)
+            if number in (1, 2):
+                engine.save(f"{folder}/{number}")
+                assert len(notes()) == (number == 2 and engine.dp.size > 1)
     except SoliError as error:
-        return engine.step_count, str(error)
-    return engine.step_count, ""
+        return engine.step_count, str(error), notes()
+    return engine.step_count, "", notes()
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
 def test_buffers_that_ranks_have_apart_are_seen(pool: Pool, plan: str, tmp_path: Path) -> None:
-    """At steps 1, 2, 4, ..., and wherever they are saved."""
-    for steps, where in ((4, ""), (3, str(tmp_path / "one"))):
-        for found, said in pool.run(late, plan, where, ranks=2):
-            assert found == steps
-            assert f"others after {steps} steps" in said
-            assert "mean" in said
-    assert pool.run(late, "dp=1", "", ranks=1) == [(6, "")]
+    """Refused at steps 1, 2, 4, ..., and said wherever they are saved."""
+    for found, said, (note,) in pool.run(late, plan, str(tmp_path), ranks=2):
+        assert found == 4
+        assert "others after 4 steps" in said
+        assert "mean" in said
+        assert note.endswith("mean")
+    assert pool.run(late, "dp=1", str(tmp_path / "alone"), ranks=1) == [(6, "", [])]
 
 
 @pytest.mark.parametrize(
@@ -476,6 +561,11 @@ def test_buffers_that_ranks_have_apart_are_seen(pool: Pool, plan: str, tmp_path:
         (Copying, "dp=2"),
         (Copying, "dp=1"),
         (Overwritten, "dp=2,accumulate=2"),
+        (Assigned, "dp=2"),
+        (Formed, "dp=2,accumulate=2"),
+        (Kinds, "dp=2,accumulate=2"),
+        (Kinds, "dp=2,zero=3"),
+        (Shaping, "dp=2,zero=3"),
         (Queue, "dp=1"),
         (Queue, "tp=2"),
         (Replaced, "dp=1"),

@@ -22,7 +22,7 @@ from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
 from soli.engine.effects import looked_at
 from soli.losses import FromModel
-from soli.mesh.collectives import all_reduce, raise_together
+from soli.mesh.collectives import all_reduce, extreme, raise_together
 from soli.parallel import kept
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class FirstStep:
     def check(self, engine: Engine, part: Part) -> None:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
         model = engine.model
-        start = kept.values(model)
+        start, objects = kept.values(model), {id(x) for _, x in kept.tensors(model)}
         rows = few(part, engine.plan)
         data = to_device(take(part.data, 0, rows), engine.device)
         if rows == 1:
@@ -86,9 +86,9 @@ class FirstStep:
             kept.restore(model, before)
             whole = _run(engine, data, rows)  # the losses are compared from the same values
             kept.restore(model, before)
-        still = [name for name in effects.written if name not in moved] if engine.plan.runs > 1 else []
+        still = sorted(_made_anew(model, effects.written, objects) - moved.keys()) if engine.plan.runs > 1 else []
         if _anywhere(engine, bool(still), "whether a forward writes what was there"):
-            changes.begin_alike = _remembered(engine, data, rows, still, start, before)
+            changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
             idle = _idle(engine, data, rows, start, before, whole)
@@ -141,15 +141,45 @@ def _idle(
 
 
 def _remembered(
-    engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot
+    engine: Engine,
+    data: Any,
+    rows: int,
+    names: list[str],
+    start: kept.Snapshot,
+    before: kept.Snapshot,
+    whole: tuple[float, float],
 ) -> list[str]:
-    """Of what a forward wrote and left as it was, what it would not have left so: where it begins with other values, others come of it."""
+    """Of what a forward wrote and left as it was, what it would not have left so: where it begins with other values, others come of it, and of
+    these others again. Attributes that move no loss are for others to look at."""
+    model = engine.model
+    aside = sorted(set(names) - kept.in_state(model, dict.fromkeys(names)).keys())
+    count = int(extreme(len(aside), engine.mesh.all, "max", label="attributes that a forward writes"))
+    alone = [_shifted(engine, data, rows, aside[i : i + 1], start) for i in range(count)]
+    idle = {name for name, loss in zip(aside, alone, strict=False) if _same(loss, whole)}
+    names = [name for name in names if name not in idle]
+    _shifted(engine, data, rows, names, start)
+    moved = [
+        name
+        for name, value in kept.changed(model, start).items()
+        if name in names and not kept.same(value, before[name])
+    ]
+    if not _anywhere(engine, bool(moved), "whether a forward goes on changing what it left"):
+        return []
+    left = kept.values(model)  # what is only brought to a form (a triangle, a norm) stays as it is from then on
+    _run(engine, data, rows)
+    return [name for name in kept.changed(model, left) if name in moved]
+
+
+def _shifted(engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot) -> tuple[float, float]:
+    """The loss where these begin with other values."""
     kept.restore(engine.model, start)
     kept.shift(engine.model, names)
-    shifted = kept.values(engine.model)
-    _run(engine, data, rows)
-    after = kept.changed(engine.model, shifted)
-    return [name for name in names if name in after and not kept.same(after[name], before[name])]
+    return _run(engine, data, rows)
+
+
+def _made_anew(model: nn.Module, written: set[str], before: set[int]) -> set[str]:
+    """Buffers and attributes that a forward wrote into, or replaced."""
+    return written | {name for name, x in kept.tensors(model) if id(x) not in before}
 
 
 def _modes(model: nn.Module) -> list[bool]:

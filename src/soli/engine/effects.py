@@ -25,14 +25,20 @@ from soli.parallel import gather, kept
 _BY_FREQUENCY = {ops.aten.embedding.default: 3, ops.aten._embedding_bag.default: 3}
 """Where these take scale_grad_by_freq."""
 
+_SHAPES = {
+    ops.aten.new_zeros, ops.aten.new_ones, ops.aten.new_full, ops.aten.new_empty, ops.aten.new_empty_strided, ops.aten.zeros_like,
+    ops.aten.ones_like, ops.aten.full_like, ops.aten.empty_like, ops.aten.rand_like, ops.aten.randn_like, ops.aten.randint_like,
+}  # fmt: skip
+"""What asks of a tensor its shape or type alone."""
+
 
 class Effects(TorchDispatchMode):
     """Around a forward of `model`. `before`: the values of the parameters that are written into, from before that; `written`: of buffers and
     tensors in attributes the names; `absent`: names of parameters that are read where ZeRO-3 has them nowhere."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.plan = model, plan
         self.before: dict[str, Tensor] = {}
         self.written: set[str] = set()
         self.absent: set[str] = set()
@@ -46,7 +52,7 @@ class Effects(TorchDispatchMode):
             # parameters that are cut are looked at as they lie in memory
             with torch._C.DisableTorchFunction():
                 self._keep(_written(func, args, kwargs or {}))
-        if not func.is_view:
+        if self.plan.zero == 3 and not func.is_view and func.overloadpacket not in _SHAPES:
             self._look_for_absent(args, kwargs)
         return func(*args, **(kwargs or {}))
 
@@ -62,11 +68,13 @@ class Effects(TorchDispatchMode):
     def _look_for_absent(self, args: Any, kwargs: Any) -> None:
         """A parameter that is not gathered is one number in the shape of all (units.py)."""
         with torch._C.DisableTorchFunction():
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_meta]
-            single = {x.untyped_storage()._cdata for x in given if x.untyped_storage().nbytes() == x.element_size()}
+            single = {
+                x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _one(x)
+            }
             if single and not _is_gather(sys._getframe(2)):
                 for name, param in self.model.named_parameters():
-                    if param.untyped_storage()._cdata in single and param.isnan().all():
+                    # a weight of one element is one number where it is gathered too
+                    if param.untyped_storage()._cdata in single and (param.numel() > 1 or param.isnan().all()):
                         self.absent.add(name)
 
     def explain(self, plan: Plan) -> None:
@@ -107,7 +115,7 @@ def looked_at(model: nn.Module, plan: Plan) -> Iterator[Effects]:
             everywhere=True,
         )
 
-    with Effects(model) as effects, telling(refuse) if plan.model_ranks > 1 else nullcontext():
+    with Effects(model, plan) as effects, telling(refuse) if plan.model_ranks > 1 else nullcontext():
         yield effects
 
 
@@ -125,6 +133,11 @@ def undone(model: nn.Module, plan: Plan, tensors: bool = True) -> Iterator[None]
                         param.copy_(effects.before[name])
 
 
+def _one(x: Tensor) -> bool:
+    """Whether all that a tensor has is one number."""
+    return x.layout == torch.strided and not x.is_meta and x.untyped_storage().nbytes() == x.element_size()
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """What an operation writes into."""
     given = zip(func._schema.arguments, args, strict=False)
@@ -134,7 +147,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in the same memory."""
+    """Whether two tensors lie in the same memory. Sparse ones have none of their own."""
+    if a.layout != torch.strided or b.layout != torch.strided:
+        return False
     if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
         return False
     (begin, end), (other, until) = _extent(a), _extent(b)

@@ -111,25 +111,34 @@ def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
             )
 
 
-def agree_on_buffers(engine: Engine) -> None:
-    """SoliError where ranks of dp, which have the same buffers, have others: some elements of each are compared. Collective."""
+def buffers_apart(engine: Engine) -> list[str]:
+    """Buffers of which ranks of dp, which had the same, have others now: some elements of each are compared, where they are as many (a cache
+    grows with the rows of a rank). Collective."""
     if engine.dp.size == 1 or engine.mesh.all.simulated:
-        return
-    buffers = [(name, x) for name, x in engine.model.named_buffers() if x.numel() and not x.is_meta]
-    found = torch.zeros(engine.dp.size, 2, len(buffers), dtype=torch.float64)
+        return []
+    buffers = [(name, x) for name, x in engine.model.named_buffers() if x.layout == torch.strided and not x.is_meta]
+    found = torch.zeros(engine.dp.size, 3, len(buffers), dtype=torch.float64)
     for number, (_, x) in enumerate(buffers):
         flat = torch.view_as_real(x).reshape(-1) if x.is_complex() else x.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // ELEMENTS)].double().nan_to_num().cpu()
+        some = flat[:: max(1, flat.numel() // ELEMENTS)].double().nan_to_num(1.0, 2.0, -2.0).cpu()
         weighed = some * torch.arange(1, len(some) + 1)
-        found[engine.dp.index, :, number] = torch.stack([weighed.sum(), weighed.abs().sum()])
+        found[engine.dp.index, :, number] = torch.stack(
+            [weighed.sum(), weighed.abs().sum(), torch.tensor(flat.numel())]
+        )
     all_reduce(found, engine.dp, label="buffers")
-    marks, sizes = found.unbind(1)
-    bounds = [8 * torch.finfo(x.dtype).eps * depth(engine.model) if x.is_floating_point() else 0.0 for _, x in buffers]
-    apart = (marks - marks[0]).abs().amax(0) > torch.tensor(bounds, dtype=torch.float64) * sizes.amax(0)
-    if apart.any():
+    marks, sizes, counts = found.unbind(1)
+    rounds = [torch.finfo(x.dtype).eps if x.is_floating_point() or x.is_complex() else 0.0 for _, x in buffers]
+    bound = 8 * depth(engine.model) * torch.tensor(rounds, dtype=torch.float64) * sizes.amax(0)
+    apart = ((marks - marks[0]).abs().amax(0) > bound) & (counts == counts[0]).all(0)
+    return [name for (name, _), one in zip(buffers, apart.tolist(), strict=True) if one]
+
+
+def agree_on_buffers(engine: Engine) -> None:
+    """SoliError where there are such. Collective."""
+    if apart := buffers_apart(engine):
         raise SoliError(
             f"ranks that had the same buffers have others after {engine.step_count} steps: a forward changes them by the rows that it sees",
-            got=listed([name for (name, _), one in zip(buffers, apart.tolist(), strict=True) if one]),
+            got=listed(apart),
             allowed="buffers that stay as they are, or change alike whatever the rows; the first step is looked at, and this began later",
             fix="change them between steps (of the loss's batch, alike on every rank), from the first step on, or run with dp=1",
             everywhere=True,

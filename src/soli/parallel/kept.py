@@ -6,7 +6,7 @@ plan runs several, over parts of the batch, on ranks that would each keep someth
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,17 +19,20 @@ from torch import Tensor, nn
 from soli.core.errors import SoliError, listed
 from soli.core.plan import Plan
 
+FOLLOWED = (list, dict, OrderedDict, defaultdict, Counter, deque, set)
+"""Types that are looked into; of other ones, and of arrays and objects in these, it is not seen whether they change."""
 MOST = 10_000
-"""Elements of a list or dict that is looked into."""
+"""Elements, of all lists and dicts of an attribute, that are looked at; of the rest whether it is the same object."""
 
 
 class Held:
-    """A list, dict, deque or set, and what it held: copies of tensors' values, and all else as it is."""
+    """A list, dict, deque or set, and what it held: of tensors, and of lists in it, what these held too; of all else which objects."""
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+    def __init__(self, owner: Any, seen: dict[int, Any] | None = None) -> None:
+        self.owner, seen = owner, {} if seen is None else seen
+        seen[id(owner)] = owner
         self.keys = list(owner) if isinstance(owner, dict) else []
-        self.inside = [(x, _held(x)) for x in (owner.values() if isinstance(owner, dict) else owner)]
+        self.inside = [(x, _held(x, seen)) for x in (owner.values() if isinstance(owner, dict) else owner)]
 
     def same(self, other: Held) -> bool:
         """Whether both held the same: tensors of the same values, in the same order, under the same keys."""
@@ -42,32 +45,55 @@ class Held:
 
     def give(self) -> Any:
         """The same object, with the same objects inside, and in its tensors the values that they had."""
-        for x, before in self.inside:
-            if isinstance(before, Held):
-                before.give()
-            elif isinstance(before, Tensor) and isinstance(x, Tensor) and not same(x, before):
-                with torch.no_grad():
-                    x.copy_(before)
-        objects = [x for x, _ in self.inside]
-        if isinstance(self.owner, list):
-            self.owner[:] = objects
+        if self.same(Held(self.owner)):
+            return self.owner
+        objects = [_given(x, before) for x, before in self.inside]
+        self.owner.clear()
+        if isinstance(self.owner, dict):
+            for key, x in zip(self.keys, objects, strict=True):
+                self.owner[key] = x
         else:
-            self.owner.clear()
-            (self.owner.extend if isinstance(self.owner, deque) else self.owner.update)(
-                zip(self.keys, objects, strict=True) if isinstance(self.owner, dict) else objects
-            )
+            (self.owner.update if isinstance(self.owner, set) else self.owner.extend)(objects)
         return self.owner
 
 
-def _held(x: Any) -> Any:
-    """What is remembered of an object in a list: of a tensor its values. Weights are no state, and another stage's tensors have none."""
-    if isinstance(x, Tensor):
-        return x if isinstance(x, nn.Parameter) or x.is_meta else x.detach().clone()
-    return Held(x) if _holds(x) else x
+def _held(x: Any, seen: dict[int, Any]) -> Any:
+    """What is remembered of an object in a list: of a tensor its values, once. Weights are no state, and another stage's tensors have none."""
+    if id(x) in seen or len(seen) > MOST:
+        return x
+    if _holds(x):
+        return Held(x, seen)
+    if isinstance(x, Tensor) and _comparable(x) and not isinstance(x, nn.Parameter):
+        seen[id(x)] = x
+        return x.detach().clone()
+    return x
+
+
+def _given(x: Any, before: Any) -> Any:
+    """An object as it was; a tensor that cannot be written into is replaced by one with its values."""
+    if isinstance(before, Held):
+        return before.give()
+    if not isinstance(before, Tensor) or same(x, before):
+        return x
+    if x.shape != before.shape or x.is_inference() or _expanded(x):
+        return before.clone()
+    with torch.no_grad():
+        return x.copy_(before)
 
 
 def _holds(x: Any) -> bool:
-    return isinstance(x, list | dict | deque | set) and len(x) <= MOST
+    return type(x) in FOLLOWED and len(x) <= MOST
+
+
+def _comparable(x: Tensor) -> bool:
+    """Whether it has values here that can be compared: no sparse one, none of 8-bit floats, none of another stage."""
+    plain = x.layout == torch.strided and not x.is_nested and not x.is_meta
+    return plain and (x.dtype.itemsize > 1 or x.dtype in (torch.bool, torch.uint8, torch.int8))
+
+
+def _expanded(x: Tensor) -> bool:
+    """Whether several of its elements lie in one place."""
+    return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 Value = Tensor | float | None | tuple[Tensor, ...] | Held  # an LSTM's state is a pair
@@ -75,13 +101,14 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class Snapshot(dict[str, Value]):
-    """Values by name, and the hooks that each module had: transformers' models put on some in their first forward."""
+    """Values by name, the attributes that each module had, and its hooks: transformers' models put on some in their first forward."""
 
+    attributes: dict[nn.Module, set[str]]
     hooks: dict[nn.Module, list[dict[int, Any]]]
 
     def __or__(self, other: dict[str, Value]) -> Snapshot:  # type: ignore[override]
         made = Snapshot({**self, **other})
-        made.hooks = self.hooks
+        made.hooks, made.attributes = self.hooks, self.attributes
         return made
 
 
@@ -90,6 +117,7 @@ def values(model: nn.Module, weights: Collection[str] = ()) -> Snapshot:
     named = ((name, param) for name, param in model.named_parameters() if name in weights)
     found = Snapshot({name: _copy(value) for name, value in (*_named(model), *named)})
     found.hooks = {module: [hooks.copy() for hooks in _hooks(module)] for module in model.modules()}
+    found.attributes = {module: set(vars(module)) for module in model.modules()}
     return found
 
 
@@ -119,13 +147,14 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
             if isinstance(old, Tensor) and old.shape == tensor.shape:
                 tensor.copy_(old)
     for path, module in model.named_modules():
-        for key, value in _attributes(module) if module in before.hooks else ():
-            name = f"{path}.{key}".lstrip(".")
-            if (isinstance(value, Tensor | tuple) or _holds(value)) and not tensors:
-                continue
-            if name not in before:
+        own = before.attributes.get(module, set())
+        for key in [key for key, _ in _attributes(module) if module in before.hooks and key not in own]:
+            if tensors or not _of_tensors(vars(module)[key]):
                 del vars(module)[key]
-            elif not same(before[name], value):
+        for key in own - _OF_TORCH:
+            name, value = _path(path, key), vars(module).get(key)
+            stays = _elsewhere(value) or (_of_tensors(value) and not tensors)
+            if name in before and not stays and not same(before[name], _copy(value)):
                 vars(module)[key] = _copy(before[name])
 
 
@@ -140,23 +169,46 @@ def unchanged(model: nn.Module, tensors: bool = True) -> Iterator[None]:
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and tensors in attributes, themselves."""
-    yield from ((name, value) for name, value in _named(model) if isinstance(value, Tensor) and not value.is_meta)
+    """Buffers, and tensors in attributes and in their lists and dicts, themselves, by the name of the buffer or attribute."""
+    for name, value in _named(model):
+        yield from ((name, x) for x in (_inside(Held(value)) if _holds(value) else [value]) if isinstance(x, Tensor))
 
 
 def shift(model: nn.Module, names: Collection[str]) -> None:
-    """Give floating-point ones of those other values, near by."""
+    """Give floating-point ones of those other values, near by; once where several lie in one memory."""
+    seen: set[int] = set()
     with torch.no_grad():
         for name, tensor in tensors(model):
-            if name in names and tensor.is_floating_point():
+            memory = tensor.untyped_storage()._cdata
+            if name in names and tensor.is_floating_point() and memory not in seen and not _expanded(tensor):
+                seen.add(memory)
                 tensor.add_(0.01 * (1 + tensor.abs()))
 
 
+def _inside(held: Held) -> Iterator[Any]:
+    for x, before in held.inside:
+        yield from _inside(before) if isinstance(before, Held) else [x]
+
+
 def _named(model: nn.Module) -> Iterator[tuple[str, Value]]:
-    yield from model.named_buffers()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta or _comparable(buffer))
     for path, module in model.named_modules():
         for key, value in _attributes(module):
-            yield f"{path}.{key}".lstrip("."), value
+            yield _path(path, key), value
+
+
+def _path(path: str, key: str) -> str:
+    return f"{path}.{key}".lstrip(".")
+
+
+def _elsewhere(value: Any) -> bool:
+    """What stands for a value of another stage."""
+    return any(isinstance(x, Tensor) and x.is_meta for x in (value if type(value) is tuple else (value,)))
+
+
+def _of_tensors(value: Any) -> bool:
+    """What tensors may lie in."""
+    return isinstance(value, Tensor | tuple) or _holds(value)
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Value]]:
@@ -171,8 +223,8 @@ def _attributes(module: nn.Module) -> list[tuple[str, Value]]:
 def _whole(value: Any) -> bool:
     """A tensor with values, or a plain tuple of them."""
     if type(value) is tuple and value:
-        return all(isinstance(one, Tensor) and not one.is_meta for one in value)
-    return isinstance(value, Tensor) and not value.is_meta
+        return all(isinstance(one, Tensor) and _comparable(one) for one in value)
+    return isinstance(value, Tensor) and _comparable(value)
 
 
 def _hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -185,8 +237,8 @@ def _copy(value: Any) -> Value:
         return value.give()
     if _holds(value):
         return Held(value)
-    if isinstance(value, tuple):
-        return tuple(one.detach().clone() for one in value)
+    if type(value) is tuple:
+        return tuple(one.detach().clone() if isinstance(one, Tensor) else one for one in value)
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -202,7 +254,7 @@ class Changes:
     begin_alike: list[str] = field(default_factory=list)
 
     def in_state(self, model: nn.Module) -> Changes:
-        """The same without attributes."""
+        """The same without what changed in attributes."""
         once, again = ([in_state(model, found) for found in some] for some in (self.once, self.again))
         return Changes(self.weights, once, again, self.begin_alike)
 
@@ -242,7 +294,7 @@ def _differing(found: list[dict[str, Value]]) -> set[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values as they were copied are the same; NaN is as NaN in tensors."""
+    """Whether two values as they were copied are the same; NaN is as NaN."""
     if a is b:
         return True
     if isinstance(a, Held) or isinstance(b, Held):
@@ -250,9 +302,9 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and not (a.is_meta or b.is_meta) and torch.equal(_number(a), _number(b))
+        if a.shape != b.shape or a.dtype != b.dtype or not (_comparable(a) and _comparable(b)):
+            return False
+        if torch.equal(a, b) or not a.is_floating_point():
+            return torch.equal(a, b)
+        return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
     return type(a) is type(b) and isinstance(a, int | float | str) and a == b
-
-
-def _number(x: Tensor) -> Tensor:
-    return torch.nan_to_num(x.detach()) if x.is_floating_point() else x.detach()

@@ -173,7 +173,8 @@ class Unit:
     def _absent(self, slot: Slot, device: torch.device) -> Tensor:
         """What a parameter shows while it is not gathered: its shape, and NaN wherever someone looks.
 
-        A use outside its module's forward then makes the loss NaN, which is reported, and is never silent.
+        A use outside of its module's forward is refused by the check of the first step (engine/effects.py); one that begins later makes the
+        loss NaN, which is reported.
         """
         fill = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
         return torch.full((), fill, dtype=self.dtype, device=device).expand(slot.shape)
