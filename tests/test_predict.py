@@ -189,6 +189,27 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"notes": "not interleaved"}, {"chunks": 1, "schedule": 0}),
         ({"interconnect": "2 nodes, 24 Gb/s Ethernet", "gpus": "2", "tp": "1", "pp": "1", "dp": "2"}, {"node": 1, "net": 3e9}),
         ({"interconnect": "one A10 a node"}, {"node": 1}),
+        ({"interconnect": "16 nodes per rack"}, {"node": 8}),
+        ({"interconnect": "3 nodes, InfiniBand"}, {"node": 8}),
+        ({"framework": "torchtune", "notes": "bf16 weights, fp32 master weights"}, {"moments": 12}),
+        ({"framework": "torchtune", "notes": "16-bit weights, fp32 Adam"}, {"moments": 12}),
+        ({"framework": "torchtune", "notes": "weights in bf16, master and moments in fp32"}, {"moments": 12}),
+        ({"framework": "torchtune", "notes": "NVFP4 gradients with stochastic rounding"}, {"moments": 12}),
+        ({"framework": "Megatron-LM", "notes": "fp32 main grads, not bf16 gradients"}, {"gradient": 4}),
+        ({"framework": "Megatron-LM", "notes": "bf16 gradient all-reduce"}, {"gradient": 4}),
+        ({"framework": "Megatron-LM", "notes": "hidden states in bf16; no master node; param remainder on the last stage"}, {"moments": 12}),
+        ({"framework": "Megatron-LM", "notes": "no master weights"}, {"moments": 8}),
+        ({"framework": "PyTorch", "notes": "faster than DeepSpeed, like ZeRO-3"}, {"zero": 0, "summed": 2, "eager": 2.1}),
+        ({"framework": "PyTorch", "shard": "SHARD_GRAD_OP (equal to ZeRO-2)"}, {"zero": 2}),
+        ({"notes": "interleaved RoPE; numactl --interleave=all; text and image tokens interleaved"}, {"chunks": 1}),
+        ({"model": "llama", "notes": "no gather overlap; router not gated"}, {"gated": 1}),
+        ({"offload": "optimizer: none"}, {"offload": 0}),
+        ({"offload": "activations: none"}, {"moved": 0}),
+        ({"offload": "activations+optimizer", "shard": "zero1"}, {"offload": 1, "moved": 1}),
+        ({"framework": "torchtitan", "notes": "flash-attn compiled from source"}, {"eager": 2.1, "one_loss": 0}),
+        ({"gpu": "H100", "framework": "torchtitan", "notes": "CUDA 12.1, cuDNN 8.9"}, {"kernel": 0.35}),
+        ({"framework": "PyTorch", "notes": "no torch.compile"}, {"flash": 0}),
+        ({"framework": "Colossal-AI (PyTorch)"}, {"eager": 1}),
         ({"hidden": "", "heads": "", "ffn": "", "layers": "8", "model": "mixtral-8x7b"}, {"layers": 8, "hidden": 4096, "experts": 8}),
     ],
 )  # fmt: skip
@@ -205,6 +226,11 @@ def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None
 def test_on_a100_models_of_later_years_have_a_kernel_for_attention(changes: dict[str, str], flash: int) -> None:
     row = read(ROW | changes)
     assert (row.point["flash"], "attention=flash" in row.inferred) == (flash, bool(flash))
+
+
+def test_a_device_s_larger_sister_is_not_taken_for_it() -> None:
+    assert "no device 'RTX 4070 Ti' is known" in read(ROW | {"gpu": "RTX 4070 Ti"}).refused[0]
+    assert not read(ROW | {"gpu": "RTX 4060 Ti"}).refused
 
 
 def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
@@ -630,9 +656,9 @@ def test_the_command_learns_from_measured_rows(tmp_path: Path) -> None:
 def test_cells_may_be_parted_otherwise_and_a_row_of_too_many_is_refused_alone(tmp_path: Path, between: str) -> None:
     """As spreadsheets save them, with a mark of the byte order; notes with what parts the cells, and no quotes."""
     first, second = ([*ROW.values(), *more] for more in (["", ""], ["one", "two"]))
-    lines = [between.join(one) for one in ([*ROW, "notes"], first, second)]
+    lines = [between.join(one) for one in ([*ROW, '"notes (a; b, c; d)"'], first, second)]
     path = tmp_path / "rows.tsv"
-    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    path.write_text("\n\n" + "\n".join(lines), encoding="utf-8-sig")
     done = soli("plan", str(path), "--json") if between == "," else soli("plan", "predict", str(path), "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

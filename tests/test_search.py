@@ -176,6 +176,11 @@ def test_a_plan_that_was_printed_can_be_asked_about() -> None:
         "precision": explain.WORDS["precision"]["bf16"],
     }
     assert explain.fixed_of(plan) == fixed
+    assert (
+        explain.fixed_of("microbatches=4,accumulate=2")
+        == explain.fixed_of("accumulate=2,microbatches=4")
+        == {"microbatches": 8.0}
+    )
     assert explain.fixed_of("pp=8,microbatches=16,recompute=0.523") == {
         "pp": 8.0,
         "recompute": 3.0,

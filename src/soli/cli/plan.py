@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,9 +109,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
     say what runs. What a row has beyond its columns is under None, for which it is refused by itself."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            parted = max(",\t;", key=file.readline().count)
-            file.seek(0)
-            reader = csv.DictReader(file, strict=True, restval="", delimiter=parted)
+            first = next((line for line in file if line.strip()), "")
+            parted = max(",\t;", key=re.sub('"[^"]*"', "", first).count)
+            reader = csv.DictReader(chain([first], file), strict=True, restval="", delimiter=parted)
             names = [name.strip() for name in reader.fieldnames or []]
             reader.fieldnames = names
             rows = list(reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -241,16 +242,17 @@ def assumed(task: Task) -> str:
 def fixed_of(text: str) -> dict[str, float]:
     """What the user fixes, such as "tp=8,recompute=full", or a plan as it is printed. SoliError with every word that cannot be."""
     found: dict[str, float] = {}
-    wrong = []
+    wrong, parts = [], {}  # a batch's, which a plan may name twice: flushes of a pipeline, and microbatches of each
     for word in filter(None, ("=".join(map(str.strip, part.split("="))) for part in text.split(","))):
         name, _, said = word.partition("=")
-        name = "microbatches" if name == "accumulate" else name  # as a plan without a pipeline calls them
         values = WORDS.get(name, {})
         number = float(said) if re.fullmatch(r"[1-9]\d{0,8}", said, re.A) else None
         value = values.get(said) if values else number
         if name == "recompute" and re.fullmatch(r"0\.\d+", said, re.A):
             value = SOME  # as a plan says how much is kept
-        if name not in FIXED:
+        if name in ("accumulate", "microbatches") and value is not None and name not in parts:
+            parts[name] = value
+        elif name not in FIXED:
             wrong.append(Problem(f"'{name}' cannot be fixed", allowed=", ".join(FIXED)))
         elif value is None:
             allowed = ", ".join(values) if values else "a whole number above 0"
@@ -258,6 +260,8 @@ def fixed_of(text: str) -> dict[str, float]:
             wrong.append(Problem(f"'{word}' cannot be", got=said or "nothing", allowed=allowed, fix=fix))
         elif found.setdefault(name, value) != value:
             wrong.append(Problem(f"'{name}' is fixed twice", got=text))
+    if parts:
+        found["microbatches"] = math.prod(parts.values())
     if not text.strip(" ,"):
         wrong.append(Problem("nothing is said", got=repr(text), allowed="such as tp=8,recompute=full"))
     raise_all(wrong)

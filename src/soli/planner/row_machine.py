@@ -39,7 +39,11 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
         fix = problem.fix.replace(", --cluster mine.toml", " mine.toml and write that into gpu")
         found.refused.append(f"{problem.what}; {problem.allowed}; {fix}")
         return None
-    odd = [form for form in ("pcie", "nvl") if form in re.split(r"[\s_-]", said.lower()) and form not in one.name]
+    odd = [
+        form
+        for form in ("pcie", "nvl", "ti", "super", "laptop")
+        if form in re.split(r"[\s_-]", said.lower()) and form not in one.name
+    ]
     sold = any(name.endswith(f"-{size:g}gb") for name in one.aliases)  # a Grace Hopper's name counts its CPU's memory
     if odd or (size and not sold and abs(size / one.memory_gib - 1) > 0.15):
         found.refused.append(f"no device '{said}' is known; {one.name} has {one.memory_gib:g} GiB, as SXM or as sold")
@@ -50,8 +54,12 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
 def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -> dict[str, float]:
     """What a row says of servers and of what joins them, where it differs from the device's usual one."""
     cell, gpu = text(row, "interconnect"), text(row, "gpu")
-    told = re.match(r"(\d+) (?:nodes?|servers?|machines)\b", cell)  # "2 nodes, 25 Gbit/s Ethernet"
-    nodes = said["nodes"] or (float(told[1]) if told else 0.0)
+    told = re.match(
+        r"(\d+) (?:nodes?|servers?|machines)\b(?! *(?:per|of|with|in|a)\b)", cell
+    )  # "2 nodes, 25 Gbit/s Ethernet"
+    nodes = said["nodes"] or 0.0
+    if told and said["gpus"] and said["gpus"] % float(told[1]) == 0 and not interconnect.server(f"{cell} {gpu}"):
+        nodes = nodes or float(told[1])
     per_node = said["per_node"] or (said["gpus"] / nodes if said["gpus"] and nodes else None)
     node = interconnect.server(f"{cell} {gpu}") or device.node
     if per_node and device.node <= 16:  # servers of a rack that is one domain of NVLink say nothing

@@ -11,12 +11,13 @@ from soli.planner.cost.programs import TESTS
 from soli.planner.models import Model, compressed
 from soli.planner.published import named, plain_name
 from soli.planner.row import Row, Said
-from soli.planner.spellings import FSDP, OTHER, meant, switch
+from soli.planner.spellings import FSDP, OTHER, affirmed, meant, switch
 
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?[\s,/]*top[\s-]*(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
 UNGATED = re.compile(
-    r"\b(?:no|not|without|non)[ -](?:--)?(?:swiglu|geglu|glu\b|gat)|\b(?:2|two)[ -]matri(?:x|ces)|squared[ -]relu|relu\^?2",
+    r"(?<!router )\b(?:no|not|without|non)[ -](?:--)?(?:swiglu|geglu|glu\b|gat(?:e|es|ed|ing)\b(?! *(?:network|bias|gather)))"
+    r"|\b(?:2|two)[ -]matri(?:x|ces)[ -](?:mlp|ffn)|squared[ -]relu|relu\^?2",
     re.I,
 )
 SECOND_TORCH = re.compile(r"torch\.?[ -]?compile|torch[ =]*2\.|nano-?gpt")
@@ -193,7 +194,7 @@ def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row)
     if (found.framework in FLASH and not found.plain) or found.generation in FLASH_SINCE:
         return {"flash": 1.0}
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
-    since = point.get("gated") or point.get("seq", 0.0) > LONG or (found.plain and SECOND_TORCH.search(said))
+    since = point.get("gated") or point.get("seq", 0.0) > LONG or (found.plain and SECOND_TORCH.search(affirmed(said)))
     later = found.generation == "ampere" and since
     if later or found.plain or found.framework == OTHER:
         found.inferred.append(f"attention={'flash' if later else 'scores kept'}")

@@ -31,6 +31,7 @@ from soli.planner.spellings import (
     Sharding,
     affirmed,
     meant,
+    offloaded,
     program,
     recomputation,
     sharding,
@@ -38,6 +39,11 @@ from soli.planner.spellings import (
 )
 from soli.planner.spellings import switch as yes
 
+INTERLEAVED = re.compile(
+    r"interleav\w* (?:1f1b|pipeline|schedule|stages)|(?:1f1b|pipeline|schedule)[^.;,]{0,15} interleav"
+)
+COMPARED = re.compile(r"\b(?:than|like|as|vs\.?|versus|equal to|unlike)\s+\S+")
+"""What a note says of another program or stage."""
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
 
@@ -126,8 +132,12 @@ def framework(row: Mapping[str, str]) -> str:
     found = program(text(row, "framework"), text(row, "source"))
     if found != PYTORCH:
         return found
-    told = affirmed(f"{text(row, 'shard')} {text(row, 'zero')} {text(row, 'notes')}")
-    return DEEPSPEED if re.search(r"deepspeed|\bzero[- _]?(?:stage[- _]?)?[123]\b", told) else FSDP
+    shard = affirmed(text(row, "shard"))
+    if re.search(r"fsdp|_shard|shard_", shard):
+        return FSDP
+    told = f"{shard} {COMPARED.sub('', affirmed(text(row, 'notes')))}"
+    stage = re.search(r"deepspeed|\bzero[- _]?(?:stage[- _]?)?[123]\b", told) or text(row, "zero") in ("1", "2", "3")
+    return DEEPSPEED if stage else FSDP
 
 
 def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
@@ -158,7 +168,7 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
 def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     """The order of a pipeline's passes, how attention crosses cp, how tp's ranks share a product, how many share an expert's."""
     order, kind, shape = (text(row, name) for name in ("schedule", "cp_kind", "tp_kind"))
-    if SILENT.fullmatch(order) and point["chunks"] == 1 and "interleav" in affirmed(text(row, "notes")):
+    if SILENT.fullmatch(order) and point["chunks"] == 1 and INTERLEAVED.search(affirmed(text(row, "notes"))):
         order = "interleaved"
     tp, cp, chunks, heads = point["tp"], point["cp"], point["chunks"], point.get("heads", 1.0) / point["tp"]
     schedule = way("schedules", order) if point["pp"] > 1 else cost.ONE
@@ -231,18 +241,21 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else yes(sp)
     if parted is None and not SILENT.fullmatch(sp):
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
-    moved = "activ" in text(row, "offload").lower()
+    parts = offloaded(text(row, "offload"))
+    moved = any("activ" in part for part in parts)
     if moved:
         found.inferred.append("offload=activations takes no time")
-    ranks, aside = point["dp"] * point["cp"], f"{text(row, 'offload')} {text(row, 'framework')}".lower()
+    ranks = point["dp"] * point["cp"]
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
-    aside = f"{aside} {shard} {text(row, 'zero')}".lower()
+    aside = f"{text(row, 'framework')} {shard} {text(row, 'zero')}".lower()
     hosted = zero == 3 and (
         found.framework == FSDP
-        or "param" in text(row, "offload").lower()
+        or any("param" in part or "weight" in part for part in parts)
         or re.search(r"infinity|offload[^;()]{0,30}param|param[^;()]{0,30}offload", aside)
     )
-    offload = float(states.offload or by_stage.offload or bool(meant("offloaded", aside)))
+    offload = float(
+        states.offload or by_stage.offload or any(meant("offloaded", words) for words in (*parts, f"; {aside}"))
+    )
     group = said["shard_group"] or states.group
     copies = said["replicate"] or states.replicate
     found.grouped = states.copied and not group and not copies

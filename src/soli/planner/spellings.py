@@ -86,6 +86,16 @@ def switch(said: str) -> bool | None:
     return cast("bool | None", meant("switch", said.lower()))
 
 
+def offloaded(said: str) -> list[str]:
+    """What a cell says lies in the host's memory, part by part: "optimizer to CPU, parameters to CPU", "activations; optimizer: none"."""
+    parts = (affirmed(part.strip()) for part in re.split(r"[+,;]|\band\b", said))
+    return [
+        part
+        for part in parts
+        if part and not re.search(r"[:= ](?:none|no|off|false)\b|\bon (?:the )?(?:gpu|device)|^none\b", part)
+    ]
+
+
 def way(table: str, said: str) -> float | None:
     """Which of several ways a program goes, as cost/points.py numbers them; None where nobody counted it. "1F1B", "p2p", "a2a"."""
     found = meant(table, re.sub(r"[\s_()-]", "", said.lower()))

@@ -27,12 +27,15 @@ OTHERS = SHARES["hopper"]
 
 EARLY = re.compile(r"(?i)torch 1\.|^triton|triton[- ](?:flash|att)|att\w*\W+triton|flash[- ]?att(?:entio)?n?[- ]?1\b")
 
-LATE = re.compile(r"(?i)(?<![a-z])fa-?[34]\b|flash[- ]?att(?:entio)?n?[- ]?[34]\b|cudnn|transformer[ _]?engine|\bte\b")
+LATE = re.compile(
+    r"(?i)(?<![a-z])fa-?[34]\b|flash[- ]?att(?:entio)?n?[- ]?[34]\b|^cudnn\b|cudnn[ -]?(?:att|sdpa|flash)|transformer[ _]?engine"
+)
 
 UNFUSED = ("fsdp", "soli")
 PLAIN = re.compile(r"\bhf\b|hugging ?face|(?<!megatron )transformers\b|py-?torch")
 """Programs that run the operations that a model is written in: these, and those of DeepSpeed that have such a model."""
-COMPILER = re.compile(r"(?<![a-z])compiled?\b|\bjax\b|\bxla\b|\bautomodel\b|\btransformer[ _]?engine\b")
+COMPILED = re.compile(r"torch[._ -]?compile|(?<![a-z])compiled?\b(?! from)")
+COMPILER = re.compile(rf"{COMPILED.pattern}|\bjax\b|\bxla\b|\bautomodel\b|\bxtuner\b|\btransformer[ _]?engine\b")
 EAGER = 2.1
 """Bytes that move between products where torch runs a Llama operation by operation, by those where a compiler or kernels made by hand
 (Transformer Engine's, which NeMo AutoModel has) fuse them: Llama 3 8B on 8 and 128 H100 takes 16% longer without torch.compile (pytorch/torchtitan,
@@ -91,7 +94,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         ),
         "routed": ROUTED.get(framework, 4.0),
         "eager": EAGER if unfused and not COMPILER.search(has) else 1.0,
-        "one_loss": float(framework == "fsdp" and bool(COMPILER.search(has))),
+        "one_loss": float(framework == "fsdp" and bool(COMPILED.search(has))),
         "behind": BEHIND if ASYNC.search(has) else 0.0,
         "fours": float(framework.startswith("megatron")),
         "pieces": next((pieces for words, pieces in PIECES.items() if re.search(words, has)), 1.0),

@@ -28,19 +28,28 @@ CAST = {
 
 ADAM = 8.0
 """Bytes of two moments in fp32, which are among `moments`; SHORT and others have the copy of the parameters beside them."""
+TRUE = re.compile(r"\b(?:bf16|fp16|16)[-_]true\b|mixed[_ ]precision[ =:]*(?:no|off|false)\b")
 PURE = re.compile(
-    r"\bpure[- _]?(?:bf16|fp16|16|half|bfloat)|\b(?:bf16|fp16|16|bfloat16)[- _]?(?:bits?)?,? ?\(?pure\b|stochastic[- ]round|\b(?:bf16|fp16|16)[-_]true\b|mixed[_ ]precision[ =:]*(?:no|off|false)\b"
+    r"\bpure[- _]?(?:bf16|fp16|16|half|bfloat)|\b(?:bf16|fp16|16|bfloat16)[- _]?(?:bits?)?,? ?\(?pure\b|adam\w*[^.;,]{0,20}\bstochastic[- ]round"
     r"|\b(?:bf16|16-bit) (?:master )?(?:weights|parameters)|\bweights in (?:bf16|fp16|bfloat16)\b|\b(?:weights|parameters),? .{0,40}\b(?:states|moments) in (?:bf16|fp16|16)"
 )
-"""Programs that keep parameters, gradients and moments in 16 bits, and no copy."""
-UNMASTERED = re.compile(r"\b(?:no|without|w/o) (?:fp32 |separate )?master\b")
+"""Programs that keep parameters, gradients and moments in 16 bits, and no copy: by a program's own word, or as people write it, who may say of
+bf16 weights that something beside them is in fp32."""
+BESIDE = re.compile(
+    r"fp32[^.;,]{0,12}(?:master|moments|states|adam|copy)|(?:master|moments|states|copy)[^.;,]{0,14}fp32"
+)
+UNMASTERED = re.compile(
+    r"\b(?:no|without|w/o)[ -](?:fp32 |separate )?master(?:[ -](?:weights?|cop(?:y|ies)|param\w*)|\s*(?:[,;.)]|$))"
+)
 """Programs that keep no copy of the parameters in fp32, and moments that are as wide as they say."""
-REMAINDER = re.compile(r"(?:int16|16-bit|param\w*|master) (?:master )?remainders?\b")
+REMAINDER = re.compile(r"(?:int16|16-bit|master) (?:master )?(?:param\w* )?remainders?\b|store_param_remainders")
 """Programs that keep of that copy the 16 bits that the parameters in bf16 lack (NVIDIA/TransformerEngine, pytorch/optimizers/fused_adam.py,
 store_param_remainders)."""
 MOMENTS = {r"(?:fp8|8-bit)": 1.0, r"(?:bf16|fp16|16-bit|bfloat16)": 2.0}
 """Bytes of a moment by the words before or behind it."""
-SUMS = re.compile(r"\b(?:bf16|fp16|16-bit) (?:main )?grad(?:ient)?s?\b|(?:main )?grad(?:ient)?s? in (?:bf16|fp16)\b")
+SUMS = re.compile(
+    r"\b(?:bf16|fp16|16-bit) (?:main )?grad(?:ient)?s?\b(?!\W*(?:all|red|comm|scatter|sync|norm))|(?:main )?grad(?:ient)?s? in (?:bf16|fp16)\b"
+)
 IN_BACKWARD = re.compile(r"(?:optimizer|step|update)[- _]in[- _](?:the[- _])?(?:backward|bwd)|fused backward")
 """Programs that update each parameter in the backward, and keep no gradient."""
 TRAINER = re.compile(r"\b(?:hf|transformers|hugging ?face)[ _-]?trainer|\baccelerate\b")
@@ -79,7 +88,7 @@ def of_states(
     copy, width = found["moments"] - ADAM, 4.0
     if precision in ("fp32", "tf32", "fp64"):
         found, copy = found | FULL_WIDTH, 0.0
-    elif PURE.search(f"{told}; {optimizer.lower()}"):
+    elif _pure(f"{told}; {optimizer.lower()}"):
         found, copy, width = found | HALF_WIDTH, 0.0, 2.0
     elif copy:
         found, copy, width = _told(found, copy, f"{said}; {optimizer}".lower())
@@ -96,12 +105,17 @@ def of_states(
     }
 
 
+def _pure(told: str) -> bool:
+    return bool(TRUE.search(told) or (PURE.search(told) and not BESIDE.search(told)))
+
+
 def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, float], float, float]:
     """A program's states as a row tells them otherwise; bytes of the copy in fp32, and of a moment."""
-    of = r"(?:adam\w* |optimizer )?(?:moments|states)"
-    width = next((size for word, size in MOMENTS.items() if re.search(rf"{word}[- ]{of}|{of} in {word}", said)), 4.0)
-    copy = 0.0 if UNMASTERED.search(said) else 2.0 if REMAINDER.search(said) else copy
-    return found | ({"gradient": 2.0, "summed": 2.0} if SUMS.search(said) else {}), copy, width
+    told, of = affirmed(said), r"(?:(?:adam\w*|optimizer) (?:moments|states?)|moments)"
+    width = next((size for word, size in MOMENTS.items() if re.search(rf"{word}[- ]{of}|{of} in {word}", told)), 4.0)
+    copy = 0.0 if UNMASTERED.search(said) else 2.0 if REMAINDER.search(told) else copy
+    narrow_sums = SUMS.search(told) and not re.search("fp32 main", told)
+    return found | ({"gradient": 2.0, "summed": 2.0} if narrow_sums else {}), copy, width
 
 
 def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> dict[str, float]:
