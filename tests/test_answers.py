@@ -151,11 +151,16 @@ def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
 
 
 def test_no_fewer_servers_are_enough() -> None:
-    asked = task(cluster="h100:8x1", batch=64)
-    each = whatif.explain.answer(replace(asked, cluster=read_cluster("h100:8x5")), 1).choices[0].tokens_per_s
-    nodes, choice = whatif.devices(asked, each * 86400 * 0.999, 1.0)
-    assert nodes == 5
-    assert choice.tokens_per_s == each
+    """480 sequences are shared by 8, 16 and 24 devices alike."""
+    asked = task(cluster="h100:8x1", batch=480)
+    speeds = [
+        whatif.explain.answer(replace(asked, cluster=read_cluster(f"h100:8x{n}")), 1).choices[0].tokens_per_s
+        for n in (1, 2, 3)
+    ]
+    assert speeds[2] > max(speeds[:2])
+    nodes, choice = whatif.devices(asked, speeds[2] * 86400 * 0.999, 1.0)
+    assert nodes == 3
+    assert choice.tokens_per_s == speeds[2]
 
 
 def test_the_nearest_plan_that_does_not_fit_says_what_it_lacks() -> None:

@@ -52,7 +52,7 @@ class FirstStep:
     def check(self, engine: Engine, part: Part) -> None:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
         model = engine.model
-        start, objects = kept.values(model), {id(x) for _, x in kept.tensors(model)}
+        start, objects = kept.values(model), [x for _, x in kept.tensors(model)]
         rows = few(part, engine.plan)
         data = to_device(take(part.data, 0, rows), engine.device)
         if rows == 1:
@@ -177,9 +177,10 @@ def _shifted(engine: Engine, data: Any, rows: int, names: list[str], start: kept
     return _run(engine, data, rows)
 
 
-def _made_anew(model: nn.Module, written: set[str], before: set[int]) -> set[str]:
+def _made_anew(model: nn.Module, written: set[str], before: list[torch.Tensor]) -> set[str]:
     """Buffers and attributes that a forward wrote into, or replaced."""
-    return written | {name for name, x in kept.tensors(model) if id(x) not in before}
+    known = {id(x) for x in before}
+    return written | {name for name, x in kept.tensors(model) if id(x) not in known}
 
 
 def _modes(model: nn.Module) -> list[bool]:

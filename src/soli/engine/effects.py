@@ -39,6 +39,7 @@ class Effects(TorchDispatchMode):
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__()
         self.model, self.plan = model, plan
+        self._kept = list(kept.tensors(model))
         self.before: dict[str, Tensor] = {}
         self.written: set[str] = set()
         self.absent: set[str] = set()
@@ -61,7 +62,7 @@ class Effects(TorchDispatchMode):
             if name not in self.before and any(_overlap(param, x) for x in written):
                 self.before[name] = param.detach().clone()
 
-        for name, tensor in kept.tensors(self.model) if written else ():
+        for name, tensor in self._kept if written else ():
             if name not in self.written and any(_overlap(tensor, x) for x in written):
                 self.written.add(name)
 

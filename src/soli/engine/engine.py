@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import Problem, SoliError, listed, raise_all
+from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
@@ -355,9 +355,7 @@ class Engine:
             self._take_step()
         self._count, self._norm, self._factor, self._seed_scale = 0.0, None, 1.0, 1.0
         self.step_count += 1
-        # what begins later than a forward was looked at is seen while there are few steps
-        if self.step_count & (self.step_count - 1) == 0:
-            same.agree_on_buffers(self)
+        same.agree_on_buffers(self)
         if self._watch is not None:
             self._watch.end(self)
 
@@ -490,11 +488,7 @@ class Engine:
     ) -> None:
         """Write a checkpoint that loads under any plan. `wait=False` returns once the values are copied."""
         self._finish_gathers()
-        if apart := same.buffers_apart(self):
-            text = (
-                f"buffers that are not the same on all ranks any more are saved as the first has them: {listed(apart)}"
-            )
-            events.note(text, shown=self.rank == 0)
+        same.say_buffers(self)
         states.save(self, Path(path), extra or {}, overwrite, wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def unchanged(model: nn.Module, tensors: bool = True) -> Iterator[None]:
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers, and tensors in attributes and in their lists and dicts, themselves, by the name of the buffer or attribute."""
     for name, value in _named(model):
-        yield from ((name, x) for x in (_inside(Held(value)) if _holds(value) else [value]) if isinstance(x, Tensor))
+        yield from ((name, x) for x in _inside(value, set()))
 
 
 def shift(model: nn.Module, names: Collection[str]) -> None:
@@ -185,9 +185,15 @@ def shift(model: nn.Module, names: Collection[str]) -> None:
                 tensor.add_(0.01 * (1 + tensor.abs()))
 
 
-def _inside(held: Held) -> Iterator[Any]:
-    for x, before in held.inside:
-        yield from _inside(before) if isinstance(before, Held) else [x]
+def _inside(x: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(x) in seen or len(seen) > MOST:
+        return
+    seen.add(id(x))
+    if _holds(x):
+        for one in x.values() if isinstance(x, dict) else x:
+            yield from _inside(one, seen)
+    elif isinstance(x, Tensor) and _comparable(x) and not isinstance(x, nn.Parameter):
+        yield x
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Value]]:
