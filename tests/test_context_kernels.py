@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -369,7 +369,10 @@ def test_ring_attention(pool: Pool, ranks: int) -> None:
 def test_rings_of_more_ranks(inner: int, outer: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on threads for ranks, with queues for what moves."""
     size = inner * outer
-    posts: dict[tuple[str, int, int], Queue[Tensor]] = defaultdict(Queue)
+    # all of them before: of two threads that both make one, a message is lost
+    posts: dict[tuple[str, int, int], Queue[Tensor]] = {
+        (axis, a, b): Queue() for axis in ("inner", "outer") for a in range(size) for b in range(size)
+    }
 
     def exchange(received: Tensor, sent: Tensor, axis: Axis, to: int, source: int, **_: object) -> Pending:
         here = axis.ranks[axis.index]
