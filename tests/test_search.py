@@ -201,7 +201,7 @@ def test_so_many_microbatches_are_of_each_replica(framework: str, batch: int) ->
         SMALL, "h100:8x2", batch=batch, seq=1024, framework=framework, fixed={"recompute": 0.0, "schedule": 0.0}
     )
     every = spaces(asked)
-    for parts in (1, 2, 8):
+    for parts in (1, 2, 8, 7)[: 4 if framework == "soli" else 3]:  # whose parts need not be equal
         found = search(asked.with_fixed({"microbatches": float(parts)}))
         assert set(found.points.microbatches) == {parts}
         at = np.flatnonzero((every.microbatches == parts) & (peaks(asked, every) <= asked.limit))
