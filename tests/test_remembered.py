@@ -186,3 +186,17 @@ def test_a_long_chain_of_objects_is_not_followed_to_its_end() -> None:
     loss = Remembering(counted)
     assert float(loss(torch.ones(3), None)[0]) == float(loss(torch.ones(3), None)[0]) == 3
     assert chain.calls == 0
+
+
+def test_tensors_that_cannot_be_compared_are_left_alone() -> None:
+    """A loss over a graph, whose matrix is sparse: it is no state, and a call leaves the counter beside it as it was."""
+    matrix, steps = torch.eye(3, dtype=torch.float64).to_sparse(), [0]
+
+    def loss(output: Tensor, batch: Any) -> Annealed:
+        steps[0] += 1
+        return torch.sparse.mm(matrix, output).sum() * steps[0], 3.0
+
+    remembering, output = Remembering(loss), torch.ones(3, 2, dtype=torch.float64)
+    assert [float(remembering(output, None)[0]) for _ in range(2)] == [6.0, 6.0]
+    assert steps == [0]
+    assert not remembering.by_rows

@@ -103,7 +103,7 @@ class FirstStep:
             changes = changes.in_state(model)
         apart, repeats = bool(parts) and not _adds_up(sums, engine), True
         if _anywhere(engine, apart, "whether losses do not add up"):
-            repeats = _same(_run(engine, data, rows), whole)
+            repeats = kept.same(_run(engine, data, rows), whole)
             kept.restore(model, before)
         engine.randomness.finish_probe()
         kept.restore(model, start)
@@ -132,12 +132,12 @@ def _idle(
     them before any forward, and with what several left."""
     model = engine.model
     kept.restore(model, start | kept.in_state(model, before))
-    first = _same(_run(engine, data, rows), whole)
+    first = kept.same(_run(engine, data, rows), whole)
     kept.restore(model, before)
     for _ in range(LATER):
         _run(engine, data, rows)
     kept.restore(model, kept.values(model) | kept.in_state(model, before))
-    return _same(_run(engine, data, rows), whole) and first
+    return kept.same(_run(engine, data, rows), whole) and first
 
 
 def _remembered(
@@ -155,7 +155,7 @@ def _remembered(
     aside = sorted(set(names) - kept.in_state(model, dict.fromkeys(names)).keys())
     count = int(extreme(len(aside), engine.mesh.all, "max", label="attributes that a forward writes"))
     alone = [_shifted(engine, data, rows, aside[i : i + 1], start) for i in range(count)]
-    idle = {name for name, loss in zip(aside, alone, strict=False) if _same(loss, whole)}
+    idle = {name for name, loss in zip(aside, alone, strict=False) if kept.same(loss, whole)}
     names = [name for name in names if name not in idle]
     _shifted(engine, data, rows, names, start)
     moved = [
@@ -224,11 +224,6 @@ def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
     return True
 
 
-def _same(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """NaN is as NaN: the step itself reports it."""
-    return all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
-
-
 def _counts_first(engine: Engine, data: Any, rows: int, whole: tuple[float, float]) -> bool | None:
     """Whether the model's own loss counts each row's first label, if it is not as was said. None: it is, or nothing tells."""
     loss = engine.loss_fn.function
@@ -237,7 +232,7 @@ def _counts_first(engine: Engine, data: Any, rows: int, whole: tuple[float, floa
 
     def same(labels: Any) -> bool:
         with kept.unchanged(engine.model):
-            return _same(_run(engine, labels, rows), whole)
+            return kept.same(_run(engine, labels, rows), whole)
 
     def moves(end: int | None) -> bool | None:
         """Whether other labels make another loss."""
@@ -257,9 +252,7 @@ def _counts_first(engine: Engine, data: Any, rows: int, whole: tuple[float, floa
 
 def _anywhere(engine: Engine, here: bool, label: str) -> bool:
     """Whether it is so on any rank."""
-    flag = torch.tensor(float(here))
-    all_reduce(flag, engine.mesh.all, "max", label=label)
-    return bool(flag)
+    return bool(extreme(float(here), engine.mesh.all, "max", label=label))
 
 
 def _adds_up(sums: list[tuple[float, float]], engine: Engine) -> bool:

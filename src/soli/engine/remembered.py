@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from soli.core.errors import SoliError, listed
 from soli.core.plan import Plan
 from soli.losses import LossFn
+from soli.parallel.kept import comparable, same
 
 MOST = 1000
 """Elements of a list or dict that is looked into, and places in all."""
@@ -60,7 +61,7 @@ class Remembering:
             self._compare(_changed(before))
             if self.by_rows and isinstance(result, tuple) and not self.matters:
                 _give(before, self.by_rows)
-                self.matters = not _alike(self.function(output, batch)[0], result[0])
+                self.matters = not same(self.function(output, batch)[0], result[0])
             return result
         finally:
             _give(before)
@@ -68,7 +69,7 @@ class Remembering:
     def _compare(self, found: dict[str, Any]) -> None:
         """Every call begins alike: what ends otherwise was changed by its rows."""
         for name, value in found.items():
-            if not _alike(self.kept.setdefault(name, value), value):
+            if not same(self.kept.setdefault(name, value), value):
                 self.by_rows.add(name)
 
     def explain(self, plan: Plan) -> None:
@@ -174,7 +175,7 @@ def _changed(places: list[Place]) -> dict[str, Any]:
 
 def _moved(place: Place) -> dict[str, Any]:
     before = place.before
-    return {n: v for n, v in place.held().items() if n not in before or not _alike(v, before[n])}
+    return {n: v for n, v in place.held().items() if n not in before or not same(v, before[n])}
 
 
 def _give(places: list[Place], out: Container[str] = ()) -> None:
@@ -197,7 +198,7 @@ def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         return
     seen.add(id(x))
     inner: dict[Any, Any] = {}
-    if isinstance(x, Tensor) and not x.is_meta and x.numel() <= LARGEST:
+    if isinstance(x, Tensor) and comparable(x) and x.numel() <= LARGEST:
         yield name, x
     elif isinstance(x, functools.partial):
         inner = {"": x.func} | dict(enumerate(x.args)) | x.keywords
@@ -234,14 +235,3 @@ def _own(module: str | None) -> bool:
         return False
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return file is None or not file.startswith(LIBRARIES)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Numbers and tensors by their values, all else by what it is."""
-    if a is b:
-        return True
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
-    return type(a) is type(b) and isinstance(a, int | float | str) and (a == b or (a != a and b != b))

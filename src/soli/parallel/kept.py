@@ -63,7 +63,7 @@ def _held(x: Any, seen: dict[int, Any]) -> Any:
         return x
     if _holds(x):
         return Held(x, seen)
-    if isinstance(x, Tensor) and _comparable(x) and not isinstance(x, nn.Parameter):
+    if isinstance(x, Tensor) and comparable(x) and not isinstance(x, nn.Parameter):
         seen[id(x)] = x
         return x.detach().clone()
     return x
@@ -85,7 +85,7 @@ def _holds(x: Any) -> bool:
     return type(x) in FOLLOWED and len(x) <= MOST
 
 
-def _comparable(x: Tensor) -> bool:
+def comparable(x: Tensor) -> bool:
     """Whether it has values here that can be compared: no sparse one, none of 8-bit floats, none of another stage."""
     plain = x.layout == torch.strided and not x.is_nested and not x.is_meta
     return plain and (x.dtype.itemsize > 1 or x.dtype in (torch.bool, torch.uint8, torch.int8))
@@ -154,7 +154,7 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
         for key in own - _OF_TORCH:
             name, value = _path(path, key), vars(module).get(key)
             stays = _elsewhere(value) or (_of_tensors(value) and not tensors)
-            if name in before and not stays and not same(before[name], _copy(value)):
+            if name in before and not stays and not same(before[name], Held(value) if _holds(value) else value):
                 vars(module)[key] = _copy(before[name])
 
 
@@ -192,12 +192,12 @@ def _inside(x: Any, seen: set[int]) -> Iterator[Tensor]:
     if _holds(x):
         for one in x.values() if isinstance(x, dict) else x:
             yield from _inside(one, seen)
-    elif isinstance(x, Tensor) and _comparable(x) and not isinstance(x, nn.Parameter):
+    elif isinstance(x, Tensor) and comparable(x) and not isinstance(x, nn.Parameter):
         yield x
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Value]]:
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta or _comparable(buffer))
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta or comparable(buffer))
     for path, module in model.named_modules():
         for key, value in _attributes(module):
             yield _path(path, key), value
@@ -229,8 +229,8 @@ def _attributes(module: nn.Module) -> list[tuple[str, Value]]:
 def _whole(value: Any) -> bool:
     """A tensor with values, or a plain tuple of them."""
     if type(value) is tuple and value:
-        return all(isinstance(one, Tensor) and _comparable(one) for one in value)
-    return isinstance(value, Tensor) and _comparable(value)
+        return all(isinstance(one, Tensor) and comparable(one) for one in value)
+    return isinstance(value, Tensor) and comparable(value)
 
 
 def _hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -300,17 +300,18 @@ def _differing(found: list[dict[str, Value]]) -> set[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values as they were copied are the same; NaN is as NaN."""
+    """Whether two values are the same: numbers, words and tensors by their values, lists and tuples of them, all else by what it is; NaN
+    is as NaN. Of what modules keep, and loss functions (engine/remembered.py)."""
     if a is b:
         return True
     if isinstance(a, Held) or isinstance(b, Held):
         return isinstance(a, Held) and isinstance(b, Held) and a.same(b)
-    if isinstance(a, tuple) and isinstance(b, tuple):
+    if isinstance(a, tuple | list) and isinstance(b, type(a)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype or not (_comparable(a) and _comparable(b)):
+        if a.shape != b.shape or a.dtype != b.dtype or not (comparable(a) and comparable(b)):
             return False
         if torch.equal(a, b) or not a.is_floating_point():
             return torch.equal(a, b)
         return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
-    return type(a) is type(b) and isinstance(a, int | float | str) and a == b
+    return type(a) is type(b) and isinstance(a, int | float | str) and (a == b or (a != a and b != b))

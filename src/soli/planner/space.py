@@ -125,7 +125,9 @@ def layouts(task: Task) -> Table:
     if parts and "microbatch" not in fixed:
         table["microbatch"] = np.ceil(task.batch / (table["dp"] * parts))
     taken = table["dp"] * table["microbatch"]
-    kept = (taken <= task.batch) & (np.ceil(task.batch / taken) == (parts or np.ceil(task.batch / taken)))
+    kept = taken <= task.batch
+    if parts:
+        kept &= np.ceil(task.batch / taken) == parts
     kept &= table["microbatch"] % (table["rows"] ** np.where(table["tensor"] == CUBE, 2, 1)) == 0
     kept &= (table["sp"] == 0) | (table["tensor"] == LINE) & (
         (table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0)
