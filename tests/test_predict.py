@@ -243,7 +243,7 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
     assert "says 'memory', which no cluster has" in read(ROW | {"gpu": str(file)}).refused[0]
     assert "cannot be read" in read(ROW | {"gpu": f"{file}.toml"}).refused[0]
     assert (
-        'describe it in a file mine.toml and write that into gpu: like = "h800"'
+        'describe it in a file, and write its name, mine.toml, into gpu: like = "h800"'
         in read(ROW | {"gpu": "h900"}).refused[0]
     )
 

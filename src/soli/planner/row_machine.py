@@ -35,9 +35,8 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
             return None
     one, size = device(said)
     if one is None:
-        problem = unknown(said)
-        fix = problem.fix.replace(", --cluster mine.toml", " mine.toml and write that into gpu")
-        found.refused.append(f"{problem.what}; {problem.allowed}; {fix}")
+        problem = unknown(said, "and write its name, mine.toml, into gpu")
+        found.refused.append(f"{problem.what}; {problem.allowed}; {problem.fix}")
         return None
     odd = [
         form
@@ -54,9 +53,8 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
 def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -> dict[str, float]:
     """What a row says of servers and of what joins them, where it differs from the device's usual one."""
     cell, gpu = text(row, "interconnect"), text(row, "gpu")
-    told = re.match(
-        r"(\d+) (?:nodes?|servers?|machines)\b(?! *(?:per|of|with|in|a)\b)", cell
-    )  # "2 nodes, 25 Gbit/s Ethernet"
+    # "2 nodes, 25 Gbit/s Ethernet"
+    told = re.match(r"(\d+) (?:nodes?|servers?|machines)\b(?! *(?:per|of|with|in|a)\b)", cell)
     nodes = said["nodes"] or 0.0
     if told and said["gpus"] and said["gpus"] % float(told[1]) == 0 and not interconnect.server(f"{cell} {gpu}"):
         nodes = nodes or float(told[1])

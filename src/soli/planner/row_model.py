@@ -20,6 +20,7 @@ UNGATED = re.compile(
     r"|\b(?:2|two)[ -]matri(?:x|ces)[ -](?:mlp|ffn)|squared[ -]relu|relu\^?2",
     re.I,
 )
+"""MLPs without a gate, of models whose family mostly has one."""
 SECOND_TORCH = re.compile(r"torch\.?[ -]?compile|torch[ =]*2\.|nano-?gpt")
 """torch of 2023 and later, whose own attention takes a kernel."""
 LONG = 2048.0

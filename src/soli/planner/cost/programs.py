@@ -30,6 +30,7 @@ EARLY = re.compile(r"(?i)torch 1\.|^triton|triton[- ](?:flash|att)|att\w*\W+trit
 LATE = re.compile(
     r"(?i)(?<![a-z])fa-?[34]\b|flash[- ]?att(?:entio)?n?[- ]?[34]\b|^cudnn\b|cudnn[ -]?(?:att|sdpa|flash)|transformer[ _]?engine"
 )
+"""Kernels that are made for a generation, of programs that otherwise take the second."""
 
 UNFUSED = ("fsdp", "soli")
 PLAIN = re.compile(r"\bhf\b|hugging ?face|(?<!megatron )transformers\b|py-?torch")

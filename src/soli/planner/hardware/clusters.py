@@ -27,7 +27,7 @@ from soli.planner.hardware.networks import joined
 
 SHORT = re.compile(r"([^:@]+?)(?::(\d+)(?:x(\d+))?)?(?:@(.+))?")
 WORDS = ("like", "name", "source", "generation", "nodes", "network", "tflops", *NUMBERS)
-DESCRIBE = 'describe it in a file, --cluster mine.toml: like = "{}", and the fields that differ (soli hardware --help)'
+DESCRIBE = 'describe it in a file, {}: like = "{}", and the fields that differ (soli hardware --help)'
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def _joined(device: Device, network: str) -> tuple[Device, list[Problem]]:
     return joined(device, [name.strip() for name in network.split(",")] if network else [])
 
 
-def unknown(name: str) -> Problem:
-    """What to say of a device that the table has not."""
+def unknown(name: str, given: str = "--cluster mine.toml") -> Problem:
+    """What to say of a device that the table has not. `given`: how a file is, that describes one."""
     every = [word for device in devices().values() for word in (device.name, *device.aliases)]
     near = difflib.get_close_matches(name.lower(), every, n=3, cutoff=0.3)
     known = dict.fromkeys(device.name for word in near if (device := named(word)))
@@ -85,7 +85,7 @@ def unknown(name: str) -> Problem:
         f"no device '{name}' is known",
         got=name,
         allowed=("the nearest are " + ", ".join(known) if known else ", ".join(devices())),
-        fix=DESCRIBE.format(next(iter(known), "h100")),
+        fix=DESCRIBE.format(given, next(iter(known), "h100")),
     )
 
 
