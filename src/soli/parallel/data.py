@@ -105,8 +105,8 @@ def distribute(
             become(param, _values(param, names[0]).to(device))
     _place_buffers(model, device)
     sweep()
-    reducer, gatherer = Reducer(ordered, mesh["tp"]), Gatherer(root, found, mesh.all)
-    reducer.on_complete.append(gatherer.grads_complete)
+    reducer = Reducer(ordered, mesh["tp"])
+    gatherer = Gatherer(root, found, mesh.all, reducer)
     return DataParallel(units, reducer, gatherer, plain, portions, absent)
 
 

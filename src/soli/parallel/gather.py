@@ -2,8 +2,10 @@
 
 Blocks are gathered in one fixed order on every rank: `order` forward, its reverse backward. A rank that
 enters a block first joins the gathers of all blocks before it, whether it computes them or not, so ranks
-whose data takes different paths through the model still issue the same collectives. The order is the one
-of registration, and from the second step on the one in which rank 0 ran the blocks. What belongs to no
+whose data takes different paths through the model still issue the same collectives. In the backward the sums of
+gradients have their places between the gathers: a block's before the gather of the second block after it,
+also on a rank that has no gradient of it, since a rank waits for either with the other unissued. The order is the one
+of registration, and from the first forward on the one in which rank 0 ran the blocks. What belongs to no
 block (embeddings, heads, whatever is tied across blocks) is gathered once a step and kept.
 
 Why not FSDP2: see parallel/data.py.
@@ -11,6 +13,7 @@ Why not FSDP2: see parallel/data.py.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -19,8 +22,12 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from soli.core.events import events
-from soli.mesh.collectives import Axis, Pending, all_gather, broadcast
+from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce, broadcast
+from soli.parallel.reduce import Reducer
 from soli.parallel.units import Unit
+
+BEGUN, OVER = sys.maxsize, -1
+"""Numbers of nodes before and after all of a backward: autograd numbers them as the forward makes them, and runs the last made first."""
 
 
 class Block:
@@ -30,6 +37,7 @@ class Block:
         self.name, self.module, self.units = name, module, units
         self.pending: list[Pending] | None = None
         self.runs = 0
+        self.first = OVER  # the lowest number of what its runs' backward begins with
         self.repeats = False  # runs more than once a forward: kept until the pass ends
         self.waiting_grads = 0
 
@@ -41,13 +49,18 @@ class Block:
         for unit in self.units:
             unit.release()
 
+    def is_past(self, node: int) -> bool:
+        """Whether its backward is behind one that comes to this node, or there is none."""
+        return not self.runs or node == OVER or self.first > node
+
 
 class Gatherer:
     """The blocks of a model under ZeRO-3. The root comes first and has no module of its own to wait for."""
 
-    def __init__(self, root: Block, blocks: list[Block], world: Axis) -> None:
+    def __init__(self, root: Block, blocks: list[Block], world: Axis, reducer: Reducer) -> None:
         self.root, self.order = root, list(blocks)
-        self.world = world
+        self.world, self.reducer = world, reducer
+        reducer.on_complete.append(self.grads_complete)
         self.phase = "idle"
         self.keep_last = False
         self._cursor = 0
@@ -61,15 +74,15 @@ class Gatherer:
     # --- one pass -------------------------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> None:
-        self.phase, self.keep_last, self._cursor = "forward", training, 0
+        self.phase, self.keep_last, self._cursor, self._ran = "forward", training, 0, []
         for block in self.order:
-            block.runs = 0
+            block.runs, block.first = 0, OVER
         self._issue(self.root)
         self._wait(self.root)
 
     def end_forward(self) -> None:
         """Join the gathers of blocks that this rank did not run; keep what backward starts with."""
-        self._issue_until(len(self.order))
+        self._join(len(self.order))
         for block in self.order:
             self._wait(block)
             if not (self.keep_last and block is self.order[-1]):
@@ -85,14 +98,13 @@ class Gatherer:
             self._wait(block)
 
     def begin_backward(self) -> None:
-        self.phase, self._cursor = "backward", len(self.order) - 1
+        self.phase, self._cursor = "backward", len(self.order)
         for block in self.order:
             block.waiting_grads = sum(unit.trainable for unit in block.units)
-        if self.order and self.order[-1].gathered:
-            self._cursor -= 1
 
     def end_backward(self) -> None:
-        self._issue_until(-1, -1)
+        """Join the gathers and sums of blocks that this rank's backward did not come to."""
+        self._come_back(0, OVER)
         self.end_pass()
 
     def end_pass(self) -> None:
@@ -113,14 +125,14 @@ class Gatherer:
 
     def _enter(self, block: Block) -> None:
         if self.phase == "backward":  # recomputation of its forward
-            self._enter_backward(block)
+            self._enter_backward(block, BEGUN)
         elif self.phase == "forward":
             if block not in self.order[: self._cursor]:
-                self._issue_until(self.order.index(block) + 1)
+                self._join(self.order.index(block) + 1)
             elif not block.gathered and block.pending is None:
                 self._issue(block)  # a block that runs again; every rank runs it again
                 self._note_repeat(block)
-            self._issue_until(min(self._cursor + 1, len(self.order)))  # one ahead, while this one computes
+            self._join(min(self._cursor + 1, len(self.order)))  # one ahead, while this one computes
             self._wait(block)
             block.runs += 1
             if block.runs == 1:
@@ -131,27 +143,47 @@ class Gatherer:
             return
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for node in _first_of_backward(tensors):
-            node.register_prehook(lambda gradients, b=block: self._enter_backward(b))
+            number = node._sequence_nr()
+            block.first = number if block.first == OVER else min(block.first, number)
+            node.register_prehook(lambda gradients, b=block, n=number: self._enter_backward(b, n))
         if not block.repeats and not (self.keep_last and block is self.order[-1]):
             block.release()
 
-    def _enter_backward(self, block: Block) -> None:
+    def _enter_backward(self, block: Block, node: int) -> None:
+        """The backward comes to a block by a node of this number."""
         if self.phase != "backward":
             return
         place = self.order.index(block)
         for later in self.order[place + 1 :]:
-            if later.waiting_grads == 0 and later.gathered:
+            if later.waiting_grads == 0 and later.gathered and later.is_past(node):
                 later.release()
-        self._issue_until(max(min(self._cursor, place - 1) - 1, -1), -1)  # one ahead here too
+        self._come_back(place, node)
         self._wait(block)
 
     # --- gathers --------------------------------------------------------------------------------------
 
-    def _issue_until(self, stop: int, step: int = 1) -> None:
-        """Join the gathers that are left before number `stop` of the order, which is walked by `step`."""
-        while self._cursor != stop:
-            self._issue(self.order[self._cursor])
-            self._cursor += step
+    def _join(self, stop: int) -> None:
+        """Join the gathers of a forward that are left before number `stop` of the order."""
+        for block in self.order[self._cursor : stop]:
+            self._issue(block)
+        self._cursor = max(self._cursor, stop)
+
+    def _come_back(self, place: int, node: int) -> None:
+        """Go back to a place of the order, by what every rank issues at each step, whichever blocks it has gradients of: the sum of the block
+        before, this one's gather, and one ahead."""
+        for at in range(self._cursor - 1, place - 1, -1):
+            before = self.order[at + 1 : at + 2]
+            if before and before[0].is_past(node) and not before[0].repeats:
+                self._close(before[0])
+            for block in reversed(self.order[max(at - 1, 0) : at + 1]):
+                self._issue(block)
+        self._cursor = min(self._cursor, place)
+
+    def _close(self, block: Block) -> None:
+        """There is no more gradient of a block to come."""
+        for unit in block.units:
+            if unit.trainable:
+                self.reducer.close(unit)
 
     def _issue(self, block: Block) -> None:
         if block.gathered or block.pending is not None:
@@ -178,17 +210,30 @@ class Gatherer:
         events.emit("note", text=text)
 
     def _agree_on_order(self) -> None:
-        """After the first forward: the order in which rank 0 ran the blocks, those it did not run last."""
-        if self._ordered or not self._ran:
+        """After the first forward in which rank 0 ran blocks: their order there, those it did not run last. Sums go in the backward's order, those
+        of blocks that run more than once on any rank at the end; and all of them where ranks run blocks in other orders."""
+        if self._ordered or not self.order:
             return
         place = {id(block): i for i, block in enumerate(self.order)}
         rest = [block for block in self.order if block not in self._ran]
         mine = torch.tensor([place[id(block)] for block in [*self._ran, *rest]])
+        mine = mine if self._ran else torch.full_like(mine, -1)
         broadcast(mine, self.world, label="order of the blocks")
+        if mine[0] < 0:
+            return
         if self.keep_last and self.order[-1].gathered:
             self.order[-1].release()
         self.order = [self.order[i] for i in mine.tolist()]
         self._ordered = True
+        places = [self.order.index(block) for block in self._ran]
+        told = torch.tensor([*(block.repeats for block in self.order), places != sorted(places)]).long()
+        all_reduce(told, self.world, "max", label="blocks that repeat, or go in other orders")
+        *repeats, crossed = told.tolist()
+        for block, more in zip(self.order, repeats, strict=True):
+            block.repeats = bool(more)
+        back = sorted(reversed(self.order), key=lambda block: block.repeats)
+        self.reducer.reorder([unit for block in [*back, self.root] for unit in reversed(block.units)])
+        self.reducer.early = not crossed
 
 
 def _first_of_backward(outputs: list[Tensor]) -> set[Node]:

@@ -7,7 +7,7 @@ so ranks that use different parameters never wait for each other in different pl
 microbatches nothing is sent before the last.
 
 Under sequence parallelism a norm's gradient on one rank of tp is a part of a sum. These parts are kept beside the
-buffer; when the unit is complete they are summed over tp, all at once, and the unit is sent when the next is complete.
+buffer; when the unit is complete they are summed over tp, all at once. Under tp a unit is sent when the next is complete.
 """
 
 from __future__ import annotations
@@ -35,25 +35,31 @@ class Reducer:
         self.units = [unit for unit in units if unit.trainable]
         self._unit_of: dict[int, tuple[int, Slot]] = {}
         self._missing: list[int] = []
+        self.early = True  # units are sent while the backward goes on
         self._next = 0
         self._last = False
         self._flying: deque[tuple[Unit, Pending]] = deque()
         self._parts: dict[int, Tensor | None] = {}  # of sums over tp, by the parameter's id
-        self._summing: tuple[Unit, list[Slot], Tensor, Pending] | None = None
+        self._summing: tuple[Unit, list[Slot], Tensor, Pending | None] | None = None
         self.on_complete: list = []  # called with a unit once its own gradients are all there
         self._places: dict[int, Tensor] = {}  # of gradients in buffers that are kept, by the parameter's id
         arrive = _weakly(self.arrive)
-        for number, unit in enumerate(self.units):
+        self.reorder(self.units)
+        for unit in self.units:
             if unit.zero < 2:  # kept from step to step
                 axis = unit.shard_axis if unit.shard_axis.size > 1 else unit.replicate_axis
                 unit.grad = allocate(unit.padded, unit.dtype, unit.slots[0].param.device, axis)
                 unit.grad[unit.numel :].zero_()
                 self._places |= {id(s.param): _place(unit.grad, s) for s in unit.slots}
             for slot in unit.slots:
-                self._unit_of[id(slot.param)] = (number, slot)
                 slot.param.register_post_accumulate_grad_hook(arrive)
                 slot.param._laid = True  # type: ignore[attr-defined]
         self._seen: set[int] = set()
+
+    def reorder(self, units: list[Unit]) -> None:
+        """Between steps: the order in which backward completes them is another one."""
+        self.units = [unit for unit in units if unit.trainable]
+        self._unit_of = {id(slot.param): (number, slot) for number, unit in enumerate(self.units) for slot in unit.slots}
 
     def begin_step(self) -> None:
         self._parts.clear()
@@ -104,11 +110,21 @@ class Reducer:
         if id(param) not in self._seen:
             self._seen.add(id(param))
             self._missing[number] -= 1
-        if self._missing[number] == 0:
-            if self._last:
-                self._launch_ready()
-            for call in self.on_complete:
-                call(unit)
+            if self._missing[number] == 0:
+                self._complete(unit)
+
+    def close(self, unit: Unit) -> None:
+        """No more gradient of a unit will come in this backward."""
+        number = self._unit_of[id(unit.slots[0].param)][0]
+        if self._missing[number] > 0:
+            self._missing[number] = 0
+            self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        if self._last and self.early:
+            self._launch_ready()
+        for call in self.on_complete:
+            call(unit)
 
     def expect_parts(self, param: nn.Parameter) -> None:
         """In the forward: the gradient of a parameter, or some of it, will come as parts of a sum over tp."""
@@ -138,7 +154,10 @@ class Reducer:
                 grad[slot.start : slot.stop].zero_()
         slots = [slot for slot in unit.slots if id(slot.param) in self._parts]
         if not slots:
-            self._send(unit)
+            if self.tensor_axis.size > 1:  # as others do, whose rows may have taken other paths
+                self._summing = unit, [], grad[:0], None
+            else:
+                self._send(unit)
             return
         parts = [self._parts.pop(id(slot.param)) for slot in slots]
         zeros = grad.new_zeros
@@ -152,7 +171,8 @@ class Reducer:
         if self._summing is None:
             return
         (unit, slots, flat, pending), self._summing = self._summing, None
-        pending.wait()
+        if pending is not None:
+            pending.wait()
         for slot, total in zip(slots, flat.split([slot.numel for slot in slots]), strict=True):
             self._buffer(unit)[slot.start : slot.stop].add_(total)
         self._send(unit)

@@ -1,0 +1,132 @@
+"""Many blocks under ZeRO-3, of which ranks have other gradients: what each waits for is issued by the others in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cases import STEPS, _tokens
+from pool import Pool
+from soli import losses, parallelize
+from soli.models.gpt import GPT, GPTConfig
+from soli.verify.parity import BOUND, Case, adamw, check
+
+BLOCKS = 7
+
+
+def deep(rows: int, counted: slice) -> Any:
+    """A GPT; of some rows no target counts."""
+    torch.manual_seed(11)
+    model = GPT(GPTConfig(vocab=29, context=7, dim=12, layers=BLOCKS, heads=3, dropout=0.0, tied=True))
+    batches = [_tokens(rows, 7, seed=i) for i in range(STEPS)]
+    for batch in batches:
+        kept = batch["targets"][counted].clone()
+        batch["targets"][:] = losses.IGNORE
+        batch["targets"][counted] = kept
+    return model, losses.cross_entropy("targets"), batches
+
+
+class Layer(nn.Module):
+    """A block of two experts: rows choose one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor, second: Tensor) -> Tensor:
+        y = self.norm(x)
+        for number, expert in enumerate(self.experts):
+            chosen = second == bool(number)
+            if chosen.any():
+                x = x + torch.where(chosen[:, None], torch.tanh(expert(y)), 0.0)
+        return x
+
+
+class Chosen(nn.Module):
+    """Rows say which blocks they go through, in which order, how often, and to which expert of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(Layer() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor, way: Tensor, second: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for step in range(way.shape[1]):
+            for number in dict.fromkeys(way[:, step].tolist()):
+                here = way[:, step] == number
+                if number >= 0:
+                    x = torch.where(here[:, None], self.layers[number](x, second), x)
+        return x
+
+
+def chosen(ways: list[list[int]], second: list[bool]) -> Any:
+    """Four rows go each of two ways, which are as long."""
+    torch.manual_seed(7)
+    model, generator, batches = Chosen(), torch.Generator().manual_seed(2), []
+    for _ in range(STEPS):
+        x, t = (torch.randn(8, 6, generator=generator).double() for _ in range(2))
+        way = torch.tensor(ways).repeat_interleave(4, 0)
+        batches.append({"x": x, "targets": t, "way": way, "second": torch.tensor(second)})
+    return model, losses.mse("targets"), batches
+
+
+ALL = list(range(BLOCKS))
+SAME = [False, True] * 4
+KINDS: dict[str, Callable[[], Any]] = {
+    "no targets on rank 0": partial(deep, 8, slice(4, None)),
+    "no targets on rank 1": partial(deep, 8, slice(4)),
+    "rows for fewer microbatches": partial(deep, 5, slice(None)),
+    "later blocks, earlier ones": partial(chosen, [[3, 4, 5, 6], [0, 1, 2, -1]], SAME),
+    "earlier blocks, later ones": partial(chosen, [[0, 1, 2, -1], [3, 4, 5, 6]], SAME),
+    "every second block": partial(chosen, [[0, 2, 4, 6], [1, 3, 5, -1]], SAME),
+    "an expert fewer on rank 0": partial(chosen, [ALL, ALL], [False] * 4 + [False, True] * 2),
+    "an expert fewer on rank 1": partial(chosen, [ALL, ALL], [False, True] * 2 + [True] * 4),
+    "no block on rank 0": partial(chosen, [[-1] * BLOCKS, ALL], SAME),
+    "no block on rank 1": partial(chosen, [ALL, [-1] * BLOCKS], SAME),
+    "backwards on rank 1": partial(chosen, [ALL, ALL[::-1]], SAME),
+    "twice each": partial(chosen, [ALL + ALL, ALL + ALL], SAME),
+    "some twice": partial(chosen, [[0, 1, 1, 2, 3, 4, 5, 5], [0, 1, 1, 5, 5, 6, -1, -1]], SAME),
+}
+PLANS = ("dp=2,zero=3,accumulate=4", "dp=2,zero=3,recompute=full", "dp=2,tp=2,sp=on,zero=3")
+
+
+def one(kind: str, plan: str, ranks: int):
+    return check(Case(kind, KINDS[kind], adamw), plan, ranks)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_other_gradients_wait_for_none(pool: Pool, kind: str, plan: str) -> None:
+    ranks = 4 if "tp" in plan else 2
+    for row in pool.run(one, kind, plan, ranks, ranks=ranks):
+        assert row.worst <= BOUND, row
+
+
+def looked_at_first() -> tuple[float, float]:
+    """An evaluation of fewer rows than ranks before the first step, and then one step."""
+    model, loss_fn, batches = KINDS["rows for fewer microbatches"]()
+    model = model.double()
+    with torch.no_grad():
+        row = {name: value[:1] for name, value in batches[0].items()}
+        expected = F.cross_entropy(model(row["tokens"]).flatten(0, 1), row["targets"].flatten())
+    engine = parallelize(model, loss_fn, optimizer=adamw, plan="dp=2,zero=3")
+    found = engine.evaluate(engine.batches([row_of(row)], 2, shuffle=False, name=None))
+    engine.step(batches[0])
+    return found, float(expected)
+
+
+def row_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[0] for name, value in batch.items()}
+
+
+def test_a_rank_without_rows_learns_the_order_of_blocks(pool: Pool) -> None:
+    for found, expected in pool.run(looked_at_first, ranks=2):
+        assert found == pytest.approx(expected, rel=1e-12)
