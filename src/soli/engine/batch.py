@@ -7,6 +7,7 @@ into microbatches; sizes differ by at most one row, so a ragged batch trains as 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,11 @@ def few(part: Part, plan: Plan) -> int:
     return min(part.rows, max(-(-part.rows // (plan.accumulate * plan.microbatches)), 2))
 
 
+def as_dict(batch: Any) -> Any:
+    """The batch; of a mapping that is no dict (transformers' BatchEncoding) a dict, whose tensors can be found."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
 def part_of(batch: Any, ranks: int, index: int) -> Part:
     """The rows of a global batch that rank number `index` of the dp axis computes."""
     if isinstance(batch, Part):
@@ -135,7 +141,9 @@ class Caller:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        parameters = inspect.signature(model.forward).parameters
+        parameters = inspect.signature(
+            getattr(model, "_orig_mod", model).forward
+        ).parameters  # torch.compile's has *args
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self.named = [name for name, p in parameters.items() if p.kind in kinds]
         rest = [p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]

@@ -19,7 +19,7 @@ from soli.engine import state as states
 from soli.engine.batch import Caller, Part, few, take, to_device
 from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
-from soli.mesh.collectives import Axis, raise_together
+from soli.mesh.collectives import raise_together
 from soli.parallel.lift import lifted
 from soli.parallel.statistics import Statistics
 
@@ -68,7 +68,7 @@ def _totals(engine: Engine, model: nn.Module, data: Any, rows: int) -> list[floa
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = tree_map(lambda x: x.flip(0) if isinstance(x, Tensor) and x.dim() else x, data)
     cut = rows // 2
-    norms = Statistics(model, engine.plan, Axis("alone"))
+    norms = Statistics(model, engine.plan, None)
     halves = (take(data, 0, cut), cut, True), (take(data, cut, rows), rows - cut, True)
     wholes = (data, rows, False), (turned, rows, False), (data, rows, False)
     return [_total(engine, model, norms, *piece) for piece in (wholes[0], *halves, *wholes[1:])]

@@ -1,13 +1,14 @@
 """The order of the data, and what samples draw: a function of (seed, epoch, number), never of the plan.
 
 A global batch is a run of consecutive samples of that order; each rank loads its own rows of it. The
-position is part of a checkpoint, so a resumed run goes on with the very next batch, under any plan.
+position of a stream with a name is part of a checkpoint, so a resumed run goes on with the very next batch, under any
+plan; and it is kept from call to call, so a loop that asks for an epoch at a time gets one after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -15,17 +16,21 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from soli.core.errors import SoliError
+from soli.core.events import events
 from soli.core.layout import even_parts
-from soli.engine.batch import Part
+from soli.engine.batch import Part, as_dict
 from soli.parallel import generators
 
 
 @dataclass
 class Position:
-    """Where a stream of batches stands: the next batch is number `batch` of epoch `epoch`."""
+    """Where a stream of batches stands: the next batch is number `batch` of epoch `epoch`, where batches are of so many samples
+    (0: not begun) of a dataset of so many (0: it has no length)."""
 
     epoch: int = 0
     batch: int = 0
+    global_batch: int = 0
+    size: int = 0
 
 
 @dataclass
@@ -35,14 +40,36 @@ class Order:
     global_batch: int
     seed: int
     shuffle: bool
-    epochs: int
+    epochs: int | None  # None: the rest of the one that it stands in
     ranks: int
     index: int
     position: Position = field(default_factory=Position)
+    name: str | None = None
+    first: bool = True  # whether this rank says what there is to say
+    size: int = 0  # samples of an epoch; 0: nobody knows
 
 
-def batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int) -> Iterator[Part]:
+class Stream(Iterator[Part]):
     """This rank's part of each global batch, from the position on; the position moves as they are yielded."""
+
+    def __init__(self, dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int) -> None:
+        collated = collate or default_collate
+        self._make = lambda order: _batches(dataset, order, lambda samples: as_dict(collated(samples)), workers)
+        self.order = order
+        _check(dataset, order)
+        self._parts: Iterator[Part] | None = None
+
+    def __next__(self) -> Part:
+        if self._parts is None:
+            self._parts = self._make(_until(self.order))
+        return next(self._parts)
+
+    def anew(self) -> Iterator[Part]:
+        """All of it, from the beginning, wherever it stands; it stays where it stands."""
+        return self._make(_until(replace(self.order, position=Position())))
+
+
+def _check(dataset: Any, order: Order) -> None:
     if order.global_batch < order.ranks:
         raise SoliError(
             "the global batch is smaller than the number of data-parallel ranks",
@@ -50,7 +77,7 @@ def batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | No
             allowed=f"{order.ranks} or more",
             everywhere=True,
         )
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if _is_stream(dataset):
         if order.shuffle:
             raise SoliError(
                 "a stream cannot be shuffled by soli: it has no length and no samples by number",
@@ -58,31 +85,77 @@ def batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | No
                 fix="pass shuffle=False (and shuffle in the stream), or give a map-style dataset",
                 everywhere=True,
             )
-        return _stream(dataset, order, collate or default_collate)
-    if len(dataset) == 0:
+    elif len(dataset) == 0:
         raise SoliError("the dataset is empty", got=f"{type(dataset).__name__} of length 0", everywhere=True)
-    return _by_number(dataset, order, collate or default_collate, workers)
+    order.size = 0 if _is_stream(dataset) else len(dataset)
+
+
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def _until(order: Order) -> Order:
+    """The order with the epochs that are to be through at its end."""
+    at = order.position
+    if order.epochs is None:
+        return replace(order, epochs=at.epoch + 1)
+    if at.epoch >= order.epochs:
+        text = f"the stream '{order.name}' has {at.epoch} epochs behind it, and epochs={order.epochs} are asked for: nothing is left"
+        events.note(text, shown=order.first)
+    return order
+
+
+def _goes_on(order: Order) -> bool:
+    """Whether an epoch is left. SoliError where the stream stands in the midst of one of other batches."""
+    at = order.position
+    if at.batch and at.global_batch and (at.global_batch, at.size) != (order.global_batch, order.size):
+        read = at.batch * at.global_batch
+        if at.size != order.size or read % order.global_batch:
+            raise SoliError(
+                f"the stream '{order.name}' stands in the midst of an epoch of other batches: its position would be of other samples",
+                got=f"batch {at.batch} of {at.global_batch} of {at.size or 'some'} samples, and now {order.global_batch} of {order.size or 'some'}",
+                allowed="the same dataset, and batches of which the samples that were read are a multiple",
+                fix="another name= for another dataset (name=None: from the beginning each time), or the batches of before until the epoch ends",
+                everywhere=True,
+            )
+        at.batch = read // order.global_batch
+    at.global_batch, at.size = order.global_batch, order.size
+    return order.epochs is not None and at.epoch < order.epochs
+
+
+def _batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any], workers: int) -> Iterator[Part]:
+    if _is_stream(dataset):
+        return _stream(dataset, order, collate)
+    return _by_number(dataset, order, collate, workers)
 
 
 def _by_number(
     dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]], Any], workers: int
 ) -> Iterator[Part]:
-    size, drawing = len(dataset), _Drawing(dataset, order.seed)  # type: ignore[arg-type]
-    while order.position.epoch < order.epochs:
+    drawing = _Drawing(dataset, order.seed)
+    while _goes_on(order):
+        epoch, size = order.position.epoch, order.size
         indices = _permutation(size, order)
-        first = order.position.batch
-        starts = list(range(0, size, order.global_batch))[first:]
+        starts = list(range(0, size, order.global_batch))[order.position.batch :]
+        if not starts:
+            _advance(order.position, True)
         spans = [(start, min(start + order.global_batch, size)) for start in starts]
         parts = [even_parts(stop - start, order.ranks)[order.index] for start, stop in spans]
         mine = [indices[s + a : s + b].tolist() for (s, _), (a, b) in zip(spans, parts, strict=True)]
-        drawing.epoch = order.position.epoch
+        drawing.epoch = epoch
+        # Its own numbers: a loader draws one from the program's generator, which a resumed run would do once more.
+        own = torch.Generator().manual_seed(generators.hashed("loader", order.seed, epoch))
+        samplers = [m for m in mine if m]
         loader = iter(
-            DataLoader(drawing, batch_sampler=[m for m in mine if m], collate_fn=collate, num_workers=workers)
+            DataLoader(drawing, batch_sampler=samplers, collate_fn=collate, num_workers=workers, generator=own)
         )
         for (start, stop), (a, b) in zip(spans, parts, strict=True):
             data = next(loader) if b > a else None
             _advance(order.position, start + order.global_batch >= size)
+            here = replace(order.position)
             yield Part(data, a, b, stop - start)
+            if order.position != here:  # a checkpoint was loaded
+                break
 
 
 class _Drawing(Dataset[Any]):
@@ -116,17 +189,26 @@ def _permutation(size: int, order: Order) -> torch.Tensor:
 
 
 def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], Any]) -> Iterator[Part]:
-    while order.position.epoch < order.epochs:
-        samples = islice(iter(stream), order.position.batch * order.global_batch, None)
+    while _goes_on(order):
+        epoch, before = order.position.epoch, order.position.batch * order.global_batch
+        samples = islice(iter(stream), before, None)
         batch = list(islice(samples, order.global_batch))
+        if not batch and not before:
+            raise SoliError(
+                f"the stream gave no samples in epoch {epoch}",
+                got=type(stream).__name__,
+                fix="give something that can be iterated once for each epoch, or ask for one epoch",
+                everywhere=True,
+            )
+        if not batch:  # it ended exactly where it was resumed
+            _advance(order.position, True)
         while batch:
             ahead = list(islice(samples, order.global_batch))
             a, b = even_parts(len(batch), order.ranks)[order.index]
             _advance(order.position, not ahead)
+            here = replace(order.position)
             yield Part(collate(batch[a:b]) if b > a else None, a, b, len(batch))
-            batch = ahead
-        if order.position.batch:  # the stream ended exactly where it was resumed
-            _advance(order.position, True)
+            batch = ahead if order.position == here else []
 
 
 def _advance(position: Position, epoch_ends: bool) -> None:

@@ -19,9 +19,9 @@ from soli.core.progress import busy
 from soli.engine import between, deciding, layout, microbatch, norm, pipelined, rng, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
-from soli.engine.batch import Caller, Part, microbatches, need_rows, part_of, rows_of, to_device
+from soli.engine.batch import Caller, Part, as_dict, microbatches, need_rows, part_of, rows_of, to_device
 from soli.engine.check import FirstStep
-from soli.engine.data import Order, Position, batches
+from soli.engine.data import Order, Position, Stream
 from soli.engine.deciding import PROBES, Choice, Wish
 from soli.engine.differentiating import looking
 from soli.engine.noted import noted
@@ -157,7 +157,7 @@ class Engine:
         self.randomness = Randomness(self.model, self.seed)
         self.randomness.shared = (plan.dp or 1) * plan.accumulate * plan.pp > 1
         self.randomness.alone = self.world * plan.accumulate == 1
-        self.statistics = Statistics(self.model, plan, self._mesh.dp)
+        self.statistics = Statistics(self.model, plan, self._mesh)
         self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
         if plan.model_ranks == 1:
             self.lay(None)
@@ -267,7 +267,7 @@ class Engine:
                 everywhere=True,
             )
         self._given.check(self)
-        self.decide(batch, batch.total if isinstance(batch, Part) else 0)
+        self.decide(batch := as_dict(batch), batch.total if isinstance(batch, Part) else 0)
         part = part_of(batch, self.dp.size, self.dp.index)
         need_rows(part, self.dp.size, self.plan, self.statistics.active)
         self.lay(part)
@@ -346,6 +346,7 @@ class Engine:
         self._need_gradients("update")
         if self._norm is None and self._factor == 1.0:
             self._factor = 1.0 / (self._count * self._seed_scale)
+            self._norm = self.gradient_norm() if self.loss_scale is not None else None
         overflow = self._norm is not None and self._norm - self._norm != 0
         if self.loss_scale is not None:
             self.loss_scale.after(overflow)
@@ -353,7 +354,7 @@ class Engine:
             self._report_skip()
         else:
             self._take_step()
-        self._count, self._norm, self._factor, self._seed_scale = 0.0, None, 1.0, 1.0
+        norm.forget(self)
         self.step_count += 1
         same.agree_on_buffers(self)
         if self._watch is not None:
@@ -374,7 +375,6 @@ class Engine:
         optimizers.step(self.optimizer)
         for piece in pieces:
             piece.grad = None
-        self.laid.reducer.drop()
         if self.scheduler is not None:
             self.scheduler.step()
         if self.plan.zero in (1, 2):
@@ -392,7 +392,6 @@ class Engine:
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         self.last.skipped = True
         events.emit("skip", step=self.step_count + 1, new_scale=scale)
-        self.laid.reducer.drop()
         if self.rank == 0:
             print(f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}")
 
@@ -407,30 +406,31 @@ class Engine:
         dataset: Any,
         global_batch: int,
         *,
-        epochs: int = 1,
+        epochs: int | None = None,
         shuffle: bool = True,
         collate: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
         name: str | None = "train",
     ) -> Iterator[Part]:
-        """This rank's part of each global batch. The position of a named stream is saved and continued."""
+        """This rank's part of each global batch, until so many epochs are through (None: this one). A named stream's position is kept and saved."""
         if self._plan is None:
             dataset, first = deciding.peek(dataset, min(global_batch, deciding.PEEKED), collate)
             self.decide(first, global_batch)
         position = self.positions.setdefault(name, Position()) if name is not None else Position()
-        order = Order(global_batch, self.seed, shuffle, epochs, self.dp.size, self.dp.index, position)
-        return batches(dataset, order, collate, workers)
+        dp, leads = self.dp, self.rank == 0
+        order = Order(global_batch, self.seed, shuffle, epochs, dp.size, dp.index, position, name, leads)
+        return Stream(dataset, order, collate, workers)
 
     @noted
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """Mean loss over the counted targets of all batches; the model in eval mode and no gradients."""
+        """Mean loss over the counted targets of all batches (of a stream all, wherever it stands); the model in eval mode and no gradients."""
         self._finish_gathers()
         found, seen, rows = torch.zeros(2, dtype=torch.float64), 0.0, 0
         with between.modes_kept(self.model), self.loss_fn.going_on():
             self.model.eval()
-            for batch in batches:
-                self.decide(batch, 0)
+            for batch in batches.anew() if isinstance(batches, Stream) else batches:
+                self.decide(batch := as_dict(batch), 0)
                 part = part_of(batch, self.dp.size, self.dp.index)
                 need_rows(part, self.dp.size, self.plan)
                 with torch.enable_grad():  # the layout is checked with gradients
@@ -440,7 +440,7 @@ class Engine:
                     found += torch.tensor(self.forward_only(data), dtype=torch.float64)
                 rows += part.total
                 seen += 0.0 if isinstance(batch, Part) else same.mark(self, batch)
-        sums = torch.cat([found, torch.zeros(self.dp.size, dtype=torch.float64)])
+        sums = torch.cat([found, found.new_zeros(self.dp.size)])
         sums[2 + self.dp.index] = seen
         all_reduce(sums, self.mesh["pp"], label="evaluation loss and count")
         all_reduce(sums, self.dp, label="evaluation loss and count")

@@ -42,7 +42,7 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
         gatherer.begin_backward()
         engine.randomness.backward()
         value = float(total.detach()) if total is not None and count else 0.0
-        if total is not None and (count or engine.plan.together):
+        if total is not None and (count or _together(engine)):
             with engine.randomness.forward(), engine.again():
                 (total * engine.seed_of_loss).backward()
         total = None  # and its graph: without targets nothing went back and freed it
@@ -72,10 +72,15 @@ def _need_own(engine: Engine, total: Tensor) -> None:
         )
 
 
+def _together(engine: Engine) -> bool:
+    """Whether other ranks wait for this one in the backward."""
+    return engine.plan.together or engine.statistics.active
+
+
 def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
     """Total and count. Without counted targets there is no gradient: the total may be 0/0, and nobody differentiates it.
 
-    On a grid others wait in the backward for this rank's part of their products: zeros go back instead.
+    On a grid others wait in the backward for this rank's part of their products, and norms of the batch for its sums: zeros go back instead.
     """
     total, count = total_and_count(engine.loss_fn(output, data))
     if engine.plan.pieces > 1 and total.grad_fn is not None and not engine._first.loss_seen:
@@ -90,7 +95,7 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
             allowed="a total of 0, or one that is not finite, where the count is 0",
             fix="add only what belongs to counted targets, or count what the loss is of (its tokens)",
         )
-    if count or not (engine.plan.together and torch.is_grad_enabled()):
+    if count or not (_together(engine) and torch.is_grad_enabled()):
         return total, count
     kind = type(output).__name__
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad]
@@ -99,6 +104,6 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
         raise SoliError(
             "no target of this rank's rows is counted, and the model returns nothing but its loss to go back from",
             got=kind,
-            fix="return the logits too, give every row a target, or use tensor=1d",
+            fix="return the logits too, give every row a target, or use tensor=1d and GroupNorm",
         )
     return sum(((x * 0).sum() for x in outputs), total), count

@@ -40,9 +40,16 @@ def gradient_norm(engine: Engine) -> float:
     return float(squares.sum().sqrt())
 
 
+def forget(engine: Engine) -> None:
+    """Drop the gradients that wait for update(), and what is known of them."""
+    engine._count, engine._norm, engine._factor, engine._seed_scale = 0.0, None, 1.0, 1.0
+    engine.laid.reducer.drop()
+
+
 def refuse(engine: Engine) -> None:
     """Raise: this step's gradient is not finite."""
     bad = [s.name for u in engine.laid.reducer.units for s in u.slots if not _finite(u, s)]
+    forget(engine)
     raise SoliError(
         f"the gradient of step {engine.step_count + 1} is not finite; nothing was updated",
         got=f"in this rank's part of {', '.join(bad[:4]) or 'no parameter'}",

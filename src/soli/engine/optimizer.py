@@ -175,7 +175,9 @@ def _options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[st
     """Those of a group that its class takes, without what is of another device."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {k: v for k, v in group.items() if k in optimizer.defaults and k in accepted}
-    plain = {"fused": None, "foreach": None, "capturable": False}
+    plain: dict[str, Any] = {"fused": None, "foreach": None, "capturable": False}
+    if options.get("lr") == 0:  # until a warmup begins
+        plain["lr"] = group.get("initial_lr") or 1e-3
     return {k: plain.get(k, v) for k, v in options.items()}
 
 

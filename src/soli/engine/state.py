@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
 RNG = "rng."
+PAIRS = "pairs by number"
 
 
 def gradient(unit: Unit, slot: Slot) -> Sharded:
@@ -41,13 +43,13 @@ def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
     for unit in engine.laid.units:
         flat = unit.whole(unit.shard, "parameters") if unit.zero and unit.shard is not None else None
         for slot in unit.slots:
-            value = slot.param.detach().clone() if flat is None else _cut(flat, slot)
+            value = _whole(slot.param) if flat is None else _cut(flat, slot)
             value = uncut(engine, slot.param, value)
             found |= {name: value for name in slot.names}
     for names, param in engine.laid.plain:
-        value = uncut(engine, param, param.detach().clone())
+        value = uncut(engine, param, _whole(param))
         found |= {name: value for name in names}
-    found |= {name: buffer.detach().clone() for name, buffer in _buffers(engine)}
+    found |= {name: _whole(buffer) for name, buffer in _buffers(engine)}
     if engine.pipeline is not None:
         found = _from_stages(engine, found)
     order = {name: found[name] for name in engine.model.state_dict(keep_vars=True)}
@@ -74,6 +76,11 @@ def _from_stages(engine: Engine, found: dict[str, Tensor], only: set[str] | None
         if name in whole:
             broadcast(whole[name], axis, source, label=name)
     return whole
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A copy row by row, as stages send it and receive it, however it lies in memory (channels_last)."""
+    return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _cut(flat: Tensor, slot: Slot) -> Tensor:
@@ -226,12 +233,17 @@ def model_tensors(engine: Engine, filling: bool = False) -> dict[str, Sharded]:
     return found
 
 
+def _finish_saving(engine: Engine) -> None:
+    """Wait for a save in the background; its error is raised once."""
+    pending, engine.saving = engine.saving, None
+    if pending is not None:
+        pending.wait()
+
+
 def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wait: bool) -> None:
     if engine._count:
         raise SoliError("save() between forward_backward() and update()", fix="save after the step", everywhere=True)
-    if engine.saving is not None:
-        engine.saving.wait()
-        engine.saving = None
+    _finish_saving(engine)
     barrier(engine.mesh.all, label="save(), which every rank calls")
     tensors = model_tensors(engine) | optimizer_tensors(engine)
     if engine.mesh.leads:  # one for each place on dp
@@ -255,19 +267,35 @@ def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
         "seed": engine.seed,
         "tied": engine.tied,
         "groups": [{k: (list(v) if isinstance(v, tuple) else v) for k, v in g.items()} for g in groups],
-        "scheduler": engine.scheduler.state_dict() if engine.scheduler is not None else None,
+        "scheduler": numbered(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
         "positions": {name: asdict(position) for name, position in engine.positions.items()},
         "loss_scale": asdict(engine.loss_scale) if engine.loss_scale is not None else None,
         "extra": extra,
     }
 
 
+def numbered(value: Any) -> Any:
+    """A scheduler's state as JSON can hold it: dicts by numbers (MultiStepLR's milestones, a Counter) as pairs."""
+    if isinstance(value, dict) and value and all(type(key) is int for key in value):
+        return {PAIRS: [[key, numbered(item)] for key, item in value.items()]}
+    if isinstance(value, dict):
+        return {key: numbered(item) for key, item in value.items()}
+    return [numbered(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def counted(value: Any) -> Any:
+    """What `numbered` was given, whose dicts by numbers are Counters."""
+    if isinstance(value, dict) and value.keys() == {PAIRS}:
+        return Counter({key: counted(item) for key, item in value[PAIRS]})
+    if isinstance(value, dict):
+        return {key: counted(item) for key, item in value.items()}
+    return [counted(item) for item in value] if isinstance(value, list) else value
+
+
 def load(engine: Engine, path: Path) -> dict[str, Any]:
     """See Engine.load. Where the model still waits to be laid over the ranks, its tensors are read then."""
     manifest = checkpoint.read_manifest(path)
-    if engine.saving is not None:
-        engine.saving.wait()
-        engine.saving = None
+    _finish_saving(engine)
     only_weights = not any(name.startswith(("optimizer.", RNG)) for name in manifest.tensors)
     if not only_weights:
         raise_all(_group_problems(engine, manifest.state), everywhere=True)
@@ -351,11 +379,17 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
             value = torch.empty(param.shape, dtype=saved.dtype, device=param.device)
             found[name] = _like_parameter(unit, slot, value)
         else:
-            scalar = not saved.shape and key == "step"  # torch keeps step numbers on the CPU
-            value = torch.empty(saved.shape, dtype=saved.dtype, device="cpu" if scalar else param.device)
+            value = torch.empty(saved.shape, dtype=saved.dtype, device=_place(engine, param, key, saved.shape))
             found[name] = from_whole(value)
         fresh.setdefault(param, {})[key] = value
     return found
+
+
+def _place(engine: Engine, param: Tensor, key: str, shape: tuple[int, ...]) -> torch.device:
+    """Where an optimizer's state lies: torch keeps step numbers on the CPU, but for kernels that read them."""
+    group = next(g for g in engine.optimizer.param_groups if any(p is param for p in g["params"]))
+    on_host = not shape and key == "step" and not group.get("fused") and not group.get("capturable")
+    return torch.device("cpu") if on_host else param.device
 
 
 def _group_problems(engine: Engine, state: dict[str, Any]) -> Iterator[Problem]:
@@ -379,7 +413,7 @@ def _restore(engine: Engine, state: dict[str, Any]) -> None:
     for group, saved in zip(engine.optimizer.param_groups, state["groups"], strict=True):
         group.update({k: (tuple(v) if isinstance(group.get(k), tuple) else v) for k, v in saved.items()})
     if engine.scheduler is not None:
-        engine.scheduler.load_state_dict(state["scheduler"])
+        engine.scheduler.load_state_dict(counted(state["scheduler"]))
     if engine.loss_scale is not None and state["loss_scale"] is not None:
         vars(engine.loss_scale).update(state["loss_scale"])
     for name, position in state["positions"].items():

@@ -52,6 +52,7 @@ class Reducer:
                 unit.grad[unit.numel :].zero_()
                 self._places |= {id(s.param): _place(unit.grad, s) for s in unit.slots}
             for slot in unit.slots:
+                slot.param.grad = None  # of a backward before there were ranks
                 slot.param.register_post_accumulate_grad_hook(arrive)
                 slot.param._laid = True  # type: ignore[attr-defined]
         self._seen: set[int] = set()
@@ -59,11 +60,17 @@ class Reducer:
     def reorder(self, units: list[Unit]) -> None:
         """Between steps: the order in which backward completes them is another one."""
         self.units = [unit for unit in units if unit.trainable]
-        self._unit_of = {id(slot.param): (number, slot) for number, unit in enumerate(self.units) for slot in unit.slots}
+        self._unit_of = {
+            id(slot.param): (number, slot) for number, unit in enumerate(self.units) for slot in unit.slots
+        }
 
     def begin_step(self) -> None:
         self._parts.clear()
         self._summing = None
+        while self._flying:  # of a step that an error ended
+            unit, pending = self._flying.popleft()
+            pending.wait()
+            unit.grad = None if unit.zero >= 2 else unit.grad
         for unit in self.units:
             for slot in unit.slots:
                 slot.arrived = slot.used = False

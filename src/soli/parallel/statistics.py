@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, all_reduce
+from soli.mesh.mesh import Mesh
 
 LABEL = "statistics of the batch"
 _function = F.batch_norm
@@ -26,9 +27,9 @@ Known = tuple[Tensor, Tensor, Tensor]
 
 
 def training_norms(model: nn.Module) -> list[str]:
-    """The modules that normalise by the batch, by name."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return [n or "the model" for n, m in model.named_modules() if isinstance(m, kind) and m.training]
+    """The modules that normalise by the batch when a step trains, which puts a model that is in eval() into training mode, by name."""
+    kind, every = nn.modules.batchnorm._BatchNorm, not model.training
+    return [n or "the model" for n, m in model.named_modules() if isinstance(m, kind) and (m.training or every)]
 
 
 def can(plan: Plan) -> bool:
@@ -37,11 +38,12 @@ def can(plan: Plan) -> bool:
 
 
 class Statistics:
-    """`axis`: the ranks that have the other rows. Nothing is done where rows stay together, or no norm is of them."""
+    """`axis`: the ranks that have the other rows, over a group of its own: sums of gradients are sent meanwhile. Nothing is done where rows stay together, or no norm is of them."""
 
-    def __init__(self, model: nn.Module, plan: Plan, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh | None) -> None:
+        """`mesh`: None where a rank has all rows. Collective over it."""
         self.active = plan.pieces > 1 and can(plan) and bool(training_norms(model))
+        self.axis = mesh.another(mesh.dp) if mesh is not None and self.active else Axis("alone")
         self._whole: list[Known] = []  # of the calls of a check's newest forward on all of its rows
         self._learns, self._repeats = False, iter(self._whole)
 

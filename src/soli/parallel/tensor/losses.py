@@ -87,7 +87,9 @@ class _CrossEntropy(torch.autograd.Function):
         mine = (target >= start) & (target < start + own)
         place = (target - start).masked_fill(~mine, 0)
         shifted = x - most.unsqueeze(1)
-        picked = shifted.gather(1, place.unsqueeze(1)).squeeze(1) * mine if own else torch.zeros_like(most)
+        # Not times `mine`: a class that is masked by -inf would make NaN of others' targets.
+        none = torch.zeros_like(most)
+        picked = torch.where(mine, shifted.gather(1, place.unsqueeze(1)).squeeze(1), none) if own else none
         share = shifted.sum(1) if smoothing else torch.zeros_like(most)
         weights = shifted.exp_()
         sums = torch.stack([weights.sum(1), picked, share])

@@ -1,0 +1,171 @@
+"""Batches, models and optimizers that are given in a way of their own, against the sequential program."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pool import Pool
+from soli import losses, parallelize
+from soli.core.errors import SoliError
+from soli.verify.parity import BOUND, Case, adamw, check
+from test_engine import DATA, Named
+
+
+class Norms(nn.Module):
+    """Convolutions whose weights lie channels last, and batch norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.Tanh()) for _ in range(2)
+        )
+        self.head = nn.Conv2d(3, 5, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(x)}
+
+
+def picture_loss(output, batch):
+    """Over pixels that have a class."""
+    counted = batch["targets"] != losses.IGNORE
+    total = nn.functional.cross_entropy(output["logits"], batch["targets"], reduction="sum", ignore_index=losses.IGNORE)
+    return total, counted.sum()
+
+
+def pictures() -> tuple[nn.Module, Any, list[Any]]:
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for _ in range(3):
+        x = torch.randn(4, 3, 6, 6, generator=generator).double()
+        targets = torch.randint(5, (4, 6, 6), generator=generator)
+        targets[2:] = losses.IGNORE  # of the second rank no pixel counts
+        batches.append({"x": x, "targets": targets})
+    return Norms(), picture_loss, batches
+
+
+def pictures_in_eval() -> tuple[nn.Module, Any, list[Any]]:
+    """The model was looked at before: its mode is the engine's to set."""
+    model, loss_fn, batches = pictures()
+    return model.eval(), loss_fn, batches
+
+
+NORMS = {"counted on one rank": pictures, "given in eval": pictures_in_eval}
+
+
+def one(name: str, plan: str, ranks: int):
+    return check(Case(name, NORMS[name], adamw), plan, ranks)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_the_batch_wait_for_ranks_without_targets(pool: Pool, name: str, plan: str) -> None:
+    for row in pool.run(one, name, plan, 2, ranks=2):
+        assert row.worst <= BOUND, row
+
+
+class Lying(nn.Module):
+    """Weights that lie in memory as nobody's shape says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.Tanh()) for _ in range(4))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def channels_last() -> tuple[nn.Module, Any, list[Any]]:
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda: torch.randn(4, 6, 5, 5, generator=generator).double()
+    return Lying(), losses.mse("targets"), [{"x": draw(), "targets": draw()} for _ in range(2)]
+
+
+def stages(plan: str):
+    return check(Case("channels last", channels_last, adamw), plan, 2)
+
+
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "dp=2", "dp=2,zero=3"])
+def test_weights_that_lie_channels_last_are_whole_on_every_stage(pool: Pool, plan: str) -> None:
+    for row in pool.run(stages, plan, ranks=2):
+        assert row.worst <= BOUND, row
+
+
+class Masked(nn.Module):
+    """No token is ever the first class, nor one of the padded ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, tokens):
+        out = torch.zeros(12, dtype=torch.bool)
+        out[[0, 6, 11]] = True
+        return self.head(self.embed(tokens)).masked_fill(out, -torch.inf)
+
+
+def masked() -> tuple[nn.Module, Any, list[Any]]:
+    tokens = torch.arange(16).reshape(4, 4) * 5 % 12
+    targets = torch.tensor([1, 5, 7, 10]).expand(4, 4).clone()
+    return Masked(), losses.cross_entropy("targets"), [{"tokens": tokens, "targets": targets}] * 2
+
+
+def classes(plan: str):
+    return check(Case("masked classes", masked, adamw), plan, 2)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2"])
+def test_classes_that_are_masked_are_masked_on_every_rank(pool: Pool, plan: str) -> None:
+    for row in pool.run(classes, plan, ranks=2):
+        assert row.worst <= BOUND, row
+
+
+class Encoded(UserDict):
+    """As transformers' tokenizers give their batches."""
+
+
+def stepped(batch: Any, compiled: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Named()
+    given = torch.compile(model, backend="eager") if compiled else model
+    engine = parallelize(given, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+    engine.step(batch)
+    return {name.removeprefix("_orig_mod."): value for name, value in engine.global_state_dict().items()}
+
+
+def of(kind: type) -> Any:
+    return kind({"x": torch.stack([d["x"] for d in DATA]), "targets": torch.stack([d["targets"] for d in DATA])})
+
+
+def test_a_mapping_is_a_batch_and_a_compiled_model_has_its_own_arguments() -> None:
+    expected = stepped(of(dict))
+    for found in (stepped(of(Encoded)), stepped(of(dict), compiled=True)):
+        assert all(torch.allclose(found[name], value, rtol=1e-5) for name, value in expected.items())
+    collated = parallelize(
+        Named(), losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1"
+    ).batches(DATA, 6, collate=lambda samples: Encoded(torch.utils.data.default_collate(samples)))
+    assert type(next(collated).data) is dict
+
+
+def test_an_optimizer_that_waits_for_its_warmup_is_tried_at_a_rate() -> None:
+    """At a rate of 0 nothing moves, and everything is elementwise."""
+
+    def factored(params):
+        made = torch.optim.Adafactor(params, lr=1e-2)
+        torch.optim.lr_scheduler.LambdaLR(made, lambda step: step / 10)
+        return made
+
+    with pytest.raises(SoliError, match="element by element"):
+        parallelize(Named(), losses.mse("targets"), optimizer=factored, plan="zero=1")

@@ -1,0 +1,211 @@
+"""Streams of batches from call to call, through evaluations, checkpoints and other batches; and what a loop does when a step failed."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pool import Pool
+from soli import losses, parallelize
+from soli.core.errors import SoliError
+from soli.core.events import events
+from test_engine import DATA, Named, engine_for
+
+ALL = torch.stack([sample["x"] for sample in DATA])
+
+
+def read(stream: Any, most: int | None = None) -> list[torch.Tensor]:
+    return [part.data["x"] for part in islice(stream, most)]
+
+
+def alike(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_loop_that_asks_for_an_epoch_at_a_time_has_one_after_another() -> None:
+    engine = engine_for("dp=1")
+    each = [read(engine.batches(DATA, 6)) for _ in range(3)]
+    assert [len(epoch) for epoch in each] == [4, 4, 4]
+    assert not alike(each[0], each[1])
+    assert alike(sum(each, []), read(engine_for("dp=1").batches(DATA, 6, epochs=3)))
+
+
+def test_an_epoch_that_was_left_is_ended_by_the_next_call() -> None:
+    engine = engine_for("dp=1")
+    whole = read(engine_for("dp=1").batches(DATA, 6, epochs=2))
+    found = [*read(engine.batches(DATA, 6), 1), *read(engine.batches(DATA, 6)), *read(engine.batches(DATA, 6))]
+    assert alike(found, whole)
+
+
+def test_epochs_that_are_behind_a_stream_are_not_read_again_and_that_is_said() -> None:
+    engine = engine_for("dp=1")
+    assert len(read(engine.batches(DATA, 6, epochs=2))) == 8
+    assert not read(engine.batches(DATA, 6, epochs=2))
+    assert "'train' has 2 epochs behind it" in events.of_kind("note")[-1]["text"]
+
+
+@pytest.mark.parametrize("seen", [1, 3])
+def test_an_evaluation_is_of_all_rows_and_leaves_the_training_where_it_stands(seen: int) -> None:
+    engine, plain = engine_for("dp=1"), engine_for("dp=1")
+    expected = read(plain.batches(DATA, 6, epochs=2))
+    found = read(engine.batches(DATA, 6), seen)
+    mean = float((engine.model(ALL) - torch.stack([d["targets"] for d in DATA])).detach().square().mean())
+    for _ in range(2):
+        assert engine.evaluate(engine.batches(DATA, 4, shuffle=False)) == pytest.approx(mean, rel=1e-6)
+    assert alike([*found, *read(engine.batches(DATA, 6, epochs=2))], expected)
+
+
+def test_batches_of_another_size_go_on_with_the_samples_that_are_left(tmp_path: Path) -> None:
+    engine = engine_for("dp=1")
+    order = torch.cat(read(engine_for("dp=1").batches(DATA, 6)))
+    read(engine.batches(DATA, 6), 2)
+    engine.save(tmp_path / "c")
+    for size in (12, 4, 3):
+        engine.load(tmp_path / "c")
+        assert torch.equal(torch.cat(read(engine.batches(DATA, size))), order[12:])
+    engine.load(tmp_path / "c")
+    for dataset, size in ((DATA, 5), (DATA[:20], 6)):
+        with pytest.raises(SoliError, match="in the midst of an epoch of other batches"):
+            read(engine.batches(dataset, size))
+
+
+def test_a_stream_that_gives_nothing_is_no_endless_loop() -> None:
+    with pytest.raises(SoliError, match="gave no samples in epoch 1"):
+        read(engine_for("dp=1").batches(iter(DATA), 6, epochs=2, shuffle=False))
+    with pytest.raises(SoliError, match="gave no samples in epoch 0"):
+        read(engine_for("dp=1").batches(iter(()), 6, shuffle=False))
+
+
+@pytest.mark.parametrize("dataset", [DATA, {i: d for i, d in enumerate(DATA)}.values()], ids=["numbered", "stream"])
+def test_a_checkpoint_that_a_loop_loads_moves_the_loop(tmp_path: Path, dataset: Any) -> None:
+    shuffle = dataset is DATA
+    whole = read(engine_for("dp=1").batches(dataset, 6, epochs=2, shuffle=shuffle))
+    engine, found = engine_for("dp=1"), []
+    for part in engine.batches(dataset, 6, epochs=2, shuffle=shuffle):
+        found.append(part.data["x"])
+        if len(found) == 1:
+            engine.save(tmp_path / "c")
+        if len(found) == 6:
+            engine.load(tmp_path / "c")
+    assert alike(found, [*whole[:6], *whole[1:]])
+
+
+def test_what_a_resumed_program_draws_is_what_it_would_have_drawn(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    engine = engine_for("dp=1")
+    stream = engine.batches(DATA, 6)
+    next(stream)
+    torch.rand(1)
+    engine.save(tmp_path / "c")
+    expected = [(next(stream).start, float(torch.rand(1))) for _ in range(2)]
+    again = engine_for("dp=1")
+    again.load(tmp_path / "c")
+    stream = again.batches(DATA, 6)
+    assert [(next(stream).start, float(torch.rand(1))) for _ in range(2)] == expected
+
+
+SCHEDULERS = {
+    "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3, 3], 0.5),
+    "milestones in a sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2), torch.optim.lr_scheduler.MultiStepLR(o, [1, 2], 0.5)],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_that_count_by_numbers_are_saved(tmp_path: Path, name: str) -> None:
+    def made():
+        return parallelize(
+            Named(), losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=1.0), scheduler=SCHEDULERS[name]
+        )
+
+    engine, rates = made(), []
+    for number, part in enumerate(engine.batches(DATA, 4)):
+        engine.step(part)
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+        if number == 1:
+            engine.save(tmp_path / "c")
+    again = made()
+    again.load(tmp_path / "c")
+    found = []
+    for part in again.batches(DATA, 4):
+        again.step(part)
+        found.append(again.optimizer.param_groups[0]["lr"])
+    assert found == rates[2:]
+    assert len(set(rates)) > 1
+
+
+class Steep(nn.Module):
+    """Its loss is finite where the gradient is not: the root's, of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (self.weight * x).sum(1, keepdim=True).abs().sqrt()
+
+
+def caught_and_gone_on(plan: str) -> tuple[str, bool, bool]:
+    engine = parallelize(
+        Steep(), losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), clip=1.0, plan=plan
+    )
+    good = {"x": torch.ones(4, 3), "targets": torch.zeros(4, 1)}
+    engine.step(good)
+    before = engine.global_state_dict()["weight"]
+    try:
+        engine.step({"x": torch.zeros(4, 3), "targets": torch.zeros(4, 1) + 1})
+        text = ""
+    except SoliError as error:
+        text = str(error)
+    same = torch.equal(before, engine.global_state_dict()["weight"])
+    engine.step(good)
+    return text, same, torch.equal(before, engine.global_state_dict()["weight"])
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3"])
+def test_a_program_may_go_on_after_a_gradient_that_is_not_finite(pool: Pool, plan: str) -> None:
+    for text, same, still in pool.run(caught_and_gone_on, plan, ranks=2):
+        assert "is not finite; nothing was updated" in text
+        assert (same, still) == (True, False)
+
+
+def by_hand_in_16_bits(_: int):
+    engine = parallelize(
+        Named(), losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2,precision=fp16"
+    )
+    engine.loss_scale.scale = 2.0**40
+    before = engine.global_state_dict()
+    engine.forward_backward({"x": torch.randn(4, 5) * 1e3, "targets": torch.zeros(4, 3)})
+    engine.update()
+    after = engine.global_state_dict()
+    return engine.last.skipped, all(torch.equal(before[k], after[k]) for k in before), engine.loss_scale.scale
+
+
+def test_an_overflow_is_seen_by_update_without_clip(pool: Pool) -> None:
+    assert pool.run(by_hand_in_16_bits, 0, ranks=2) == [(True, True, 2.0**39)] * 2
+
+
+def with_gradients_of_before(plan: str) -> bool:
+    def trained(stale: bool):
+        model = Named()
+        if stale:
+            model(ALL).sum().backward()
+        engine = parallelize(model, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+        engine.step({"x": ALL[:4], "targets": torch.zeros(4, 3)})
+        return engine.global_state_dict()
+
+    clean, found = trained(False), trained(True)
+    return all(torch.equal(clean[k], found[k]) for k in clean)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+def test_gradients_of_before_are_none_of_a_step(pool: Pool, plan: str) -> None:
+    assert pool.run(with_gradients_of_before, plan, ranks=2) == [True] * 2
