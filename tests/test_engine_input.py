@@ -358,7 +358,7 @@ def on_a_full_disk(path: str, wait: bool):
         first = caught(engine.saving.wait)
     loss = float(engine.step(next(stream)))
     for _ in range(2):  # its error comes once more where nobody asked for it, and not for good
-        again = caught(engine.save, path, extra={"note": "n"})
+        again = caught(engine.save, path, extra={"note": "n"}, overwrite=True)
     engine.load(path)
     return first, again, loss
 
@@ -368,7 +368,7 @@ def test_a_full_disk_leaves_nothing_and_training_goes_on(pool: Pool, small_disk:
     found = pool.run(on_a_full_disk, str(small_disk / "1"), wait, ranks=2)
     for (text, code), again, _ in found:
         assert ("No space left on device" in text, code) == (True, 2), text
-        assert again[0] in ("", again[0]) and "No space" not in again[0]
+        assert again == ("", 0)
     assert found[0][2] == found[1][2]
     assert [path.name for path in small_disk.iterdir()] == ["1"]
 

@@ -32,7 +32,7 @@ def test_a_loop_that_asks_for_an_epoch_at_a_time_has_one_after_another() -> None
     each = [read(engine.batches(DATA, 6)) for _ in range(3)]
     assert [len(epoch) for epoch in each] == [4, 4, 4]
     assert not alike(each[0], each[1])
-    assert alike(sum(each, []), read(engine_for("dp=1").batches(DATA, 6, epochs=3)))
+    assert alike([x for epoch in each for x in epoch], read(engine_for("dp=1").batches(DATA, 6, epochs=3)))
 
 
 def test_an_epoch_that_was_left_is_ended_by_the_next_call() -> None:
