@@ -287,6 +287,67 @@ def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
     assert [rank for rank in ranks if alive(rank)] == []
 
 
+SAVES = """
+import os, signal, sys, time, torch, soli
+
+def save(*_):
+    time.sleep(1.5)
+    open(f"saved{os.environ['RANK']}", "w").close()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+open(f"begun{os.environ['RANK']}", "w").close()
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    save()
+"""
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ranks_that_are_told_to_end_may_save_first(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    """A terminal's Ctrl-C goes to all of them; a scheduler's SIGTERM to the launcher alone."""
+    (tmp_path / "script.py").write_text(SAVES)
+    job = subprocess.Popen(
+        [*SOLI, "run", "-n", "2", "script.py"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_until(lambda: all((tmp_path / f"begun{rank}").exists() for rank in range(2)))
+    if sent == signal.SIGINT:
+        os.killpg(job.pid, sent)
+    else:
+        job.send_signal(sent)
+    _, err = job.communicate(timeout=30)
+    assert (job.returncode, "ranks may take 30 s to end" in err) == (code, True), err
+    assert [(tmp_path / f"saved{rank}").exists() for rank in range(2)] == [True, True]
+
+
+FAILS = """
+import torch, soli
+
+model = torch.nn.Linear(3000, 3000)
+engine = soli.parallelize(
+    model, soli.losses.mse("targets"), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), plan="dp=2,zero=1"
+)
+batch = {"input": torch.randn(2, 3000), "targets": torch.randn(2, 3000)}
+engine.step(batch)
+engine.save("kept", wait=False)
+engine.step({**batch, "input": batch["input"] * float("nan")})
+"""
+
+
+def test_an_error_on_all_ranks_lets_a_checkpoint_be_ended(tmp_path: Path) -> None:
+    job = Job(tmp_path, FAILS.replace('"kept"', repr(str(tmp_path / "kept"))), 2)
+    assert job.code == 1
+    assert "is not finite" in job.err
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("kept")] == ["kept"]
+
+
 def test_an_interrupt_ends_all_with_130(tmp_path: Path) -> None:
     script, marks = tmp_path / "script.py", tmp_path / "marks"
     marks.mkdir()

@@ -27,6 +27,7 @@ from soli.core.errors import SoliError, raise_all
 from soli.core.layout import Box, Sharded
 from soli.core.package import SOLI
 from soli.core.progress import Add, busy
+from soli.core.report import FINISH
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,10 @@ class PendingSave:
             self._seen = True
             raise self._error
 
+    def join(self, seconds: float) -> None:
+        """Give it so long to end, well or not."""
+        self._thread.join(seconds)
+
     def report_unseen(self) -> None:
         """Raise the error of a save that nobody waited for; return once it has ended otherwise."""
         self._thread.join()
@@ -153,6 +158,18 @@ def save_async(
     team.each("copying the tensors to save", lambda: _stage(job))
     _last[key] = PendingSave(job)
     return _last[key]
+
+
+FINISH_SECONDS = 60.0
+"""How long a process that an error ends waits for a checkpoint that its ranks were writing."""
+
+
+def _finish() -> None:
+    for pending in _last.values():
+        pending.join(FINISH_SECONDS)
+
+
+FINISH.append(_finish)
 
 
 @atexit.register

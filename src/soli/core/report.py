@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,10 @@ from soli.core.events import events
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _START = str(Path(_PACKAGE, "mesh", "launch", "rank.py"))
+
+
+FINISH: list[Callable[[], None]] = []
+"""What every rank has to end before an error that is on all of them ends the process: a checkpoint that is being written."""
 
 
 def install_hook(rank: int) -> None:
@@ -41,6 +46,8 @@ def install_hook(rank: int) -> None:
         if not told and not (error.everywhere and rank != 0):
             # Not sys.stderr: the hook that torch puts around this one has replaced it.
             print(render(error, user_line(trace)), file=sys.__stderr__, flush=True)
+        for finish in FINISH if error.everywhere else ():
+            finish()
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         # sys.exit has no effect in a hook, and the exit code is part of the message.

@@ -20,8 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TextIO
@@ -34,7 +34,9 @@ GRACE_SECONDS = 3.0
 """How long the other ranks may take to end by themselves after one has failed."""
 STACKS_SECONDS, TERM_SECONDS, KILL_SECONDS = 0.5, 2.0, 5.0
 """How long they have to write their stacks, then to end on SIGTERM, then on SIGKILL."""
-INTERRUPTED = 130
+ASKED_SECONDS = 30.0
+"""How long ranks may take to end, with a checkpoint perhaps, once they were interrupted (Ctrl-C) or told to end (SIGTERM)."""
+INTERRUPTED, TERMINATED = 130, 143
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
 
@@ -81,7 +83,7 @@ def launch(
     Rank 0's output is shown, that of the others goes to `rank<r>.log` in `log_dir` (a new temporary folder
     if None); all_ranks: everything is shown, each line with its rank. `backend`: see backends.py. A rank may end with 0 while others
     run on. The code is that of the error that came first (SoliError's own, the rank's own exit code, or 1),
-    130 after Ctrl-C.
+    130 after Ctrl-C, 143 after SIGTERM, which the ranks get too.
     """
     if n < 1:
         raise SoliError("the number of ranks is below 1", got=n, allowed="1, 2, 3, ...")
@@ -100,20 +102,40 @@ def launch(
             shutil.rmtree(folder, ignore_errors=True)  # the user was not told of it
 
 
+class _Terminated(BaseException):
+    """This process was told to end."""
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM (a scheduler's, docker's, timeout's) as an exception: without it the launcher ends at once, and with it all ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def told(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, told)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _run(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool) -> int:
     ranks: list[_Rank] = []
     try:
-        for number in range(n):
-            log = folder / f"rank{number}.log" if logged and number else None
-            ranks.append(_start(number, n, argv, meeting, folder, log, prefixed))
-        relays = [relay for rank in ranks for relay in _relays(rank)] if prefixed else []
-        failed = _watch(ranks)
-        for relay in relays:
-            relay.join(timeout=1.0)
+        with _told_to_end():
+            failed = _run_all(ranks, n, argv, meeting, folder, logged, prefixed)
     except KeyboardInterrupt:
-        _interrupt(ranks)
+        _interrupt(ranks, None)
         print("soli: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except _Terminated:
+        _interrupt(ranks, signal.SIGTERM)
+        print("soli: told to end", file=sys.stderr)
+        return TERMINATED
     except BaseException:
         for rank in ranks:
             rank.process.kill()
@@ -125,6 +147,20 @@ def _run(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged:
     if text:
         print(text, file=sys.stderr, flush=True)
     return code
+
+
+def _run_all(
+    ranks: list[_Rank], n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool
+) -> bool:
+    """Start the ranks, and put them into the list; whether one failed."""
+    for number in range(n):
+        log = folder / f"rank{number}.log" if logged and number else None
+        ranks.append(_start(number, n, argv, meeting, folder, log, prefixed))
+    relays = [relay for rank in ranks for relay in _relays(rank)] if prefixed else []
+    failed = _watch(ranks)
+    for relay in relays:
+        relay.join(timeout=1.0)
+    return failed
 
 
 def _meeting(port: int, backend: str) -> dict[str, str]:
@@ -272,10 +308,15 @@ def _send(ranks: list[_Rank], sent: signal.Signals, patience: float) -> None:
     _wait(ranks, patience)
 
 
-def _interrupt(ranks: list[_Rank]) -> None:
-    """After Ctrl-C, which the terminal sends to the ranks too; a second one ends them at once."""
+def _interrupt(ranks: list[_Rank], signalled: signal.Signals | None) -> None:
+    """After Ctrl-C, which the terminal sends to the ranks too, or a signal that is handed on; (another) Ctrl-C ends them at once."""
     try:
+        if signalled is not None:
+            _send(ranks, signalled, 0.0)
         _wait(ranks, 1.0)
+        if _running(ranks):
+            print(f"soli: ranks may take {ASKED_SECONDS:g} s to end; Ctrl-C ends them now", file=sys.stderr)
+            _wait(ranks, ASKED_SECONDS)
         _send(ranks, signal.SIGTERM, TERM_SECONDS)
     except KeyboardInterrupt:
         print("soli: ending the ranks now", file=sys.stderr)
