@@ -33,6 +33,9 @@ from soli.planner.spellings import Sharding, device, precision, program, recompu
         ("hsdp 8x16", Sharding(3.0, copied=True, group=16, replicate=8)),
         ("_HYBRID_SHARD_ZERO2", Sharding(2.0, copied=True)),
         ("hybrid zero1 8", Sharding(1.0, copied=True, group=8)), ("megatron-fsdp 64", Sharding(3.0, group=64)),
+        ("Distributed Data Parallel (DDP)", Sharding(0.0)), ("torch.distributed DDP", Sharding(0.0)), ("DistributedDataParallel", Sharding(0.0)),
+        ("DDP, distributed optimizer", Sharding(1.0)), ("FSDP SHARD_GRAD_OP", Sharding(2.0)), ("FSDP NO_SHARD", Sharding(0.0)), ("FSDP (no offload)", Sharding(3.0)),
+        ("fully sharded", Sharding(3.0)), ("full sharding", Sharding(3.0)), ("Fully Sharded Data Parallel", Sharding(3.0)),
         ("sharded", None), ("some", None),
     ],
 )  # fmt: skip
@@ -47,6 +50,11 @@ def test_sharding(said: str, found: Sharding | None) -> None:
         *((word, (SELECTIVE, 1.0, 0)) for word in ("selective", '"selective"', "seqsel", '["moe_act"]', "op", "sac", "core_attn", "selective-layer")),
         *((word, (FULL, 1.0, 0)) for word in ("full", '"full"', "true", "on", "1", "yes-AC", "activation checkpointing", "uniform", "all layers", "full (script)")),
         ("full 5 of 48", (FULL, 5 / 48, 0)), ("full-5of48", (FULL, 5 / 48, 0)), ("full, 16 layers", (FULL, 1.0, 16)), ("block 5", (FULL, 1.0, 5)),
+        *((word, (NONE, 1.0, 0)) for word in ("AC none", "AC off", "activation checkpointing: off", "gradient checkpointing: False", "checkpointing disabled",
+            "no activation checkpointing", "w/o AC", "gradient checkpointing not used")),
+        *((word, (SELECTIVE, 1.0, 0)) for word in ("AC selective", "ac: op", "activation checkpointing (selective)")),
+        *((word, (FULL, 1.0, 0)) for word in ("gradient_checkpointing=True", "AC on every layer", "ac: full", "full (uniform, num_layers=1)", "full, uniform, 1 layers")),
+        ("activation checkpointing 5 of 48", (FULL, 5 / 48, 0)), ("block, 4 layers", (FULL, 1.0, 4)),
         ("some of it", None),
     ],
 )  # fmt: skip

@@ -19,6 +19,11 @@ DENIED = re.compile(
 """What is said not to be: "no offload", "fsdp off", "torch_compile=False"."""
 STAGE = re.compile(r"(?<![a-z])(?:zero|stage|z)(?:[\s_=:-]*(?:dp|stage))?[\s_=:-]*([0-3])(?![\da-z])|^([0-3])$")
 
+WHOLE = re.compile(r"\bno_shard\b")
+"""FSDP's word for what it does not share out, which is no denial of another word."""
+TECHNIQUE = re.compile(r"^(?:ac\b|(?:(?:act|grad)[a-z]*[\s_-]*)?(?:checkpoint|ckpt|recomput)[a-z]*)[\s:=_,;(-]*")
+"""A name of recomputation before what is said of it."""
+
 
 def affirmed(said: str) -> str:
     """What is said, in lower case, without what is said not to be."""
@@ -53,7 +58,7 @@ def sharding(said: str) -> Sharding | None:
         return Sharding()
     plain = affirmed(words)
     stage = STAGE.search(plain)
-    kind = meant("sharding", plain)
+    kind = 0.0 if WHOLE.search(words) else meant("sharding", plain)
     zero = float(stage[1] or stage[2]) if stage else kind
     offload = "offload" in plain or "infinity" in plain or "nvme" in plain
     if zero is None and not offload:
@@ -72,13 +77,16 @@ def sharding(said: str) -> Sharding | None:
 def recomputation(said: str) -> tuple[float, float, int] | None:
     """What is recomputed, the share of layers of which it is, and how many of a stage's where that is said: "full 5 of 48", "block, 4 layers"."""
     words = said.lower().strip(" \"'[]{}()")
-    level = meant("recomputed", words)
+    level = meant("recomputed", TECHNIQUE.sub("", words))
+    level = meant("recomputed", words) if level is None else level
     if level is None:
         return None
     part = re.search(r"(\d+)\s*(?:of|/)\s*(\d+)", words)
     count = re.search(r"(\d+) ?layers|(?:block|layers)\D{0,3}(\d+)", words)
     share = min(float(part[1]) / max(float(part[2]), 1.0), 1.0) if part else 1.0
-    return level, share, int(count[1] or count[2]) if count and not part else 0
+    # Uniform recomputation counts the layers of a piece, and recomputes them all (Megatron-LM, recompute_num_layers).
+    several = count and not part and "uniform" not in words
+    return level, share, int(count[1] or count[2]) if count and several else 0
 
 
 def switch(said: str) -> bool | None:
