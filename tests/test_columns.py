@@ -150,6 +150,7 @@ def test_names_of_columns() -> None:
     ("changes", "reason"),
     [
         ({"tensor_parallel": "4"}, "tp=2 and tensor_parallel=4 cannot both be"),
+        ({"strategy": "TP4 PP2"}, "strategy: 'tp4' and tp=2 cannot both be"),
         ({"nodes": "8", "gpus_per_node": "4"}, "8 nodes of 4 are 32, and it has 64 gpus"),
         ({"gpus": "8 per node"}, "gpus: '8 per node' is no whole number above 0"),
         ({"global_batch": "8 per GPU"}, "global_batch: '8 per GPU' is no whole number above 0"),
@@ -193,6 +194,35 @@ def test_columns_of_the_plan(changes: dict[str, str], point: dict[str, float]) -
     row = read(BIG | changes)
     assert not row.refused, row.refused
     assert {name: row.point[name] for name in point} == pytest.approx(point)
+
+
+SILENT = {name: cell for name, cell in ROW.items() if name not in ("gpus", "tp", "pp", "dp", "shard")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "point", "said"),
+    [
+        *(({"gpus": "64", "strategy": cell}, {"tp": 8, "pp": 4, "dp": 2, "zero": 0}, []) for cell in ("TP8 PP4 DP2", "TP 8 x PP 4", "tp=8,pp=4", "DP2-TP8-PP4", "dp2tp8pp4", "3D (tp=8, pp=4)", "dp=-1, tp=8, pp=4")),
+        ({"gpus": "64", "plan": "TP8 PP4 VP 2, CP2 + ZeRO-1"}, {"tp": 8, "pp": 4, "chunks": 2, "cp": 2, "zero": 1}, []), ({"gpus": "64", "layout": "TP8+SP"}, {"tp": 8, "sp": 1}, []),
+        ({"gpus": "64", "parallelism": "FSDP"}, {"zero": 3, "tp": 1, "dp": 64}, []), ({"gpus": "64", "parallelism": "ZeRO-2"}, {"zero": 2}, []), ({"gpus": "64", "parallelism": "HSDP"}, {"zero": 3, "replicate": 8}, []),
+        ({"gpus": "64", "strategy": "EP8", "experts": "8", "topk": "2"}, {"ep": 8}, []), ({"gpus": "64", "setup": "our TP8 run, distributed"}, {"tp": 8, "zero": 0}, []),
+        ({"gpus": "64", "strategy": "hybrid"}, {"tp": 1, "zero": 0}, ["strategy: 'hybrid' is not counted"]), ({"gpus": "64", "plan": "TP4, Alpa"}, {"tp": 4}, ["plan: 'alpa' is not counted"]),
+        ({"gpus": "64", "plan": "TP4 ZeRO-3", "shard": "zero1"}, {"tp": 4, "zero": 1}, ["plan: 'zero-3' is not counted"]),
+        *(({"gpu": cell}, {"dp": 4}, [f"4 gpus of '{cell}'"]) for cell in ("4x RTX 4090", "4 x H100", "4xA100", "H100 x4", "H100x4")),
+        ({"gpu": "4x H100", "gpus": "16"}, {"dp": 16}, []), ({"gpu": "4x H100", "nodes": "2"}, {"dp": 16}, ["gpus=16"]), ({"gpu": "A100 PCIe x16"}, {"dp": 8}, ["gpus=8"]), ({"gpu": "4x A100", "tp": "8"}, {"dp": 1}, ["gpus=8"]),
+        ({"gpus": "64", "seq_len": "", "context_length": "8k"}, {"seq": 8192}, []), ({"gpus": "64", "context_length": "131072"}, {"seq": 2048}, ["context_length=131072 is not counted"]),
+        ({"gpus": "64", "context": "2048"}, {"seq": 2048}, []), ({"gpus": "64", "seq_len": "", "block_size": "1024"}, {"seq": 1024}, []),
+        ({"gpus": "64", "global_batch": "", "microbatch": "", "per_device_batch_size": "2", "gas": "3"}, {"microbatch": 2, "global_batch": 384}, []),
+        ({"gpus": "64", "length_grouping": "x"}, {}, ["length_grouping=x is not counted"]),
+    ],
+)  # fmt: skip
+def test_whole_plans_and_counts_in_a_cell(changes: dict[str, str], point: dict[str, float], said: list[str]) -> None:
+    """Where no column of their own says another number."""
+    row = read(SILENT | changes)
+    assert not row.refused, row.refused
+    assert {name: row.point[name] for name in point} == pytest.approx(point)
+    usual = ("zero=", "attention=", "swiglu=")
+    assert [word for word in row.inferred if not word.startswith(usual)] == said
 
 
 def test_what_contradicts_is_said_or_refused() -> None:

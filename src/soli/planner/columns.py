@@ -13,6 +13,10 @@ COLUMNS: dict[str, list[str]] = _TABLES["numbers"]
 """A number's name here, and the columns that may have it."""
 WORDS: dict[str, list[str]] = _TABLES["words"]
 """The same of what is said in words."""
+BESIDE: dict[str, list[str]] = _TABLES["beside"]
+"""Columns of numbers that count where their own say nothing."""
+PLANS: dict[str, list[str]] = _TABLES["plans"]
+"""Columns that have a whole plan in a cell."""
 TIMES: dict[str, float] = _TABLES["times"]
 MEMORIES: dict[str, float] = _TABLES["memories"]
 STATES: dict[str, float] = _TABLES["states"]
@@ -35,6 +39,11 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
     for name, columns in WORDS.items():
         if said := [cells[column] for column in columns if column in cells]:
             cells[name] = next(filter(None, said), "")
+    for name, columns in BESIDE.items():
+        own = next((cells[one] for one in COLUMNS[name] if not SILENT.fullmatch(cells.get(one, ""))), "")
+        for column in columns:
+            if cells.get(column) and cells[column] == (own := own or cells[column]):
+                cells[COLUMNS[name][0]] = cells.pop(column)
     if flavor := cells.get("flavor"):
         cells["model"] = f"{cells.get('model', '')} {flavor}"
     for column in COLUMNS["global_batch"]:
@@ -59,6 +68,7 @@ def unread(cells: Mapping[str, str]) -> list[str]:
     """What a row says in columns that nobody reads, whose names are of what time or memory depends on."""
     matters, idle, no = (re.compile(_TABLES["unread"][name]) for name in ("matters", "idle", "no"))
     others = [column for column in cells if matters.search(column) and not idle.search(column)]
-    said = {column: cells[column] for column in others if column not in KNOWN and column not in WORDS}
+    read = {*KNOWN, *WORDS, *PLANS["words"]}
+    said = {column: cells[column] for column in others if column not in read}
     silent = [column for column, cell in said.items() if SILENT.fullmatch(cell) or no.fullmatch(cell)]
     return [f"{column}={cell} is not counted" for column, cell in said.items() if column not in silent]

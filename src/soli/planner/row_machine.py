@@ -17,6 +17,11 @@ from soli.planner.spellings import device, mentioned, precision
 TOLD = ("model", "recipe", "notes", "source", "interconnect", "framework", "test_case", "env")
 """Cells that may name a device where no column does."""
 
+COUNT = re.compile(r"^(\d+)\s*[x×]\s*(?=[a-z])|(?<=[\d\s])[x×]\s*(\d+)$", re.I)
+"""How many devices a cell counts; a slot's lanes and an RTX's number are none."""
+SERVER = re.compile(r"dgx|hgx|node|server|\bper\b|pci-?e[\w .]*x", re.I)
+"""Cells that count a server's devices, or a slot's lanes."""
+
 
 def device_of(row: Mapping[str, str], found: Row) -> Device | None:
     said = text(row, "gpu")
@@ -48,6 +53,19 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
         found.refused.append(f"no device '{said}' is known; {one.name} has {one.memory_gib:g} GiB, as SXM or as sold")
         return None
     return one
+
+
+def counted(row: Mapping[str, str], said: Said, found: Row) -> None:
+    """Takes the devices that a cell counts ("4x RTX 4090") for all that there are, where nothing else says how many."""
+    cell = text(row, "gpu")
+    count = COUNT.search(cell)
+    model = (said["tp"] or 1.0) * (said["pp"] or 1.0) * (said["cp"] or said["ulysses"] or 1.0)
+    others = any(said[name] for name in ("gpus", "nodes", "per_node", "dp"))
+    if count and not others and not interconnect.server(cell) and not SERVER.search(cell):
+        gpus = float(count[1] or count[2])
+        if gpus and gpus % model == 0:
+            said["gpus"] = gpus
+            found.inferred.append(f"{gpus:g} gpus of '{cell}'")
 
 
 def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -> dict[str, float]:

@@ -13,6 +13,7 @@ from math import ceil
 
 from soli.planner.cells import SILENT, number, text, true
 from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, told_by, unread
+from soli.planner.combined import combined
 from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
@@ -20,7 +21,7 @@ from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
 from soli.planner.cost.states import BOTH, LORA, narrow, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
-from soli.planner.row_machine import device_of, network_of, precision_of
+from soli.planner.row_machine import counted, device_of, network_of, precision_of
 from soli.planner.row_model import FLASH_SINCE, attention_of, called, model_of
 from soli.planner.spellings import (
     DEEPSPEED,
@@ -56,9 +57,11 @@ def read(row: Mapping[str, str]) -> Row:
         found.refused.append('it has more cells than the table has columns (put cells that hold commas into "quotes")')
         return found
     said = {name: number(row, name, columns, found.refused) for name, columns in COLUMNS.items()}
+    combined(row, said, found)
     device = device_of(row, found)
     if device is None:
         return found
+    counted(row, said, found)
     found.device, found.framework = device, framework(row)
     found.plain = program(text(row, "framework"), text(row, "source")) == PYTORCH
     if found.framework == OLD and found.generation in FLASH_SINCE:  # which it never ran on

@@ -1,0 +1,48 @@
+"""Plans that a table has in one cell: "TP8 PP4 DP2", "tp=8,pp=4", "dp2tp4pp1", "FSDP", "3D (tp=4, pp=4)"."""
+
+from __future__ import annotations
+
+import re
+
+from soli.planner.cells import SILENT, text
+from soli.planner.columns import PLANS
+from soli.planner.row import Row, Said
+from soli.planner.spellings import sharding
+
+DEGREE = re.compile(r"(?<![a-z])(tp|pp|dp|cp|ep|etp|vpp?)(?:[\s_]*[=:]|[\s_]*-(?!1(?!\d)))?\s*(\d+)")
+"""A degree; -1 is what is left."""
+SEQUENCE = re.compile(r"\bsp\b(?!\s*[=:]?\s*\d)")
+"""Megatron's sequence parallelism, which has the degree of tp; another's has its own."""
+PLAIN = re.compile(r"\b[2-5]d\b|\bx\b|\bparallel(?:ism)?\b|\bhybrid\b(?![\s_-]*shard)|\bdp[\s=:]*-1\b")
+"""Words that say no more than that there is a plan."""
+BETWEEN = " \t,;:+/|&()[]{}_-×*·"
+
+
+def combined(row: dict[str, str], said: Said, found: Row) -> None:
+    """Puts what such cells say where columns of its own are silent."""
+    for column in (name for names in PLANS.values() for name in names):
+        cell = text(row, column).lower()
+        if SILENT.fullmatch(cell):
+            continue
+        for degree in DEGREE.finditer(cell):
+            name, value = "chunks" if degree[1].startswith("v") else degree[1], float(degree[2])
+            if said[name] not in (None, value):
+                found.refused.append(f"{column}: '{degree[0]}' and {name}={said[name]:g} cannot both be")
+            said[name] = said[name] or value
+        if column in PLANS["words"]:
+            _words(row, column, cell, found)
+
+
+def _words(row: dict[str, str], column: str, cell: str, found: Row) -> None:
+    """What is left of such a cell beside degrees says how states are shared out, or is not understood."""
+    left = SEQUENCE.sub(" ", DEGREE.sub(" ", cell))
+    rest = PLAIN.sub(" ", left).strip(BETWEEN)
+    states = sharding(rest) if rest else None
+    if SEQUENCE.search(DEGREE.sub(" ", cell)):
+        row["sp"] = text(row, "sp") or "on"
+    own = any(not SILENT.fullmatch(text(row, name)) for name in ("shard", "zero", "fsdp", "dist_opt"))
+    other = states is None or states.zero != (sharding(text(row, "shard")) or states).zero
+    if states and not own:
+        row["shard"] = rest
+    elif other and (rest or left == cell):
+        found.inferred.append(f"{column}: '{rest or cell}' is not counted")
