@@ -219,6 +219,20 @@ def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None
     assert {name: row.point[name] for name in point} == pytest.approx(point)
 
 
+def test_ties_and_gates_are_the_published_models() -> None:
+    """Of whole rows too, whose tables are large beside their layers: cards of Llama-3.2-1B, Qwen2.5-0.5B, Gemma-2-2B, Pythia, GPT-NeoX-20B, GPT-3."""
+    names = ("layers", "hidden", "heads", "ffn", "vocab")
+    for name, gated, tied in (("Llama-3.2-1B", 1, 1), ("Qwen2.5-0.5B", 1, 1), ("gemma-2-2b", 1, 1), ("pythia-1b", 0, 0), ("GPT-NeoX-20B", 0, 0), ("GPT-3 175B", 0, 1)):  # fmt: skip
+        model = named(name)
+        assert model
+        whole = {one: str(getattr(model, one)) for one in names} | {"params_b": f"{model.parameters / 1e9:.2f}"}
+        row = ROW | whole | {"model": name, "tp": "1", "pp": "1", "dp": "64"}
+        found = [(read(row | own).point["gated"], read(row | own).point["tied"]) for own in ({}, {"tied": "false"}, {"layers": str(model.layers + 2), "params_b": ""})]  # fmt: skip
+        assert found[:2] == [(gated, tied), (gated, 0)]
+        assert found[2][1] == 1 - found[2][0]  # another model of that name
+    assert read(row | {"swiglu": "true", "params_b": ""}).point["gated"] == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "flash"),
     [({"seq_len": "4096"}, 1), ({"swiglu": "true"}, 1), ({}, 0), ({"model": "llama"}, 1)],

@@ -39,7 +39,8 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     if strange := meant("strange", plain_name(name)):
         found.refused.append(strange)
         return {}
-    model = _named(row, said)
+    known = _meant(row, said)
+    model = known if known and _lacks(row, said, known) else None
     if model:
         found.inferred.append(f"model={model.name}")
         said = of_model(model) | {name: value for name, value in said.items() if value is not None}
@@ -90,9 +91,11 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
     said_tied = switch(text(row, "tied"))
     tied = not true(row, "untie") if "untie" in row else (not gated if said_tied is None else said_tied)
-    if model:
-        gated, tied = float(model.gated), model.tied
-    elif gated and "swiglu" not in row:
+    if known and not told and switch(text(row, "swiglu")) is None and said["ffn"] in (None, known.ffn):
+        gated = float(known.gated)
+    if known and said_tied is None and switch(text(row, "untie")) is None:
+        tied = known.tied
+    if gated and not model and "swiglu" not in row:
         found.inferred.append("swiglu=true")
     return {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size,
@@ -108,8 +111,8 @@ def called(row: Mapping[str, str]) -> str:
     return " ".join([*(text(row, name) for name in ("model", "test_case", "arch", "peft")), lora])
 
 
-def _named(row: Mapping[str, str], said: Said) -> Model | None:
-    """The published model of which a row leaves something out; None where it says all, or means another one of that name."""
+def _meant(row: Mapping[str, str], said: Said) -> Model | None:
+    """The published model of a row's name; None where the row means another one of that name."""
     model = named(text(row, "model"))
     if model is None:
         return None
@@ -117,11 +120,16 @@ def _named(row: Mapping[str, str], said: Said) -> Model | None:
     other = all(whole) and whole != (model.layers, model.hidden)
     if other or (said["params_b"] and abs(model.parameters / said["params_b"] / 1e9 - 1) > 0.2):
         return None
+    return model
+
+
+def _lacks(row: Mapping[str, str], said: Said, model: Model) -> bool:
+    """Whether a row leaves something out that the published model says."""
     needed = ["layers", "hidden", "heads", "ffn", "vocab"]
     if model.experts:
         needed[3:4] = [] if said["moe_ffn"] else ["ffn"]
         needed += [] if MOE.search(called(row)) else ["experts"]
-    return model if any(said[name] is None for name in needed) else None
+    return any(said[name] is None for name in needed)
 
 
 def of_model(model: Model) -> Said:
