@@ -8,6 +8,7 @@ import pytest
 from tests.test_predict import ROW
 
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
+from soli.planner.hardware.devices import USABLE
 from soli.planner.models import compressed, read_model
 from soli.planner.predict import predict
 from soli.planner.published import named, of_entry
@@ -94,7 +95,7 @@ def test_switches_types_and_programs() -> None:
         ("DGX H100", "h100", 0), ("AMD Instinct MI300X", "mi300x", 0), ("H100 NVL", "h100-nvl", 0), ("A100-SXM4-40GB", "a100-40gb", 40),
         ("NVIDIA H100 80GB HBM3", "h100", 80), ("p5.48xlarge (H100)", "h100", 0), ("H800-80GB-SXM", "h800", 80), ("A800", "a800", 0),
         ("MI355X", "mi355x", 0), ("Tesla T4", "t4", 0), ("NVIDIA GeForce RTX 4090", "rtx-4090", 0), ("H100-96GB-SXM", "h100-96gb", 96),
-        ("A10G", "a10", 0), ("NVIDIA A10G 24GB", "a10", 24), ("GH200 480GB", "gh200", 480), ("GH200 (95 GB)", "gh200", 95), ("GH200 144GB HBM3e", "gh200-144gb", 144),
+        ("A10G", "a10g", 0), ("NVIDIA A10G 24GB", "a10g", 24), ("A10", "a10", 0), ("GH200 480GB", "gh200", 480), ("GH200 (95 GB)", "gh200", 95), ("GH200 144GB HBM3e", "gh200-144gb", 144),
         ("RTX A5000", "rtx-a5000", 0), ("NVIDIA RTX 6000 Ada", "rtx-6000-ada", 0), ("RTX 4060 Ti", "rtx-4060-ti", 0), ("RTX 5090", "rtx-5090", 0),
         ("MI250X (one GCD)", "mi250x", 0), ("AMD Instinct MI210", "mi210", 0), ("MI100", "mi100", 0), ("RTX 4070", "rtx-4070", 0),
     ],
@@ -108,6 +109,10 @@ def test_devices(said: str, name: str, size: float) -> None:
 def test_what_a_device_is_sold_as_may_count_other_memory() -> None:
     """480 GB are a Grace CPU's; no A100 has 60."""
     assert not read(ROW | {"gpu": "GH200 480GB"}).refused
+    for gpu, mib in (("L40S 48GB", 46068), ("NVIDIA A40-48GB", 46068), ("L40", 46068), ("A10 24GB", 23028), ("L4-24GB", 23034), ("A10G (24 GB)", 23028), ("T4 16GB", 15360)):  # fmt: skip
+        row = read(ROW | {"gpu": gpu, "precision": "fp16"})
+        assert not row.refused
+        assert row.point["capacity"] == pytest.approx(USABLE * mib * 2**20, rel=1e-3)  # what correcting errors leaves
     assert "no device 'A100-60GB' is known" in read(ROW | {"gpu": "A100-60GB"}).refused[0]
 
 
