@@ -387,6 +387,13 @@ def test_what_is_gathered_once_is_hidden_by_one_microbatch() -> None:
         assert isclose(exposed, left * computing, rel_tol=1e-9), (pp, whole, microbatches)
 
 
+def test_tables_are_gathered_and_scattered_as_often_as_layers() -> None:
+    for made, times in (({"whole": 0}, 8), ({"whole": 1}, 1), ({"whole": 0, "global_batch": 8}, 1)):
+        p = point(dp=8, zero=3, microbatch=1, **made)
+        summed = communication.sums(p, ONE, np.full(1, 1e9), np.zeros(1), np.full(1, 1e8))
+        assert communication.of_gradients(p, summed)[0] == times * summed.tables[0]
+
+
 def test_a_host_that_waits_for_each_kernel_adds_its_launches() -> None:
     said = "one iteration is measured (CUDA_LAUNCH_BLOCKING=1 from 320 GPUs on)"
     assert [blocks(said, n) for n in (319, 320)] == [False, True]

@@ -156,12 +156,12 @@ def of_gradients(p: Points, summed: Sums) -> Array:
     """Seconds in which a step's gradients are summed over dp and cp, and ZeRO's parameters gathered.
 
     ZeRO-2 that keeps no whole gradient scatters each microbatch's. ZeRO-3 has gathered and scattered its layers
-    (`gathers_of_layer`); here are its tables.
+    (`gathers_of_layer`); here are its tables, as often.
     """
     times = np.where((p.zero >= 2) & (p.whole == 0), p.microbatches, 1.0)
     sharded = summed.scattered * times + summed.gathered
     usual = np.where(p.zero >= 1, sharded, 2 * summed.scattered)
-    return summed.across + np.where(p.zero >= 3, summed.tables, usual)
+    return summed.across + np.where(p.zero >= 3, summed.tables * times, usual)
 
 
 def send(p: Points, k: Constants) -> Array:
