@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soli.planner.cost import arithmetic, communication, memory, pipeline, rings
+from soli.planner.cost import arithmetic, communication, context, memory, pipeline, rings
 from soli.planner.cost.constants import MEANINGS, Constants, constants, known
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points, points
 from soli.planner.cost.programs import blocks, of_program
@@ -225,6 +225,23 @@ def test_activations_of_32_bits_are_twice_as_large() -> None:
     for level in (NONE, SELECTIVE, FULL):
         wide, narrow = (memory.activations_of_layer(point(recompute=level, low=low))[0] for low in (4, 2))
         assert wide == 2 * narrow
+
+
+def test_what_layers_move_and_send_of_32_bits_is_twice_as_much() -> None:
+    """Beside logits, which a loss has in fp32 anyway, but for one of a single kernel."""
+    k = usual(stream_share=1.0, logit_bytes=38.0)
+    wide, narrow = (
+        point(low=low, tp=4, pp=4, cp=2, one_loss=1, seq=8192, head_size=64, node=1, net_latency=0) for low in (4, 2)
+    )
+    sent = lambda p: communication.of_layer(p, k, context.crossing(p, k), NOTHING)[0]
+    for of in (arithmetic.embedding, arithmetic.elements_forward):
+        assert isclose(of(wide, k)[0], 2 * of(narrow, k)[0])
+    for sends in (sent, lambda p: communication.sending(p, k)):
+        assert isclose(sends(wide)[0], 2 * sends(narrow)[0])
+    scores = arithmetic.attention(wide, k)[0] - arithmetic.attention(narrow, k)[0]
+    assert isclose(scores[0], 4 * 4096 * 8192 * k.score_bytes[0] / 2e12)
+    logits = arithmetic.logits(wide, k) - arithmetic.logits(narrow, k)
+    assert isclose(logits[0], 10 * 4096 * 51200 / 4 / 2e12)
 
 
 def test_the_longest_stage_is_what_is_kept_and_waited_for() -> None:

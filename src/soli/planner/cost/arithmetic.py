@@ -49,7 +49,7 @@ def product(p: Points, k: Constants, m: Array, n: Array, summed: Array) -> Array
     share = k.product_share * np.where(p.low < 2, k.low_share, 1.0)
     share = share * m / (m + k.product_half) * (n / (n + k.product_half_inner))
     share = share * summed / (summed + k.product_half_inner) * np.minimum(aligned(n), aligned(summed))
-    moved = p.low * (m * summed + summed * n) + 2.0 * m * n
+    moved = p.low * (m * summed + summed * n) + p.number * m * n
     return np.maximum(2.0 * m * n * summed / (p.peak * share), moved / (p.bandwidth * k.stream_share))
 
 
@@ -107,7 +107,7 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
     summed = p.head_size / (p.head_size + k.product_half_inner)
     rate = p.peak_wide * k.product_share * aligned(p.head_size) * summed * p.seq / (p.seq + k.product_half_inner)
     products = 4.0 * scores * p.head_size / rate
-    moved = scores * (k.score_bytes + SLOW_SCORE * p.unfused) / (p.bandwidth * k.stream_share)
+    moved = scores * (k.score_bytes + SLOW_SCORE * p.unfused) * p.number / 2 / (p.bandwidth * k.stream_share)
     flash = p.flash > 0
     return np.where(flash, kernel, products + moved), np.where(flash, 2.5 * kernel, 2.0 * products + 1.5 * moved)
 
@@ -128,7 +128,7 @@ def elements_forward(p: Points, k: Constants) -> Array:
     cast = np.where(p.low < 2, (2.0 + 2.0 * p.low) * read, 0.0)
     written = np.where(p.gated > 0, p.eager, 1.0)  # models with gates have norms and rotations of several operations
     usual = (around + between * (1 + p.gated) / 4.0) * k.element_bytes * written
-    return (usual + ROUTED * routed + cast) / (p.bandwidth * k.stream_share)
+    return ((usual + ROUTED * routed) * p.number / 2 + cast) / (p.bandwidth * k.stream_share)
 
 
 def recomputed(p: Points, whole: Array, attention: Array) -> Array:
@@ -141,13 +141,13 @@ def logits(p: Points, k: Constants) -> Array:
     T, V = p.tokens, p.vocab / p.tp
     share = k.product_share * T / (T + k.product_half) * (p.hidden / (p.hidden + k.product_half_inner))
     flops = 6.0 * T * V * p.hidden / (p.peak_wide * share)
-    moved = np.where(p.one_loss > 0, ONE_LOSS, k.logit_bytes)
-    return flops + T * V * (moved + 2.0) / (p.bandwidth * k.stream_share)
+    moved = np.where(p.one_loss > 0, ONE_LOSS * p.number / 2, k.logit_bytes)  # others are in fp32 anyway
+    return flops + T * V * (moved + p.number) / (p.bandwidth * k.stream_share)
 
 
 def embedding(p: Points, k: Constants) -> Array:
     """Seconds of the lookup and its gradient, on the first stage: memory alone."""
-    return p.tokens * p.hidden * 12.0 / (p.bandwidth * k.stream_share)
+    return p.tokens * p.hidden * 6.0 * p.number / (p.bandwidth * k.stream_share)
 
 
 def optimizer(p: Points, k: Constants, parameters: Array) -> Array:

@@ -65,7 +65,7 @@ def of_layer(p: Points, k: Constants, crossing: tuple[Array, Array], grid: tuple
     experts and back (GShard, arXiv 2006.16668), each rank of tp with its part of them under sp.
     """
     one = np.ones_like(p.tp)
-    hidden = p.tokens * p.hidden * 2.0
+    hidden = p.tokens * p.hidden * p.number
     sums = np.where(p.tensor == LINE, overlap.sums(p, k, 2 * all_reduce(p, k, hidden, p.tp, one)), 0.0)
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
@@ -184,7 +184,7 @@ def sending(p: Points, k: Constants) -> Array:
 
 def _sent_part(p: Points) -> Array:
     """Bytes of a microbatch that each rank sends to the next stage."""
-    return p.tokens * p.hidden * 2.0 / p.around
+    return p.tokens * p.hidden * p.number / p.around
 
 
 def _borders(p: Points) -> Array:

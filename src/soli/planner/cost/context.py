@@ -17,7 +17,7 @@ from soli.planner.cost.points import ULYSSES, Array, Points
 
 def crossing(p: Points, k: Constants) -> tuple[Array, Array]:
     """Seconds of a layer's forward and backward, of T tokens on each of cp ranks."""
-    hidden = p.tokens * p.hidden * 2.0
+    hidden = p.tokens * p.hidden * p.number
     keys = 2 * hidden * p.attention_width / p.hidden * p.kv_share / p.tp
     round_ = gather(p, k, keys * p.cp, p.cp, p.tp)
     if not (p.context == ULYSSES).any():
@@ -25,7 +25,7 @@ def crossing(p: Points, k: Constants) -> tuple[Array, Array]:
     # Of grouped keys a rank gets those that its queries read: where there are fewer than ranks each goes to several.
     heads = p.heads / p.tp
     groups = np.minimum(np.maximum(np.maximum(p.kv_heads / p.tp, 1.0), p.cp), heads)
-    one = p.tokens * p.head_size * 2.0
+    one = p.tokens * p.head_size * p.number
     exchanged = 2 * all_to_all(p, k, one * heads, p.cp, p.tp) + 2 * all_to_all(p, k, one * groups, p.cp, p.tp)
     ulysses = p.context == ULYSSES
     return np.where(ulysses, exchanged, round_), np.where(ulysses, exchanged, 2 * round_)

@@ -20,9 +20,6 @@ from soli.planner.cost.communication import all_reduce, gather
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import CUBE, GRID, Array, Points
 
-WIDE = 2.0
-"""Bytes of a number that is sent."""
-
 
 def panels(p: Points) -> Array:
     """Pieces in which a product's sum runs: one for every pair of a row and a column of ranks that share a part of it."""
@@ -69,15 +66,15 @@ def beside(p: Points) -> Array:
     for summed, width, _, _ in products(p):
         some = 2 * (p.tokens * summed / p.rows + summed * width / p.columns) / panels(p)
         whole = (p.tokens * (summed + width) + summed * width) / p.columns**2
-        most = np.maximum(most, WIDE * np.where(p.tensor == GRID, some, whole))
+        most = np.maximum(most, p.number * np.where(p.tensor == GRID, some, whole))
     return np.where(p.tensor == 0, 0.0, most)
 
 
 def _grid(p: Points, k: Constants, summed: Array, width: Array) -> tuple[Array, Array]:
     """Seconds in which one product's panels of x, and of W, are broadcast."""
     pieces, one = panels(p), np.ones_like(p.tp)
-    x = _broadcast(p, k, WIDE * p.tokens / p.rows * summed / pieces, p.columns, one)
-    w = _broadcast(p, k, WIDE * width / p.columns * summed / pieces, p.rows, p.columns)
+    x = _broadcast(p, k, p.number * p.tokens / p.rows * summed / pieces, p.columns, one)
+    w = _broadcast(p, k, p.number * width / p.columns * summed / pieces, p.rows, p.columns)
     return pieces * x, pieces * w
 
 
@@ -85,9 +82,9 @@ def _cube(p: Points, k: Constants, summed: Array, width: Array, ends: bool) -> t
     """Seconds in which one product's x and W are gathered, and its y is scattered."""
     q, one = p.columns, np.ones_like(p.tp)
     over_x, over_y = (q, one) if ends else (one, q)
-    x = gather(p, k, WIDE * p.tokens * summed / q**2, q, over_x)
-    w = gather(p, k, WIDE * summed * width / q**2, q, q**2)
-    y = gather(p, k, WIDE * p.tokens * width / q**2, q, over_y)
+    x = gather(p, k, p.number * p.tokens * summed / q**2, q, over_x)
+    w = gather(p, k, p.number * summed * width / q**2, q, q**2)
+    y = gather(p, k, p.number * p.tokens * width / q**2, q, over_y)
     return x, w, y
 
 

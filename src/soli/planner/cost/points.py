@@ -159,6 +159,11 @@ class Points:
         return self.microbatch * self.seq / self.cp
 
     @property
+    def number(self) -> Array:
+        """Bytes of a number that products give and layers move: 2, or 4 of programs of 32 bits."""
+        return np.maximum(self.low, 2.0)
+
+    @property
     def kv_share(self) -> Array:
         """Width of keys (or values) by width of queries."""
         return self.kv_heads / self.heads
