@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.test_predict import ROW
 
 from soli.planner.columns import KNOWN, plain
+from soli.planner.cost import memory
+from soli.planner.cost.constants import known, repeated
 from soli.planner.cost.points import (
     CUBE,
     GPIPE,
@@ -288,6 +291,33 @@ def test_adapters_and_narrow_weights_are_read_from_any_words(changes: dict[str, 
     each = 2.0 if bits == 16 else ((bits + 0.5) / 8 * matrices + 2 * tables) / (matrices + tables)
     assert point["frozen"] == frozen
     assert point["weight"] == pytest.approx(each, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank", "each", "table"),
+    [
+        ({"notes": "LoRA rank 32 on all products"}, 32, 16, 2), ({"lora_r": "8"}, 8, 16, 2), ({"peft": "lora"}, 16, 16, 2), ({"notes": "LoRA, r=64", "precision": "bf16-true"}, 64, 8, 2),
+        ({"peft": "qlora", "lora_rank": "8"}, 8, 16, 2), ({"peft": "qlora", "lora_rank": "8", "framework": "HF TRL"}, 8, 16, 4), ({"peft": "qlora", "lora_rank": "8", "framework": "axolotl"}, 8, 16, 4),
+        ({"peft": "qlora", "lora_rank": "8", "framework": "Unsloth (TRL)"}, 8, 16, 2), ({}, 0, 0, 2),
+    ],
+)  # fmt: skip
+def test_adapters_take_memory_and_tables_beside_narrow_weights_more(
+    changes: dict[str, str], rank: int, each: int, table: int
+) -> None:
+    """Of Llama 2 7B's layer seven matrices; peft casts what is not narrow to fp32."""
+    row = read(ONE | {"recompute": "full"} | changes)
+    assert row.point.get("adapters", 0) == rank * (8 * 4096 + 3 * (4096 + 11008))
+    assert ("lora_rank=16" in row.inferred) == (rank == 16)
+    p = points([row.point])
+    taken = [
+        memory.states(one, repeated(known("fsdp", "ampere"), 1))[0] for one in (p, replace(p, adapters=np.zeros(1)))
+    ]
+    assert taken[0] - taken[1] == pytest.approx(32 * row.point.get("adapters", 0) * each)
+    if changes.get("peft") == "qlora":
+        matrices, tables = 32 * (4 * 4096**2 + 3 * 4096 * 11008), 2 * 32000 * 4096
+        assert row.point["weight"] == pytest.approx(
+            (4.5 / 8 * matrices + table * tables) / (matrices + tables), rel=1e-3
+        )
 
 
 def test_a_loss_in_pieces_is_read_from_a_column_of_its_own() -> None:

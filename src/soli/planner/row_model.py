@@ -28,6 +28,9 @@ LONG = 2048.0
 LATENT = 160.0
 BESIDE = re.compile(r"\bvlm\b|_vlm_|multimodal|llava", re.I)
 """Models of which the columns say only a part."""
+RANK = re.compile(r"(?:\brank|\br(?= *=))[ =:]*(\d+)")
+USUAL_RANK = 16
+"""Of adapters: TRL's lora_r (huggingface/trl, trl/trainer/model_config.py)."""
 FLASH = (FSDP, "nanotron", "soli", TESTS)
 """Frameworks, and generations of devices, whose attention keeps no scores unless a row says so."""
 
@@ -177,6 +180,18 @@ def _shape_of(parameters: float, layers: float | None, hidden: float | None, sta
     if hidden is None:
         hidden = max(round((parameters / 12 / layers) ** 0.5 / 128), 1) * 128.0
     return layers, hidden
+
+
+def adapters_of(row: Mapping[str, str], q: Mapping[str, float], found: Row) -> float:
+    """Parameters of a layer's adapters: of each matrix but experts' two of the rank's width (LoRA, arXiv 2106.09685, 4.1)."""
+    column = next((cell for name in ("lora_rank", "lora_r") if re.fullmatch(r"[1-9]\d*", cell := text(row, name))), "")
+    told = RANK.search(text(row, "notes"))
+    if not column and not told:
+        found.inferred.append(f"lora_rank={USUAL_RANK}")
+    rank = float(column or (told[1] if told else USUAL_RANK))
+    width = q["heads"] * q["head_size"]
+    mlp = 0.0 if q["experts"] else (2 + q["gated"]) * (q["hidden"] + q["ffn"])
+    return rank * (4 * q["hidden"] + 2 * width * (1 + q["kv_heads"] / q["heads"]) + mlp)
 
 
 def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row) -> dict[str, float]:

@@ -18,11 +18,11 @@ from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
-from soli.planner.cost.states import BOTH, LORA, narrow, of_states
+from soli.planner.cost.states import BOTH, LORA, beside_narrow, narrow, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import counted, device_of, network_of, precision_of
-from soli.planner.row_model import FLASH_SINCE, attention_of, called, model_of
+from soli.planner.row_model import FLASH_SINCE, adapters_of, attention_of, called, model_of
 from soli.planner.spellings import (
     DEEPSPEED,
     FSDP,
@@ -97,17 +97,19 @@ def read(row: Mapping[str, str]) -> Row:
         )  # whose name may be of one way
         if point["frozen"] and (bits := narrow(spoken)):
             found.inferred.append(f"frozen weights of {bits:g} bits")
-            point["weight"] = _narrowed(point, bits)
+            point["weight"] = _narrowed(point, bits, beside_narrow(text(row, "framework")))
+        if point["frozen"]:
+            point["adapters"] = adapters_of(row, point, found)
         found.inferred += _uncounted(said, point)
         fitted(found)
     return found
 
 
-def _narrowed(point: Mapping[str, float], bits: float) -> float:
-    """Bytes a parameter where matrices have so many bits, and 32 more for 64 elements (arXiv 2305.14314, 2), and tables 16."""
+def _narrowed(point: Mapping[str, float], bits: float, other: float) -> float:
+    """Bytes a parameter where matrices have so many bits, and 32 more for 64 elements (arXiv 2305.14314, 2), and tables `other` bytes."""
     p = points([point])
     tables = float((2 - p.tied[0]) * p.vocab[0] * p.hidden[0] / memory.parameters(p)[0])
-    return (bits + 32 / 64) / 8 * (1 - tables) + 2 * tables
+    return (bits + 32 / 64) / 8 * (1 - tables) + other * tables
 
 
 def read_measured(row: Mapping[str, str]) -> Row:

@@ -50,7 +50,7 @@ def of_stage(p: Points) -> tuple[Array, Array]:
 
 
 def trained(p: Points) -> tuple[Array, Array]:
-    """Those of `of_stage` that have gradients. Of frozen ones a few in a hundred do, which are not counted."""
+    """Those of `of_stage` that have gradients. Of frozen ones a few in a hundred do, which take no time here."""
     dense, experts = of_stage(p)
     return dense * (1 - p.frozen), experts * (1 - p.frozen)
 
@@ -70,12 +70,13 @@ def of_rank(p: Points, rank: Rank) -> tuple[Array, Array]:
 
 
 def of_states(p: Points, rank: Rank) -> tuple[Array, Array, Array]:
-    """Bytes of parameters, gradients, and what the optimizer has of them."""
+    """Bytes of parameters, gradients, and what the optimizer has of them; adapters have at least 16 bits."""
     weights = gradients = moments = np.zeros_like(p.dp)
-    for count, over in zip(of_rank(p, rank), (p.shards, p.expert_shards), strict=True):
-        learnt = count * (1 - p.frozen)
-        here = np.where(p.offload > 1, 0.0, 1.0)
-        weights = weights + here * count * p.weight / np.where(p.zero >= 3, over, 1.0)
+    adapters = (rank.layers * p.adapters / p.tp, np.zeros_like(p.dp))
+    for count, few, over in zip(of_rank(p, rank), adapters, (p.shards, p.expert_shards), strict=True):
+        learnt = count * (1 - p.frozen) + few
+        here, width = np.where(p.offload > 1, 0.0, 1.0), np.maximum(p.weight, 2.0)
+        weights = weights + here * (count * p.weight + few * width) / np.where(p.zero >= 3, over, 1.0)
         apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
         gradients = gradients + here * learnt * (p.gradient / np.where(apart, over, 1.0))
         own = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))

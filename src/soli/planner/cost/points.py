@@ -118,6 +118,7 @@ class Points:
     etp: Array = field(metadata={"unsaid": 0.0})
     # layers of a rank that are computed again whole, where `recompute` says less of the others
     again: Array = field(metadata={"unsaid": 0.0})
+    adapters: Array = field(metadata={"unsaid": 0.0})  # parameters of a layer's that are trained beside frozen ones
 
     def __len__(self) -> int:
         return len(self.layers)

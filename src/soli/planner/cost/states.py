@@ -63,6 +63,10 @@ NARROW = {
     r"(?<![\d.])8[- _]?bit (?:base )?(?:model|weights|lora)|load_in_8bit": 8.0,
 }
 """Bits of frozen weights by the words of programs (arXiv 2305.14314, 3)."""
+PEFT = re.compile(r"\bhf\b|hugging ?face|\btrl\b|axolotl|\bpeft\b")
+"""Programs whose frozen weights of 4 or 8 bits leave all others in fp32 (huggingface/peft, src/peft/utils/other.py, prepare_model_for_kbit_training)."""
+OTHERWISE = re.compile(r"unsloth|torchtune")
+"""Programs that are built on those, and do not."""
 EIGHT = re.compile(r"8[- _]?bit|int8|\bbnb\b")
 FULL_WIDTH = {"weight": 4.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0}
 HALF_WIDTH = {"weight": 2.0, "gradient": 2.0, "summed": 2.0, "copied": 0.0}
@@ -76,6 +80,12 @@ RECIPES = re.compile(r"nemo|megatron[- ]bridge", re.I)
 def narrow(told: str) -> float:
     """Bits of frozen weights; 0: as many as others'."""
     return next((bits for words, bits in NARROW.items() if re.search(words, told)), 0.0)
+
+
+def beside_narrow(framework: str) -> float:
+    """Bytes of a parameter that is not of so few bits, by its program."""
+    said = framework.lower()
+    return 4.0 if PEFT.search(said) and not OTHERWISE.search(said) else 2.0
 
 
 def of_states(
