@@ -26,9 +26,10 @@ def combined(row: dict[str, str], said: Said, found: Row) -> None:
             continue
         for degree in DEGREE.finditer(cell):
             name, value = "chunks" if degree[1].startswith("v") else degree[1], float(degree[2])
-            if said[name] not in (None, value):
-                found.refused.append(f"{column}: '{degree[0]}' and {name}={said[name]:g} cannot both be")
-            said[name] = said[name] or value
+            own = said[name]
+            if own is not None and (own or 1.0) != (value or 1.0):
+                found.refused.append(f"{column}: '{degree[0]}' and {name}={own:g} cannot both be")
+            said[name] = own or value
         if column in PLANS["words"]:
             _words(row, column, cell, found)
 
@@ -40,7 +41,8 @@ def _words(row: dict[str, str], column: str, cell: str, found: Row) -> None:
     states = sharding(rest) if rest else None
     if SEQUENCE.search(DEGREE.sub(" ", cell)):
         row["sp"] = text(row, "sp") or "on"
-    own = any(not SILENT.fullmatch(text(row, name)) for name in ("shard", "zero", "fsdp", "dist_opt"))
+    cells = (text(row, name).lower() for name in ("shard", "zero", "fsdp", "dist_opt"))
+    own = any(cell == "none" or not SILENT.fullmatch(cell) for cell in cells)
     other = states is None or states.zero != (sharding(text(row, "shard")) or states).zero
     if states and not own:
         row["shard"] = rest
