@@ -11,18 +11,7 @@ from tests.test_predict import ROW
 from soli.planner.columns import KNOWN, plain
 from soli.planner.cost import memory
 from soli.planner.cost.constants import known, repeated
-from soli.planner.cost.points import (
-    CUBE,
-    GPIPE,
-    GRID,
-    INTERLEAVED,
-    RING,
-    SELECTIVE,
-    ULYSSES,
-    ZBH1,
-    ZBV,
-    points,
-)
+from soli.planner.cost.points import CUBE, GPIPE, GRID, INTERLEAVED, RING, SELECTIVE, ULYSSES, ZBH1, ZBV, points
 from soli.planner.hardware import interconnect
 from soli.planner.hardware.devices import devices
 from soli.planner.predict import predict

@@ -54,10 +54,7 @@ def changes(repo: Path, hashes: Sequence[str]) -> Iterator[tuple[str, list[Chang
         wanted = sorted({name for all_ in files.values() for one in all_ for name in one.blobs if name.strip("0")})
         texts = _blobs(repo, wanted)
         for hash_ in some:
-            yield (
-                hash_,
-                [_change(one, *(texts.get(name, "") for name in one.blobs)) for one in files.get(hash_, [])],
-            )
+            yield (hash_, [_change(one, *(texts.get(name, "") for name in one.blobs)) for one in files.get(hash_, [])])
 
 
 def patches(repo: Path, hashes: Sequence[str], lines: int) -> dict[str, str]:

@@ -161,8 +161,7 @@ def _hints(name: str, words: Iterable[str], said: Any, wrong: list[Problem]) -> 
             prior[word] = float(told["prior"])
     given = {word: told for word, told in given.items() if isinstance(told, dict)}
     return Hints(
-        prior,
-        tuple(_hint(name, word, one, wrong) for word in known for one in given.get(word, {}).get("rules", ())),
+        prior, tuple(_hint(name, word, one, wrong) for word in known for one in given.get(word, {}).get("rules", ()))
     )
 
 

@@ -49,11 +49,7 @@ class Classified:
 
 
 def classify(
-    repos: Sequence[Path],
-    mined: Path,
-    rules: Path | None = None,
-    endpoint: Endpoint | None = None,
-    at_most: int = 1000,
+    repos: Sequence[Path], mined: Path, rules: Path | None = None, endpoint: Endpoint | None = None, at_most: int = 1000
 ) -> Classified:
     """Every fix of these histories. SoliError where a history was not mined, or is not whole."""
     made = classifier(rules)

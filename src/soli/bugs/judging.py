@@ -61,10 +61,7 @@ def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
 
 
 def _judged(
-    dimension: str,
-    who: str,
-    theirs: dict[tuple[str, str], str],
-    said: dict[tuple[str, str, str], tuple[str, bool]],
+    dimension: str, who: str, theirs: dict[tuple[str, str], str], said: dict[tuple[str, str, str], tuple[str, bool]]
 ) -> Judged:
     of = [(word, *said[*key, dimension]) for key, word in theirs.items() if (*key, dimension) in said]
     both = [(a, b) for a, b, _ in of]

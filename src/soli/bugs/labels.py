@@ -106,9 +106,7 @@ def draw(
         rows = [row for row in rows if row[1] not in without]
         if len(rows) < counts[name]:
             raise SoliError(
-                f"there are not so many commits to draw from ({name})",
-                got=str(counts[name]),
-                allowed=str(len(rows)),
+                f"there are not so many commits to draw from ({name})", got=str(counts[name]), allowed=str(len(rows))
             )
         drawn[name] = random.sample(rows, counts[name])
     return drawn, population
@@ -173,11 +171,7 @@ class Selection:
 
 
 def selection(
-    labels: Iterable[Label],
-    population: Mapping[str, int],
-    chosen: Collection[tuple[str, str]],
-    *,
-    strict: bool = True,
+    labels: Iterable[Label], population: Mapping[str, int], chosen: Collection[tuple[str, str]], *, strict: bool = True
 ) -> Selection:
     """Of the rules that chose these commits, which need not be those of the day when the samples were drawn.
 

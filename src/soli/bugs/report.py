@@ -163,14 +163,7 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
         "`larger`: of each such file the larger of the two; `added`: added ones; `all`: of every file. `by labels`: of the commits that the labels call "
         "fixes, among the chosen and the rejected, each counted for as many as it stands for."
     )
-    others = (
-        "repositories alike",
-        "in the study's mix",
-        "before the study",
-        "by labels",
-        "by syntax too",
-        "no fixes",
-    )
+    others = ("repositories alike", "in the study's mix", "before the study", "by labels", "by syntax too", "no fixes")
     head = ["lines", "all fixes", *repos, *others, "median"]
     rows = [
         [name, percent(row["all"]), *(percent(row["repos"].get(repo)) for repo in repos)]

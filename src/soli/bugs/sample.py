@@ -49,9 +49,7 @@ def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list
     lacking = {repo for commits in said["commits"].values() for repo, _ in commits} - set(where)
     if lacking:
         raise SoliError(
-            "commits of other histories were drawn",
-            got=", ".join(sorted(lacking)),
-            fix="give these clones too",
+            "commits of other histories were drawn", got=", ".join(sorted(lacking)), fix="give these clones too"
         )
     for path in repos:
         history.check(path)

@@ -109,17 +109,10 @@ def _rule(one: dict[str, Any], wrong: list[Problem]) -> Rule:
         wrong.append(Problem(f"{name}: there is no such place", got=repr(one.get("where")), allowed=", ".join(PLACES)))
     if not isinstance(one.get("fix"), bool) or not one.get("why"):
         wrong.append(
-            Problem(
-                f"{name}: a rule says whether it is a fix, and why",
-                allowed="fix = true or false, why = '...'",
-            )
+            Problem(f"{name}: a rule says whether it is a fix, and why", allowed="fix = true or false, why = '...'")
         )
     return Rule(
-        name,
-        str(one.get("where")),
-        _pattern(one, "match", wrong),
-        bool(one.get("fix")),
-        str(one.get("why", "")),
+        name, str(one.get("where")), _pattern(one, "match", wrong), bool(one.get("fix")), str(one.get("why", ""))
     )
 
 

@@ -58,9 +58,7 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
         if "readonly" in str(error) or "unable to open" in str(error):
             raise SoliError("this file cannot be written", got=f"{path}: {error}") from error
         raise SoliError(
-            "this file is no SQLite database, or is damaged",
-            got=f"{path}: {error}",
-            fix="mine into another file",
+            "this file is no SQLite database, or is damaged", got=f"{path}: {error}", fix="mine into another file"
         ) from error
     finally:
         base.close()
@@ -101,8 +99,7 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
     for table in ("verdict", "edited", "closed", "file", "change"):
         base.executemany(f"DELETE FROM {table} WHERE repo = ? AND hash = ?", [(repo, h) for h in gone])
     base.execute(
-        "UPDATE history SET head = ?, commits = ?, rules = ? WHERE repo = ?",
-        (head, count, rules.digest, repo),
+        "UPDATE history SET head = ?, commits = ?, rules = ? WHERE repo = ?", (head, count, rules.digest, repo)
     )
     return count, new
 

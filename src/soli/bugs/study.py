@@ -56,9 +56,7 @@ def _whole(base: sqlite3.Connection, mined: Path) -> None:
     one = lambda query: base.execute(query).fetchone()[0]
     if not one("SELECT count(*) FROM judged WHERE told OR fix"):
         raise SoliError(
-            "no fix of a bug is in this file",
-            got=str(mined),
-            fix="soli bugs mine other histories, or by other --rules",
+            "no fix of a bug is in this file", got=str(mined), fix="soli bugs mine other histories, or by other --rules"
         )
     left = one(
         "SELECT count(*) FROM judged WHERE (repo, hash) NOT IN (SELECT repo, hash FROM verdict WHERE dimension = 'fix')"
@@ -105,10 +103,7 @@ def _day(seconds: int) -> str:
 
 
 def _sizes(
-    base: sqlite3.Connection,
-    paper: Mapping[str, Any],
-    labels: Sequence[Label],
-    population: Mapping[str, int] | None,
+    base: sqlite3.Connection, paper: Mapping[str, Any], labels: Sequence[Label], population: Mapping[str, int] | None
 ) -> dict[str, dict[str, Any]]:
     """Of each definition of a size the share of SMALL lines or fewer: of all fixes by their message, each repository's, weighted, before the
     study; by their syntax too; by labels, of chosen and of rejected commits; and of those whose message calls them no fix."""
@@ -160,8 +155,7 @@ def _lines(base: sqlite3.Connection, of: str) -> list[Share]:
 def _words(base: sqlite3.Connection, dimension: str, labels: Sequence[Label]) -> dict[str, Any]:
     """Of one dimension each word's count and share: by rules in all, each repository and year, and by labels (of the first labeller, of chosen fixes)."""
     rows = base.execute(
-        "SELECT repo, word, committed FROM class JOIN fix USING (repo, hash) WHERE dimension = ?",
-        (dimension,),
+        "SELECT repo, word, committed FROM class JOIN fix USING (repo, hash) WHERE dimension = ?", (dimension,)
     ).fetchall()
     known = list(DIMENSIONS[dimension])
     years: dict[str, list[str]] = {}

@@ -57,9 +57,7 @@ def load(
 
 
 def differences(
-    manifest: Manifest,
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]],
-    ignore: Callable[[str], bool] | None,
+    manifest: Manifest, wanted: dict[str, tuple[tuple[int, ...], torch.dtype]], ignore: Callable[[str], bool] | None
 ) -> list[Problem]:
     """Everything that keeps the saved tensors from being the wanted ones."""
     found = []

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from soli.bugs.mine import Mined
 
 Clones = Annotated[
-    list[Path],
-    typer.Argument(help="Whole clones, bare or not; nothing in them is run.", show_default=False),
+    list[Path], typer.Argument(help="Whole clones, bare or not; nothing in them is run.", show_default=False)
 ]
 Database = Annotated[Path, typer.Option(help="The SQLite file: soli bugs mine writes it, classify adds words.")]
 Sample = Annotated[Path | None, typer.Option(help="What the labelled commits were drawn from, as JSON.")]
@@ -220,8 +219,7 @@ def agree(
 
     if sample is not None and db is None:
         raise SoliError(
-            "rules are judged by what was drawn and what they chose",
-            fix="--db FILE, which soli bugs mine wrote",
+            "rules are judged by what was drawn and what they chose", fix="--db FILE, which soli bugs mine wrote"
         )
     rows = of.read(labels)
     said: dict[str, Any] = {"pairs": [asdict(pair) for pair in of.pairs(rows)]}

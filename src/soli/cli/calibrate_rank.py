@@ -52,11 +52,7 @@ def _show(machine: Machine) -> None:
         return
     sizes = [int(size) for size, _ in next(iter(machine.collectives.values()))]
     table = Table(
-        "milliseconds",
-        "ranks",
-        "apart",
-        box=box.SIMPLE,
-        caption="apart: the distance between two ranks of a group",
+        "milliseconds", "ranks", "apart", box=box.SIMPLE, caption="apart: the distance between two ranks of a group"
     )
     for size in sizes:
         table.add_column(f"{size // 1024} kB" if size < 1 << 20 else f"{size >> 20} MB", justify="right")

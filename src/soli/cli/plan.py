@@ -139,13 +139,7 @@ def _show(found: list[Prediction]) -> None:
         if one.refused:
             table.add_row(str(number), *[""] * 6, escape(one.refused))
             continue
-        numbers = (
-            one.predicted_time_s,
-            one.time_low_s,
-            one.time_high_s,
-            one.predicted_memory_gb,
-            one.memory_high_gb,
-        )
+        numbers = (one.predicted_time_s, one.time_low_s, one.time_high_s, one.predicted_memory_gb, one.memory_high_gb)
         table.add_row(
             str(number),
             *(f"{n:.4g}" for n in numbers),

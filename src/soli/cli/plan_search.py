@@ -39,21 +39,17 @@ def search(
         typer.Option(min=0, help="Tokens of a sequence; 0: the model's own, 8192 at most; of a program, its batch's."),
     ] = 0,
     precision: Annotated[
-        str,
-        typer.Option(help="bf16, fp16, fp8, or several: bf16,fp8; else bf16 where the device has it."),
+        str, typer.Option(help="bf16, fp16, fp8, or several: bf16,fp8; else bf16 where the device has it.")
     ] = "",
     memory: Annotated[str, typer.Option(help="Of a device, such as 70GB; else all that it has.")] = "",
     fix: Annotated[
-        list[str] | None,
-        typer.Option(help="What every plan must have: tp=8,recompute=full. Any number of times."),
+        list[str] | None, typer.Option(help="What every plan must have: tp=8,recompute=full. Any number of times.")
     ] = None,
     why_not: Annotated[
-        list[str] | None,
-        typer.Option(help="Ask why the best plan is not such a one: tp=8. Any number of times."),
+        list[str] | None, typer.Option(help="Ask why the best plan is not such a one: tp=8. Any number of times.")
     ] = None,
     framework: Annotated[
-        str,
-        typer.Option(help="Whose program runs it: soli, megatron, megatron-deepspeed, deepspeed, fsdp."),
+        str, typer.Option(help="Whose program runs it: soli, megatron, megatron-deepspeed, deepspeed, fsdp.")
     ] = "soli",
     count: Annotated[int, typer.Option(min=1, help="Plans that are shown.")] = 10,
     whatif: Annotated[

@@ -126,9 +126,7 @@ def _checked(name: str, result: Any) -> tuple[Any, Any, Any]:
         raise SoliError(f"{name}() returned {type(result).__name__}", allowed=RETURNS)
     if not isinstance(result[0], Module):
         raise SoliError(
-            f"the model that {name}() returned is no torch.nn.Module",
-            got=type(result[0]).__name__,
-            allowed=RETURNS,
+            f"the model that {name}() returned is no torch.nn.Module", got=type(result[0]).__name__, allowed=RETURNS
         )
     if len(result) == 3 and not (result[2] is None or callable(result[2])):
         raise SoliError(

@@ -141,9 +141,7 @@ def separable(optimizer: torch.optim.Optimizer) -> bool | None:
 
 
 def _alike(
-    optimizer: torch.optim.Optimizer,
-    shapes: list[tuple[int, int]],
-    cut: Callable[[list[Tensor]], list[Tensor]],
+    optimizer: torch.optim.Optimizer, shapes: list[tuple[int, int]], cut: Callable[[list[Tensor]], list[Tensor]]
 ) -> bool | None:
     """Whether steps on tensors equal those of optimizers that have one of the pieces each, under every group's options. In float64, up
     to the rounding of a vector kernel's tail: some dozens of operations an element."""
@@ -182,10 +180,7 @@ def _options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[st
 
 
 def _stepped(
-    kind: type[torch.optim.Optimizer],
-    options: dict[str, Any],
-    values: list[Tensor],
-    grads: list[list[Tensor]],
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
 ) -> tuple[list[Tensor], list[float]]:
     """Parameters after steps, and the numbers that the optimizer's group has then."""
     params = [nn.Parameter(value.clone()) for value in values]

@@ -107,8 +107,7 @@ def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
             facts.copy_(message[axis.size :])
         if len(set(message[: axis.size].tolist())) > 1:
             raise _others(
-                f"ranks that compute one microbatch together (the same place on dp, others on {axis.name})",
-                axis.ranks,
+                f"ranks that compute one microbatch together (the same place on dp, others on {axis.name})", axis.ranks
             )
 
 

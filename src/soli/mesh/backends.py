@@ -33,8 +33,5 @@ def cpu_backend(said: str | None = None) -> tuple[str, str]:
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "gloo", "the local backend needs Linux with memfd"
     if platform.machine() not in TESTED:
-        return (
-            "gloo",
-            f"the local backend has not been tested on {platform.machine()}: ask for it if you like",
-        )
+        return ("gloo", f"the local backend has not been tested on {platform.machine()}: ask for it if you like")
     return "local", "ranks of one machine meet in shared memory, hosts over gloo"

@@ -35,11 +35,7 @@ class Parallel:
 
 
 def apply(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    roles: dict[str, Role] | None = None,
-    cutting: Cutting | None = None,
+    model: nn.Module, plan: Plan, mesh: Mesh, roles: dict[str, Role] | None = None, cutting: Cutting | None = None
 ) -> Parallel:
     """Lay `model` over `mesh` by `plan`, in place. Collective: every rank calls it.
 

@@ -262,11 +262,7 @@ class Randomness:
         return ""
 
     def _filled(
-        self,
-        key: Key,
-        shape: tuple[int, ...],
-        fill: Callable[[Tensor, torch.Generator], Tensor],
-        like: Tensor,
+        self, key: Key, shape: tuple[int, ...], fill: Callable[[Tensor, torch.Generator], Tensor], like: Tensor
     ) -> Tensor:
         now, dim = self._now, self._dims[key]
         assert now is not None, "only inside begin()"
@@ -309,8 +305,7 @@ class Randomness:
     def _known(self, key: Key) -> None:
         if key not in self._dims:
             raise SoliError(
-                f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step",
-                fix=FIRST,
+                f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step", fix=FIRST
             )
 
     def _unchanged(self, x: Tensor) -> Tensor:

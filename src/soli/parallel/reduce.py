@@ -97,9 +97,7 @@ class Reducer:
             return
         if grad.is_sparse:
             raise SoliError(
-                f"the gradient of {slot.name} is sparse",
-                fix="build its module with sparse=False",
-                everywhere=True,
+                f"the gradient of {slot.name} is sparse", fix="build its module with sparse=False", everywhere=True
             )
         if self._last and number < self._next:
             raise SoliError(

@@ -210,11 +210,7 @@ def _tables(name: str, trace: Trace, stack: Stack) -> tuple[int, bool, list[str]
     if not after and not rows:
         raise _no_stack(name, "neither a table of tokens nor a product that gives logits")
     if not after:
-        return (
-            rows,
-            True,
-            [f"no product gives logits: they are taken to be {rows} wide, by the embedding's table"],
-        )
+        return (rows, True, [f"no product gives logits: they are taken to be {rows} wide, by the embedding's table"])
     last = after[-1]
     if last.weight in trace.tables or any(shape[0] == last.goes[1] for shape in trace.tables.values()):
         return last.goes[1], last.weight in trace.tables, []

@@ -34,8 +34,7 @@ def problems(plan: Plan, world: int) -> Iterator[Problem]:
     if plan.dp is None:
         if world % plan.model_ranks:
             yield Problem(
-                f"{world} ranks are no multiple of pp x cp x tp = {plan.model_ranks}",
-                got=f"{plan} on {world} ranks",
+                f"{world} ranks are no multiple of pp x cp x tp = {plan.model_ranks}", got=f"{plan} on {world} ranks"
             )
     elif plan.dp * plan.model_ranks != world:
         yield Problem(
@@ -45,9 +44,7 @@ def problems(plan: Plan, world: int) -> Iterator[Problem]:
         )
     if plan.sp and plan.tp == 1:
         yield Problem(
-            "'sp' cuts the sequence over the ranks of tp, and tp=1 has one",
-            got="sp=on, tp=1",
-            fix="leave sp out",
+            "'sp' cuts the sequence over the ranks of tp, and tp=1 has one", got="sp=on, tp=1", fix="leave sp out"
         )
     yield from _grid_problems(plan)
     if plan.cp == 1 and plan.context != Plan.context:
@@ -119,9 +116,7 @@ def _cube_problems(plan: Plan) -> Iterator[Problem]:
     edge = plan.grid[0]
     if plan.rows:
         yield Problem(
-            "'rows' are of a grid, and a cube is as wide as it is deep",
-            got=f"rows={plan.rows}",
-            fix="leave rows out",
+            "'rows' are of a grid, and a cube is as wide as it is deep", got=f"rows={plan.rows}", fix="leave rows out"
         )
     if edge**3 != plan.tp:
         near = sorted({max(e, 1) ** 3 for e in (int(plan.tp ** (1 / 3) + 1e-9), int(plan.tp ** (1 / 3) + 1e-9) + 1)})
@@ -154,10 +149,7 @@ def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
         pointless = {
             "schedule": ("orders the stages of a pipeline", "leave schedule out"),
             "chunks": ("cuts a rank's part of a pipeline into stages", "leave chunks out"),
-            "microbatches": (
-                "fills a pipeline",
-                f"accumulate={plan.microbatches} cuts the batch without one",
-            ),
+            "microbatches": ("fills a pipeline", f"accumulate={plan.microbatches} cuts the batch without one"),
         }
         for key, (what, fix) in pointless.items():
             value = getattr(plan, key)

@@ -125,14 +125,7 @@ def _devices(axes: Any, task: Task, answer: explain.Answer, found: Found) -> Non
     axes.errorbar(sizes, times, yerr=np.transpose(around), marker="o", capsize=3)
     ideal = [answer.choices[0].step_time_s * task.cluster.size / size for size in sizes]
     axes.plot(sizes, ideal, linestyle=":", color="gray", label="as if nothing were lost on the way")
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="devices",
-        ylabel="s a step",
-        xticks=sizes,
-        xticklabels=map(str, sizes),
-    )
+    axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="s a step", xticks=sizes, xticklabels=map(str, sizes))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False)

@@ -8,13 +8,7 @@ from soli.planner.hardware.devices import Device
 
 Said = dict[str, float | None]
 """A row's numbers, by their names here (columns.toml)."""
-RECOMPUTE, SIZE, DEVICES, GROUP, BY_EYE = (
-    "recompute=",
-    "microbatch=",
-    "gpus=",
-    "shard_group=",
-    "a time read by eye",
-)
+RECOMPUTE, SIZE, DEVICES, GROUP, BY_EYE = ("recompute=", "microbatch=", "gpus=", "shard_group=", "a time read by eye")
 
 
 @dataclass

@@ -65,8 +65,7 @@ def _of_devices(task: Task) -> Iterator[Problem]:
     device = task.cluster.device
     if task.memory > device.memory:
         yield Problem(
-            f"{task.memory / 1e9:.1f} GB are more than {device.name} has",
-            allowed=f"{device.memory / 1e9:.1f} GB",
+            f"{task.memory / 1e9:.1f} GB are more than {device.name} has", allowed=f"{device.memory / 1e9:.1f} GB"
         )
     if not set(task.precisions) <= set(task.precision.split(",")):
         yield Problem(f"precision={task.precisions[0]} is fixed, and {task.precision} is asked for")

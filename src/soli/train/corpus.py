@@ -130,9 +130,7 @@ def _stdlib() -> Iterator[Document]:
     )
     if not files:
         raise SoliError(
-            "this Python has no source of its standard library",
-            got=root,
-            fix="give a text file or folder: --data PATH",
+            "this Python has no source of its standard library", got=root, fix="give a text file or folder: --data PATH"
         )
     for file in files:
         # _sysconfigdata_*.py records how this Python was built: paths of one machine, no program.

@@ -125,8 +125,5 @@ class Log:
 
 def _bar(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.fields[place]}"),
-        BarColumn(bar_width=16),
-        TextColumn("{task.fields[words]}"),
-        console=console,
+        TextColumn("{task.fields[place]}"), BarColumn(bar_width=16), TextColumn("{task.fields[words]}"), console=console
     )

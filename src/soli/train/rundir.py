@@ -142,10 +142,7 @@ def configuration(
     """The configuration that a command line asks for: a TOML or a run's own, then what was said beside it."""
     if resume is not None and config_path is not None:
         raise SoliError(
-            "--resume takes the configuration of the run",
-            got=config_path,
-            fix="leave one out",
-            everywhere=True,
+            "--resume takes the configuration of the run", got=config_path, fix="leave one out", everywhere=True
         )
     start = config_path if resume is None else existing(resume) / CONFIG
     place = {"data": "data.path"}

@@ -182,8 +182,5 @@ def _together(config: Config) -> Iterator[Problem]:
         )
     if run.steps == 0 and run.minutes == 0:
         yield Problem(
-            "neither run.steps nor run.minutes says how long to train",
-            "0 and 0",
-            "one above 0",
-            "minutes = 2",
+            "neither run.steps nor run.minutes says how long to train", "0 and 0", "one above 0", "minutes = 2"
         )

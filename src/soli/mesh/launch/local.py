@@ -71,12 +71,7 @@ class _Rank:
 
 
 def launch(
-    n: int,
-    argv: list[str],
-    *,
-    log_dir: Path | None = None,
-    all_ranks: bool = False,
-    backend: str | None = None,
+    n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: bool = False, backend: str | None = None
 ) -> int:
     """Run `argv` as n ranks of this machine until all have ended; returns the exit code of the job.
 

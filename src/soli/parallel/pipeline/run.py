@@ -262,11 +262,7 @@ class Pipeline:
 
 def key_of(data: Any, rows: tuple[int, ...], training: bool = True) -> Any:
     """What of a batch the shapes inside a model depend on: on a grid also the rows of others, parts of which a rank sends on."""
-    return (
-        training,
-        rows,
-        tuple((tuple(x.shape), x.dtype) for x in tree_leaves(data) if isinstance(x, Tensor)),
-    )
+    return (training, rows, tuple((tuple(x.shape), x.dtype) for x in tree_leaves(data) if isinstance(x, Tensor)))
 
 
 def _outputs(forward: StageForward, known: Known) -> list[Tensor]:

@@ -38,17 +38,7 @@ FOREVER = 10**9  # a gap after all others
 TENSOR, CONSTANT = "tensor", "constant"
 PLACES = {"device", "get_device", "is_cuda", "is_cpu"}
 """Functions that tell where a tensor lies."""
-SEEN_WITHOUT_VALUES = PLACES | {
-    "shape",
-    "size",
-    "dim",
-    "dtype",
-    "ndim",
-    "is_meta",
-    "requires_grad",
-    "numel",
-    "stride",
-}
+SEEN_WITHOUT_VALUES = PLACES | {"shape", "size", "dim", "dtype", "ndim", "is_meta", "requires_grad", "numel", "stride"}
 READS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__",
     "__nonzero__", "equal", "allclose", "is_nonzero", "nonzero", "argwhere", "masked_select", "unique", "__iter__",

@@ -44,15 +44,7 @@ class _Cuts(NamedTuple):
 
 
 def linear(
-    x: Tensor,
-    w: Tensor,
-    *,
-    tokens_in: Split,
-    tokens_out: Split,
-    gather: Axis,
-    scatter: Axis,
-    depth: Axis,
-    of_w: Split,
+    x: Tensor, w: Tensor, *, tokens_in: Split, tokens_out: Split, gather: Axis, scatter: Axis, depth: Axis, of_w: Split
 ) -> Tensor:
     """x [T_A, .., K_B], W [N_AD, K_B] -> y [T_B, .., N_A].
 

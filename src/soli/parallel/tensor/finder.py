@@ -68,13 +68,7 @@ class Finder:
     """One search. `hints`: name patterns (`*` for anything) -> "column", "row", "vocabulary" or "replicated"."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        ranks: int,
-        hints: dict[str, str],
-        batch: Any,
-        rows: int = 0,
-        cube: bool = False,
+        self, model: nn.Module, ranks: int, hints: dict[str, str], batch: Any, rows: int = 0, cube: bool = False
     ) -> None:
         self.model, self.ranks = model, ranks
         self.rows, self.cube = rows, cube  # rows of a grid, 0: there is none; whether grids stand in depth
@@ -117,8 +111,7 @@ class Finder:
                 del param.cuts  # type: ignore[attr-defined]
                 param.__class__ = nn.Parameter
         raise SoliError(
-            f"no layout was found in {PASSES} runs of the model",
-            fix="run with tp=1, and tell us of this model",
+            f"no layout was found in {PASSES} runs of the model", fix="run with tp=1, and tell us of this model"
         )
 
     # --- what the rules ask ---------------------------------------------------------------------------

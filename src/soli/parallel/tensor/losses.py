@@ -15,18 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import (
-    Run,
-    across,
-    added,
-    call,
-    cut,
-    entered,
-    part_of,
-    shape_of,
-    split_of,
-    whole,
-)
+from soli.parallel.tensor.cut import Run, across, added, call, cut, entered, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.pointwise import along, pointwise
 from soli.parallel.tensor.split import Misfit, Split, origins_of
 

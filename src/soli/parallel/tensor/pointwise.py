@@ -10,18 +10,7 @@ from torch import Tensor, nn
 
 from soli.core.functions import in_place
 from soli.core.tables import table
-from soli.parallel.tensor.cut import (
-    Run,
-    added,
-    agreed,
-    call,
-    cut,
-    entered,
-    part_of,
-    shape_of,
-    split_of,
-    whole,
-)
+from soli.parallel.tensor.cut import Run, added, agreed, call, cut, entered, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit, Split, origins_of
 
 NAMES = table(__package__, "functions.toml")

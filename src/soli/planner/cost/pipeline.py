@@ -17,13 +17,7 @@ from soli.planner.cost.schedules import in_a_v, kept
 
 
 def spent(
-    p: Points,
-    inner: Array,
-    first: Array,
-    last: Array,
-    send: Array,
-    layer: Array,
-    sending: Array | float = 0.0,
+    p: Points, inner: Array, first: Array, last: Array, send: Array, layer: Array, sending: Array | float = 0.0
 ) -> tuple[Array, Array]:
     """Seconds of m microbatches on the busiest stage; and those in which it waits for the others.
 

@@ -44,14 +44,7 @@ def ranks(p: Points) -> tuple[Rank, Rank, Rank]:
     there = lambda x: np.where(between, x, 0.0)
     return (
         Rank(first, 1 + early, early, in_flight(p), undone(p), early * losses),
-        Rank(
-            there(most),
-            none,
-            none,
-            there(in_flight(p, place)),
-            np.where(folded, 0.0, there(undone(p, place))),
-            none,
-        ),
+        Rank(there(most), none, none, there(in_flight(p, place)), np.where(folded, 0.0, there(undone(p, place))), none),
         Rank(last, late, late, np.where(folded, np.minimum(waits, kept), kept), waits, late * losses),
     )
 
