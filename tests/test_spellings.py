@@ -107,13 +107,27 @@ def test_devices(said: str, name: str, size: float) -> None:
 
 
 def test_what_a_device_is_sold_as_may_count_other_memory() -> None:
-    """480 GB are a Grace CPU's; no A100 has 60."""
+    """480 GB are a Grace CPU's; no A100 has 100, and one of 64 was made for one machine."""
     assert not read(ROW | {"gpu": "GH200 480GB"}).refused
     for gpu, mib in (("L40S 48GB", 46068), ("NVIDIA A40-48GB", 46068), ("L40", 46068), ("A10 24GB", 23028), ("L4-24GB", 23034), ("A10G (24 GB)", 23028), ("T4 16GB", 15360)):  # fmt: skip
         row = read(ROW | {"gpu": gpu, "precision": "fp16"})
         assert not row.refused
         assert row.point["capacity"] == pytest.approx(USABLE * mib * 2**20, rel=1e-3)  # what correcting errors leaves
-    assert "no device 'A100-60GB' is known" in read(ROW | {"gpu": "A100-60GB"}).refused[0]
+    for gpu in ("A100-100GB", "A100 20GB"):
+        assert f"no device '{gpu}' is known" in read(ROW | {"gpu": gpu}).refused[0]
+    usual, less = (read(ROW | {"gpu": gpu}) for gpu in ("A100-80GB", "NVIDIA A100 64GB"))
+    for name in ("capacity", "bandwidth"):
+        assert less.point[name] == pytest.approx(0.8 * usual.point[name])
+    assert "gpu=a100 with 64 of its 80 GiB" in less.inferred
+    assert not read(ROW | {"gpu": "GH200 (94.5 GiB)"}).refused
+
+
+def test_ranks_of_experts_may_be_counted_beside_dp() -> None:
+    row = {"gpus": "32", "tp": "2", "pp": "1", "dp": "4", "ep": "4", "experts": "8", "topk": "2"}
+    beside, inside = (read(ROW | row | {"dp": dp, "global_batch": "64"}) for dp in ("4", "16"))
+    assert not beside.refused
+    assert beside.point == inside.point
+    assert read(ROW | row | {"dp": "8"}).refused
 
 
 def test_what_was_measured_names_no_device() -> None:

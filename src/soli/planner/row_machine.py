@@ -23,6 +23,10 @@ SERVER = re.compile(r"dgx|hgx|node|server|\bper\b|pci-?e[\w .]*x", re.I)
 """Cells that count a server's devices, or a slot's lanes."""
 
 
+LEAST = 0.4
+"""Of a known device's memory what a cell may say that one has less of: half of it is another device, or a part of one."""
+
+
 def device_of(row: Mapping[str, str], found: Row) -> Device | None:
     said = text(row, "gpu")
     if not said:
@@ -49,9 +53,13 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
         if form in re.split(r"[\s_-]", said.lower()) and form not in one.name
     ]
     sold = any(name.endswith(f"-{size:g}gb") for name in one.aliases)  # a Grace Hopper's name counts its CPU's memory
-    if odd or (size and not sold and abs(size / one.memory_gib - 1) > 0.15):
+    share = 1.0 if sold or not size else size / one.memory_gib
+    if odd or share > 1.15 or share < LEAST:
         found.refused.append(f"no device '{said}' is known; {one.name} has {one.memory_gib:g} GiB, as SXM or as sold")
         return None
+    if share < 0.85:  # made for one machine, with fewer stacks of memory: Leonardo's A100 of 64 GB has 1.64 TB/s of 2.04
+        found.inferred.append(f"gpu={one.name} with {size:g} of its {one.memory_gib:g} GiB")
+        return replace(one, memory_gib=size, memory_gbs=one.memory_gbs * share)
     return one
 
 

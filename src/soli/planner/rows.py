@@ -165,6 +165,9 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
         dp = gpus / (tp * pp * cp)
         if dp != int(dp) or dp < 1:
             found.refused.append(f"{gpus:g} gpus are no multiple of tp x pp x cp = {tp * pp * cp:g}")
+    elif gpus is not None and dp is not None and ep > 1 and gpus == tp * pp * cp * dp * ep:
+        dp = dp * ep
+        found.inferred.append(f"dp={dp:g}, with the ranks of ep")
     elif gpus is not None and dp is not None and gpus != tp * pp * cp * dp:
         found.refused.append(f"tp x pp x cp x dp = {tp * pp * cp * dp:g}, and it has {gpus:g} gpus")
     return {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp or 1.0, "chunks": chunks}

@@ -132,7 +132,7 @@ def device(said: str) -> tuple[Device | None, float]:
     )
     words = re.sub(r"[\s_-]+", "-", words).strip("-")
     words = re.sub(r"-(?:sxm|hbm)\w*", "", words)
-    size = re.search(r"(?<![a-z\d])(\d+)\s*-?g(?:i?b)?(?![a-z/\d])", said.lower())
+    size = re.search(r"(?<![a-z\d.])(\d+(?:\.\d+)?)\s*-?g(?:i?b)?(?![a-z/\d])", said.lower())
     parts = words.split("-")
     tries = [words, *("-".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))]
     if size:

@@ -17,9 +17,10 @@ SCORE = 48.0
 in the measurements of arXiv 2307.08691, figure 4."""
 SLOW_SCORE = 28.0
 """Bytes that torch's operations move for a score beside the one pass of a kernel: to fp32 (2 read, 4 written), scaled, masked (8 each), and back (4, 2)."""
-HOST_ADAM = 4.0
-"""Bytes over a device's link to the host that take as long as a server's processors for a parameter's update: 10 billion in
-2.57 s beside links of 16 GB/s (ZeRO-Offload, arXiv 2101.06840, table 4). Where links are quicker, so is the host's memory."""
+HOST_ADAM = 14.0
+"""Bytes over a device's link to the host that take as long as a server's processors for a parameter's update: 72 billion on four servers of 8 A100,
+with links of 25 GB/s, in some 10 s (deepspeedai/DeepSpeed#6834). The best that was published is 4 (ZeRO-Offload, arXiv 2101.06840, table 4), a Llama
+of 1.2 billion on one device has 30 (#6695). Where links are quicker, so is the host's memory."""
 ONE_LOSS = 8.0
 """Bytes of a loss for a logit of 16 bits where a compiler makes one kernel of each direction: its largest and its sum are read for (4), and
 the backward reads it and writes its gradient (2 each)."""
