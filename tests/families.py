@@ -54,10 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 37},
     ),
     "roberta": ("RobertaForMaskedLM", SMALL),
-    "bitnet": (
-        "BitNetForCausalLM",
-        GROUPED,
-    ),  # a norm over all heads: keys and values are cut, queries are not
+    "bitnet": ("BitNetForCausalLM", GROUPED),  # a norm over all heads: keys and values are cut, queries are not
     "bigbird": ("BigBirdForMaskedLM", SMALL | PAD),  # replaces its attention while it runs
     "xlm": (  # masks expanded as scores
         "XLMWithLMHeadModel",
@@ -76,13 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         SMALL
         | PAD
-        | {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "moe_intermediate_size": 12,
-        }
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 12}
         | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
         | {"first_k_dense_replace": 1, "num_key_value_heads": 4, "experts_implementation": "eager"},
     ),

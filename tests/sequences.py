@@ -408,10 +408,7 @@ ENDS: dict[str, tuple[End, losses.LossFn]] = {
     "flat": (lambda head, x, batch: head(x.reshape(-1, WIDTH)).view(len(x), -1, VOCAB), TOKENS),
     "classes first": (
         lambda head, x, batch: head(x).transpose(1, 2),
-        lambda y, batch: (
-            F.cross_entropy(y, batch["targets"], reduction="sum"),
-            (batch["targets"] >= 0).sum(),
-        ),
+        lambda y, batch: (F.cross_entropy(y, batch["targets"], reduction="sum"), (batch["targets"] >= 0).sum()),
     ),
     "next token": (lambda head, x, batch: head(x), next_token),
     "by hand": (lambda head, x, batch: head(x), by_hand),

@@ -68,15 +68,7 @@ def test_kinds_of_memory_are_the_peak() -> None:
     p = points([BASE | {"global_batch": 256, "weight": 4, "moments": 8} | row for row in rows])
     k = repeated(dict(zip(MEANINGS, (float(ONE.values[name][0]) for name in MEANINGS), strict=True)), len(p))
     kinds = memory.kinds(p, k)
-    assert [*kinds] == [
-        "parameters",
-        "gradients",
-        "optimizer",
-        "activations",
-        "logits",
-        "gathered",
-        "workspace",
-    ]
+    assert [*kinds] == ["parameters", "gradients", "optimizer", "activations", "logits", "gathered", "workspace"]
     assert all((part >= 0).all() for part in kinds.values())
     each = []
     for rank in ranks(p):
@@ -141,10 +133,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
     asked = task(cluster="h100:8x1", batch=8)
     length, choice = whatif.longest(asked)
     assert choice.memory_high_gb <= asked.limit / 1e9
-    shorter, longer = (
-        max(n for n in whatif.LENGTHS if n <= length),
-        min(n for n in whatif.LENGTHS if n > length),
-    )
+    shorter, longer = (max(n for n in whatif.LENGTHS if n <= length), min(n for n in whatif.LENGTHS if n > length))
     assert whatif.holds(replace(asked, seq=length))
     assert not whatif.holds(replace(asked, seq=length + (longer - shorter) // whatif.FINER))
     assert whatif.longest(replace(asked, cluster=read_cluster("h200:8x1")))[0] > length
@@ -266,11 +255,7 @@ def test_the_command_answers_and_writes(config: Path) -> None:  # noqa: F811
     file = config / "answer.html"
     assert str(file) in soli(*words, "--html", str(file)).stdout
     assert file.read_text().count("<svg") == 4
-    for wrong in (
-        ["--whatif", "gpus"],
-        ["--whatif", "tokens=0,days=3"],
-        ["--html", str(config / "no" / "x.html")],
-    ):
+    for wrong in (["--whatif", "gpus"], ["--whatif", "tokens=0,days=3"], ["--html", str(config / "no" / "x.html")]):
         done = soli(*words, *wrong)
         assert done.returncode == 2, wrong
         assert "Traceback" not in done.stderr

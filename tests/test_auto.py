@@ -145,11 +145,7 @@ def test_ranks_share_the_cores_that_there_are() -> None:
         for rank in range(4):
             steps = order(min(3 - rank, m))
             runs.append(
-                run(
-                    rank,
-                    " ".join(f"{kind}{i}" for kind, i in steps),
-                    [F if kind == "F" else B for kind, _ in steps],
-                )
+                run(rank, " ".join(f"{kind}{i}" for kind, i in steps), [F if kind == "F" else B for kind, _ in steps])
             )
         return estimate(Rehearsal(Plan(dp=1, pp=4, microbatches=m), runs), machine).time
 
@@ -167,10 +163,7 @@ def test_collectives_are_interpolated_and_hidden() -> None:
     hiding = Machine(**{**vars(MACHINE), "hidden": 0.75})
     assert estimate(one, hiding).late == 1.0
     quicker = Machine(
-        **{
-            **vars(MACHINE),
-            "collectives": {k: [[s, t / 2] for s, t in v] for k, v in MACHINE.collectives.items()},
-        }
+        **{**vars(MACHINE), "collectives": {k: [[s, t / 2] for s, t in v] for k, v in MACHINE.collectives.items()}}
     )
     assert estimate(one, quicker).time == found.time / 2
 

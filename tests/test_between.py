@@ -45,9 +45,7 @@ def test_modules_in_evaluation_mode_stay_so(pool: Pool, plan: str) -> None:
         assert modes == expected
 
 
-def test_a_model_in_evaluation_mode_is_trained_and_it_is_said_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_in_evaluation_mode_is_trained_and_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     model, loss_fn, batches = case_of(Plain).make()
     engine = parallelize(model, loss_fn, optimizer=adamw, plan="dp=1")
     for batch in batches:
@@ -115,8 +113,7 @@ def test_changes_that_training_cannot_follow_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "plan"),
-    [(replaced, "dp=2"), (written, "dp=2"), (written, "dp=2,zero=1"), (written, "dp=2,zero=2")],
+    ("change", "plan"), [(replaced, "dp=2"), (written, "dp=2"), (written, "dp=2,zero=1"), (written, "dp=2,zero=2")]
 )
 def test_changes_that_it_can_follow_are_followed(pool: Pool, change: Callable[[nn.Module], None], plan: str) -> None:
     (alone, sequential), *_ = pool.run(attempt, "dp=1", change, ranks=1)

@@ -165,11 +165,7 @@ def test_grids_are_chosen_where_they_send_less() -> None:
     ("fixed", "framework", "said"),
     [
         ({"tensor": GRID, "sp": 1.0}, "soli", "a grid has cut what sp cuts"),
-        (
-            {"tensor": CUBE, "schedule": 3.0, "pp": 2.0},
-            "soli",
-            "computes? both gradients|both gradients at once",
-        ),
+        ({"tensor": CUBE, "schedule": 3.0, "pp": 2.0}, "soli", "computes? both gradients|both gradients at once"),
         ({"tensor": GRID}, "megatron", "does not run tensor=2d or 3d"),
     ],
 )

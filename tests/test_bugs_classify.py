@@ -42,9 +42,7 @@ def mined(tmp_path: Path) -> tuple[Path, Path]:
     git(repo, "init", "-q", "-b", "main")
     commit(repo, "Add a step", {"train.py": "def step(x):\n    return x.sum()\n"})
     commit(
-        repo,
-        "Fix a deadlock: wait for the send",
-        {"train.py": "def step(x):\n    work.wait()\n    return x.sum()\n"},
+        repo, "Fix a deadlock: wait for the send", {"train.py": "def step(x):\n    work.wait()\n    return x.sum()\n"}
     )
     commit(
         repo,

@@ -89,8 +89,7 @@ def test_what_is_drawn_is_drawn_again(tmp_path: Path) -> None:
         for i in range(40):
             rule = ("fix", "silent", "merge")[i % 3]
             base.execute(
-                "INSERT INTO change VALUES ('a/b', ?, 0, 0, '', '', ?, ?, NULL)",
-                (f"{i:040d}", rule == "fix", rule),
+                "INSERT INTO change VALUES ('a/b', ?, 0, 0, '', '', ?, ?, NULL)", (f"{i:040d}", rule == "fix", rule)
             )
             base.execute("INSERT INTO file VALUES ('a/b', ?, 'a.py', '', 'source', 1, 0)", (f"{i:040d}",))
         first, size = draw(base, 7, {"fix": 5, "rest": 4})

@@ -26,13 +26,7 @@ from typed import soli
 
 def git(repo: Path, *words: str, date: str = "2024-01-01T00:00:00+00:00") -> str:
     who = {f"GIT_{one}_{what}": "someone" for one in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    env = {
-        **os.environ,
-        **who,
-        "GIT_AUTHOR_DATE": date,
-        "GIT_COMMITTER_DATE": date,
-        "GIT_CONFIG_GLOBAL": os.devnull,
-    }
+    env = {**os.environ, **who, "GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date, "GIT_CONFIG_GLOBAL": os.devnull}
     done = subprocess.run(["git", "-C", str(repo), *words], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -293,10 +287,7 @@ def test_without_git(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "[[rule]]\nname='a'\nwhere='subject'\nmatch='('\nfix=true\nwhy='w'\n[[rule]]\nwhere='subject'\nmatch=''\nfix=true\nwhy='w'",
             "is no pattern",
         ),
-        (
-            "[[rule]]\nname='a'\nwhere='subject'\nmatch='x'\nfix=true\nwhy='w'\n",
-            "must decide on whatever is left",
-        ),
+        ("[[rule]]\nname='a'\nwhere='subject'\nmatch='x'\nfix=true\nwhy='w'\n", "must decide on whatever is left"),
         ("[[rule]]\nname='a'\nwhere='subject'\nmatch=''\n", "says whether it is a fix"),
     ],
 )
@@ -374,11 +365,7 @@ def test_issues_are_exported_and_joined(repo: Path, tmp_path: Path) -> None:
     assert {one["key"] for one in asked} == {"bearer secret"}
     mine([repo], base)
     assert take_in(base, out) == take_in(base, out) == ("owner/name", 1, 3)
-    assert read(base, "SELECT number, hash IS NULL, reviewers FROM request") == [
-        (7, 0, 2),
-        (8, 1, 2),
-        (99, 1, 2),
-    ]
+    assert read(base, "SELECT number, hash IS NULL, reviewers FROM request") == [(7, 0, 2), (8, 1, 2), (99, 1, 2)]
     # The issue was opened on the second of January, and its fix taken in on the fifth; the link is in the message and GitHub's own.
     assert read(base, "SELECT days, labels, reviewers FROM time_to_fix") == [(3.0, '["bug"]', 2)]
     assert read(base, "SELECT body FROM issue") == [("It trains, and wrongly.",)]
@@ -415,10 +402,7 @@ def test_an_export_goes_on_where_it_stopped(tmp_path: Path) -> None:
         with pytest.raises(SoliError, match="GitHub does not answer"):
             github.export("owner/name", out, "secret", api, pause=0.001)
         out.write_text(out.read_text() + '{"number": 99, "tit')  # killed while it wrote
-        with (
-            store.opened(tmp_path / "bugs.db", made=True) as base,
-            pytest.raises(SoliError, match="this is no export"),
-        ):
+        with store.opened(tmp_path / "bugs.db", made=True) as base, pytest.raises(SoliError, match="this is no export"):
             github.load(base, out)
         assert github.export("owner/name", out, "secret", api) == 3
         assert asked[-1]["variables"]["after"] == "two"
@@ -443,13 +427,7 @@ def test_another_file_is_not_written_over(tmp_path: Path) -> None:
     [
         ("name", "t", "", None, "a repository is owner/name"),
         ("owner/name", "", "", None, "GitHub asks for a token"),
-        (
-            "owner/name",
-            "t",
-            "http://example.com/graphql",
-            None,
-            "not sent over a connection that others can read",
-        ),
+        ("owner/name", "t", "http://example.com/graphql", None, "not sent over a connection that others can read"),
         ("owner/name", "t", "", (401, {}, {}), "does not take this token"),
         ("owner/name", "t", "", (404, {}, {}), "refused the request"),
         (

@@ -148,8 +148,7 @@ def test_the_report_is_written_twice(classified: Path, tmp_path: Path) -> None:
     db, labels = classified / "bugs.db", classified / "labels.csv"
     with sqlite3.connect(db) as base:
         write(
-            labels,
-            [replace(ONE, repo=r, commit=h) for r, h in base.execute("SELECT repo, hash FROM change WHERE fix")],
+            labels, [replace(ONE, repo=r, commit=h) for r, h in base.execute("SELECT repo, hash FROM change WHERE fix")]
         )
     run = lambda *words: soli("bugs", "report", *words)
     done = run("--db", str(db), "--labels", str(labels), "--out", str(tmp_path / "study"))

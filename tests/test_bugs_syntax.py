@@ -78,10 +78,7 @@ except ValueError:
         (
             "work = foo(\n    a,\n",
             "work = foo(\n    a,\n    group=group,\n",
-            [
-                "call changed: foo (a, group=group) <- (a)",
-                "value changed: work foo(a, group=group) <- foo(a)",
-            ],
+            ["call changed: foo (a, group=group) <- (a)", "value changed: work foo(a, group=group) <- foo(a)"],
         ),
         ("    run(\n        a,\n", "    run(\n", ["call changed: run () <- (a)"]),
         ("    log(1)\n", "    log(1)\n    log(2)\n", ["call added: log (2)"]),

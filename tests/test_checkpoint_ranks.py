@@ -24,13 +24,7 @@ from soli.checkpoint.tool import check
 from soli.core.errors import SoliError
 from soli.core.layout import Box, Sharded, even_parts, from_flat, from_whole
 
-STATE = {
-    "step": 7,
-    "plan": "dp=2,zero=3",
-    "lr": 0.1,
-    "betas": [0.9, 0.999],
-    "nested": {"none": None, "yes": True},
-}
+STATE = {"step": 7, "plan": "dp=2,zero=3", "lr": 0.1, "betas": [0.9, 0.999], "nested": {"none": None, "yes": True}}
 
 
 def globals_() -> dict[str, Tensor]:
@@ -189,9 +183,7 @@ def job_load(rank: int, world: int, folder: Path) -> None:
             start, stop = even_parts(tensor.shape[1], world)[rank]
             live = poison(tensor)  # a strided view of live memory
             columns[name] = Sharded(
-                tuple(tensor.shape),
-                tensor.dtype,
-                [(Box((0, start), (len(tensor), stop - start)), live[:, start:stop])],
+                tuple(tensor.shape), tensor.dtype, [(Box((0, start), (len(tensor), stop - start)), live[:, start:stop])]
             )
     load(folder / "sync", columns, ignore=lambda name: name not in columns)
     assert all(pieces_hold(sharded, globals_()[name]) for name, sharded in columns.items())

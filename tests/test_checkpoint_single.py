@@ -87,9 +87,7 @@ def reshardings(draw: st.DrawFn) -> dict[str, tuple[Tensor, list[Box], list[Box]
 
 @given(reshardings())
 @settings(max_examples=60, deadline=None)
-def test_any_tiling_loads_into_any_other_bitwise(
-    case: dict[str, tuple[Tensor, list[Box], list[Box]]],
-) -> None:
+def test_any_tiling_loads_into_any_other_bitwise(case: dict[str, tuple[Tensor, list[Box], list[Box]]]) -> None:
     tensors, wanted, memory = {}, {}, {}
     for name, (whole, saved, asked) in case.items():
         shape, dtype = tuple(whole.shape), whole.dtype
@@ -173,10 +171,7 @@ def test_damage_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "gone" / "rank-00000.safetensors").unlink()
     assert "is missing" in message(load, tmp_path / "gone", simple())
     (tmp_path / "gone" / "stray").touch()
-    assert ["missing" in str(p) or "does not belong" in str(p) for p in check(tmp_path / "gone")] == [
-        True,
-        True,
-    ]
+    assert ["missing" in str(p) or "does not belong" in str(p) for p in check(tmp_path / "gone")] == [True, True]
 
 
 def test_a_manifest_that_lies_is_found(tmp_path: Path) -> None:
@@ -265,20 +260,9 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_state_must_be_json_and_every_culprit_is_named(tmp_path: Path) -> None:
-    state = {
-        "a": {"b": [1, torch.ones(1)]},
-        "c": float("nan"),
-        "d": {3: 1},
-        "e": {1, 2},
-        "f": [0.1, "é", None],
-    }
+    state = {"a": {"b": [1, torch.ones(1)]}, "c": float("nan"), "d": {3: 1}, "e": {1, 2}, "f": [0.1, "é", None]}
     text = message(save, tmp_path / "c", simple(), state)
-    for part in (
-        "state['a']['b'][1] is not JSON",
-        "state['c'] is not JSON",
-        "state['d']: a key",
-        "state['e']",
-    ):
+    for part in ("state['a']['b'][1] is not JSON", "state['c'] is not JSON", "state['d']: a key", "state['e']"):
         assert part in text
     assert "state['f']" not in text
     assert list(tmp_path.iterdir()) == []

@@ -104,11 +104,7 @@ def test_export_in_shards_and_import_the_folder(tmp_path: Path) -> None:
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     both = weights() | {"head.weight": weights()["model.embed.weight"], "nan": weights()["norm.weight"]}
     save_file({name: tensor.clone() for name, tensor in both.items()}, tmp_path / "m.safetensors")
-    import_(
-        tmp_path / "m.safetensors",
-        tmp_path / "c",
-        {"head.weight": "model.embed.weight", "nan": "norm.weight"},
-    )
+    import_(tmp_path / "m.safetensors", tmp_path / "c", {"head.weight": "model.embed.weight", "nan": "norm.weight"})
     export(tmp_path / "c", tmp_path / "out.safetensors")
     assert same(load_file(tmp_path / "out.safetensors"), weights())
     for tied, words in (({"scale": "steps"}, "are not equal"), ({"x": "y"}, "which is not there")):

@@ -52,11 +52,7 @@ def test_train_refuses_all_mistakes_at_once_before_a_rank_starts(tmp_path: Path)
     config.write_text(f"[run]\nfolder = {json.dumps(str(tmp_path / 'runs'))}\nstepz = 3\n")
     done = soli("train", str(config), "--plan", "dp=3", "--seed", "-1", "-n", "2")
     assert done.returncode == 2
-    for problem in (
-        "unknown setting run.stepz",
-        "run.seed is out of range",
-        "the plan takes 3 ranks and 2 are",
-    ):
+    for problem in ("unknown setting run.stepz", "run.seed is out of range", "the plan takes 3 ranks and 2 are"):
         assert done.stderr.count(problem) == 1, done.stderr
     assert not (tmp_path / "runs").exists()
 

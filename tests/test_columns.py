@@ -55,13 +55,7 @@ def test_what_is_guessed_or_not_understood_of_it_is_said() -> None:
     ):  # fmt: skip
         row = read(ROW | {"gpu": "H100", "interconnect": said, "recompute": "full"})
         assert f"interconnect: {why}" in row.inferred
-    sure = (
-        "NVLink4 + 8x400Gb IB (DGX assumed)",
-        "Selene",
-        "one node, NVLink5",
-        "",
-        "400 Gb/s ConnectX-7 per GPU",
-    )
+    sure = ("NVLink4 + 8x400Gb IB (DGX assumed)", "Selene", "one node, NVLink5", "", "400 Gb/s ConnectX-7 per GPU")
     assert [read(ROW | {"gpu": "H100", "interconnect": said}).inferred for said in sure] == [[]] * len(sure)
 
 
@@ -230,12 +224,7 @@ def test_what_contradicts_is_said_or_refused() -> None:
 
 
 def test_what_is_sharded_where_no_column_says_it() -> None:
-    for framework, zero in (
-        ("torchtitan", 3),
-        ("PyTorch FSDP", 3),
-        ("DeepSpeed ZeRO-2", 2),
-        ("Megatron-LM", 0),
-    ):
+    for framework, zero in (("torchtitan", 3), ("PyTorch FSDP", 3), ("DeepSpeed ZeRO-2", 2), ("Megatron-LM", 0)):
         row = read({name: cell for name, cell in ROW.items() if name != "shard"} | {"framework": framework})
         assert (row.point["zero"], f"zero={zero}" in row.inferred) == (zero, True), framework
     assert (
@@ -336,19 +325,7 @@ def test_what_nobody_reads_is_said() -> None:
 
 
 def test_ways_of_a_program() -> None:
-    orders = (
-        "",
-        "1F1B",
-        "Interleaved 1F1B",
-        "GPipe",
-        "AFAB",
-        "zb-h1",
-        "ZBV",
-        "DualPipeV",
-        "DualPipe",
-        "ZB-2p",
-        "some",
-    )
+    orders = ("", "1F1B", "Interleaved 1F1B", "GPipe", "AFAB", "zb-h1", "ZBV", "DualPipeV", "DualPipe", "ZB-2p", "some")
     assert [way("schedules", word) for word in orders] == [0, 0, 1, 2, 2, 3, 4, 5, None, None, None]
     assert [way("contexts", word) for word in ("", "p2p", "all_gather", "a2a", "Ulysses", "USP")] == [
         0,

@@ -86,10 +86,7 @@ def test_a_family_that_nobody_compared_is_said(tmp_path: Path) -> None:
     [
         ({"num_key_value_heads": None}, "num_key_value_heads=32, as many as heads"),
         ({"vision_config": {"hidden_size": 8}}, "vision_config is left out, only text is planned"),
-        (
-            {"num_local_experts": 8, "first_k_dense_replace": 3},
-            "its first 3 layers have experts as the others",
-        ),
+        ({"num_local_experts": 8, "first_k_dense_replace": 3}, "its first 3 layers have experts as the others"),
     ],
 )
 def test_what_a_configuration_leaves_out_is_said(said: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -114,8 +111,6 @@ def test_layers_that_are_not_what_the_dimensions_say_are_refused(
     assert f"'{next(iter(said))}'" in str(refused.value)
 
 
-def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_understood(
-    tmp_path: Path,
-) -> None:
+def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_understood(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention"]
     assert read(tmp_path, model_type="llama", layer_types=kinds, embedding_size=4096, **DIMENSIONS)[0].layers == 32

@@ -72,16 +72,7 @@ def test_memory_is_that_of_the_paper() -> None:
 
 def test_memory_of_a_program_that_makes_nothing_again() -> None:
     """Per token of a gated layer, plain and under sequence parallelism; the paper's is less by what is made again."""
-    change = {
-        "gated": 1,
-        "ffn": 4096,
-        "flash": 1,
-        "tp": 8,
-        "sp": 1,
-        "heads": 32,
-        "kv_heads": 32,
-        "head_size": 64,
-    }
+    change = {"gated": 1, "ffn": 4096, "flash": 1, "tp": 8, "sp": 1, "heads": 32, "kv_heads": 32, "head_size": 64}
     less, more = (memory.activations_of_layer(point(frugal=flag, **change))[0] / 2048 for flag in (1.0, 0.0))
     assert isclose(more - less, 4 * 2048 * 7 / 8 + (2 * 4096 + 4 * 2048) / 8)
 
@@ -157,16 +148,7 @@ def test_gradients_that_are_made_anew_take_no_memory_at_the_loss() -> None:
 
 def test_stages_in_one_server_and_in_several() -> None:
     """Sends go over the network where stages lie in several servers, and no microbatch takes less than the network is busy with it."""
-    slow = {
-        "pp": 16,
-        "cp": 1,
-        "tp": 2,
-        "dp": 1,
-        "layers": 32,
-        "global_batch": 64,
-        "net": 1e6,
-        "net_latency": 0,
-    }
+    slow = {"pp": 16, "cp": 1, "tp": 2, "dp": 1, "layers": 32, "global_batch": 64, "net": 1e6, "net_latency": 0}
     send = lambda **changes: float(communication.send(point(**slow | changes), ONE)[0])
     tokens, share = 2048 * 2048 * 2, float(ONE.send_share[0])
     assert isclose(send(node=8), send(node=32) + 3 / 15 * (tokens / (1e6 * share) - tokens / (300e9 * share) - 6e-6))
@@ -310,15 +292,7 @@ def test_more_ranks_wait_for_a_slower_one() -> None:
     k = usual(straggling=0.01, step_overhead=1e-9, hidden_gradients=1.0)
     took = lambda copies: float(
         step(
-            point(
-                dp=copies,
-                global_batch=64 * copies,
-                link=1e20,
-                net=1e20,
-                link_latency=1e-15,
-                net_latency=1e-15,
-            ),
-            k,
+            point(dp=copies, global_batch=64 * copies, link=1e20, net=1e20, link_latency=1e-15, net_latency=1e-15), k
         ).time[0]
     )
     one = took(1)
@@ -375,11 +349,7 @@ def test_parameters_that_each_rank_sends_in_turn_pass_every_rank() -> None:
     assert of_program("other", "ampere", "no InternEvo")["turns"] == of_program("fsdp", "ampere")["turns"] == 0.0
     k = usual(latency_scale=1.5)
     made = {"link_latency": 6e-6, "net_latency": 20e-6, "node": 8, "tp": 1, "zero": 1, "layers": 4, "pp": 1}
-    for ranks, turns, ring in (
-        (8, 8, 8 * 6e-6),
-        (16, 16, 2 * 20e-6 + 14 * 6e-6),
-        (64, 36, 8 * 20e-6 + 56 * 6e-6),
-    ):
+    for ranks, turns, ring in ((8, 8, 8 * 6e-6), (16, 16, 2 * 20e-6 + 14 * 6e-6), (64, 36, 8 * 20e-6 + 56 * 6e-6)):
         at_once, one_by_one = (
             communication.sums(point(dp=ranks, turns=flag, **made), k, *[np.full(1, 1e9)] * 3).gathered
             for flag in (0, 1)
@@ -530,22 +500,8 @@ def test_a_product_is_a_roofline() -> None:
 def test_published_anomalies_come_out() -> None:
     """BigScience's 100B: heads of 108 against heads of 144; and 14400 wide against 13824, with 7% fewer parameters."""
     k = constants([known("megatron-deepspeed", "ampere")])
-    wide = {
-        "layers": 78,
-        "seq": 2048,
-        "microbatch": 2,
-        "global_batch": 128,
-        "tp": 4,
-        "pp": 13,
-        "recompute": FULL,
-    }
-    shape = lambda h, heads: {
-        "hidden": h,
-        "ffn": 4 * h,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_size": h / heads,
-    }
+    wide = {"layers": 78, "seq": 2048, "microbatch": 2, "global_batch": 128, "tp": 4, "pp": 13, "recompute": FULL}
+    shape = lambda h, heads: {"hidden": h, "ffn": 4 * h, "heads": heads, "kv_heads": heads, "head_size": h / heads}
     took = lambda h, heads: step(point(**wide, **shape(h, heads)), k).time[0]
     assert 1.2 < took(13824, 128) / took(13824, 96) < 1.6  # measured: 1.38
     assert took(14400, 100) / took(13824, 96) > 1.1  # of 1.085 as many flops; measured: 1.38
@@ -556,17 +512,7 @@ def test_parameters_are_counted() -> None:
     gpt = point(layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocab=50257)
     assert isclose(memory.parameters(gpt)[0], 174.6e9, rel_tol=2e-3)
     mixtral = point(
-        layers=32,
-        hidden=4096,
-        heads=32,
-        kv_heads=8,
-        ffn=14336,
-        gated=1,
-        vocab=32000,
-        experts=8,
-        active=2,
-        tied=0,
-        ep=4,
+        layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=1, vocab=32000, experts=8, active=2, tied=0, ep=4
     )
     assert isclose(memory.parameters(mixtral)[0], 46.7e9, rel_tol=2e-3)
 
@@ -638,11 +584,7 @@ def test_alone_nothing_is_sent_or_waited_for(plan: dict[str, float]) -> None:
 
 
 def test_arrays_are_points_one_by_one() -> None:
-    plans = [
-        {"tp": 2, "pp": 4},
-        {"dp": 8, "zero": 3, "recompute": FULL},
-        {"experts": 8, "active": 2, "ep": 4, "dp": 4},
-    ]
+    plans = [{"tp": 2, "pp": 4}, {"dp": 8, "zero": 3, "recompute": FULL}, {"experts": 8, "active": 2, "ep": 4, "dp": 4}]
     rows = points([BASE | plan for plan in plans])
     many = step(rows, constants([known("megatron", "ampere")] * 3))
     for i, plan in enumerate(plans):

@@ -182,10 +182,7 @@ def test_what_is_known_of_a_model_is_freed_with_it() -> None:
             model = gpt()
         assert init._logs
         parallelize(
-            model,
-            soli.losses.cross_entropy("targets"),
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-            plan="dp=1",
+            model, soli.losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1"
         )
 
     gc.collect()

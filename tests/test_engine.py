@@ -102,11 +102,7 @@ def test_a_stopped_run_equals_a_straight_one_bitwise(pool: Pool, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("first", "n", "second", "m"),
-    [
-        ("dp=2,zero=3", 2, "dp=1", 1),
-        ("dp=1", 1, "dp=2,zero=1", 2),
-        ("dp=4,replicate=2,zero=2", 4, "dp=3,zero=3", 3),
-    ],
+    [("dp=2,zero=3", 2, "dp=1", 1), ("dp=1", 1, "dp=2,zero=1", 2), ("dp=4,replicate=2,zero=2", 4, "dp=3,zero=3", 3)],
 )
 def test_a_checkpoint_has_no_plan(pool: Pool, tmp_path: Path, first: str, n: int, second: str, m: int) -> None:
     path = str(tmp_path / "c")
@@ -361,11 +357,7 @@ def hooked(params):
         (Projecting, "tp=2", "does not update element by element"),
         (Measuring, "dp=2,zero=2", "does not update element by element"),
         (Measuring, "pp=2,microbatches=2", "Measuring updates a parameter by others"),
-        (
-            lambda p: Flagged([{"params": p[:1]}, {"params": p[1:], "norms": True}]),
-            "tp=2",
-            "element by element",
-        ),
+        (lambda p: Flagged([{"params": p[:1]}, {"params": p[1:], "norms": True}]), "tp=2", "element by element"),
         (hooked, "dp=2,zero=1", "the optimizer has hooks on its step"),
         (hooked, "pp=2,microbatches=2", "the optimizer has hooks on its step"),
     ],
@@ -379,18 +371,9 @@ def test_optimizers_that_see_more_than_a_rank_has_are_refused(make, plan: str, w
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
 def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
-    for kind in (
-        torch.optim.SGD,
-        torch.optim.AdamW,
-        torch.optim.Adagrad,
-        torch.optim.RMSprop,
-        torch.optim.NAdam,
-    ):
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam):
         made = model()
-        groups = [
-            {"params": list(made.parameters())[:2]},
-            {"params": list(made.parameters())[2:], "weight_decay": 0.0},
-        ]
+        groups = [{"params": list(made.parameters())[:2]}, {"params": list(made.parameters())[2:], "weight_decay": 0.0}]
         assert not list(optimizers.problems(kind(groups, lr=0.1), made, Plan.parse(plan)))
     made = model()
     wrapper = torch.optim.SGD(made.parameters(), lr=0.1)

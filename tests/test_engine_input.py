@@ -83,16 +83,7 @@ for part in engine.batches(Mapped(), 4, shuffle=False, workers=2):
 
 def test_workers_load_the_samples(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "soli.cli.main",
-        "run",
-        "-n",
-        "2",
-        "--all-ranks",
-        str(tmp_path / "script.py"),
-    ]
+    command = [sys.executable, "-m", "soli.cli.main", "run", "-n", "2", "--all-ranks", str(tmp_path / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=clean_environment())
     assert done.returncode == 0, done.stderr
     found = sorted(line[line.index("rows") :] for line in done.stdout.splitlines() if "rows" in line)
@@ -398,10 +389,7 @@ class Labelled(nn.Module):
 def labelled(shifted: bool, said: bool, plan: str, head: float = 1.0, first: int = 0) -> str:
     model = Labelled(shifted, head).double()
     engine = parallelize(
-        model,
-        losses.from_model(shifted=said),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        plan=plan,
+        model, losses.from_model(shifted=said), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan
     )
     tokens = torch.arange(24).reshape(4, 6) * 5 % 11
     labels = tokens.clone()

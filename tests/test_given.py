@@ -12,6 +12,7 @@ from torch import nn
 from pool import Pool
 from soli import losses, parallelize
 from soli.core.errors import SoliError
+from soli.mesh import world
 from soli.verify.parity import BOUND, Case, adamw, check
 from test_engine import DATA, Named
 
@@ -169,3 +170,48 @@ def test_an_optimizer_that_waits_for_its_warmup_is_tried_at_a_rate() -> None:
 
     with pytest.raises(SoliError, match="element by element"):
         parallelize(Named(), losses.mse("targets"), optimizer=factored, plan="zero=1")
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "accumulate=2", "recompute=full"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_backward_of_the_programs_own_is_none_of_a_step(plan: str, before: bool) -> None:
+    """FGSM, saliency: gradients of inputs, for which the parameters' would be in the way."""
+    model = Named()
+    engine = parallelize(model, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    batch = of(dict)
+    if not before:
+        engine.step(batch)
+    x = batch["x"].clone().requires_grad_()
+    with pytest.raises(SoliError, match="a backward that is none of a step"):
+        model(x).sum().backward()
+    expected = engine.global_state_dict()
+    assert torch.autograd.grad(model(x).sum(), x)[0].shape == x.shape
+    assert all(torch.equal(value, expected[name]) for name, value in engine.global_state_dict().items())
+    assert float(engine.step(batch)) > 0
+
+
+def test_a_scheduler_is_a_function_of_the_optimizer() -> None:
+    model = Named()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SoliError, match="scheduler is no function"):
+        parallelize(
+            model,
+            losses.mse("targets"),
+            optimizer=made,
+            scheduler=torch.optim.lr_scheduler.StepLR(made, 3),
+            plan="dp=1",
+        )
+
+
+@pytest.mark.parametrize(("config", "right"), [("cuda:nccl", False), ("cpu:gloo,cuda:nccl", True)])
+def test_a_group_without_a_backend_for_the_host_is_refused(
+    monkeypatch: pytest.MonkeyPatch, config: str, right: bool
+) -> None:
+    """NCCL is not here: what torch says of such a group stands for it."""
+    monkeypatch.setattr(world.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(world.dist, "get_backend_config", lambda: config)
+    if right:
+        assert world._made_backend() == "nccl"
+    else:
+        with pytest.raises(SoliError, match="cpu:gloo,cuda:nccl"):
+            world._made_backend()

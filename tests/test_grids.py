@@ -30,12 +30,7 @@ from sweep import swept
 from typed import soli
 
 DEADLINE = 60
-GRID, WIDE, DEEP, CUBE = (
-    "tp=4,tensor=2d",
-    "tp=6,tensor=2d,rows=3",
-    "tp=8,tensor=2.5d,depth=2",
-    "tp=8,tensor=3d",
-)
+GRID, WIDE, DEEP, CUBE = ("tp=4,tensor=2d", "tp=6,tensor=2d,rows=3", "tp=8,tensor=2.5d,depth=2", "tp=8,tensor=3d")
 
 
 @pytest.fixture

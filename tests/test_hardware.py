@@ -68,11 +68,7 @@ def test_a_file_describes_a_new_device(tmp_path: Path) -> None:
     numbers = "".join(f"{key} = {n}\n" for n, key in enumerate(NUMBERS, 1))
     file.write_text(f'name = "tpu"\ntflops = {{ bf16 = 100 }}\n{numbers}')
     found = read_cluster(str(file))
-    assert (found.device.name, found.nodes, found.device.memory_gib) == (
-        "tpu",
-        1,
-        1 + NUMBERS.index("memory_gib"),
-    )
+    assert (found.device.name, found.nodes, found.device.memory_gib) == ("tpu", 1, 1 + NUMBERS.index("memory_gib"))
 
 
 def test_what_joins_devices(tmp_path: Path) -> None:

@@ -20,18 +20,7 @@ MAY_IMPORT = {
     "models": set(),
     "bugs": {"core", "bugs"},
     "engine": {"core", "planner", "mesh", "parallel", "losses", "checkpoint", "engine"},
-    "verify": {
-        "core",
-        "bugs",
-        "planner",
-        "mesh",
-        "parallel",
-        "losses",
-        "checkpoint",
-        "engine",
-        "models",
-        "verify",
-    },
+    "verify": {"core", "bugs", "planner", "mesh", "parallel", "losses", "checkpoint", "engine", "models", "verify"},
     "train": {"core", "planner", "mesh", "parallel", "losses", "checkpoint", "engine", "models", "train", ""},
 }
 """What each room may import of soli ('' is the public package itself). cli may import everything."""
@@ -72,14 +61,7 @@ def test_imports_and_sizes(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno <= 80, f"{node.name} is too long"
 
 
-SILENT = (
-    tokenize.NEWLINE,
-    tokenize.NL,
-    tokenize.COMMENT,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-)
+SILENT = (tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
 def lines_of_code(path: Path) -> int:

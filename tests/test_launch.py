@@ -40,15 +40,7 @@ class Job:
 
 
 def clean_environment() -> dict[str, str]:
-    mine = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_PORT",
-        "MASTER_ADDR",
-        "SOLI_ERROR_FILE",
-        "OMP_NUM_THREADS",
-    )
+    mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR", "SOLI_ERROR_FILE", "OMP_NUM_THREADS")
     return {key: value for key, value in os.environ.items() if key not in mine}
 
 
@@ -169,11 +161,7 @@ def test_a_rank_that_ends_well_before_the_others_is_fine(tmp_path: Path) -> None
 
 
 def test_one_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
-    job = Job(
-        tmp_path,
-        "from soli.core.errors import SoliError\nraise SoliError('wrong', got='this', fix='that')",
-        3,
-    )
+    job = Job(tmp_path, "from soli.core.errors import SoliError\nraise SoliError('wrong', got='this', fix='that')", 3)
     assert job.code == 2
     assert job.err.count("wrong") == 1
     assert f"soli: cannot do this, on ranks 0-2, at {job.script}:2\n- wrong\n" in job.err

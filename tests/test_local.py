@@ -179,12 +179,7 @@ def sums():
     return bad
 
 
-OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "product",
-}
+OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min", dist.ReduceOp.PRODUCT: "product"}
 
 
 BITS = {dist.ReduceOp.BAND: "band", dist.ReduceOp.BOR: "bor", dist.ReduceOp.BXOR: "bxor"}
@@ -301,10 +296,7 @@ def engines():
 
     ours, _ = groups()
     rank, size = dist.get_rank(), dist.get_world_size()
-    make = lambda: (
-        torch.manual_seed(0),
-        nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).double(),
-    )[1]
+    make = lambda: (torch.manual_seed(0), nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).double())[1]
     x = torch.randn(4 * size, 8, generator=torch.Generator().manual_seed(1)).double()
     plain = make()
     plain(x).square().mean().backward()

@@ -44,12 +44,7 @@ def mismatch(kind: str):
 
 @pytest.mark.parametrize("kind", ["operation", "size", "type", "reduction"])
 def test_different_calls_are_named_on_every_rank(pool: Pool, kind: str) -> None:
-    words = {
-        "operation": "broadcast(root 0)",
-        "size": "[5]",
-        "type": "float64",
-        "reduction": "all_reduce(max)",
-    }
+    words = {"operation": "broadcast(root 0)", "size": "[5]", "type": "float64", "reduction": "all_reduce(max)"}
     for (text, seconds), after in pool.run(mismatch, kind, ranks=3):
         assert "called different collectives" in text
         assert words[kind] in text

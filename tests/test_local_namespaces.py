@@ -90,24 +90,9 @@ def start(wire: list[str], tmp_path: Path, kind: str) -> list[tuple[int, dict]]:
     ranks = []
     for rank in range(4):
         host = rank // 2
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": "4",
-            "MASTER_ADDR": "10.77.0.1",
-            "MASTER_PORT": "29777",
-        }
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29777"}
         env |= {"SOLI_HOST": "ab"[host], "GLOO_SOCKET_IFNAME": ("va", "vb")[host], "OMP_NUM_THREADS": "1"}
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            wire[host],
-            sys.executable,
-            str(tmp_path / "script.py"),
-            kind,
-            str(tmp_path),
-        ]
+        command = ["ip", "netns", "exec", wire[host], sys.executable, str(tmp_path / "script.py"), kind, str(tmp_path)]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     found = []
     until = time.monotonic() + 90

@@ -69,12 +69,7 @@ def test_units_of_models() -> None:
     names = [name for name, _ in units(model)]
     assert names == ["embedding", "positions", "blocks.0", "blocks.1", "norm", "head"]
     finer = [name for name, _ in units(model, 1)]
-    assert finer[2:6] == [
-        "blocks.0.attention_norm",
-        "blocks.0.attention",
-        "blocks.0.mlp_norm",
-        "blocks.0.mlp",
-    ]
+    assert finer[2:6] == ["blocks.0.attention_norm", "blocks.0.attention", "blocks.0.mlp_norm", "blocks.0.mlp"]
 
 
 # --- the two halves of backward -------------------------------------------------------------------------

@@ -48,16 +48,7 @@ def test_a_whole_row_is_read_as_it_is() -> None:
     row = read(ROW)
     assert not row.refused
     assert not row.inferred
-    said = {
-        "layers": 32,
-        "hidden": 4096,
-        "head_size": 128,
-        "tp": 4,
-        "pp": 2,
-        "dp": 8,
-        "microbatch": 2,
-        "zero": 0,
-    }
+    said = {"layers": 32, "hidden": 4096, "head_size": 128, "tp": 4, "pp": 2, "dp": 8, "microbatch": 2, "zero": 0}
     assert {name: row.point[name] for name in said} == said
     assert row.point["recompute"] == FULL
     assert row.point["peak"] == 312e12
@@ -158,7 +149,8 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"framework": "HF Trainer, Liger"}, {"pieces": 0}),
         ({"framework": "torchtune", "notes": "chunked loss"}, {"pieces": 8}),
         ({"framework": "PyTorch FSDP", "shard": "FULL_SHARD", "offload": "cpu"}, {"offload": 2}),
-        ({"framework": "DeepSpeed", "shard": "zero3", "offload": "cpu"}, {"offload": 1}),
+        ({"framework": "DeepSpeed", "shard": "zero3", "offload": "cpu"}, {"offload": 1, "gradient": 0}),
+        ({"framework": "DeepSpeed", "shard": "zero2", "offload": "cpu", "gpus": "1", "dp": "1", "pp": "1", "tp": "1"}, {"offload": 1, "gradient": 0, "zero": 0}),
         ({"framework": "DeepSpeed", "shard": "zero3", "offload": "optimizer; offload_param"}, {"offload": 2}),
         ({"recompute": "gelu_checkpoint"}, {"recompute": SELECTIVE}),
         ({"framework": "torchtune", "precision": "bf16 (pure)"}, {"weight": 2, "gradient": 2, "moments": 4}),
@@ -234,8 +226,7 @@ def test_ties_and_gates_are_the_published_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "flash"),
-    [({"seq_len": "4096"}, 1), ({"swiglu": "true"}, 1), ({}, 0), ({"model": "llama"}, 1)],
+    ("changes", "flash"), [({"seq_len": "4096"}, 1), ({"swiglu": "true"}, 1), ({}, 0), ({"model": "llama"}, 1)]
 )
 def test_on_a100_models_of_later_years_have_a_kernel_for_attention(changes: dict[str, str], flash: int) -> None:
     row = read(ROW | changes)
@@ -278,14 +269,7 @@ def test_published_models_have_the_parameters_that_are_stated(name: str) -> None
 
 
 def test_what_is_no_published_model_is_not_taken_for_one() -> None:
-    for name in (
-        "GPT2-like 52B",
-        "llama-1B",
-        "Nemotron_3_Super",
-        "175B",
-        "gpt3_mcore_te_tp2_pp2",
-        "",
-    ):
+    for name in ("GPT2-like 52B", "llama-1B", "Nemotron_3_Super", "175B", "gpt3_mcore_te_tp2_pp2", ""):
         assert named(name) is None
     assert "llama-3-70b" in near("lama-3-70")
 
@@ -295,13 +279,7 @@ def test_what_is_missing_is_inferred_and_said() -> None:
     assert not row.refused
     made = 12 * row.point["layers"] * row.point["hidden"] ** 2
     assert abs(made / 175e9 - 1) < 0.05
-    assert [word.split("=")[0] for word in row.inferred] == [
-        "layers",
-        "heads",
-        "ffn",
-        "recompute",
-        "microbatch",
-    ]
+    assert [word.split("=")[0] for word in row.inferred] == ["layers", "heads", "ffn", "recompute", "microbatch"]
 
 
 @pytest.mark.parametrize(
@@ -407,10 +385,7 @@ def test_what_does_not_say_that_it_recomputes_does_so_of_the_layers_that_do_not_
     more, less = predict(
         [ROW | unsaid | {"recompute": f"full-{n}of{layers}", "microbatch": "16"} for n in (again, again - 1)]
     )
-    assert (said.predicted_time_s, said.predicted_memory_gb) == (
-        more.predicted_time_s,
-        more.predicted_memory_gb,
-    )
+    assert (said.predicted_time_s, said.predicted_memory_gb) == (more.predicted_time_s, more.predicted_memory_gb)
     assert more.predicted_memory_gb <= capacity < less.predicted_memory_gb
     assert none.predicted_time_s < said.predicted_time_s < full.predicted_time_s
     assert said.feasible
@@ -420,14 +395,7 @@ def test_what_does_not_say_that_it_recomputes_does_so_of_the_layers_that_do_not_
 
 def test_groups_of_states_that_nobody_says_are_as_large_as_they_have_to_be() -> None:
     """A server's 8 ranks hold a small model's states; 70 billion parameters need more, and one that says its 8 is left so."""
-    row = ROW | {
-        "framework": "MaxText",
-        "gpus": "512",
-        "tp": "1",
-        "pp": "1",
-        "dp": "512",
-        "global_batch": "1024",
-    }
+    row = ROW | {"framework": "MaxText", "gpus": "512", "tp": "1", "pp": "1", "dp": "512", "global_batch": "1024"}
     row |= {"recompute": "full", "attn_backend": "flash", "microbatch": "2", "shard": "HYBRID_SHARD"}
     large = {"layers": "80", "hidden": "8192", "heads": "64", "ffn": "28672"}
     small, wide, said = predict([row, row | large, row | large | {"shard": "HSDP (shard 8)"}])
@@ -605,10 +573,7 @@ def test_too_few_measured_rows_are_refused() -> None:
 
 def test_measured_rows_that_do_not_help_are_refused() -> None:
     rows = table("planner_vtrain_single")[:20]
-    for useless in (
-        [row | {"measured_ms": ""} for row in rows],
-        [ROW | {"gpu": "H100", "iter_time_s": "1"}] * 20,
-    ):
+    for useless in ([row | {"measured_ms": ""} for row in rows], [ROW | {"gpu": "H100", "iter_time_s": "1"}] * 20):
         with pytest.raises(SoliError, match="no measured row helps"):
             predict(rows, useless)
     more = [*rows, ROW | {"gpu": "H100", "iter_time_s": "1"}]  # of a family that is not asked for

@@ -388,11 +388,7 @@ def of_case(case: Cube, gather: Axis, scatter: Axis, depth: Axis) -> list[str]:
     )  # fmt: skip
     found = []
     want = nonzero(
-        {
-            ("all_gather", gather): moved_x,
-            ("all_gather", depth): moved_w,
-            ("reduce_scatter", scatter): moved_y,
-        }
+        {("all_gather", gather): moved_x, ("all_gather", depth): moved_w, ("reduce_scatter", scatter): moved_y}
     )
     if (got := bytes_now()) != want:
         found.append(f"forward moved {got}, not {want}")

@@ -212,10 +212,7 @@ def bad_input() -> list[str]:
         lambda: parallelize(gpt(), MSE, optimizer=adamw, plan="tp=2", roles={"*.up": "rows"}),
         lambda: parallelize(gpt(), MSE, optimizer=adamw, plan="tp=2").global_state_dict(),
         lambda: parallelize(
-            gpt(),
-            MSE,
-            optimizer=lambda p: torch.optim.Muon([w for w in p if w.dim() == 2], lr=0.1),
-            plan="tp=2",
+            gpt(), MSE, optimizer=lambda p: torch.optim.Muon([w for w in p if w.dim() == 2], lr=0.1), plan="tp=2"
         ),
     ):
         try:
@@ -254,11 +251,7 @@ def trained(plan: str, path: str, load: bool, steps: int) -> tuple[list[float], 
 
 @pytest.mark.parametrize(
     ("first", "n", "second", "m"),
-    [
-        ("tp=2,sp=on", 2, "tp=2,sp=on", 2),
-        ("tp=3", 3, "dp=2,zero=3", 2),
-        ("dp=2,zero=2", 2, "dp=2,tp=2,zero=1", 4),
-    ],
+    [("tp=2,sp=on", 2, "tp=2,sp=on", 2), ("tp=3", 3, "dp=2,zero=3", 2), ("dp=2,zero=2", 2, "dp=2,tp=2,zero=1", 4)],
 )
 def test_checkpoints_across_plans(pool: Pool, tmp_path: Path, first: str, n: int, second: str, m: int) -> None:
     straight, whole = pool.run(trained, "dp=1", str(tmp_path / "s"), False, 6, ranks=1)[0]
@@ -394,12 +387,7 @@ def other():
 """
 
 
-TINY = {
-    "d_model": 8,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "architectures": ["WhisperForConditionalGeneration"],
-}
+TINY = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "architectures": ["WhisperForConditionalGeneration"]}
 
 
 def test_the_command_needs_no_weights(tmp_path: Path) -> None:
@@ -423,12 +411,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["layers.0.0.weight"]["cut"] == {"dim": 0, "parts": [10], "atoms": 10}
-    assert found["layers.1.0.weight"] == {
-        "role": "replicated",
-        "shape": [10, 6],
-        "cut": None,
-        "why": "you said so",
-    }
+    assert found["layers.1.0.weight"] == {"role": "replicated", "shape": [10, 6], "cut": None, "why": "you said so"}
     text = soli("roles", f"{file}:make").stdout
     assert "layers.*.2.weight" in text
     assert "390 of 408 parameters (96%) are cut over tp=2" in text

@@ -92,10 +92,7 @@ def test_adapters_train_after_an_evaluation(pool: Pool) -> None:
         (total / count).backward()
         optimizer.step()
         expected.append(float(total.detach() / count))
-    for found in (
-        trained_between_evaluations("dp=1"),
-        *pool.run(trained_between_evaluations, "dp=2", ranks=2),
-    ):
+    for found in (trained_between_evaluations("dp=1"), *pool.run(trained_between_evaluations, "dp=2", ranks=2)):
         assert found == pytest.approx(expected, rel=BOUND)
 
 

@@ -133,10 +133,7 @@ def test_what_cannot_hold_a_model_says_what_would() -> None:
         ({"tp": 3.0}, "tp=3 does not divide the 32 devices"),
         ({"tp": 8.0, "dp": 8.0}, "tp=8 and dp=8 contradict each other"),
         ({"tp": 2.0, "cp": 1.0, "pp": 2.0, "dp": 4.0}, "take 16 devices"),
-        (
-            {"dp": 32.0, "microbatch": 8.0},
-            "dp=32 and microbatch=8 take 256 sequences, and the global batch has 128",
-        ),
+        ({"dp": 32.0, "microbatch": 8.0}, "dp=32 and microbatch=8 take 256 sequences, and the global batch has 128"),
         ({"sp": 1.0, "tp": 1.0}, "sp=on and tp=1 contradict each other"),
         ({"chunks": 2.0, "pp": 1.0}, "chunks=2 and pp=1 contradict each other"),
         ({"zero": 3.0, "dp": 1.0, "cp": 1.0}, "zero=3 and dp=1 contradict each other"),
@@ -242,10 +239,7 @@ def config_of(**changes: object) -> str:
         (config_of(num_key_value_heads=6), "6 key heads do not divide 8 heads"),
         (config_of(num_attention_heads=8192), "share a width of 64"),
         (config_of(num_hidden_layers=10**400), "layers"),
-        (
-            config_of(is_encoder_decoder=True),
-            "'is_encoder_decoder', an encoder beside its decoder, are not understood",
-        ),
+        (config_of(is_encoder_decoder=True), "'is_encoder_decoder', an encoder beside its decoder, are not understood"),
         (config_of(num_local_experts=2, num_experts_per_tok=4), "goes to 4 of 2 experts"),
     ],
 )
@@ -276,18 +270,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_the_command_gives_the_best(config: Path) -> None:
-    words = [
-        "--cluster",
-        "h100:8x4",
-        "--global-batch",
-        "128",
-        "--seq",
-        "4096",
-        "--why-not",
-        "tp=8",
-        "--fix",
-        "zero=1",
-    ]
+    words = ["--cluster", "h100:8x4", "--global-batch", "128", "--seq", "4096", "--why-not", "tp=8", "--fix", "zero=1"]
     done = soli("plan", str(config), *words, "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -305,28 +288,13 @@ def test_the_command_gives_the_best(config: Path) -> None:
     [
         (["--cluster", "h1000:8", "--global-batch", "8"], "no device 'h1000' is known"),
         (["--global-batch", "8"], "Missing option '--cluster'"),
-        (
-            ["--cluster", "h100:8", "--global-batch", "8", "--memory", "500GB"],
-            "500.0 GB are more than h100 has",
-        ),
-        (
-            ["--cluster", "h100:8", "--global-batch", "8", "--whatif", "seq", "--html", "x"],
-            "answers its own questions",
-        ),
+        (["--cluster", "h100:8", "--global-batch", "8", "--memory", "500GB"], "500.0 GB are more than h100 has"),
+        (["--cluster", "h100:8", "--global-batch", "8", "--whatif", "seq", "--html", "x"], "answers its own questions"),
         (["--cluster", "h100:8", "--global-batch", "8", "--memory", "70"], "70GB, 64GiB"),
         (["--cluster", "h100:8", "--global-batch", "8", "--precision", "int4"], "bf16, fp16, fp8"),
-        (
-            ["--cluster", "h100:8", "--global-batch", "8", "--precision", "fp8"],
-            "soli does not run precision=fp8",
-        ),
-        (
-            ["--cluster", "v100:8", "--global-batch", "8", "--precision", "bf16"],
-            "v100 does not multiply bf16",
-        ),
-        (
-            ["--cluster", "h100:8", "--global-batch", "8", "--framework", "alpa"],
-            "soli, megatron, megatron-deepspeed",
-        ),
+        (["--cluster", "h100:8", "--global-batch", "8", "--precision", "fp8"], "soli does not run precision=fp8"),
+        (["--cluster", "v100:8", "--global-batch", "8", "--precision", "bf16"], "v100 does not multiply bf16"),
+        (["--cluster", "h100:8", "--global-batch", "8", "--framework", "alpa"], "soli, megatron, megatron-deepspeed"),
     ],
 )
 def test_mistakes_are_said(config: Path, words: list[str], said: str) -> None:

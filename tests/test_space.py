@@ -321,15 +321,7 @@ def quickest_mix(times: tuple[float, float], sizes: tuple[float, float], layers:
 @pytest.mark.parametrize("pp", [1, 3])
 @pytest.mark.parametrize("room", [4e9, 7e9, 8e9, 12e9, 13e9])
 def test_as_many_layers_are_recomputed_as_a_solver_would(pp: int, room: float) -> None:
-    fixed = {
-        "pp": float(pp),
-        "dp": 2.0,
-        "zero": 1.0,
-        "microbatch": 4.0,
-        "tp": 1.0,
-        "replicate": 1.0,
-        "cp": 1.0,
-    }
+    fixed = {"pp": float(pp), "dp": 2.0, "zero": 1.0, "microbatch": 4.0, "tp": 1.0, "replicate": 1.0, "cp": 1.0}
     asked = task(replace(SMALL, layers=24, vocab=1024), f"a100:{2 * pp}", batch=64, seq=2048, memory=room, framework="megatron", fixed=fixed | {"chunks": 1.0, "offload": 0.0})  # fmt: skip
     plain = space.shards(asked, space.stages(asked, space.layouts(asked)))
     p = space.points_of(asked, plain)
@@ -409,15 +401,7 @@ def test_where_keys_are_many_heads_are_exchanged() -> None:
 
 
 def test_the_optimizer_moves_to_the_host_where_nothing_else_fits() -> None:
-    fixed = {
-        "zero": 1.0,
-        "tp": 1.0,
-        "pp": 1.0,
-        "cp": 1.0,
-        "replicate": 1.0,
-        "recompute": FULL,
-        "microbatch": 1.0,
-    }
+    fixed = {"zero": 1.0, "tp": 1.0, "pp": 1.0, "cp": 1.0, "replicate": 1.0, "recompute": FULL, "microbatch": 1.0}
     asked = task(cluster="h200:8x1", batch=64, framework="megatron", fixed=fixed)
     moved, kept = (search(asked.with_fixed({"offload": n})) for n in (1.0, 0.0))
     p, k = moved.points.take([0]), bounds.constants_of(asked, 1)

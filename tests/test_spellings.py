@@ -138,13 +138,7 @@ def test_what_was_measured_names_no_device() -> None:
 
 
 def test_names_of_models_keep_their_points() -> None:
-    others = (
-        "Llama 1.3B",
-        "llama-2.7b",
-        "GPT 2.2B",
-        "llama 130b",
-        "deepseek-r1-distill-qwen-7b",
-    )
+    others = ("Llama 1.3B", "llama-2.7b", "GPT 2.2B", "llama 130b", "deepseek-r1-distill-qwen-7b")
     assert [named(name) for name in others] == [None] * len(others)
     known = {"Llama-3.1-8B": "llama-3-8b", "LLAMA3.1_405B": "llama-3.1-405b", "llama31_405b": "llama-3.1-405b", "Llama-3.2-3B": "llama-3.2-3b",
              "qwen2.5-7b": "qwen2.5-7b", "opt-13b": "opt-13b", "LLAMA2-7B": "llama-2-7b"}  # fmt: skip
@@ -191,10 +185,7 @@ def test_some_layers_are_recomputed() -> None:
 
 
 def test_experts_that_each_token_goes_to() -> None:
-    for changes in (
-        {"arch": "moe 256e top8 +1 shared"},
-        {"experts": "256", "topk": "8", "shared_experts": "1"},
-    ):
+    for changes in ({"arch": "moe 256e top8 +1 shared"}, {"experts": "256", "topk": "8", "shared_experts": "1"}):
         point = read(ROW | {"params_b": "671", "moe_ffn": "2048"} | changes).point
         assert [point[name] for name in ("experts", "active", "shared")] == [256, 9, 1]
 

@@ -112,9 +112,7 @@ def test_what_a_resumed_program_draws_is_what_it_would_have_drawn(tmp_path: Path
 SCHEDULERS = {
     "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3, 3], 0.5),
     "milestones in a sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2), torch.optim.lr_scheduler.MultiStepLR(o, [1, 2], 0.5)],
-        [2],
+        o, [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2), torch.optim.lr_scheduler.MultiStepLR(o, [1, 2], 0.5)], [2]
     ),
 }
 

@@ -26,13 +26,7 @@ def soli(
         err.touch()
         process = context.Process(
             target=_typed,
-            args=(
-                words,
-                str(cwd or Path.cwd()),
-                dict(os.environ if env is None else env),
-                str(out),
-                str(err),
-            ),
+            args=(words, str(cwd or Path.cwd()), dict(os.environ if env is None else env), str(out), str(err)),
         )
         process.start()
         process.join(timeout)

@@ -41,6 +41,13 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
 
 def scheduled(scheduler: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
     """What a function of the optimizer makes, if there is one; it is stepped once a step, with nothing."""
+    if scheduler is not None and not callable(scheduler):
+        raise SoliError(
+            "scheduler is no function that makes one of an optimizer",
+            got=type(scheduler).__name__,
+            allowed="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)",
+            everywhere=True,
+        )
     made = scheduler(optimizer) if scheduler is not None else None
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise SoliError(

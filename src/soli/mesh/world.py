@@ -118,7 +118,15 @@ def placed(local_rank: int, local_size: int) -> tuple[torch.device, str]:
 def _made_backend() -> str:
     """The backend of a process group that the user made."""
     made = dist.get_backend()
-    if "nccl" in made or "nccl" in str(dist.get_backend_config()):
+    config = str(dist.get_backend_config())
+    if "nccl" in made or "nccl" in config:
+        if "cpu:" not in config:
+            raise SoliError(
+                "ranks agree on numbers in the host's memory, and this process group has a backend for devices alone",
+                got=f"a process group on {config}",
+                fix='leave it to soli, or make it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")',
+                everywhere=True,
+            )
         return "nccl"
     if made not in ("gloo", "local") and "gloo" not in made:
         raise SoliError("soli knows gloo, local and nccl", got=f"a process group on {made}", everywhere=True)

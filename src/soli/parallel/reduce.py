@@ -38,6 +38,7 @@ class Reducer:
         self.early = True  # units are sent while the backward goes on
         self._next = 0
         self._last = False
+        self._open = False  # in a backward of a step
         self._flying: deque[tuple[Unit, Pending]] = deque()
         self._parts: dict[int, Tensor | None] = {}  # of sums over tp, by the parameter's id
         self._summing: tuple[Unit, list[Slot], Tensor, Pending | None] | None = None
@@ -83,13 +84,20 @@ class Reducer:
         for unit in [] if last else self.units:
             if unit.zero >= 2:
                 unit.grad_shard = None
-        self._last, self._next = last, 0
+        self._last, self._next, self._open = last, 0, True
         self._missing = [len(unit.slots) for unit in self.units]
         self._seen.clear()
 
     def arrive(self, param: nn.Parameter) -> None:
         """Take the gradient of a parameter: autograd's hook, or whoever computed it without autograd's hooks."""
         number, slot = self._unit_of[id(param)]
+        if not self._open:
+            param.grad = None
+            raise SoliError(
+                "a backward that is none of a step reached the parameters of a model that soli trains",
+                got=f"a gradient of {slot.name}",
+                fix="differentiate engine.copy_model(), or take gradients of inputs alone: torch.autograd.grad(loss, x)",
+            )
         unit = self.units[number]
         grad = param.grad
         param.grad = None
@@ -209,6 +217,7 @@ class Reducer:
 
     def finish_backward(self) -> None:
         """After the backward of a microbatch (or in its place, on a rank that had no row for it)."""
+        self._open = False
         if not self._last:
             return
         while self._next < len(self.units):

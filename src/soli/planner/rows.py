@@ -272,6 +272,8 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         "zero": zero if ranks > 1 or (zero == 3 and found.framework == DEEPSPEED) else 0.0,
         "replicate": copies if ranks % copies == 0 else 1.0,
         "offload": offload * (2.0 if hosted else 1.0),
+        # They go to the host as the backward makes them, in parts (ZeRO-Offload, arXiv 2101.06840, 4.1).
+        "gradient": 0.0 if offload and zero >= 2 and found.framework == DEEPSPEED else point["gradient"],
         "moved": float(moved),
         "recompute": level,
         "again": again,
