@@ -67,13 +67,13 @@ class Chosen(nn.Module):
         return x
 
 
-def chosen(ways: list[list[int]], second: list[bool]) -> Any:
-    """Four rows go each of two ways, which are as long."""
+def chosen(ways: list[list[int]], second: list[bool], begun: list[list[int]] | None = None) -> Any:
+    """Four rows go each of two ways, which are as long; in the first step of others."""
     torch.manual_seed(7)
     model, generator, batches = Chosen(), torch.Generator().manual_seed(2), []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         x, t = (torch.randn(8, 6, generator=generator).double() for _ in range(2))
-        way = torch.tensor(ways).repeat_interleave(4, 0)
+        way = torch.tensor(begun if begun and not step else ways).repeat_interleave(4, 0)
         batches.append({"x": x, "targets": t, "way": way, "second": torch.tensor(second)})
     return model, losses.mse("targets"), batches
 
@@ -92,6 +92,12 @@ KINDS: dict[str, Callable[[], Any]] = {
     "no block on rank 0": partial(chosen, [[-1] * BLOCKS, ALL], SAME),
     "no block on rank 1": partial(chosen, [ALL, [-1] * BLOCKS], SAME),
     "backwards on rank 1": partial(chosen, [ALL, ALL[::-1]], SAME),
+    "later on rank 0 what ran nowhere at first": partial(
+        chosen, [[3, 4, 5, 6, 0, 1, 2], [0, 1, 2] + [-1] * 4], SAME, [[0, 1, 2]] * 2
+    ),
+    "later on rank 1 what ran nowhere at first": partial(
+        chosen, [[0, 1, 2] + [-1] * 4, [0, 1, 2, 3, 4, 5, 6]], SAME, [[0, 1, 2]] * 2
+    ),
     "twice each": partial(chosen, [ALL + ALL, ALL + ALL], SAME),
     "some twice": partial(chosen, [[0, 1, 1, 2, 3, 4, 5, 5], [0, 1, 1, 5, 5, 6, -1, -1]], SAME),
 }

@@ -39,6 +39,7 @@ class Block:
         self.runs = 0
         self.first = OVER  # the lowest number of what its runs' backward begins with
         self.repeats = False  # runs more than once a forward: kept until the pass ends
+        self.late = False  # its sum is sent at the end: it repeats, or ran nowhere when the order was fixed
         self.waiting_grads = 0
 
     @property
@@ -154,10 +155,10 @@ class Gatherer:
         if self.phase != "backward":
             return
         place = self.order.index(block)
+        self._come_back(place, node)  # first: what is kept from the forward is gathered on every rank then
         for later in self.order[place + 1 :]:
             if later.waiting_grads == 0 and later.gathered and later.is_past(node):
                 later.release()
-        self._come_back(place, node)
         self._wait(block)
 
     # --- gathers --------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class Gatherer:
         before, this one's gather, and one ahead."""
         for at in range(self._cursor - 1, place - 1, -1):
             before = self.order[at + 1 : at + 2]
-            if before and before[0].is_past(node) and not before[0].repeats:
+            if before and before[0].is_past(node) and not before[0].late:
                 self._close(before[0])
             for block in reversed(self.order[max(at - 1, 0) : at + 1]):
                 self._issue(block)
@@ -211,7 +212,7 @@ class Gatherer:
 
     def _agree_on_order(self) -> None:
         """After the first forward in which rank 0 ran blocks: their order there, those it did not run last. Sums go in the backward's order, those
-        of blocks that run more than once on any rank at the end; and all of them where ranks run blocks in other orders."""
+        of blocks that run more than once on any rank, or that ran on none, at the end; and all of them where ranks run blocks in other orders."""
         if self._ordered or not self.order:
             return
         place = {id(block): i for i, block in enumerate(self.order)}
@@ -226,12 +227,14 @@ class Gatherer:
         self.order = [self.order[i] for i in mine.tolist()]
         self._ordered = True
         places = [self.order.index(block) for block in self._ran]
-        told = torch.tensor([*(block.repeats for block in self.order), places != sorted(places)]).long()
-        all_reduce(told, self.world, "max", label="blocks that repeat, or go in other orders")
-        *repeats, crossed = told.tolist()
-        for block, more in zip(self.order, repeats, strict=True):
-            block.repeats = bool(more)
-        back = sorted(reversed(self.order), key=lambda block: block.repeats)
+        repeats, ran = ([block.repeats for block in self.order], [block in self._ran for block in self.order])
+        told = torch.tensor([*repeats, *ran, places != sorted(places)]).long()
+        all_reduce(told, self.world, "max", label="blocks that repeat, that ran, or that go in other orders")
+        *each, crossed = told.tolist()
+        for number, block in enumerate(self.order):
+            block.repeats = bool(each[number])
+            block.late = block.repeats or not each[len(self.order) + number]
+        back = sorted(reversed(self.order), key=lambda block: block.late)
         self.reducer.reorder([unit for block in [*back, self.root] for unit in reversed(block.units)])
         self.reducer.early = not crossed
 

@@ -34,7 +34,6 @@ class Reducer:
         self.tensor_axis = tensor_axis
         self.units = [unit for unit in units if unit.trainable]
         self._unit_of: dict[int, tuple[int, Slot]] = {}
-        self._missing: list[int] = []
         self.early = True  # units are sent while the backward goes on
         self._next = 0
         self._last = False
@@ -59,11 +58,12 @@ class Reducer:
         self._seen: set[int] = set()
 
     def reorder(self, units: list[Unit]) -> None:
-        """Between steps: the order in which backward completes them is another one."""
+        """Before a backward has begun: the order in which backward completes them is another one."""
         self.units = [unit for unit in units if unit.trainable]
         self._unit_of = {
             id(slot.param): (number, slot) for number, unit in enumerate(self.units) for slot in unit.slots
         }
+        self._missing = [len(unit.slots) for unit in self.units]
 
     def begin_step(self) -> None:
         self._parts.clear()
