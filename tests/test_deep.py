@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cases import STEPS, _tokens
 from pool import Pool
@@ -67,6 +68,50 @@ class Chosen(nn.Module):
         return x
 
 
+class Handing(nn.Module):
+    """A layer that hands on what the first one made (T5's biases), or makes it."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.layer, self.make = Layer(), nn.Linear(6, 6) if first else None
+
+    def forward(self, x: Tensor, second: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        bias = self.make(x) if self.make is not None else bias
+        return self.layer(x + bias, second), bias
+
+
+class Handed(nn.Module):
+    """Blocks one after another; `pieces`: as segments of three that are computed again by the program's own checkpoint."""
+
+    def __init__(self, pieces: bool) -> None:
+        super().__init__()
+        self.pieces = pieces
+        self.layers = nn.ModuleList(Handing(number == 0) for number in range(BLOCKS))
+
+    def forward(self, x: Tensor, second: Tensor) -> Tensor:
+        bias = None
+        for start in range(0, BLOCKS, 3):
+            if self.pieces:
+                x, bias = checkpoint(self.some, start, x, second, bias, use_reentrant=False)
+            else:
+                x, bias = self.some(start, x, second, bias)
+        return x
+
+    def some(self, start: int, x: Tensor, second: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        for layer in self.layers[start : start + 3]:
+            x, bias = layer(x, second, bias)
+        return x, bias
+
+
+def handed(second: list[bool], pieces: bool) -> Any:
+    torch.manual_seed(7)
+    model, generator, batches = Handed(pieces), torch.Generator().manual_seed(2), []
+    for _ in range(STEPS):
+        x, t = (torch.randn(8, 6, generator=generator).double() for _ in range(2))
+        batches.append({"x": x, "targets": t, "second": torch.tensor(second)})
+    return model, losses.mse("targets"), batches
+
+
 def chosen(ways: list[list[int]], second: list[bool], begun: list[list[int]] | None = None) -> Any:
     """Four rows go each of two ways, which are as long; in the first step of others."""
     torch.manual_seed(7)
@@ -98,6 +143,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "later on rank 1 what ran nowhere at first": partial(
         chosen, [[0, 1, 2] + [-1] * 4, [0, 1, 2, 3, 4, 5, 6]], SAME, [[0, 1, 2]] * 2
     ),
+    "handed through, an expert fewer on rank 1": partial(handed, [False, True] * 2 + [True] * 4, pieces=False),
+    "segments, an expert fewer on rank 0": partial(handed, [False] * 4 + [False, True] * 2, pieces=True),
+    "segments, an expert fewer on rank 1": partial(handed, [False, True] * 2 + [True] * 4, pieces=True),
     "twice each": partial(chosen, [ALL + ALL, ALL + ALL], SAME),
     "some twice": partial(chosen, [[0, 1, 1, 2, 3, 4, 5, 5], [0, 1, 1, 5, 5, 6, -1, -1]], SAME),
 }

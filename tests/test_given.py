@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from soli.core.errors import SoliError
 from soli.mesh import world
 from soli.verify.parity import BOUND, Case, adamw, check
 from test_engine import DATA, Named
+from test_launch import clean_environment
 
 
 class Norms(nn.Module):
@@ -137,6 +141,10 @@ class Encoded(UserDict):
     """As transformers' tokenizers give their batches."""
 
 
+def encoded(samples: list[Any]) -> Encoded:
+    return Encoded(torch.utils.data.default_collate(samples))
+
+
 def stepped(batch: Any, compiled: bool = False) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Named()
@@ -154,10 +162,35 @@ def test_a_mapping_is_a_batch_and_a_compiled_model_has_its_own_arguments() -> No
     expected = stepped(of(dict))
     for found in (stepped(of(Encoded)), stepped(of(dict), compiled=True)):
         assert all(torch.allclose(found[name], value, rtol=1e-5) for name, value in expected.items())
-    collated = parallelize(
-        Named(), losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1"
-    ).batches(DATA, 6, collate=lambda samples: Encoded(torch.utils.data.default_collate(samples)))
-    assert type(next(collated).data) is dict
+    for plan in ("dp=1", "auto"):
+        engine = parallelize(Named(), losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+        assert type(next(engine.batches(DATA, 6, collate=encoded)).data) is dict
+    parallelize(
+        Named(), losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto", example=of(Encoded)
+    )
+
+
+ANEW = """
+import soli, torch
+
+def pairs(samples):
+    return torch.utils.data.default_collate(samples)
+
+if __name__ == "__main__":
+    torch.multiprocessing.set_start_method("spawn")
+    data = [(torch.tensor([float(i)]), torch.tensor([0.0])) for i in range(6)]
+    engine = soli.parallelize(torch.nn.Linear(1, 1), soli.losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    for part in engine.batches(data, 3, shuffle=False, workers=1, collate=pairs):
+        print(part.data[0].flatten().tolist())
+"""
+
+
+def test_workers_that_are_started_anew_collate(tmp_path: Path) -> None:
+    """Where they are no forks (macOS, Python 3.14) what they are given is pickled."""
+    (tmp_path / "script.py").write_text(ANEW)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert done.stdout.splitlines() == ["[0.0, 1.0, 2.0]", "[3.0, 4.0, 5.0]"], done.stderr
 
 
 def test_an_optimizer_that_waits_for_its_warmup_is_tried_at_a_rate() -> None:

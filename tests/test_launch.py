@@ -309,7 +309,9 @@ def test_ranks_that_are_told_to_end_may_save_first(tmp_path: Path, sent: signal.
     if sent == signal.SIGINT:
         os.killpg(job.pid, sent)
     else:
-        job.send_signal(sent)
+        for _ in range(2):  # a scheduler's second one is no other word
+            job.send_signal(sent)
+            time.sleep(0.3)
     _, err = job.communicate(timeout=30)
     assert (job.returncode, "ranks may take 30 s to end" in err) == (code, True), err
     assert [(tmp_path / f"saved{rank}").exists() for rank in range(2)] == [True, True]

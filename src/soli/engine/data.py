@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -53,8 +54,8 @@ class Stream(Iterator[Part]):
     """This rank's part of each global batch, from the position on; the position moves as they are yielded."""
 
     def __init__(self, dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int) -> None:
-        collated = collate or default_collate
-        self._make = lambda order: _batches(dataset, order, lambda samples: as_dict(collated(samples)), workers)
+        collated = partial(_collated, collate or default_collate)  # workers may have to pickle it
+        self._make = lambda order: _batches(dataset, order, collated, workers)
         self.order = order
         _check(dataset, order)
         self._parts: Iterator[Part] | None = None
@@ -67,6 +68,10 @@ class Stream(Iterator[Part]):
     def anew(self) -> Iterator[Part]:
         """All of it, from the beginning, wherever it stands; it stays where it stands."""
         return self._make(_until(replace(self.order, position=Position())))
+
+
+def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    return as_dict(collate(samples))
 
 
 def _check(dataset: Any, order: Order) -> None:

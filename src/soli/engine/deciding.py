@@ -15,7 +15,7 @@ from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import SIZES
 from soli.engine import rng
-from soli.engine.batch import Part, rows_of
+from soli.engine.batch import Part, as_dict, rows_of
 from soli.engine.taken import Taken, is_beyond
 from soli.mesh.collectives import extreme
 from soli.planner.legality import plain
@@ -157,4 +157,4 @@ def peek(dataset: Any, count: int, collate: Callable[[list[Any]], Any] | None) -
             samples = list(islice(stream, count))
             if stream is dataset:
                 dataset = chain(samples, stream)
-    return dataset, (collate or default_collate)(samples) if samples else Part(None, 0, 0, 0)
+    return dataset, as_dict((collate or default_collate)(samples)) if samples else Part(None, 0, 0, 0)

@@ -98,7 +98,7 @@ def parallelize(
     with busy(f"laying the model over {world.size} ranks", shown=world.is_first and wish is None):
         engine = Engine(model, loss_fn or from_model(), made, scheduler, clip, wish or chosen, seed, world, roles or {})
         if example is not None:
-            engine.decide(example, rows or rows_of(example))
+            engine.decide(example := as_dict(example), rows or rows_of(example))
             engine.lay(deciding.enough(example, engine.dp.size))
         return engine
 

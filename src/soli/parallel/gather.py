@@ -37,6 +37,7 @@ class Block:
         self.name, self.module, self.units = name, module, units
         self.pending: list[Pending] | None = None
         self.runs = 0
+        self.given = OVER  # the highest number of what made the inputs of the run that goes on
         self.first = OVER  # the lowest number of what its runs' backward begins with
         self.repeats = False  # runs more than once a forward: kept until the pass ends
         self.late = False  # its sum is sent at the end: it repeats, or ran nowhere when the order was fixed
@@ -69,7 +70,7 @@ class Gatherer:
         self._ordered = False
         for block in blocks:
             assert block.module is not None, "only the root has no module"
-            block.module.register_forward_pre_hook(lambda m, a, b=block: self._enter(b))
+            block.module.register_forward_pre_hook(lambda m, a, k, b=block: self._enter(b, (a, k)), with_kwargs=True)
             block.module.register_forward_hook(lambda m, a, out, b=block: self._leave(b, out))
 
     # --- one pass -------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class Gatherer:
 
     # --- hooks of a block -----------------------------------------------------------------------------
 
-    def _enter(self, block: Block) -> None:
+    def _enter(self, block: Block, inputs: Any) -> None:
         if self.phase == "backward":  # recomputation of its forward
             self._enter_backward(block, BEGUN)
         elif self.phase == "forward":
@@ -135,6 +136,7 @@ class Gatherer:
                 self._note_repeat(block)
             self._join(min(self._cursor + 1, len(self.order)))  # one ahead, while this one computes
             self._wait(block)
+            block.given = max((node._sequence_nr() for node in _made_by(inputs)), default=OVER)
             block.runs += 1
             if block.runs == 1:
                 self._ran.append(block)
@@ -142,9 +144,10 @@ class Gatherer:
     def _leave(self, block: Block, output: Any) -> None:
         if self.phase != "forward":
             return
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for node in _first_of_backward(tensors):
+        for node in _made_by(output):
             number = node._sequence_nr()
+            if number <= block.given:  # of an input that is handed through
+                continue
             block.first = number if block.first == OVER else min(block.first, number)
             node.register_prehook(lambda gradients, b=block, n=number: self._enter_backward(b, n))
         if not block.repeats and not (self.keep_last and block is self.order[-1]):
@@ -156,9 +159,11 @@ class Gatherer:
             return
         place = self.order.index(block)
         self._come_back(place, node)  # first: what is kept from the forward is gathered on every rank then
-        for later in self.order[place + 1 :]:
-            if later.waiting_grads == 0 and later.gathered and later.is_past(node):
-                later.release()
+        for later in reversed(self.order[place + 1 :]):
+            if later.is_past(node):
+                self._close(later)
+                if later.waiting_grads == 0 and later.gathered:
+                    later.release()
         self._wait(block)
 
     # --- gathers --------------------------------------------------------------------------------------
@@ -173,16 +178,16 @@ class Gatherer:
         """Go back to a place of the order, by what every rank issues at each step, whichever blocks it has gradients of: the sum of the block
         before, this one's gather, and one ahead."""
         for at in range(self._cursor - 1, place - 1, -1):
-            before = self.order[at + 1 : at + 2]
-            if before and before[0].is_past(node) and not before[0].late:
-                self._close(before[0])
+            for before in self.order[at + 1 : at + 2]:
+                if before.is_past(node):
+                    self._close(before)
             for block in reversed(self.order[max(at - 1, 0) : at + 1]):
                 self._issue(block)
         self._cursor = min(self._cursor, place)
 
     def _close(self, block: Block) -> None:
         """There is no more gradient of a block to come."""
-        for unit in block.units:
+        for unit in () if block.late else block.units:
             if unit.trainable:
                 self.reducer.close(unit)
 
@@ -239,9 +244,10 @@ class Gatherer:
         self.reducer.early = not crossed
 
 
-def _first_of_backward(outputs: list[Tensor]) -> set[Node]:
-    """What backward runs before anything else of a block with these outputs, also where one of them is written into later:
-    of a view the base's node is what stays in the graph then."""
+def _made_by(tree: Any) -> set[Node]:
+    """What made the tensors of a tree: of a block's outputs what backward runs before anything else of the block, also where one of them is
+    written into later: of a view the base's node is what stays in the graph then."""
+    outputs = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
     with torch._C.DisableTorchFunctionSubclass():  # as they lie here, if they are cut
         bases = [x._base for x in outputs if x._base is not None]
         return {x.grad_fn for x in [*outputs, *bases] if x.grad_fn is not None}

@@ -48,7 +48,7 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             "batch normalisation couples the rows of a batch, and they are added up over data-parallel ranks alone",
             got=f"{listed(norms)}, plan {plan}",
             allowed="plans of dp and zero, without accumulate and recompute, and no torch.compile",
-            fix="use such a plan, GroupNorm or LayerNorm, or put these modules in eval()",
+            fix="use such a plan, GroupNorm or LayerNorm, or put these modules, and not the model, in eval()",
         )
     if not lazy:
         yield from hooks.problems(model)

@@ -109,6 +109,7 @@ def _told_to_end() -> Iterator[None]:
         return
 
     def told(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: ranks that are told may be saving
         raise _Terminated
 
     before = signal.signal(signal.SIGTERM, told)
@@ -119,10 +120,14 @@ def _told_to_end() -> Iterator[None]:
 
 
 def _run(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool) -> int:
+    with _told_to_end():
+        return _code_of(n, argv, meeting, folder, logged, prefixed)
+
+
+def _code_of(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool) -> int:
     ranks: list[_Rank] = []
     try:
-        with _told_to_end():
-            failed = _run_all(ranks, n, argv, meeting, folder, logged, prefixed)
+        failed = _run_all(ranks, n, argv, meeting, folder, logged, prefixed)
     except KeyboardInterrupt:
         _interrupt(ranks, None)
         print("soli: interrupted", file=sys.stderr)
