@@ -57,9 +57,8 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
     if odd or share > 1.15 or share < LEAST:
         found.refused.append(f"no device '{said}' is known; {one.name} has {one.memory_gib:g} GiB, as SXM or as sold")
         return None
-    if (
-        share < 0.85
-    ):  # made for one machine, with fewer stacks of memory: Leonardo's A100 of 64 GB has 1.64 TB/s of 2.04
+    if share < 0.85:
+        # Made for one machine, with fewer stacks of memory: Leonardo's A100 of 64 GB has 1.64 TB/s of 2.04.
         found.inferred.append(f"gpu={one.name} with {size:g} of its {one.memory_gib:g} GiB")
         return replace(one, memory_gib=size, memory_gbs=one.memory_gbs * share)
     return one
