@@ -123,6 +123,13 @@ def chosen(ways: list[list[int]], second: list[bool], begun: list[list[int]] | N
     return model, losses.mse("targets"), batches
 
 
+def frozen(ways: list[list[int]]) -> Any:
+    """The last block has nothing to train."""
+    model, *rest = chosen(ways, SAME)
+    model.layers[-1].requires_grad_(False)
+    return model, *rest
+
+
 ALL = list(range(BLOCKS))
 SAME = [False, True] * 4
 KINDS: dict[str, Callable[[], Any]] = {
@@ -146,6 +153,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "handed through, an expert fewer on rank 1": partial(handed, [False, True] * 2 + [True] * 4, pieces=False),
     "segments, an expert fewer on rank 0": partial(handed, [False] * 4 + [False, True] * 2, pieces=True),
     "segments, an expert fewer on rank 1": partial(handed, [False, True] * 2 + [True] * 4, pieces=True),
+    "the last frozen, on rank 0 alone": partial(frozen, [ALL, [*ALL[:-1], -1]]),
+    "the last frozen, on rank 1 alone": partial(frozen, [[*ALL[:-1], -1], ALL]),
     "twice each": partial(chosen, [ALL + ALL, ALL + ALL], SAME),
     "some twice": partial(chosen, [[0, 1, 1, 2, 3, 4, 5, 5], [0, 1, 1, 5, 5, 6, -1, -1]], SAME),
 }

@@ -158,12 +158,14 @@ class Gatherer:
         if self.phase != "backward":
             return
         place = self.order.index(block)
-        self._come_back(place, node)  # first: what is kept from the forward is gathered on every rank then
+        # Not those that are still to be joined: what is kept from the forward is gathered on every rank until then.
+        for later in self.order[max(place + 1, self._cursor) :]:
+            if later.waiting_grads == 0 and later.gathered and later.is_past(node):
+                later.release()
+        self._come_back(place, node)
         for later in reversed(self.order[place + 1 :]):
             if later.is_past(node):
                 self._close(later)
-                if later.waiting_grads == 0 and later.gathered:
-                    later.release()
         self._wait(block)
 
     # --- gathers --------------------------------------------------------------------------------------
