@@ -1,6 +1,6 @@
 """The planner against published measurements: fits its constants (--fit), and says how far it is off (--validate).
 
-    python benchmarks/planner.py --fit          -> src/soli/planner/cost/constants.toml
+    python benchmarks/planner.py --fit          -> src/soli/planner/cost/constants.toml, src/soli/planner/layers.toml
     python benchmarks/planner.py --validate     -> benchmarks/results/planner.json, planner.md
 
 Out of sample: a row's prediction comes from constants that were fitted without its source (all rows of its table),
@@ -29,7 +29,7 @@ from soli.engine.taken import HEADROOM
 from soli.planner.cost.constants import DEFAULT, SPREADS, chain, constants, repeated
 from soli.planner.cost.step import step
 from soli.planner.fit import fit
-from soli.planner.measured import step_with
+from soli.planner.measured import factors_of, learn, shapes_of, step_with
 from soli.planner.predict import arrays, family_of, learn_family, predict
 from soli.planner.rows import BY_EYE, TESTS, Row, read_measured
 
@@ -42,12 +42,18 @@ NO_RUNS = {
 TABLES = tuple(p.stem for p in sorted((HERE / "published").glob("*.csv")) if p.stem not in NO_RUNS)
 RESULTS = HERE / "results"
 CONSTANTS = HERE.parent / "src/soli/planner/cost/constants.toml"
+LAYERS = HERE.parent / "src/soli/planner/layers.toml"
 FOLDS = 10
 EVEN, GUESSED, READ = 150, 0.3, 0.03
 SEEDS, CALIBRATION = 5, 48
 USUAL = ("zero=", "precision=", "heads=", "ffn=", "vocab=", "model=", "interconnect: ", "swiglu=", "attention=")
 """What a row may leave out and be complete: no ZeRO, 16 bits, an MLP four times as wide as the model, a usual network, ..."""
+RUNS, DEPTHS, AGREE = 8, 3, 0.02
+"""A shape's layers are told by so many runs or more, of models of so many depths, that are off by no more than this with what they tell
+(the median). With fewer depths what is a layer's and what the tables' cannot be told apart, and a shape would be one model's."""
 Sets = dict[str, dict[str, float]]
+Layers = dict[str, np.ndarray]
+"""By framework and generation: a table [n, 7] as soli.planner.measured.factors_of has it."""
 
 
 class Table:
@@ -86,6 +92,31 @@ def fit_sets(rows: Sequence[Row], sources: Sequence[str]) -> Sets:
     return sets
 
 
+def layers_of(rows: Sequence[Row], sets: Sets) -> Layers:
+    """Shapes whose layers were measured under several models (RUNS), and by which factors the law is off there."""
+    found: Layers = {}
+    sure = [r for r in rows if r.time is not None and not any(w.startswith("layers=") or w == BY_EYE for w in r.inferred)]
+    for family in sorted({family_of(row) for row in sure}):
+        own = [row for row in sure if family_of(row) == family]
+        p, measured = arrays(own)
+        shapes, place = np.unique(shapes_of(p).round(6), axis=0, return_inverse=True)
+        depths = [np.unique(p.layers[place == i]).size for i in range(len(shapes))]
+        told = np.flatnonzero((np.bincount(place) >= RUNS) & (np.array(depths) >= DEPTHS))
+        at = np.flatnonzero(np.isin(place, told))
+        if not len(at):
+            continue
+        p, measured = arrays([own[i] for i in at])
+        constants_of = repeated(of(sets, own[0]), len(at))
+        factors = learn(p, constants_of, measured.times)
+        wrong = np.abs(np.log(step_with(p, constants_of, factors).time / measured.times))
+        both = np.stack(factors.at(p), axis=1)
+        firsts = [(np.flatnonzero(place[at] == i)[0], np.median(wrong[place[at] == i])) for i in told]
+        kept = [first for first, median in firsts if median <= AGREE]
+        if kept:
+            found[" ".join(family)] = np.concatenate([np.exp(shapes_of(p)[kept]), both[kept]], axis=1)
+    return found
+
+
 def weights_of(rows: Sequence[Row], sources: Sequence[str]) -> np.ndarray:
     """[5, rows]: a source counts as no more than EVEN rows, with its times and with its memories; the time of a row whose
     model was guessed from its parameters as a part of one, and as less one that was read by eye."""
@@ -104,10 +135,16 @@ def of(sets: Sets, row: Row) -> dict[str, float]:
     return next(sets[name] for name in names if name in sets)
 
 
-def off(rows: Sequence[Row], sets: Sets) -> tuple[np.ndarray, np.ndarray]:
+def off(rows: Sequence[Row], sets: Sets, layers: Layers) -> tuple[np.ndarray, np.ndarray]:
     """Predicted by measured, of each row: time and memory."""
     p, measured = arrays(rows)
-    cost = step(p, constants([of(sets, row) for row in rows]))
+    parts = np.ones((2, len(rows)))
+    families = np.array([" ".join(family_of(row)) for row in rows])
+    for family, known in layers.items():
+        at = np.flatnonzero(families == family)
+        if len(at):
+            parts[:, at] = factors_of(known).at(p.take(at))
+    cost = step(p, constants([of(sets, row) for row in rows]), *parts)
     return cost.time / measured.times, cost.memory / measured.memories
 
 
@@ -120,7 +157,8 @@ def held_out(rows: Sequence[Row], sources: Sequence[str], groups: Sequence[int])
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         fits = pool.map(fit_sets, [[rows[i] for i in rest] for rest in rests], [[sources[i] for i in rest] for rest in rests])  # fmt: skip
         for number, (out, sets) in enumerate(zip(outs, fits, strict=True), 1):
-            times[out], memories[out] = off([rows[i] for i in out], sets)
+            layers = layers_of([rows[i] for i in rests[number - 1]], sets)
+            times[out], memories[out] = off([rows[i] for i in out], sets, layers)
             print(f"  without group {number} of {len(each)}: {len(out)} rows", file=sys.stderr, flush=True)
     return times, memories
 
@@ -185,6 +223,18 @@ def _quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
     order = np.argsort(values)
     below = np.cumsum(weights[order]) - weights[order] / 2
     return float(np.interp(share * weights.sum(), below, values[order]))
+
+
+def write_layers(layers: Layers) -> None:
+    lines = [
+        "# How far the law is off at shapes whose layers published runs measured, by framework and generation; `make fit-planner` writes it.",
+        "# Tokens a microbatch, hidden size, width of attention, of the MLP (both halves of a gated one), tp; by what the law's time of",
+        "# the layers is to be multiplied, and that of the tables: embeddings, head, loss.",
+    ]
+    for name, known in layers.items():
+        rows = [f"    [{', '.join(f'{round(x)}' for x in one[:5])}, {one[5]:.4f}, {one[6]:.4f}]," for one in known]
+        lines += ["", f'["{name}"]', "layers = [", *rows, "]"]
+    LAYERS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_constants(sets: Sets, of_sets: Sets, counts: dict[str, int]) -> None:
@@ -323,9 +373,11 @@ def main() -> int:
     print("without their sources:", file=sys.stderr)
     by_source = held_out(rows, sources, [sorted(set(sources)).index(source) for source in sources])
     sets = fit_sets(rows, sources)
+    layers = layers_of(rows, sets)
     if args.fit:
         counts = {name: sum(name in chain(*family_of(row)) for row in rows) for name in sets}
         write_constants(sets, spreads(rows, sources, by_model, by_source), counts)
+        write_layers(layers)
     if args.validate:
         both = by_model, by_source
         within = {}
@@ -335,7 +387,7 @@ def main() -> int:
                 other = [held for i, held in inside.items() if rows[i].framework != TESTS]
                 within[f"{word}, {left} left out"] = round(float(np.mean(list(inside.values()))), 3)
                 within[f"{word}, {left} left out, but tests"] = round(float(np.mean(other)), 3)
-        write(tables, rows, sources, sets, by_model, by_source, within)
+        write(tables, rows, sources, off(rows, sets, layers), by_model, by_source, within)
     return 0
 
 
@@ -353,12 +405,11 @@ def write(
     tables: Sequence[Table],
     rows: Sequence[Row],
     sources: Sequence[str],
-    sets: Sets,
+    inside: tuple[np.ndarray, np.ndarray],
     by_model: tuple[np.ndarray, np.ndarray],
     by_source: tuple[np.ndarray, np.ndarray],
     coverage: dict[str, float],
 ) -> None:
-    inside = off(rows, sets)
     kinds: dict[str, tuple[np.ndarray, np.ndarray]] = {
         "fitted": inside, "model left out": by_model, "source left out": by_source,
     }  # fmt: skip
@@ -410,7 +461,8 @@ def page(result: dict[str, Any]) -> str:
         "the tables in [published](../published); a row of a model, or of a source, that was left out is predicted by",
         "constants that were fitted without it. `megatron_ci_golden_values` are test runs of toy models on shared",
         "machines; `all but tests` leaves them out. `complete` rows say their layers, width, microbatch, devices and what they",
-        "recompute, and their times were not read by eye.", "",
+        "recompute, and their times were not read by eye. Where models of several depths were measured at a shape, layers.toml",
+        "has what its layers took: without a model its other depths still tell it, without a source nobody does.", "",
     ]  # fmt: skip
     for what in ("time", "memory"):
         lines += [f"## {what.capitalize()}", "", head, "|---" * (2 + len(KINDS)) + "|"]

@@ -29,6 +29,7 @@ import record
 from planner import Table, errors, ranking, sweeps
 from planners_page import page
 
+from soli.core.tables import table
 from soli.planner.cells import text, true
 from soli.planner.cost.constants import chain, known
 from soli.planner.cost.points import of_device
@@ -206,9 +207,10 @@ def own_ratios(rows: list[tuple[str, Row]]) -> dict[str, tuple[np.ndarray, np.nd
     """soli's own: as shipped, and without the row's table."""
     plain, sources = [row for _, row in rows], [source for source, _ in rows]
     shipped = {chain(*family)[-1]: known(*family) for family in map(family_of, plain)}
+    layers = {name: np.array(said["layers"]) for name, said in table("soli.planner", "layers.toml").items()}
     numbers = [sorted(set(sources)).index(source) for source in sources]
     return {
-        "soli": planner.off(plain, shipped),
+        "soli": planner.off(plain, shipped, layers),
         "soli, table left out": planner.held_out(plain, sources, numbers),
     }
 

@@ -18,7 +18,8 @@ from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points
 from soli.planner.cost.step import step
 from soli.planner.fit import Measured, fit
 from soli.planner.hardware.devices import USABLE
-from soli.planner.measured import step_with
+from soli.planner.measured import SHARED, covariance, shapes_of, step_with
+from soli.planner.measured import published as published_layers
 from soli.planner.predict import Prediction, arrays, learn_family, predict
 from soli.planner.published import named, near, of_entry, published
 from soli.planner.rows import framework, read, read_measured
@@ -27,6 +28,7 @@ from typed import soli
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import crossed
 from crossed import fit_crossed
+from planner import layers_of
 
 PUBLISHED = Path(__file__).parent.parent / "benchmarks/published"
 ROW = {
@@ -546,6 +548,34 @@ def test_measured_rows_teach() -> None:
     alone = step(at[0], repeated(learnt.constants, 48))
     there, alone = (np.median(np.abs(cost.time / at[1].times - 1)) for cost in (there, alone))
     assert there < alone / 2  # of what it was given it knows more than half; without factors: nothing
+
+
+def test_layers_that_published_runs_measured_are_as_they_measured_them() -> None:
+    """At their shapes, and not where nothing like them was measured."""
+    rows = [read_measured(row) for row in table("planner_vtrain_single")]
+    p, measured = arrays(rows)
+    family = ("megatron-deepspeed", "ampere")
+    said = published_layers(*family)
+    at = covariance(shapes_of(p), said.shapes).max(1) > SHARED**2  # the same shape, no neighbour's
+    law = step(p, repeated(known(*family), len(p))).time
+    found = np.array([one.predicted_time_s for one in predict(table("planner_vtrain_single"))])
+    off, by_law = (np.abs(times / measured.times - 1)[at] for times in (found, law))
+    assert at.sum() > 500
+    assert np.median(off) < 0.02 < 0.05 < np.median(by_law)
+    far = replace(p, hidden=1e4 * p.hidden, ffn=1e4 * p.ffn)
+    assert np.allclose(said.at(far), 1, atol=1e-3)
+    assert published_layers("fsdp", "ampere") is None
+
+
+def test_a_shape_is_told_by_several_models_whose_runs_agree_or_by_none() -> None:
+    rows = [read_measured(row) for row in table("planner_vtrain_single")]
+    law = {"megatron-deepspeed ampere": known("megatron-deepspeed", "ampere")}
+    everything = layers_of(rows, law)["megatron-deepspeed ampere"]
+    assert len(everything) > 20
+    assert not layers_of([row for row in rows if row.point["layers"] == 24], law)
+    shaken = np.exp(np.random.default_rng(1).normal(0, 0.1, len(rows)))
+    shaken_rows = [replace(row, time=row.time * by) for row, by in zip(rows, shaken, strict=True)]
+    assert sum(map(len, layers_of(shaken_rows, law).values())) < 3  # of eight runs that vary by a tenth the median may be small by chance
 
 
 def test_intervals_of_what_was_measured_hold_what_was_not() -> None:

@@ -4,15 +4,20 @@ A law of a few constants is smooth; what libraries do at a shape is not. Where s
 layer, and that of the first and last stage's tables, is the law's times a factor: a Gaussian process over the shape
 (Rasmussen and Williams 2006, 2.2), a part of which is the shape's own (at the same shape again) and a part of which
 its neighbours share. A step's time is nearly linear in the logarithm of each, with the share it has of the step.
+
+layers.toml has such factors of published runs, by framework and generation: of shapes that models of three depths or more
+were run with, whose times agree, since only these tell a layer's time from the tables'. `make fit-planner` writes it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from soli.core.tables import table
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import Array, Points
 from soli.planner.cost.step import Step, step
@@ -75,18 +80,34 @@ def covariance(a: Array, b: Array) -> NDArray[np.float64]:
 def learn(points: Points, constants: Constants, times: Array) -> Factors:
     """Factors of which these measured steps [N], seconds, are made."""
     shapes = shapes_of(points)
-    near = covariance(shapes, shapes)
     layers = tables = np.ones(len(points))
     for _ in range(ROUNDS):  # Gauss-Newton: the shares change with the factors
         cost = step(points, constants, layers, tables)
         shares = np.stack([cost.layers / cost.time, cost.tables / cost.time], axis=1)
         assumed = shares[:, 0] * np.log(layers) + shares[:, 1] * np.log(tables)
-        off = np.log(times / cost.time) + assumed
-        gram = near * (shares @ shares.T) + NOISE**2 * np.eye(len(points))
-        inverse = np.asarray(np.linalg.inv(gram), dtype=np.float64)
-        found = Factors(shapes, shares, inverse @ off, inverse)
+        found = process(shapes, shares, np.log(times / cost.time) + assumed)
         layers, tables = found.at(points)
     return found
+
+
+def process(shapes: Array, shares: Array, off: Array) -> Factors:
+    """What steps say that are off by this much, as a logarithm."""
+    gram = covariance(shapes, shapes) * (shares @ shares.T) + NOISE**2 * np.eye(len(off))
+    inverse = np.asarray(np.linalg.inv(gram), dtype=np.float64)
+    return Factors(shapes, shares, inverse @ off, inverse)
+
+
+def factors_of(layers: Array) -> Factors:
+    """Of a table [n, 7]: the sizes of a shape, and the factors of its layers' and its tables' time."""
+    shapes, off = np.log(np.tile(layers[:, :5], (2, 1))), np.log(layers[:, 5:]).T.ravel()
+    return process(shapes, np.repeat(np.eye(2), len(layers), axis=0), off)
+
+
+@cache
+def published(framework: str, generation: str) -> Factors | None:
+    """Of layers.toml; None where no published run says them."""
+    said = table(__package__, "layers.toml").get(f"{framework} {generation}")
+    return factors_of(np.array(said["layers"], dtype=np.float64)) if said else None
 
 
 def step_with(points: Points, constants: Constants, factors: Factors) -> Step:

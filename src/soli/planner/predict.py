@@ -84,7 +84,8 @@ def costs(p: Points, family: tuple[str, str], learnt: Mapping[tuple[str, str], L
     if mine is None:
         spread = spread_of(family[0])
         low, high = (np.full(len(p), spread[name]) for name in ("time_low", "time_high"))
-        return step(p, repeated(known(*family), len(p))), low, high
+        factors = measured.published(*family)
+        return step(p, repeated(known(*family), len(p)), *(factors.at(p) if factors else ())), low, high
     cost = measured.step_with(p, repeated(mine.constants, len(p)), mine.factors)
     return cost, *measured.between(mine.factors, p, cost)
 

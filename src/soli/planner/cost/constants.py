@@ -2,7 +2,7 @@
 
 constants.toml has the sets, which `make fit-planner` writes. A set says what is different from the one that it
 follows: a framework on one generation follows the framework on all, and that one the default. Nothing is fitted a
-model or a row.
+model or a row; what several models' runs say of layers of a shape is in layers.toml (measured.py).
 """
 
 from __future__ import annotations
