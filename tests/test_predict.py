@@ -573,9 +573,8 @@ def test_a_shape_is_told_by_several_models_whose_runs_agree_or_by_none() -> None
     everything = layers_of(rows, law)["megatron-deepspeed ampere"]
     assert len(everything) > 20
     assert not layers_of([row for row in rows if row.point["layers"] == 24], law)
-    shaken = np.exp(np.random.default_rng(1).normal(0, 0.1, len(rows)))
-    shaken_rows = [replace(row, time=row.time * by) for row, by in zip(rows, shaken, strict=True)]
-    assert sum(map(len, layers_of(shaken_rows, law).values())) < 3  # of eight runs that vary by a tenth the median may be small by chance
+    shaken = np.exp(np.random.default_rng(1).normal(0, 0.5, len(rows)))
+    assert not layers_of([replace(row, time=row.time * by) for row, by in zip(rows, shaken, strict=True)], law)
 
 
 def test_intervals_of_what_was_measured_hold_what_was_not() -> None:
