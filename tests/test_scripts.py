@@ -227,23 +227,44 @@ class Sampling(Plain):
         return self.head(torch.tanh(self.layers[0](x + 0.1 * torch.randn_like(x))))
 
 
-def evaluated(plan: str) -> tuple[list[float], float]:
+class SamplingThen(Plain):
+    """It draws other numbers in evaluation than in training: first those of every position, then those of every row."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if not self.training:
+            x = x + 0.1 * torch.randn_like(x[:1])
+        return self.head(torch.tanh(self.layers[0](x + 0.1 * torch.randn_like(x))))
+
+
+class SamplingOnly(Plain):
+    """It draws in evaluation alone."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(torch.tanh(self.layers[0](x if self.training else x + 0.1 * torch.randn_like(x))))
+
+
+def evaluated(kind: type, plan: str, first: bool = False) -> tuple[list[float], float]:
     torch.manual_seed(5)
-    engine, batches = engine_of(Sampling, plan)
-    engine.step(batches[0])
+    engine, batches = engine_of(kind, plan)
+    if not first:
+        engine.step(batches[0])
     torch.manual_seed(7)
     found = [engine.evaluate(some) for some in (batches, batches[1:], batches[:1] * 2, batches[:1])]
     return found, float(torch.rand(()))
 
 
-def test_what_an_evaluation_draws_belongs_to_its_rows(pool: Pool) -> None:
-    expected, after = evaluated("dp=1")
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", [Sampling, SamplingThen, SamplingOnly])
+def test_what_an_evaluation_draws_belongs_to_its_rows(pool: Pool, kind: type, first: bool) -> None:
+    expected, after = evaluated(kind, "dp=1", first)
     torch.manual_seed(7)
     assert after == float(torch.rand(()))  # the program's own numbers go on
     assert expected[0] != pytest.approx(expected[1], rel=1e-3)
     assert expected[2] != pytest.approx(expected[3], rel=1e-6)  # the same rows once more draw anew
     for plan in ("dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"):
-        for found, drawn in pool.run(evaluated, plan, ranks=2):
+        for found, drawn in pool.run(evaluated, kind, plan, first, ranks=2):
             assert found == pytest.approx(expected, rel=BOUND)
             assert drawn == after
 

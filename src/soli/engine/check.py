@@ -40,6 +40,7 @@ class FirstStep:
         self.modes: list[bool] | None = None
         self._losses: list[float] | None = None
         self.loss_seen = False  # whether what it trains was looked at
+        self._evaluated = False
 
     def before(self, engine: Engine, example: Any) -> None:
         """What is looked at while every rank has the whole weights, if it has; else it is gathered in `check`."""
@@ -49,14 +50,22 @@ class FirstStep:
     def wanted(self, model: nn.Module, part: Part, ranks: int) -> bool:
         return part.total >= ranks and self.modes != _modes(model)
 
+    def evaluating(self, engine: Engine, part: Part) -> None:
+        """Learn which dim is the batch in what an evaluation draws, once, from its first batch of which every rank has a row. Collective."""
+        if self._evaluated or part.total < engine.dp.size:
+            return
+        data, rows = _few(engine, part)
+        with kept.unchanged(engine.model):
+            _run(engine, data, rows)
+            _in_parts(engine, data, rows // 2)
+        engine.randomness.finish_probe(evaluating=True)
+        self._evaluated = True
+
     def check(self, engine: Engine, part: Part) -> None:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
         model = engine.model
         start, objects = kept.values(model), [x for _, x in kept.tensors(model)]
-        rows = few(part, engine.plan)
-        data = to_device(take(part.data, 0, rows), engine.device)
-        if rows == 1:
-            data, rows = _doubled(data), 2
+        data, rows = _few(engine, part)
         # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
         cut = rows // 2
         with Differentiating(engine.plan), looked_at(model, engine.plan) as effects:
@@ -187,8 +196,13 @@ def _modes(model: nn.Module) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-def _doubled(data: Any) -> Any:
-    return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.dim() else x, data)
+def _few(engine: Engine, part: Part) -> tuple[Any, int]:
+    """Rows to look at, two at least, and how many they are."""
+    rows = few(part, engine.plan)
+    data = to_device(take(part.data, 0, rows), engine.device)
+    if rows > 1:
+        return data, rows
+    return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.dim() else x, data), 2
 
 
 def _run(engine: Engine, data: Any, rows: int, part: bool = False) -> tuple[float, float]:

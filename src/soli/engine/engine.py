@@ -435,6 +435,7 @@ class Engine:
                 need_rows(part, self.dp.size, self.plan)
                 with torch.enable_grad():  # the layout is checked with gradients
                     self.lay(part)
+                self._first.evaluating(self, part)
                 data = to_device(part.data, self.device) if part.rows else None
                 with self.randomness.evaluating(self.step_count, rows + part.start, part.rows):
                     found += torch.tensor(self.forward_only(data), dtype=torch.float64)

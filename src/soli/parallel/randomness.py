@@ -102,7 +102,7 @@ class Randomness:
         self._drew: set[Key] = set()  # calls that did, of all that may
         # Weak: a module that a model replaces while it runs must not leave its place to the next one of its address.
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
-        self._dims: dict[Key, int] = {}
+        self._dims: dict[tuple[bool, Key], int] = {}  # of an evaluation, or not
         self._logs: list[tuple[int, dict[Key, tuple[int, ...]]]] = []
         self._now: _Microbatch | None = None
         self._probing: dict[Key, tuple[int, ...]] | None = None
@@ -197,8 +197,8 @@ class Randomness:
             finally:
                 self._probing = None
 
-    def finish_probe(self) -> None:
-        """Learn each call's batch dim from the probes."""
+    def finish_probe(self, evaluating: bool = False) -> None:
+        """Learn each call's batch dim from the probes. An evaluation's calls may be others."""
         self.quiet = not self._draws
         logs, self._logs = self._logs, []
         rows, shapes = logs[0]
@@ -213,7 +213,7 @@ class Randomness:
         for key in shapes.keys() & others.keys():
             dim = _batch_dim(shapes[key], rows, others[key], other_rows)
             if dim is not None:
-                self._dims[key] = dim
+                self._dims[evaluating, key] = dim
             elif key in self._drew:
                 raise SoliError(
                     f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
@@ -264,8 +264,9 @@ class Randomness:
     def _filled(
         self, key: Key, shape: tuple[int, ...], fill: Callable[[Tensor, torch.Generator], Tensor], like: Tensor
     ) -> Tensor:
-        now, dim = self._now, self._dims[key]
+        now = self._now
         assert now is not None, "only inside begin()"
+        dim = self._dims[now.step < 0, key]
         base = generators.hashed(self.seed, now.step, *key)
         generator = torch.Generator(like.device)
         if dim == NO_ROWS:
@@ -303,7 +304,8 @@ class Randomness:
         return self._filled(key, shape, lambda part, g: getattr(part, how)(*parameters, generator=g), like)
 
     def _known(self, key: Key) -> None:
-        if key not in self._dims:
+        assert self._now is not None, "only inside begin()"
+        if (self._now.step < 0, key) not in self._dims:
             raise SoliError(
                 f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step", fix=FIRST
             )
