@@ -10,7 +10,7 @@ from soli.core.tables import table
 SILENT = re.compile(r"|-|\?|n/?a|none|null|nan|unknown|not (?:stated|known|given).*|see .*|default.*", re.I)
 """Cells that say nothing."""
 NUMBER = re.compile(
-    r"[~≈]?\s*([+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(.*)"
+    r"[~≈]?\s*([+-]?(?:(?:\d{1,3}(?:[,\s]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(?!\s*(?:\d|[x×*]\s*\d))(.*)"
 )
 _SAID = table(__package__, "columns.toml")["cells"]
 UNITS: dict[str, dict[str, float]] = _SAID["units"]
@@ -65,7 +65,7 @@ def parsed(said: str, name: str) -> float | None:
     units = UNITS.get(name, {})
     if found.group(2) and found.group(2) not in units:
         return None
-    value = float(found.group(1).replace(",", "")) * units.get(found.group(2), 1.0)
+    value = float(re.sub(r"[,\s]", "", found.group(1))) * units.get(found.group(2), 1.0)
     if name == "params_b" and value > COUNTED:
         value /= 1e9
     if value == 0 and name in MAY_BE_NONE:

@@ -22,12 +22,18 @@ MEMORIES: dict[str, float] = _TABLES["memories"]
 STATES: dict[str, float] = _TABLES["states"]
 """Columns of what was measured, and their units: seconds; bytes; and of these what is there between steps."""
 KNOWN = {name for columns in (*COLUMNS.values(), *WORDS.values()) for name in columns}
+_NAMES = {*KNOWN, *(name for t in (BESIDE, PLANS) for names in t.values() for name in names), *TIMES, *MEMORIES, *STATES}
+_GLUED = {name.replace("_", ""): name for name in sorted(_NAMES)}
 SECTION = re.compile(r"^(?:model|training|parallelism|trainer|config|cfg|args|strategy|distributed)\.")
 
 
 def plain(name: str) -> str:
-    """How names of columns are compared: "Global Batch Size", "model.hidden-size", "#GPUs"."""
-    return re.sub(r"[^a-z0-9]+", "_", SECTION.sub("", name.strip().lower())).strip("_")
+    """How names of columns are compared: "Global Batch Size", "model.hidden-size", "#GPUs", "Number of layers", "SeqLen (T)"."""
+    said = SECTION.sub("", name.strip().lower())
+    made = [re.sub(r"[^a-z0-9]+", "_", words).strip("_") for words in (said, re.sub(r"\(.*?\)", " ", said))]
+    tries = [*made, *(re.sub(r"^(?:total_)?(?:number_|num_|no_|n_)?of_|^(?:number|no)_", "num_", one) for one in made)]
+    glued = (_GLUED[one] for name in made if (one := name.replace("_", "")) in _GLUED)
+    return next((one for one in tries if one in _NAMES), next(glued, made[0]))
 
 
 def spelt(row: Mapping[str, str]) -> dict[str, str]:

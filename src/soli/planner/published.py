@@ -46,7 +46,8 @@ def stated(model: Model) -> str:
 
 def plain_name(text: str) -> str:
     """A name as `match` has it: without its publisher, and 1.3B is not 13B."""
-    return re.sub(r"[-_ ./]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", re.sub(r"^[\w.-]+/(?=[a-z])", "", text.lower())))
+    words = re.sub(r"(?<=\d) ?billion", "b", re.sub(r"^[\w.-]+/(?=[a-z])", "", text.lower().replace("×", "x")))
+    return re.sub(r"[-_ ./()]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", words))
 
 
 def named(text: str) -> Model | None:

@@ -14,6 +14,7 @@ from soli.planner.row import GROUP, RECOMPUTE, SIZE, Row
 def fitted(found: Row) -> None:
     """Settles a row's microbatch, and how many of its layers are computed again, where it says neither, or one of them; and HSDP's groups.
 
+    An optimizer of which nothing is said is shared out, and then a sequence beside tp, if the run does not fit otherwise.
     Groups of states whose size nobody says are servers, or twice as many ranks until the run fits.
     A microbatch that was inferred is halved until the run fits, if all layers have to be computed again for it where nobody
     says which; then as many are as do not fit otherwise.
@@ -25,6 +26,11 @@ def fitted(found: Row) -> None:
         while point["replicate"] % 2 == 0 and not fits(**least):
             point["replicate"] /= 2
         words.append(f"{GROUP}{point['dp'] * point['cp'] / point['replicate']:g}")
+    sharing = {"zero=0": ("zero=1", point["dp"] * point["cp"] > 1), "sp=off": ("sp=on", True)}
+    for silent, (shared, may) in sharing.items():
+        if silent in words and may and not fits(**least):
+            point[shared.split("=")[0]] = 1.0
+            found.inferred = words = [shared if word == silent else word for word in words]
     if any(word.startswith(SIZE) for word in words):
         while point["microbatch"] > 1 and not fits(**least):
             point["microbatch"] //= 2

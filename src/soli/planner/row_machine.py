@@ -14,17 +14,27 @@ from soli.planner.hardware.devices import Device
 from soli.planner.row import Row, Said
 from soli.planner.spellings import device, mentioned, precision
 
+SYSTEMS = ("system", "instance_type", "instance", "accelerator_type", "machine", "machine_type", "platform", "vm", "vm_type", "server", "devices")
+"""Columns that name a device where none does that is of devices."""
 TOLD = ("model", "recipe", "notes", "source", "interconnect", "framework", "test_case", "env")
 """Cells that may name a device where no column does."""
 
-COUNT = re.compile(r"^(\d+)\s*[x×]\s*(?=[a-z])|(?<=[\d\s])[x×]\s*(\d+)$", re.I)
+COUNT = re.compile(r"^(\d+)(?:\s*[x×]\s*(?=[a-z]|\d{4})|\s+(?=[a-z]))|(?<=[\d\s])[x×]\s*(\d+)$", re.I)
 """How many devices a cell counts; a slot's lanes and an RTX's number are none."""
 SERVER = re.compile(r"dgx|hgx|node|server|\bper\b|pci-?e[\w .]*x", re.I)
 """Cells that count a server's devices, or a slot's lanes."""
 
 
+INSTANCE = re.compile(r"\.\d*x?large|\.metal")
+"""A cloud's name of a server, which says its network too."""
 LEAST = 0.4
 """Of a known device's memory what a cell may say that one has less of: half of it is another device, or a part of one."""
+
+
+def machine_named(row: dict[str, str]) -> dict[str, str]:
+    """A row that says its device where it says its server: "p5.48xlarge", "DGX H100"."""
+    named = (cell for name in SYSTEMS if device(cell := text(row, name))[0])
+    return row if text(row, "gpu") else row | {"gpu": next(named, "")}
 
 
 def device_of(row: Mapping[str, str], found: Row) -> Device | None:
@@ -89,7 +99,7 @@ def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -
     node = interconnect.server(f"{cell} {gpu}") or device.node
     if per_node and device.node <= 16:  # servers of a rack that is one domain of NVLink say nothing
         node = max(int(per_node), 1)
-    beside = ";".join(re.findall(r"\((.*)\)", gpu))
+    beside = gpu if INSTANCE.search(gpu) else ";".join(re.findall(r"\((.*)\)", gpu))
     device, odd = interconnect.joined(replace(device, node=node), cell, beside)
     found.inferred += odd
     return {
@@ -102,7 +112,7 @@ def precision_of(row: Mapping[str, str], device: Device, found: Row) -> str:
     """Of linear products; empty where the device has it not, which refuses the row."""
     said = text(row, "precision") or next((name for name in ("fp8", "fp16", "bf16") if true(row, name)), "")
     name = precision(said)
-    if not name and (SILENT.fullmatch(said) or re.search("mixed|amp|^(true|yes|on)$", said.lower())):
+    if not name and (SILENT.fullmatch(said) or re.search("mixed|amp|^(true|yes|on|o[12])$", said.lower())):
         name = precision(re.sub(r"[_-]", " ", text(row, "model")))
         name = name or ("bf16" if "bf16" in device.tflops else "fp16")
         found.inferred.append(f"precision={name}")

@@ -28,6 +28,8 @@ LONG = 2048.0
 LATENT = 160.0
 BESIDE = re.compile(r"\bvlm\b|_vlm_|multimodal|llava", re.I)
 """Models of which the columns say only a part."""
+SIZED = re.compile(r"(?<![\da-z.×])(\d+(?:\.\d+)?) ?b(?:illion)?(?![a-z\d])")
+"""A number of parameters in a name: not one of active ones, nor of each expert."""
 RANK = re.compile(r"(?:\brank|\br(?= *=))[ =:]*(\d+)")
 USUAL_RANK = 16
 """Of adapters: TRL's lora_r (huggingface/trl, trl/trainer/model_config.py)."""
@@ -50,8 +52,10 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         said = dict.fromkeys(COLUMNS) | said
     layers, hidden, total = said["layers"], said["hidden"], said["params_b"]
     if layers is None or hidden is None:
+        why = meant("partly", plain_name(text(row, "model")))
+        if not total and not why and not said["experts"] and (size := SIZED.search(text(row, "model").lower())):
+            total = float(size[1])
         if total is None:
-            why = meant("partly", plain_name(text(row, "model")))
             found.refused.append(
                 "it has neither layers and hidden nor params_b, nor the name of a published model"
                 + (f" ({why})" if why else "")
@@ -80,7 +84,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     )
     head_size = _head_size(said, row, hidden / heads)
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
-    latent = head_size == LATENT or true(row, "mla")
+    latent = (head_size == LATENT and head_size != hidden / heads) or true(row, "mla")
     rest = (total or 0.0) * 1e9 - layers * attention - 2 * vocab * hidden
     if experts:
         ffn = said["moe_ffn"]
@@ -219,7 +223,7 @@ def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row)
         return {"flash": 1.0}
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
     since = point.get("gated") or point.get("seq", 0.0) > LONG or (found.plain and SECOND_TORCH.search(affirmed(said)))
-    later = found.generation == "ampere" and since
+    later = found.generation in ("ampere", "cdna2") and since
     if later or found.plain or found.framework == OTHER:
         found.inferred.append(f"attention={'flash' if later else 'scores kept'}")
     return {"flash": float(bool(later))}

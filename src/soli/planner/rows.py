@@ -21,7 +21,7 @@ from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
 from soli.planner.cost.states import BOTH, LORA, beside_narrow, narrow, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
-from soli.planner.row_machine import counted, device_of, network_of, precision_of
+from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
 from soli.planner.row_model import FLASH_SINCE, adapters_of, attention_of, called, model_of
 from soli.planner.spellings import (
     DEEPSPEED,
@@ -45,6 +45,8 @@ INTERLEAVED = re.compile(
 )
 COMPARED = re.compile(r"\b(?:than|like|as|vs\.?|versus|equal to|unlike)\s+\S+")
 """What a note says of another program or stage."""
+ROUNDED = 0.005
+"""How far a number of three digits may be from what it stands for."""
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
 
@@ -52,7 +54,10 @@ USUAL = 8.0
 def read(row: Mapping[str, str]) -> Row:
     """A row of a table, by column."""
     beyond = next((cells for name, cells in row.items() if name is None), ())  # csv.DictReader's
-    row, found = spelt(row), Row()
+    fewer = None in row.values()
+    row, found = machine_named(spelt(row)), Row()
+    if fewer:
+        found.inferred.append("it has fewer cells than the table has columns")
     if any(cell.strip() for cell in beyond):
         found.refused.append('it has more cells than the table has columns (put cells that hold commas into "quotes")')
         return found
@@ -170,6 +175,9 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
         found.inferred.append(f"dp={dp:g}, with the ranks of ep")
     elif gpus is not None and dp is not None and gpus != tp * pp * cp * dp:
         found.refused.append(f"tp x pp x cp x dp = {tp * pp * cp * dp:g}, and it has {gpus:g} gpus")
+    if ep > (stage := tp * cp * (dp or 1.0)) and not said["etp"]:
+        found.inferred.append(f"ep={ep:g} as {stage:g}: a stage has no more ranks")
+        ep = stage
     return {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp or 1.0, "chunks": chunks}
 
 
@@ -247,6 +255,10 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     sp = text(row, "sp") or "on" * recompute.lower().startswith("seq")  # Calculon's seqsel has both
     sp = "on" if sp == f"{point['tp']:g}" else sp
     parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else yes(sp)
+    if parted is None and SILENT.fullmatch(sp) and point["tp"] > 1 and found.generation in FLASH_SINCE:
+        titan = "titan" in text(row, "framework").lower()
+        parted = found.framework == MEGATRON or titan  # whose recipes cut the sequence wherever they have tp
+        found.inferred.append(f"sp={'on' if parted else 'off'}")
     if parted is None and not SILENT.fullmatch(sp):
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
     parts = offloaded(text(row, "offload"))
@@ -334,19 +346,31 @@ def _batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: R
 
 def _whole_batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> float | None:
     """Sequences of a step, where a row says them: as such, as tokens, or as those of one replica."""
-    tokens, seq = said["batch_tokens"], point.get("seq", 1.0)
+    tokens, seq, local, dp = said["batch_tokens"], point.get("seq", 1.0), said["local_batch"], point["dp"]
+    if local and said["global_batch"] and point["pp"] == 1:
+        said["microbatch"] = said["microbatch"] or local
     if said["global_batch"] or (said["batch"] and said["microbatch"]):
         return said["global_batch"] or said["batch"]
     if tokens:
         letter = re.search(r"\d\s*([kM])", " ".join(text(row, c) for c in COLUMNS["batch_tokens"]), re.I)
         binary = tokens * {"": 1.0, "k": 1.024, "m": 1.024**2}[letter[1].lower() if letter else ""]
         whole = binary / seq if binary % seq == 0 else max(round(tokens / seq), 1.0)
+        even = round(whole / dp) * dp  # "62.9M" tokens are some 15,360 sequences
+        whole = even if whole % dp and abs(even / whole - 1) < ROUNDED else whole
         found.inferred.append(f"global_batch={whole:g} of {tokens:g} tokens")
         return float(whole)
-    local, times = said["local_batch"], said["accumulate"]
+    times, batch = said["accumulate"], said["batch"]
+    if batch and not tokens and not local:  # of a device, or of all; alike where there is one device and one microbatch
+        each = dp * (times or 1.0)
+        if batch % each or (times and found.plain):
+            local = batch
+            found.inferred.append(f"batch_size={batch:g} of a device")
+        elif each == 1 or point["tp"] * point["pp"] > 1:  # tables of such plans say it of all
+            found.inferred += [] if each == 1 else [f"batch_size={batch:g} of all"]
+            return batch
     if local and (times or point["pp"] == 1):
         said["microbatch"] = said["microbatch"] or local
-    return local * point["dp"] if local and not times else None
+    return local * dp if local and not times else None
 
 
 def _uncounted(said: Said, q: Mapping[str, float]) -> list[str]:

@@ -125,14 +125,16 @@ def program(framework: str, source: str) -> str:
 
 def device(said: str) -> tuple[Device | None, float]:
     """The device that words name, and the GB that they say it has (0: none): "8x NVIDIA A100-SXM4-40GB", "H100 80G HBM3", "DGX H100"."""
+    said = re.sub(r"gpu-\d+g\b", "gpu", said.lower().strip())  # how many a cloud's server has
     words = re.sub(
-        r"\(.*|\b(?:nvidia|tesla|amd|instinct|geforce|dgx|hgx)\b|\b\d+\s*x\s*(?=[a-z])|(?<=\d)\s*x\s*\d+$",
+        r"\(.*|\b(?:nvidia|tesla|amd|instinct|geforce|dgx|hgx)\b|\b\d+\s*[x×]\s*(?=[a-z]|\d{4})|^\s*\d+\s+(?=[a-z])|(?<=\d)\s*x\s*\d+$|(?<=\d)s$"
+        r"|\b(?:aws|gcp|azure|ec2|ml)\b\.?|\.(?:\d*x?large|metal)\b",
         "",
-        said.lower(),
+        said,
     )
     words = re.sub(r"[\s_-]+", "-", words).strip("-")
     words = re.sub(r"-(?:sxm|hbm)\w*", "", words)
-    size = re.search(r"(?<![a-z\d.])(\d+(?:\.\d+)?)\s*-?g(?:i?b)?(?![a-z/\d])", said.lower())
+    size = re.search(r"(?<![a-z\d.])(\d+(?:\.\d+)?)\s*-?g(?:i?b)?(?![a-z/\d])", said)
     parts = words.split("-")
     tries = [words, *("-".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))]
     if size:
