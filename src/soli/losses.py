@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 
 LossFn = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 IGNORE = -100
@@ -26,7 +26,7 @@ def _entry(batch: Any, key: str | int) -> Tensor:
         value: Tensor = batch[key]
     except (KeyError, IndexError, TypeError):
         has = ", ".join(map(str, batch)) if isinstance(batch, dict) else type(batch).__name__
-        raise SoliError(f"the loss reads '{key}' and the batch has no such entry", got=has, everywhere=True) from None
+        raise on_all_ranks(f"the loss reads '{key}' and the batch has no such entry", got=has) from None
     return value
 
 
@@ -37,9 +37,7 @@ def _logits(output: Any) -> Tensor:
     if logits is None and isinstance(output, dict):
         logits = output.get("logits")
     if not isinstance(logits, Tensor):
-        raise SoliError(
-            "the model's output is no tensor and has no `logits`", got=type(output).__name__, everywhere=True
-        )
+        raise on_all_ranks("the model's output is no tensor and has no `logits`", got=type(output).__name__)
     return logits
 
 
@@ -75,10 +73,8 @@ def mse(targets: str | int = -1) -> LossFn:
     def loss(output: Any, batch: Any) -> tuple[Tensor, int]:
         wanted = _entry(batch, targets)
         if output.shape != wanted.shape:
-            raise SoliError(
-                "output and target differ in shape",
-                got=f"{tuple(output.shape)} and {tuple(wanted.shape)}",
-                everywhere=True,
+            raise on_all_ranks(
+                "output and target differ in shape", got=f"{tuple(output.shape)} and {tuple(wanted.shape)}"
             )
         return F.mse_loss(output, wanted, reduction="sum"), wanted.numel()
 
@@ -106,19 +102,17 @@ class FromModel:
     def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         mean = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if not isinstance(mean, Tensor):
-            raise SoliError(
+            raise on_all_ranks(
                 "the model's output has no `loss`",
                 got=type(output).__name__,
                 fix=f"pass '{self.labels}' in the batch, or give soli.parallelize a loss_fn",
-                everywhere=True,
             )
         wanted = _entry(batch, self.labels)
         if self.shifted and wanted.dim() < 2:
-            raise SoliError(
+            raise on_all_ranks(
                 f"'{self.labels}' has one label for each row, and the next token's loss was asked for",
                 got=f"shape {tuple(wanted.shape)}",
                 fix="soli.parallelize(model, soli.losses.from_model(shifted=False), ...) for classification",
-                everywhere=True,
             )
         count = ((wanted[:, 1:] if self.shifted else wanted) != self.ignore).sum()
         # A mean over nothing is NaN; a microbatch without targets contributes zero.

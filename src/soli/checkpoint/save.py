@@ -23,7 +23,7 @@ from soli.checkpoint.manifest import VERSION, Chunk, FileEntry, Manifest, Saved,
 from soli.checkpoint.team import Team, as_soli_error, team_of
 from soli.checkpoint.tensorfile import Entry, write_file
 from soli.checkpoint.tiling import tiling_problems
-from soli.core.errors import SoliError, raise_all
+from soli.core.errors import on_all_ranks, raise_all
 from soli.core.layout import Box, Sharded
 from soli.core.package import SOLI
 from soli.core.progress import Add, busy
@@ -144,11 +144,10 @@ def save_async(
     team = team_of(group)
     if team.size > 1 and (group is None or group is dist.group.WORLD or dist.get_backend(group) != "gloo"):
         got = "the default group" if group in (None, dist.group.WORLD) else dist.get_backend(group)
-        raise SoliError(
+        raise on_all_ranks(
             "asynchronous saving needs a gloo process group of its own",
             got=got,
             fix='pass group=torch.distributed.new_group(backend="gloo"), made once',
-            everywhere=True,
         )
     key = group.group_name if group is not None and team.size > 1 else ""
     before = _last.pop(key, None)

@@ -81,6 +81,11 @@ class SoliError(Exception):
         return error
 
 
+def on_all_ranks(what: str, *, got: object = "", allowed: object = "", fix: str = "", seen: str = "") -> SoliError:
+    """A mistake that every rank finds alike: it is told once."""
+    return SoliError(what, got=got, allowed=allowed, fix=fix, seen=seen, everywhere=True)
+
+
 def failure(what: str, *, got: object = "", fix: str = "", seen: str = "", everywhere: bool = False) -> SoliError:
     """An error at run time that is nobody's typing mistake (exit code 1)."""
     return SoliError(what, got=got, fix=fix, seen=seen, exit_code=FAILURE, everywhere=everywhere)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from soli.core import copies
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, SoliError, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
@@ -320,11 +320,10 @@ class Auto:
         large = [o for o in self.options.values() if o.peak and o.plan not in self.broken]
         if large:
             nearest = min(large, key=self._need)
-            raise SoliError(
+            raise on_all_ranks(
                 f"no plan fits: the least takes {size(self._need(nearest))} a rank, and {size(self.memory)} are free",
                 got=f"{nearest.plan} on {self.world.size} ranks" + "".join(f"; {note}" for note in self._unrun()),
                 fix="more ranks, a smaller global batch, or less beside it on these devices",
-                everywhere=True,
             )
         if self.broken:
             raise_all([Problem("no plan runs this program as it is"), *self._problems()], everywhere=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
-from soli.core.errors import Problem, SoliError, listed, raise_all
+from soli.core.errors import Problem, listed, on_all_ranks, raise_all
 from soli.core.layout import even_parts
 from soli.core.plan import Plan
 from soli.parallel import partial
@@ -45,27 +45,24 @@ def rows_of(batch: Any) -> int:
     leaves, _ = tree_flatten_with_path(batch)
     sparse = [_path(path) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout != torch.strided]
     if sparse:
-        raise SoliError(
+        raise on_all_ranks(
             "the batch has sparse tensors, whose rows cannot be taken apart",
             got=listed(sparse),
             fix="give their indices and values, padded to the same number a row, and make them in the forward; or to_dense()",
-            everywhere=True,
         )
     sizes = {_path(path): leaf.shape[0] for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
     if not sizes:
-        raise SoliError(
+        raise on_all_ranks(
             "the batch has no tensor with rows",
             got=type(batch).__name__,
             allowed="any pytree of tensors whose dim 0 is the batch",
-            everywhere=True,
         )
     if len(set(sizes.values())) > 1:
-        raise SoliError(
+        raise on_all_ranks(
             "the tensors of the batch do not agree on the number of rows (dim 0)",
             got=listed([f"{name}: {size}" for name, size in sizes.items()]),
             fix="give every tensor the batch on dim 0; what is the same for all rows goes in as a 0-d tensor, "
             "a number, or into the model",
-            everywhere=True,
         )
     return next(iter(sizes.values()))
 
@@ -95,13 +92,12 @@ def part_of(batch: Any, ranks: int, index: int) -> Part:
         return batch
     total = rows_of(batch)
     if total < ranks:
-        raise SoliError(
+        raise on_all_ranks(
             "the global batch has fewer rows than there are data-parallel ranks",
             got=f"{total} rows, dp={ranks}",
             allowed=f"at least {ranks} rows",
             fix="use a larger batch or a smaller dp (a ragged last batch of engine.batches may be this small)",
             seen="uneven-parts",
-            everywhere=True,
         )
     start, stop = even_parts(total, ranks)[index]
     return Part(take(batch, start, stop), start, stop, total)
@@ -123,12 +119,11 @@ def need_rows(part: Part, ranks: int, plan: Plan, norms: bool = False) -> None:
     """Raises SoliError where a rank has no row, and others wait for it in every product, or norm of the batch."""
     if (plan.together or norms) and part.total < ranks:
         what = "normalise the batch" if norms else "of a grid compute each product"
-        raise SoliError(
+        raise on_all_ranks(
             f"the ranks {what} together, and some have no row of it",
             got=f"{part.total} rows, {ranks} parts (dp, copies and rows of the grid), plan {plan}",
             allowed=f"at least {ranks} rows in every batch, the last and those of an evaluation too",
             fix="drop or fill the ragged last batch, or use a smaller grid or dp",
-            everywhere=True,
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.engine import coupling
 from soli.engine.batch import Part, few, part_of, take, to_device
@@ -285,13 +285,12 @@ def _refuse_memory() -> None:
 
 
 def _refuse_shift(first: bool) -> None:
-    raise SoliError(
+    raise on_all_ranks(
         "the model's own loss counts the first label of each row"
         if first
         else "the model's own loss does not count the first label of each row: it predicts the next one",
         got=f"soli.losses.from_model(shifted={first})",
         fix=f"soli.parallelize(model, soli.losses.from_model(shifted={not first}), ...)",
-        everywhere=True,
     )
 
 

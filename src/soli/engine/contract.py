@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.parallel import precision
 
 if TYPE_CHECKING:
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 def total_and_count(result: Any) -> tuple[Tensor, float]:
     """What a loss function returned, if it kept to its contract."""
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise SoliError(
+        raise on_all_ranks(
             "the loss function returned no (total, count)",
             got=f"{type(result).__name__}",
             allowed="the sum over the counted targets, and how many were counted",
             fix="sum instead of averaging (reduction='sum') and return the count too; soli.losses has the usual ones",
-            everywhere=True,
         )
     total, count = result
     if not isinstance(total, Tensor) or total.dim() != 0:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise SoliError("the loss's total is no 0-d tensor", got=shape, fix="return total.sum()", everywhere=True)
+        raise on_all_ranks("the loss's total is no 0-d tensor", got=shape, fix="return total.sum()")
     return total, float(count)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.core.events import events
 from soli.core.layout import even_parts
 from soli.engine.batch import Part, as_dict
@@ -76,22 +76,20 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
 
 def _check(dataset: Any, order: Order) -> None:
     if order.global_batch < order.ranks:
-        raise SoliError(
+        raise on_all_ranks(
             "the global batch is smaller than the number of data-parallel ranks",
             got=f"global_batch={order.global_batch}, dp={order.ranks}",
             allowed=f"{order.ranks} or more",
-            everywhere=True,
         )
     if _is_stream(dataset):
         if order.shuffle:
-            raise SoliError(
+            raise on_all_ranks(
                 "a stream cannot be shuffled by soli: it has no length and no samples by number",
                 got=type(dataset).__name__,
                 fix="pass shuffle=False (and shuffle in the stream), or give a map-style dataset",
-                everywhere=True,
             )
     elif len(dataset) == 0:
-        raise SoliError("the dataset is empty", got=f"{type(dataset).__name__} of length 0", everywhere=True)
+        raise on_all_ranks("the dataset is empty", got=f"{type(dataset).__name__} of length 0")
     order.size = 0 if _is_stream(dataset) else len(dataset)
 
 
@@ -116,12 +114,11 @@ def _goes_on(order: Order) -> bool:
     if at.batch and at.global_batch and (at.global_batch, at.size) != (order.global_batch, order.size):
         read = at.batch * at.global_batch
         if at.size != order.size or read % order.global_batch:
-            raise SoliError(
+            raise on_all_ranks(
                 f"the stream '{order.name}' stands in the midst of an epoch of other batches: its position would be of other samples",
                 got=f"batch {at.batch} of {at.global_batch} of {at.size or 'some'} samples, and now {order.global_batch} of {order.size or 'some'}",
                 allowed="the same dataset, and batches of which the samples that were read are a multiple",
                 fix="another name= for another dataset (name=None: from the beginning each time), or the batches of before until the epoch ends",
-                everywhere=True,
             )
         at.batch = read // order.global_batch
     at.global_batch, at.size = order.global_batch, order.size
@@ -199,11 +196,10 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
         samples = islice(iter(stream), before, None)
         batch = list(islice(samples, order.global_batch))
         if not batch and not before:
-            raise SoliError(
+            raise on_all_ranks(
                 f"the stream gave no samples in epoch {epoch}",
                 got=type(stream).__name__,
                 fix="give something that can be iterated once for each epoch, or ask for one epoch",
-                everywhere=True,
             )
         if not batch:  # it ended exactly where it was resumed
             _advance(order.position, True)

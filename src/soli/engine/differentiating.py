@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.core.plan import Plan
 
 
@@ -28,18 +28,16 @@ class Differentiating(TorchFunctionMode):
 
     def _check(self) -> None:
         if self.plan.model_ranks > 1 or self.plan.zero == 3:
-            raise SoliError(
+            raise on_all_ranks(
                 "the forward or its loss takes gradients itself (torch.autograd.grad), and each rank has a part of what they go through",
                 got=str(self.plan),
                 allowed="data parallelism with zero=0, 1 or 2",
-                everywhere=True,
             )
         if not torch.is_grad_enabled():
-            raise SoliError(
+            raise on_all_ranks(
                 "the forward takes gradients itself (torch.autograd.grad), and in evaluation and in the first step's checks "
                 "there is no graph to take them of",
                 fix="compute what is differentiated, and the gradients, under torch.enable_grad()",
-                everywhere=True,
             )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn, ops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from soli.core.errors import SoliError, listed
+from soli.core.errors import SoliError, listed, on_all_ranks
 from soli.core.plan import Plan
 from soli.mesh.record import telling
 from soli.parallel import gather, kept
@@ -109,11 +109,10 @@ def looked_at(model: nn.Module, plan: Plan) -> Iterator[Effects]:
     """Around a forward of `model`. SoliError if it sends where several ranks have the same rows, before they wait for each other."""
 
     def refuse() -> None:
-        raise SoliError(
+        raise on_all_ranks(
             f"the model sends by itself, and under {plan} several ranks have the same rows, which it would count twice",
             allowed="models that leave sending to the engine; under dp and zero alone, sums over all ranks",
             fix="turn its own synchronisation off (an option such as sync_codebook=False), or run under dp and zero alone",
-            everywhere=True,
         )
 
     with Effects(model, plan) as effects, telling(refuse) if plan.model_ranks > 1 else nullcontext():

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
@@ -87,7 +87,7 @@ def parallelize(
     """
     world = join(deadline)
     if memory is not None and not memory > 0:
-        raise SoliError("memory is of bytes that a rank may take", got=memory, allowed="above 0", everywhere=True)
+        raise on_all_ranks("memory is of bytes that a rank may take", got=memory, allowed="above 0")
     wish = Wish(PROBES[plan], memory) if isinstance(plan, str) and plan in PROBES else None
     chosen = Plan(dp=1)  # stands for any, where the plan is wished for
     if wish is None:
@@ -219,10 +219,9 @@ class Engine:
         if self._plan is None:
             deciding.without_batch(self)
         if self.parallel is None:
-            raise SoliError(
+            raise on_all_ranks(
                 "with tp, pp or cp > 1 the model is laid over the ranks when it has seen a batch, and there was none yet",
                 fix="give soli.parallelize(..., example=batch)",
-                everywhere=True,
             )
         return self.parallel.data
 
@@ -261,10 +260,9 @@ class Engine:
     def forward_backward(self, batch: Any) -> Tensor:
         """Gradients of the mean loss over the counted targets of the global batch, summed over all ranks."""
         if self._count:
-            raise SoliError(
+            raise on_all_ranks(
                 "forward_backward was called twice without update()",
                 fix="to add up gradients over parts of a batch, give the whole batch and plan='accumulate=K'",
-                everywhere=True,
             )
         self._given.check(self)
         self.decide(batch := as_dict(batch), batch.total if isinstance(batch, Part) else 0)
@@ -317,7 +315,7 @@ class Engine:
             norm.refuse_loss(self, bad, totals)
         self._count = float(counts.sum()) or float(self.mesh.all.simulated)
         if not self._count:
-            raise SoliError("no target of the global batch was counted", got="count = 0 on every rank", everywhere=True)
+            raise on_all_ranks("no target of the global batch was counted", got="count = 0 on every rank")
         loss = totals.sum() / self._count
         self.last = Last(loss=float(loss), count=int(self._count))
         return loss
@@ -397,7 +395,7 @@ class Engine:
 
     def _need_gradients(self, call: str) -> None:
         if not self._count:
-            raise SoliError(f"{call}() was called before forward_backward()", everywhere=True)
+            raise on_all_ranks(f"{call}() was called before forward_backward()")
 
     # --- data and evaluation --------------------------------------------------------------------------
 
@@ -447,7 +445,7 @@ class Engine:
         all_reduce(sums, self.dp, label="evaluation loss and count")
         same.need_same_batch(sums[2:], self.dp.ranks)
         if not sums[1]:
-            raise SoliError("no target was counted in the evaluation", everywhere=True)
+            raise on_all_ranks("no target was counted in the evaluation")
         return float(sums[0] / sums[1])
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, on_all_ranks
 from soli.engine.batch import Part, to_device
 from soli.engine.contract import total_and_count
 from soli.parallel import recompute
@@ -64,11 +64,10 @@ def _need_own(engine: Engine, total: Tensor) -> None:
         strange += isinstance(leaf, nn.Parameter) and id(leaf) not in own
         todo += [following for following, _ in node.next_functions]
     if strange:
-        raise SoliError(
+        raise on_all_ranks(
             f"the loss trains {strange} parameters that are not the model's: no rank sums their gradients, which are of its own rows",
             allowed="parameters of the model that soli.parallelize was given",
             fix="make the criterion a module of the model, whose forward returns what it makes; its options can be a parameter group's",
-            everywhere=True,
         )
 
 

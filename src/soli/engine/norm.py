@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from soli.core.axes import DEPTH, ROW, TP
-from soli.core.errors import SoliError
+from soli.core.errors import failure
 from soli.engine import state as states
 from soli.mesh.collectives import Axis, all_reduce
 
@@ -50,11 +50,10 @@ def refuse(engine: Engine) -> None:
     """Raise: this step's gradient is not finite."""
     bad = [s.name for u in engine.laid.reducer.units for s in u.slots if not _finite(u, s)]
     forget(engine)
-    raise SoliError(
+    raise failure(
         f"the gradient of step {engine.step_count + 1} is not finite; nothing was updated",
         got=f"in this rank's part of {', '.join(bad[:4]) or 'no parameter'}",
         fix="lower the learning rate, clip, or look for a division by zero in the backward of that module",
-        exit_code=1,
         everywhere=True,
     )
 
@@ -63,12 +62,11 @@ def refuse_loss(engine: Engine, bad: list[str], totals: Tensor) -> None:
     """Raise: this step's loss is not finite on some ranks."""
     engine.laid.reducer.drop()
     hint = "; under zero=3 a parameter used outside its block's forward reads as NaN"
-    raise SoliError(
+    raise failure(
         f"the loss of step {engine.step_count + 1} is not finite on {', '.join(bad)}; nothing was updated",
         got=f"totals by data-parallel rank: {[float(t) for t in totals]}",
         fix="look for NaN or infinity in that rank's rows of the batch, or for a learning rate that is too high"
         + hint * (engine.plan.zero == 3),
-        exit_code=1,
         everywhere=True,
     )
 

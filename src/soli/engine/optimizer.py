@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import Problem, SoliError, listing
+from soli.core.errors import Problem, SoliError, listing, on_all_ranks
 from soli.core.plan import Plan
 from soli.parallel.units import Slot
 
@@ -27,33 +27,30 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if not callable(optimizer):
-        raise SoliError(
+        raise on_all_ranks(
             "optimizer is neither a torch optimizer nor a function that makes one",
             got=type(optimizer).__name__,
             allowed="torch.optim.AdamW(model.parameters()), or lambda p: torch.optim.AdamW(p)",
-            everywhere=True,
         )
     made = optimizer(list(model.parameters()))
     if not isinstance(made, torch.optim.Optimizer):
-        raise SoliError("the optimizer function made no torch optimizer", got=type(made).__name__, everywhere=True)
+        raise on_all_ranks("the optimizer function made no torch optimizer", got=type(made).__name__)
     return made
 
 
 def scheduled(scheduler: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
     """What a function of the optimizer makes, if there is one; it is stepped once a step, with nothing."""
     if scheduler is not None and not callable(scheduler):
-        raise SoliError(
+        raise on_all_ranks(
             "scheduler is no function that makes one of an optimizer",
             got=type(scheduler).__name__,
             allowed="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)",
-            everywhere=True,
         )
     made = scheduler(optimizer) if scheduler is not None else None
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise SoliError(
+        raise on_all_ranks(
             "ReduceLROnPlateau goes by a metric, and soli steps its scheduler without one",
             fix="make it yourself, of engine.optimizer, and step it with what engine.evaluate gives",
-            everywhere=True,
         )
     return made
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.core.events import events
 from soli.core.layout import even_parts
 from soli.engine import microbatch
@@ -28,10 +28,9 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
     """Run the whole model on a few rows, in training and in evaluation, and cut it into balanced stages. Collective."""
     part = part_of(batch, 1, 0)
     if not extreme(part.rows, engine.mesh.all, "min", label="rows of the first batch"):
-        raise SoliError(
+        raise on_all_ranks(
             "the model is cut into stages on the first batch, and some ranks have no row of it",
             fix="give soli.parallelize(..., example=batch), or a first batch with a row for each rank of dp",
-            everywhere=True,
         )
     runner = Runner.of(engine, part)
     parts, traces = _traces(engine, runner)
@@ -69,12 +68,11 @@ def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watc
         if len(calls) >= wanted:
             return parts, traces
         if not can_be_finer(engine.model, finer):
-            raise SoliError(
+            raise on_all_ranks(
                 f"the model has fewer parts to cut between than the pipeline has stages: {len(calls)} < {wanted}",
                 got=f"the first rows call {', '.join(calls) or 'none'} of {len(parts)} parts",
                 allowed=f"pp x stages a rank <= {len(calls)}",
                 fix="use a smaller pp, or fewer chunks",
-                everywhere=True,
             )
         finer += 1
 
@@ -91,10 +89,9 @@ def _trace(runner: Runner, parts: list[Unit], training: bool) -> watch.Trace:
     with watch.watched(parts):
         runner.run(around, training, leaving=True)
     if versions != [x._version for x in leaves]:
-        raise SoliError(
+        raise on_all_ranks(
             "the forward writes into the batch, which every stage reads",
             fix="make a new tensor (x = x * 2 and not x *= 2), or use pp=1",
-            everywhere=True,
         )
     return tracers[0].trace
 
@@ -103,28 +100,25 @@ def _agree(engine: Engine, traces: dict[bool, watch.Trace], last: int) -> None:
     """All ranks, in training and in evaluation, must take the same path up to the last stage, which call `last` starts."""
     paths = {training: trace.until(last) for training, trace in traces.items()}
     if traces[False].first_read() <= last:
-        raise SoliError(
+        raise on_all_ranks(
             "the forward looks at a value between its blocks in evaluation, where the last stage has not begun",
             got=", ".join(sorted({name for gap, name in traces[False].reads if gap <= last})),
             fix="do it inside a block or after the last one, or use pp=1",
-            everywhere=True,
         )
     if paths[True][0] != paths[False][0]:
-        raise SoliError(
+        raise on_all_ranks(
             "the model calls other blocks in evaluation than in training, and has one set of stages for both",
             got=f"{', '.join(paths[False][0])} and {', '.join(paths[True][0])}",
             fix="call the same blocks in both, or use pp=1",
-            everywhere=True,
         )
     everyone = gather_json(list(paths.values()), engine.mesh.all, label="traces")
     odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if odd:
-        raise SoliError(
+        raise on_all_ranks(
             "the model's forward takes different paths on the rows of different ranks",
             got=f"ranks {', '.join(map(str, odd))} took another than rank 0",
             fix="put what depends on the rows inside a block, or use pp=1",
             seen="uneven-decision",
-            everywhere=True,
         )
 
 

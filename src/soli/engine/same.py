@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from soli.core.axes import REPLICATE, SHARD
-from soli.core.errors import SoliError, failure, listed
+from soli.core.errors import SoliError, failure, listed, on_all_ranks
 from soli.core.events import events
 from soli.engine import between, effects
 from soli.engine.batch import Part, part_of, to_device
@@ -137,12 +137,11 @@ def agree_on_buffers(engine: Engine) -> None:
     """SoliError where there are such after 1, 3, 7, 15, ... steps: what begins later than a forward was looked at is seen while there are
     few. Collective."""
     if engine.step_count & (engine.step_count + 1) == 0 and (apart := buffers_apart(engine)):
-        raise SoliError(
+        raise on_all_ranks(
             f"ranks that had the same buffers have others after {engine.step_count} steps: a forward changes them by the rows that it sees",
             got=listed(apart),
             allowed="buffers that stay as they are, or change alike whatever the rows; the first step is looked at, and this began later",
             fix="change them between steps (of the loss's batch, alike on every rank), from the first step on, or run with dp=1",
-            everywhere=True,
         )
 
 

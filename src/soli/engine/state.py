@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from soli import checkpoint
 from soli.core import copies
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import rng
@@ -242,7 +242,7 @@ def _finish_saving(engine: Engine) -> None:
 
 def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wait: bool) -> None:
     if engine._count:
-        raise SoliError("save() between forward_backward() and update()", fix="save after the step", everywhere=True)
+        raise on_all_ranks("save() between forward_backward() and update()", fix="save after the step")
     _finish_saving(engine)
     barrier(engine.mesh.all, label="save(), which every rank calls")
     tensors = model_tensors(engine) | optimizer_tensors(engine)
@@ -344,10 +344,9 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
         engine.optimizer.state.clear()
         engine.optimizer.state.update(fresh)
     elif stepped(engine.optimizer):
-        raise SoliError(
+        raise on_all_ranks(
             f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} had some when soli.parallelize was given it, which are gone",
             fix="load it into a new engine, before its first step and with an optimizer that has not stepped",
-            everywhere=True,
         )
     return state
 

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 
 CPU_BACKENDS = ("local", "gloo")
 TESTED = ("x86_64",)
@@ -23,11 +23,10 @@ def cpu_backend(said: str | None = None) -> tuple[str, str]:
     wish = said or os.environ.get("SOLI_BACKEND")
     if wish:
         if wish not in CPU_BACKENDS:
-            raise SoliError(
+            raise on_all_ranks(
                 f"{'--backend' if said else 'SOLI_BACKEND'} names a backend that soli does not have for CPU tensors",
                 got=wish,
                 allowed=", ".join(CPU_BACKENDS),
-                everywhere=True,
             )
         return wish, "--backend says so" if said else "SOLI_BACKEND says so"
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):

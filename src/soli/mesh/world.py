@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from soli.core.errors import Problem, SoliError, failure, raise_all
+from soli.core.errors import Problem, SoliError, failure, on_all_ranks, raise_all
 from soli.core.report import install_hook, stacks_on_request
 from soli.core.versions import process_groups
 from soli.mesh.backends import cpu_backend
@@ -97,7 +97,7 @@ def _first_host(nodes: str) -> str:
     """The first host of a Slurm list: `node[003-010,12]` -> `node003`."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
     if found is None:
-        raise SoliError("SLURM_JOB_NODELIST cannot be read", got=nodes, fix="set MASTER_ADDR", everywhere=True)
+        raise on_all_ranks("SLURM_JOB_NODELIST cannot be read", got=nodes, fix="set MASTER_ADDR")
     return found.group(1) + (found.group(2) or "")
 
 
@@ -108,7 +108,7 @@ def placed(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     if wish == "cpu":
         return torch.device("cpu"), backend
     if wish != "cuda" or not torch.cuda.is_available():
-        raise SoliError("SOLI_DEVICE names a device that is not here", got=wish, allowed="cpu, cuda", everywhere=True)
+        raise on_all_ranks("SOLI_DEVICE names a device that is not here", got=wish, allowed="cpu, cuda")
     count = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
@@ -121,15 +121,14 @@ def _made_backend() -> str:
     config = str(dist.get_backend_config())
     if "nccl" in made or "nccl" in config:
         if "cpu:" not in config:
-            raise SoliError(
+            raise on_all_ranks(
                 "ranks agree on numbers in the host's memory, and this process group has a backend for devices alone",
                 got=f"a process group on {config}",
                 fix='leave it to soli, or make it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")',
-                everywhere=True,
             )
         return "nccl"
     if made not in ("gloo", "local") and "gloo" not in made:
-        raise SoliError("soli knows gloo, local and nccl", got=f"a process group on {made}", everywhere=True)
+        raise on_all_ranks("soli knows gloo, local and nccl", got=f"a process group on {made}")
     return "local" if made == "local" else "gloo"
 
 

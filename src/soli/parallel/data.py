@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.core.events import events
 from soli.core.layout import Portion
 from soli.core.plan import Plan
@@ -195,11 +195,10 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     counts = gather_json(len(states), world, label="states of the optimizer")
     if len(set(counts)) > 1:
-        raise SoliError(
+        raise on_all_ranks(
             "the ranks' optimizers have not the same states",
             got=f"tensors by rank: {', '.join(map(str, counts))}",
             fix="load the optimizer's states on every rank, or on none",
-            everywhere=True,
         )
     tensors += [(f"state {number} of the optimizer", value) for number, value in enumerate(states)]
     marks = torch.tensor([_mark(tensor, name) for name, tensor in tensors], dtype=torch.int64)
@@ -210,11 +209,10 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
     if not differ:
         return
     if any(tensor.is_meta for _, tensor in differ):
-        raise SoliError(
+        raise on_all_ranks(
             "the ranks recorded different initial weights under soli.deferred()",
             got=", ".join(name for name, _ in differ[:4]),
             fix="call torch.manual_seed with the same number on every rank before building the model",
-            everywhere=True,
         )
     for name, tensor in differ:
         broadcast(tensor.detach(), world, label=f"first values of {name}")
@@ -225,10 +223,9 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
 def _mark(tensor: Tensor, name: str) -> int:
     if tensor.is_meta:
         if not is_deferred(tensor):
-            raise SoliError(
+            raise on_all_ranks(
                 f"{name} is on the meta device and nothing is known of its values",
                 fix="build and change the model inside `with soli.deferred():`",
-                everywhere=True,
             )
         return fingerprint(tensor) & (2**62 - 1)
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

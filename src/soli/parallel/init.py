@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 import soli.core.versions  # noqa: F401 (shapes of draws that an older torch does not know)
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,10 @@ class _Recorder(TorchDispatchMode):
         try:
             result = func(*meta_args, **meta_kwargs)
         except NotImplementedError as error:
-            raise SoliError(
+            raise on_all_ranks(
                 "the constructor does something whose shape depends on values, which are not there yet",
                 got=f"{func}: {str(error).splitlines()[0]}",
                 fix="build this model without soli.deferred(), or rewrite that line (torch.where for a mask)",
-                everywhere=True,
             ) from error
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         self._record(func, seen_args, seen_kwargs, outputs, generator)
@@ -192,11 +191,10 @@ def _seen(x: Any) -> Any:
 def _refuse_lost_write(func: Any, args: Any, tensors: list[Tensor]) -> None:
     """A real tensor cannot take values that do not exist yet."""
     if func._schema.is_mutable and tensors and not _on_meta(tensors[0]) and args and args[0] is tensors[0]:
-        raise SoliError(
+        raise on_all_ranks(
             "a constant is changed by a tensor that is deferred",
             got=str(func),
             fix="make the constant with torch.zeros or another factory inside the block, and write into that",
-            everywhere=True,
         )
 
 
@@ -211,11 +209,10 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     if any(isinstance(x, torch.Generator) for x in tree_leaves((args, kwargs))):
-        raise SoliError(
+        raise on_all_ranks(
             "the model draws from a generator of its own under soli.deferred()",
             got=str(func),
             fix="use torch's default generator (torch.manual_seed), or build the model eagerly",
-            everywhere=True,
         )
     before = torch.get_rng_state()
     # What is only written may hold anything; what is read must be there, for some draws (gamma's, Poisson's)
@@ -253,16 +250,14 @@ def _needed(tensor: Tensor, name: str) -> list[_Entry]:
     """The operations that a tensor's values depend on, in order."""
     known = _logs.get(_key(tensor))
     if known is None:
-        raise SoliError(
+        raise on_all_ranks(
             f"{name} is on the meta device and nothing is known of its values",
             fix="build and change the model (dtype, size) inside `with soli.deferred():`",
-            everywhere=True,
         )
     if getattr(tensor, _WRITES, tensor._version) != tensor._version:
-        raise SoliError(
+        raise on_all_ranks(
             f"{name} was changed after its soli.deferred() block, which cannot be known here",
             fix="change it inside the block",
-            everywhere=True,
         )
     wanted, found = {_key(tensor)}, []
     for entry in reversed(known[1]):

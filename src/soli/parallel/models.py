@@ -8,7 +8,7 @@ from typing import Any
 from torch import jit, nn
 from torch.nn.parameter import is_lazy
 
-from soli.core.errors import Problem, SoliError, listed, listing
+from soli.core.errors import Problem, listed, listing, on_all_ranks
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.parallel import hooks, statistics
@@ -57,12 +57,11 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 def must_be_free(model: nn.Module) -> None:
     """SoliError where another engine has laid some of it: each would take the gradients of the other's loss for its own."""
     if taken := [name for name, param in model.named_parameters() if hasattr(param, "_laid")]:
-        raise SoliError(
+        raise on_all_ranks(
             "another engine trains some of these parameters",
             got=listed(taken),
             allowed="one engine for each parameter",
             fix="give one engine a module that has both models, with a loss of both; or build the model again for another engine",
-            everywhere=True,
         )
 
 

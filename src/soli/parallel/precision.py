@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.core.plan import Plan
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,10 +23,9 @@ def cast(model: nn.Module, plan: Plan) -> None:
     if plan.precision != "fp64":
         return
     if any(p.is_meta for p in model.parameters()):
-        raise SoliError(
+        raise on_all_ranks(
             "precision=fp64 cannot cast a model that was built under soli.deferred()",
             fix="call model.double() inside the `with soli.deferred():` block",
-            everywhere=True,
         )
     model.double()
 

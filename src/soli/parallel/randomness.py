@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, on_all_ranks
 from soli.core.frames import owner
 from soli.core.versions import run_backward
 from soli.parallel import generators
@@ -187,10 +187,9 @@ class Randomness:
                     yield
                 self._draws |= generators.states() != generators.after(start, len(now.nonces))
                 if not self.alone and generators.others() != others:
-                    raise SoliError(
+                    raise on_all_ranks(
                         "the model draws random numbers from Python's random or from numpy, which every rank does apart",
                         fix="draw with torch (dropout), or before the step and pass them in the batch",
-                        everywhere=True,
                     )
                 if learn:
                     self._logs.append((rows, self._probing))
@@ -205,21 +204,19 @@ class Randomness:
         other_rows, others = next((log for log in logs if log[0] != rows), logs[0])
         odd = sorted((shapes.keys() ^ others.keys()) & self._drew)
         if odd:
-            raise SoliError(
+            raise on_all_ranks(
                 f"whether {odd[0][0] or 'the model'} draws random numbers depends on the rows of the batch",
                 fix="draw in every forward, and select afterwards",
-                everywhere=True,
             )
         for key in shapes.keys() & others.keys():
             dim = _batch_dim(shapes[key], rows, others[key], other_rows)
             if dim is not None:
                 self._dims[evaluating, key] = dim
             elif key in self._drew:
-                raise SoliError(
+                raise on_all_ranks(
                     f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
                     got=f"shape {shapes[key]} for {rows} rows and {others[key]} for {other_rows}",
                     allowed="at most one dim that is the rows, or a multiple of them",
-                    everywhere=True,
                 )
 
     # --- calls ----------------------------------------------------------------------------------------
@@ -316,10 +313,9 @@ class Randomness:
 
     def refuse(self, what: str) -> None:
         if self.shared:
-            raise SoliError(
+            raise on_all_ranks(
                 f"{self._module() or 'the model'} draws random numbers with {what}, which depend on the plan",
                 fix="use dropout, or draw them before the step and pass them in the batch",
-                everywhere=True,
             )
 
 

@@ -19,7 +19,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, on_all_ranks
 from soli.mesh.collectives import Axis, Pending, all_reduce, allocate, reduce_scatter
 from soli.parallel.units import Slot, Unit
 
@@ -104,9 +104,7 @@ class Reducer:
         if grad is None:
             return
         if grad.is_sparse:
-            raise SoliError(
-                f"the gradient of {slot.name} is sparse", fix="build its module with sparse=False", everywhere=True
-            )
+            raise on_all_ranks(f"the gradient of {slot.name} is sparse", fix="build its module with sparse=False")
         if self._last and number < self._next:
             raise SoliError(
                 f"a second gradient of {slot.name} came after its sum was sent",

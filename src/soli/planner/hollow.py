@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from soli.core import copies, versions
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, on_all_ranks
 from soli.planner.where import here
 
 aten = torch.ops.aten
@@ -317,12 +317,11 @@ def _unknown(func: Any, error: Exception) -> SoliError:
     name = func.name().partition("::")[2]
     got = f"{here()}: {str(error).strip().splitlines()[0][:160]}"
     if not isinstance(error, NotImplementedError) and "meta" not in str(error):
-        return SoliError(
+        return on_all_ranks(
             f"the program fails: {name}",
             got=got,
             allowed="shapes that the operation takes",
             fix="run the model on its batch by itself",
-            everywhere=True,
         )
     return ValuesError(
         f"what the model does depends on values that only a real run has: {name}",

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import default_collate
 
 import soli
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.core.progress import busy
 from soli.mesh.world import World, join
 from soli.models.gpt import GPT, GPTConfig, generate
@@ -127,11 +127,10 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
     if resume is not None:
         newest = soli.checkpoint.latest(folder / "checkpoints")
         if newest is None:
-            raise SoliError(
+            raise on_all_ranks(
                 "the run has no checkpoint to resume from",
                 got=folder / "checkpoints",
                 fix="start it anew with its config.toml",
-                everywhere=True,
             )
         engine.load(newest)
         schedule.steps = config.run.steps  # the checkpoint brought its own

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, on_all_ranks
 from soli.core.package import SOLI
 from soli.train import settings
 from soli.train.config import Config
@@ -141,9 +141,7 @@ def configuration(
 ) -> Config:
     """The configuration that a command line asks for: a TOML or a run's own, then what was said beside it."""
     if resume is not None and config_path is not None:
-        raise SoliError(
-            "--resume takes the configuration of the run", got=config_path, fix="leave one out", everywhere=True
-        )
+        raise on_all_ranks("--resume takes the configuration of the run", got=config_path, fix="leave one out")
     start = config_path if resume is None else existing(resume) / CONFIG
     place = {"data": "data.path"}
     said = {place.get(key, f"run.{key}"): value for key, value in named.items()}

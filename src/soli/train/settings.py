@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, SoliError, on_all_ranks, raise_all
 from soli.core.plan import Plan
 from soli.train.config import Config
 from soli.train.schedule import MEASURED_TO
@@ -65,13 +65,11 @@ def _from_file(path: Path | None, problems: list[Problem]) -> list[tuple[str, st
     if path is None:
         return []
     if not path.is_file():
-        raise SoliError("there is no such configuration file", got=path, fix="check the path", everywhere=True)
+        raise on_all_ranks("there is no such configuration file", got=path, fix="check the path")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SoliError(
-            f"{path} is not TOML", got=error, allowed="[table] and key = value lines", everywhere=True
-        ) from error
+        raise on_all_ranks(f"{path} is not TOML", got=error, allowed="[table] and key = value lines") from error
     rows = []
     for table, entries in data.items():
         if isinstance(entries, dict):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.mesh.backends import cores
 from soli.train.config import Config
 
@@ -37,7 +37,7 @@ def sized(config: Config, cores: int, accelerators: int) -> tuple[Config, str]:
     # The best rate falls about with the square root of the width in this range (tried at 128).
     lr = config.optim.lr or float(f"{PEAK_AT_128 * (128 / dim) ** 0.5:.2g}")
     if dim % heads:
-        raise SoliError("model.dim does not divide into model.heads", got=f"dim {dim}, heads {heads}", everywhere=True)
+        raise on_all_ranks("model.dim does not divide into model.heads", got=f"dim {dim}, heads {heads}")
     where = f"{accelerators} accelerators" if accelerators else f"{cores} cores"
     line = (
         f"sized to {where} and {minutes:g} minutes: dim {dim} (64 x 2 x {units:.2g}^(1/6), rounded), "

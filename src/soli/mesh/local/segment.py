@@ -20,7 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from soli.core.errors import SoliError, failure
+from soli.core.errors import SoliError, failure, on_all_ranks
 from soli.mesh.local.keys import awaited
 
 PAGE = mmap.PAGESIZE
@@ -97,11 +97,10 @@ def _create(size: int) -> tuple[int, str]:
     if folder:
         return _create_file(folder, size)
     if not hasattr(os, "memfd_create"):
-        raise SoliError(
+        raise on_all_ranks(
             "this system has no memfd for the local backend",
             got=os.uname().sysname,
             fix="name a folder in memory with SOLI_LOCAL_FOLDER, or take SOLI_BACKEND=gloo",
-            everywhere=True,
         )
     free = psutil.virtual_memory().available
     if size > free:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.core.layout import even_parts
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, all_reduce
@@ -70,14 +70,13 @@ def check_begun(levels: list[Run], rows: int, stages: Axis | None = None) -> Non
             all_reduce(found, stages, "max", label="the sequence that is cut")
         begun, longest = found.tolist()
         if rows and not begun:
-            raise SoliError(
+            raise on_all_ranks(
                 f"cp={run.ranks} cuts the sequence, and the model has none that is long enough",
                 got=f"the longest dim that could be one has {longest}"
                 if longest
                 else "no lookup of tokens [B, S] and no block with an input [B, S, H]",
                 allowed=f"sequences of at least {run.ranks}",
                 fix=f"cp={longest} or less" if longest > 1 else "leave cp out",
-                everywhere=True,
             )
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from torch import nn
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, on_all_ranks
 from soli.parallel.pipeline.units import Unit
 from soli.parallel.pipeline.watch import Name, Trace
 
@@ -103,12 +103,11 @@ def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
         ranks = {stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls) if call.unit == unit}
         bad += [unit] if len(ranks) > 1 else []
     if bad:
-        raise SoliError(
+        raise on_all_ranks(
             f"{bad[0]} is changed in the forward, and several stages have it",
             got=", ".join(bad),
             allowed="buffers that one block has for itself, or that are read and changed after the last stage's begin",
             fix="change it inside a block that is called once, or use pp=1",
-            everywhere=True,
         )
 
 
@@ -116,13 +115,12 @@ def check_hidden(trace: Trace, stages: Stages) -> None:
     """Refuse values that go from stage to stage unseen: what computes them would not run."""
     for made, used in sorted(trace.hidden):
         if stages.of_gap(made) != stages.of_gap(used):
-            raise SoliError(
+            raise on_all_ranks(
                 f"{trace.calls[used - 1].unit} reads a value that was made in {trace.calls[made - 1].unit} "
                 "and is not among its arguments",
                 got="a tensor in an object or an attribute",
                 allowed="tensors in the arguments of blocks, in tuples, lists and dicts",
                 fix="pass it as an argument (a key-value cache: model.config.use_cache = False), or use pp=1",
-                everywhere=True,
             )
 
 
@@ -130,24 +128,22 @@ def check_aliases(trace: Trace, stages: Stages) -> None:
     """Refuse memory that is written under one name and read under another on another stage."""
     for gaps in sorted(trace.aliased):
         if len({stages.of_gap(gap) for gap in gaps}) > 1:
-            raise SoliError(
+            raise on_all_ranks(
                 f"the forward writes into memory that several tensors share, {trace.place(gaps[1])}, between its blocks",
                 got="a view, a tensor of which there is a view, or out=",
                 allowed="x[...] = y and x += y on a tensor of its own",
                 fix="make a new tensor there, or do it inside a block, or use pp=1",
-                everywhere=True,
             )
 
 
 def _reads(trace: Trace, limit: int, stages: int) -> SoliError:
     gap, name = min(trace.reads)
     where = trace.place(gap)
-    return SoliError(
+    return on_all_ranks(
         f"the forward looks at a value ({name}) {where}, between its blocks: all that follows must be one stage",
         got=f"{limit + 1} stages at most, {stages} wanted",
         allowed="Python that depends on what is in activations, inside the blocks or after the last one",
         fix="do it inside a block, use a smaller pp, or pp=1",
-        everywhere=True,
     )
 
 

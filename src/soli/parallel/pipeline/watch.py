@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
-from soli.core.errors import SoliError
+from soli.core.errors import on_all_ranks
 from soli.core.frames import in_autograd_function
 from soli.core.functions import in_place, name_of
 from soli.core.versions import FLOPS, mode_popped
@@ -381,11 +381,10 @@ class Tracer(Watch):
 
     def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if in_autograd_function():
-            raise SoliError(
+            raise on_all_ranks(
                 f"{name} is called inside a custom autograd function, whose backward is not cut into stages",
                 allowed="blocks that the model's forward calls",
                 fix="torch.utils.checkpoint(..., use_reentrant=False) where that is what does it (a reversible net makes its gradients itself), or pp=1",
-                everywhere=True,
             )
         self._count()
         self.gap, self.number = self.gap + 1, 0
@@ -416,12 +415,11 @@ class Tracer(Watch):
             return TENSOR
         if leaf is None or isinstance(leaf, bool | int | float | str):
             return CONSTANT
-        raise SoliError(
+        raise on_all_ranks(
             f"{unit} returns an object that a pipeline cannot hand on",
             got=type(leaf).__name__,
             allowed="tensors, numbers, text and None, in tuples, lists, dicts and dataclasses of Hugging Face",
             fix="return the tensors themselves, or use pp=1",
-            everywhere=True,
         )
 
     def _made(self, x: Tensor, name: Name) -> None:

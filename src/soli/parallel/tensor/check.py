@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core import copies
 from soli.core.axes import CP, DEPTH, ROW, TP
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.mesh.collectives import all_reduce
@@ -154,12 +154,11 @@ LABEL = "check of the tensor-parallel layout"
 
 def _refused(sample: Sample, got: str) -> SoliError:
     name = sample.name or "the model"
-    return SoliError(
+    return on_all_ranks(
         f"cut over the ranks of tp, {name} ({type(sample.module).__name__}) does not compute what it computes whole",
         got=got,
         fix=f'leave its weights whole: soli.parallelize(..., roles={{"{name}.*": "replicated"}}), and tell us of it',
         seen="wrong-layout",
-        everywhere=True,
     )
 
 
