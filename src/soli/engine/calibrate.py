@@ -25,20 +25,8 @@ import torch
 from torch import Tensor
 
 from soli.core.progress import busy
-from soli.mesh.collectives import (
-    Axis,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    exchange,
-    extreme,
-    gather_json,
-    receive,
-    reduce_scatter,
-    send,
-)
+from soli.mesh import collectives
+from soli.mesh.collectives import Axis, extreme, gather_json
 from soli.mesh.local.identity import mine
 from soli.mesh.mesh import Mesh, axis_by_key
 from soli.mesh.world import World, passing_groups
@@ -127,7 +115,7 @@ def _holds(machine: Machine, mesh: Mesh, device: torch.device) -> bool:
     if mesh.all.size == 1:
         return True
     x = torch.zeros(SIZES[-2] // 4, device=device)
-    spent = _timed(lambda: all_reduce(x, mesh.all), device, mesh.all)
+    spent = _timed(lambda: collectives.all_reduce(x, mesh.all), device, mesh.all)
     then = machine.collective(Sent("all_reduce", mesh.all.ranks, SIZES[-2], False))
     return 1 / CHANGED < spent / then < CHANGED
 
@@ -144,11 +132,11 @@ def _measure(world: World, mesh: Mesh, mark: str) -> Machine:
     stream = _timed(lambda: big + 1.0, device, mesh.all)
     launch = _timed(lambda: tiny * 2.0 + 1.0, device, mesh.all) / 2
     with passing_groups():
-        collectives = _collectives(world, mesh, device)
+        tables = _collectives(world, mesh, device)
     hidden = _hidden(product, together, mesh.all, device) if world.size > 1 else 0.0
     return Machine(
         fingerprint=mark, ranks=world.size, launch=launch, stream=2 * 4 * big.numel() / max(stream - launch, 1e-9),
-        host=_host(device), disk=_disk(), optimizer=_optimizer(device, mesh.all), crowd=max(together / alone, 1.0), hidden=hidden, flops=2 * side**3 / together, collectives=collectives,
+        host=_host(device), disk=_disk(), optimizer=_optimizer(device, mesh.all), crowd=max(together / alone, 1.0), hidden=hidden, flops=2 * side**3 / together, collectives=tables,
     )  # fmt: skip
 
 
@@ -229,12 +217,12 @@ def _calls(axis: Axis, device: torch.device, size: int) -> dict[str, Callable[[]
     x, y, part = (torch.zeros(n, device=device) for n in (count * axis.size, count * axis.size, count))
     ahead, behind = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     return {
-        "all_reduce": lambda: all_reduce(x, axis),
-        "all_gather": lambda: all_gather(x, part, axis),
-        "reduce_scatter": lambda: reduce_scatter(part, x, axis),
-        "all_to_all": lambda: all_to_all(y, x, axis),
-        "broadcast": lambda: broadcast(x, axis),
-        "exchange": lambda: exchange(y, x, axis, ahead, behind),
+        "all_reduce": lambda: collectives.all_reduce(x, axis),
+        "all_gather": lambda: collectives.all_gather(x, part, axis),
+        "reduce_scatter": lambda: collectives.reduce_scatter(part, x, axis),
+        "all_to_all": lambda: collectives.all_to_all(y, x, axis),
+        "broadcast": lambda: collectives.broadcast(x, axis),
+        "exchange": lambda: collectives.exchange(y, x, axis, ahead, behind),
         "send": lambda: _passed_on(x, y, axis),
     }
 
@@ -242,9 +230,9 @@ def _calls(axis: Axis, device: torch.device, size: int) -> dict[str, Callable[[]
 def _passed_on(sent: Tensor, received: Tensor, axis: Axis) -> None:
     """A message from each odd rank to the next one, as a pipeline's: those that send receive nothing meanwhile."""
     if axis.index % 2:
-        send(sent, axis, (axis.index + 1) % axis.size)
+        collectives.send(sent, axis, (axis.index + 1) % axis.size)
     elif (axis.index - 1) % axis.size % 2:
-        receive(received, axis, (axis.index - 1) % axis.size)
+        collectives.receive(received, axis, (axis.index - 1) % axis.size)
 
 
 def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, seconds: float = SECONDS) -> float:
@@ -262,7 +250,7 @@ def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, second
         for _ in range(times):
             call()
 
-    barrier(everyone)
+    collectives.barrier(everyone)
     spent = median(clock(some, device) / times for _ in range(RUNS))
     return extreme(spent, everyone, "max", label="seconds")
 
@@ -280,7 +268,7 @@ def clock(call: Callable[[], Any], device: torch.device) -> float:
 
 def _alone(call: Callable[[], Any], device: torch.device, everyone: Axis) -> float:
     """Seconds of a call on the first rank while the others wait."""
-    barrier(everyone)
+    collectives.barrier(everyone)
     spent = 0.0
     if everyone.index == 0:
         spent = median(clock(lambda: [call() for _ in range(10)], device) / 10 for _ in range(RUNS))
@@ -290,11 +278,11 @@ def _alone(call: Callable[[], Any], device: torch.device, everyone: Axis) -> flo
 def _hidden(product: Callable[[], Any], once: float, everyone: Axis, device: torch.device) -> float:
     """The share of a sum that runs behind products which take as long."""
     x = torch.zeros(SIZES[-2] // 4, device=device)
-    alone = _timed(lambda: all_reduce(x, everyone), device, everyone)
+    alone = _timed(lambda: collectives.all_reduce(x, everyone), device, everyone)
     times = max(int(alone / once), 1)
 
     def both() -> None:
-        pending = all_reduce(x, everyone, wait=False)
+        pending = collectives.all_reduce(x, everyone, wait=False)
         for _ in range(times):
             product()
         pending.wait()

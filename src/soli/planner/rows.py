@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from math import ceil
 
+from soli.planner import spellings
 from soli.planner.cells import SILENT, number, text, true
 from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, told_by, unread
 from soli.planner.combined import combined
@@ -23,22 +24,6 @@ from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
 from soli.planner.row_model import FLASH_SINCE, adapters_of, attention_of, called, model_of
-from soli.planner.spellings import (
-    DEEPSPEED,
-    FSDP,
-    NANOTRON,
-    OTHER,
-    PYTORCH,
-    Sharding,
-    affirmed,
-    meant,
-    offloaded,
-    program,
-    recomputation,
-    sharding,
-    way,
-)
-from soli.planner.spellings import switch as yes
 
 INTERLEAVED = re.compile(
     r"interleav\w* (?:1f1b|pipeline|schedule|stages)|(?:1f1b|pipeline|schedule)[^.;,]{0,15} interleav"
@@ -68,24 +53,24 @@ def read(row: Mapping[str, str]) -> Row:
         return found
     counted(row, said, found)
     found.device, found.framework = device, framework(row)
-    found.plain = program(text(row, "framework"), text(row, "source")) == PYTORCH
+    found.plain = spellings.program(text(row, "framework"), text(row, "source")) == spellings.PYTORCH
     if found.framework == OLD and found.generation in FLASH_SINCE:  # which it never ran on
         found.framework = MEGATRON
-    if found.framework == OTHER:
+    if found.framework == spellings.OTHER:
         found.inferred.append("framework=any")
     precision = precision_of(row, device, found)
     point = cost.of_device(device, precision) if precision else {}
     point |= network_of(row, said, device, found)
-    point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != NANOTRON)}
+    point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != spellings.NANOTRON)}
     told = told_by(row)
     point |= of_program(found.framework, found.generation, told)
     point |= model_of(row, said, found)
-    point["frozen"] = float(bool(LORA.search(called(row)) or LORA.search(affirmed(told))))
+    point["frozen"] = float(bool(LORA.search(called(row)) or LORA.search(spellings.affirmed(told))))
     point |= attention_of(row, point, found)
     point |= _degrees(said, point, found)
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
     told, optimizer = f"{told} {text(row, 'precision')}", text(row, "optimizer")
-    if not SILENT.fullmatch(optimizer) and meant("moments", optimizer.lower()) is None:
+    if not SILENT.fullmatch(optimizer) and spellings.meant("moments", optimizer.lower()) is None:
         found.inferred.append(f"optimizer={optimizer} as Adam")
     point |= of_states(found.framework, precision or "", point["pp"] > 1, told, optimizer)
     point |= _ways(row, said, point, found)
@@ -97,7 +82,7 @@ def read(row: Mapping[str, str]) -> Row:
         found.refused += _impossible(said, point)
     if not found.refused:
         found.point = point
-        spoken = affirmed(f"{called(row)} {told}").replace(
+        spoken = spellings.affirmed(f"{called(row)} {told}").replace(
             text(row, "framework").lower(), ""
         )  # whose name may be of one way
         if point["frozen"] and (bits := narrow(spoken)):
@@ -139,15 +124,15 @@ def framework(row: Mapping[str, str]) -> str:
     """Whose program ran: a family whose rows share constants."""
     if text(row, "test_case"):
         return TESTS  # of toy sizes, deterministic, on shared machines
-    found = program(text(row, "framework"), text(row, "source"))
-    if found != PYTORCH:
+    found = spellings.program(text(row, "framework"), text(row, "source"))
+    if found != spellings.PYTORCH:
         return found
-    shard = affirmed(text(row, "shard"))
+    shard = spellings.affirmed(text(row, "shard"))
     if re.search(r"fsdp|_shard|shard_", shard):
-        return FSDP
-    told = f"{shard} {COMPARED.sub('', affirmed(text(row, 'notes')))}"
+        return spellings.FSDP
+    told = f"{shard} {COMPARED.sub('', spellings.affirmed(text(row, 'notes')))}"
     stage = re.search(r"deepspeed|\bzero[- _]?(?:stage[- _]?)?[123]\b", told) or text(row, "zero") in ("1", "2", "3")
-    return DEEPSPEED if stage else FSDP
+    return spellings.DEEPSPEED if stage else spellings.FSDP
 
 
 def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
@@ -184,10 +169,10 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
 def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     """The order of a pipeline's passes, how attention crosses cp, how tp's ranks share a product, how many share an expert's."""
     order, kind, shape = (text(row, name) for name in ("schedule", "cp_kind", "tp_kind"))
-    if SILENT.fullmatch(order) and point["chunks"] == 1 and INTERLEAVED.search(affirmed(text(row, "notes"))):
+    if SILENT.fullmatch(order) and point["chunks"] == 1 and INTERLEAVED.search(spellings.affirmed(text(row, "notes"))):
         order = "interleaved"
     tp, cp, chunks, heads = point["tp"], point["cp"], point["chunks"], point.get("heads", 1.0) / point["tp"]
-    schedule = way("schedules", order) if point["pp"] > 1 else cost.ONE
+    schedule = spellings.way("schedules", order) if point["pp"] > 1 else cost.ONE
     if schedule is None or (schedule > cost.INTERLEAVED and chunks > 1 + (schedule >= cost.ZBV)):
         found.refused.append(f"schedule: '{order}' of {chunks:g} stages a rank is not known")
     elif schedule == cost.INTERLEAVED and chunks == 1:
@@ -195,7 +180,7 @@ def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Ro
         found.inferred.append("vp=2")
     told = f"{text(row, 'framework')} {text(row, 'notes')}".lower()
     beside = "ulysses" if said["ulysses"] or "ulysses" in told else ""
-    context = way("contexts", f"{text(row, 'cp')} {kind} {beside}") if cp > 1 else cost.RING
+    context = spellings.way("contexts", f"{text(row, 'cp')} {kind} {beside}") if cp > 1 else cost.RING
     if context is None:
         found.inferred.append(f"cp_comm_type={kind} as a ring")
     if context == cost.ULYSSES and heads % cp:
@@ -217,7 +202,7 @@ def _borders(q: Mapping[str, float], found: Row) -> dict[str, float]:
     nanotron's first stage ends where its products are more than a stage's share of all, the last one among them.
     """
     layers, stages = q.get("layers", 0.0), q["pp"] * q["chunks"]
-    if found.framework != NANOTRON or q["pp"] == 1 or not layers:
+    if found.framework != spellings.NANOTRON or q["pp"] == 1 or not layers:
         return {"longest": 0.0, "fewer": float(q["pp"] > 1 and layers % stages > 0)}
     one = q["hidden"] * (4 * q["hidden"] + (2 + q["gated"]) * q["ffn"])
     return {"longest": min((layers + q["vocab"] * q["hidden"] / one) // q["pp"] + 1, layers), "fewer": 0.0}
@@ -225,15 +210,15 @@ def _borders(q: Mapping[str, float], found: Row) -> dict[str, float]:
 
 def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     shard, recompute, fsdp = (text(row, name) for name in ("shard", "recompute", "fsdp"))
-    if not shard and yes(fsdp) is None and not fsdp.isdigit():
+    if not shard and spellings.switch(fsdp) is None and not fsdp.isdigit():
         shard = fsdp
-    states = sharding(shard)
-    by_stage = sharding(text(row, "zero"))
+    states = spellings.sharding(shard)
+    by_stage = spellings.sharding(text(row, "zero"))
     if states is None or by_stage is None:
         found.refused.append(
             f"shard: '{shard if states is None else text(row, 'zero')}' is not understood (none, zero1, zero2, zero3, FULL_SHARD, ...)"
         )
-        states = by_stage = Sharding()
+        states = by_stage = spellings.Sharding()
     zero = states.zero if by_stage.zero is None else by_stage.zero
     if found.framework in (MEGATRON, OLD) and zero == 2 and re.search(r"dist\w*[ _-]?opt", shard.lower()):
         zero = 1.0  # whose gradients stay whole, whatever it is called
@@ -241,8 +226,8 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         degrees = [fsdp, *(text(row, name) for name in ("data_parallel_shard_degree", "dp_shard"))]
         sharded = any(re.fullmatch(r"-1|[2-9]|\d\d+", degree) for degree in degrees)
         sharded = sharded or true(row, "fsdp") or true(row, "megatron_fsdp")
-        program = sharding(text(row, "framework")) or Sharding()
-        usual = 3.0 if found.framework == FSDP and not found.plain and point["dp"] * point["cp"] > 1 else 0.0
+        program = spellings.sharding(text(row, "framework")) or spellings.Sharding()
+        usual = 3.0 if found.framework == spellings.FSDP and not found.plain and point["dp"] * point["cp"] > 1 else 0.0
         if found.framework == MEGATRON and found.generation in FLASH_SINCE:
             usual = 1.0  # its recipes of since then shard the optimizer
         zero = 3.0 if sharded else float(true(row, "dist_opt"))
@@ -254,14 +239,14 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     level, again = _recomputed(row, said, recompute, point, found)
     sp = text(row, "sp") or "on" * recompute.lower().startswith("seq")  # Calculon's seqsel has both
     sp = "on" if sp == f"{point['tp']:g}" else sp
-    parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else yes(sp)
+    parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else spellings.switch(sp)
     if parted is None and SILENT.fullmatch(sp) and point["tp"] > 1 and found.generation in FLASH_SINCE:
         titan = "titan" in text(row, "framework").lower()
         parted = found.framework == MEGATRON or titan  # whose recipes cut the sequence wherever they have tp
         found.inferred.append(f"sp={'on' if parted else 'off'}")
     if parted is None and not SILENT.fullmatch(sp):
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
-    parts = offloaded(text(row, "offload"))
+    parts = spellings.offloaded(text(row, "offload"))
     moved = any("activ" in part for part in parts)
     if moved:
         found.inferred.append("offload=activations takes no time")
@@ -269,23 +254,25 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
     aside = f"{text(row, 'framework')} {shard} {text(row, 'zero')}".lower()
     hosted = zero == 3 and (
-        found.framework == FSDP
+        found.framework == spellings.FSDP
         or any("param" in part or "weight" in part for part in parts)
         or re.search(r"infinity|offload[^;()]{0,30}param|param[^;()]{0,30}offload", aside)
     )
     offload = float(
-        states.offload or by_stage.offload or any(meant("offloaded", words) for words in (*parts, f"; {aside}"))
+        states.offload
+        or by_stage.offload
+        or any(spellings.meant("offloaded", words) for words in (*parts, f"; {aside}"))
     )
     group = said["shard_group"] or states.group
     copies = said["replicate"] or states.replicate
     found.grouped = states.copied and not group and not copies
     copies = copies or max(ranks / (group or usual), 1.0)
     return {
-        "zero": zero if ranks > 1 or (zero == 3 and found.framework == DEEPSPEED) else 0.0,
+        "zero": zero if ranks > 1 or (zero == 3 and found.framework == spellings.DEEPSPEED) else 0.0,
         "replicate": copies if ranks % copies == 0 else 1.0,
         "offload": offload * (2.0 if hosted else 1.0),
         # They go to the host as the backward makes them, in parts (ZeRO-Offload, arXiv 2101.06840, 4.1).
-        "gradient": 0.0 if offload and zero >= 2 and found.framework == DEEPSPEED else point["gradient"],
+        "gradient": 0.0 if offload and zero >= 2 and found.framework == spellings.DEEPSPEED else point["gradient"],
         "moved": float(moved),
         "recompute": level,
         "again": again,
@@ -298,7 +285,7 @@ def _recomputed(
 ) -> tuple[float, float]:
     """What is recomputed of each layer, and how many of a rank's are recomputed whole beside it."""
     silent = SILENT.fullmatch(words) and words.lower() != "none"
-    read = None if silent else recomputation(words)
+    read = None if silent else spellings.recomputation(words)
     if read is None:
         if not silent:
             found.refused.append(f"recompute: '{words}' is not understood (none, selective, full, full 5 of 48)")
@@ -310,7 +297,7 @@ def _recomputed(
     own = ceil(point.get("layers", 1.0) / point["pp"])
     if level == FULL and text(row, "recompute_method").lower() == "block" and said["again"]:
         count = int(said["again"])
-    if level == SELECTIVE and found.framework == FSDP:  # of every second layer, or of every second product
+    if level == SELECTIVE and found.framework == spellings.FSDP:  # of every second layer, or of every second product
         return NONE, own / 2
     if level == FULL and (share < 1 or 0 < count < own):
         return NONE, own * share if share < 1 else float(count)

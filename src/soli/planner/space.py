@@ -17,29 +17,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from soli.planner.cost import borders
+from soli.planner.cost import borders, points
 from soli.planner.cost.grids import shapes as shapes_of
-from soli.planner.cost.points import (
-    CUBE,
-    DUALPIPEV,
-    FULL,
-    GPIPE,
-    GRID,
-    INTERLEAVED,
-    LINE,
-    NONE,
-    ONE,
-    PRECISIONS,
-    RING,
-    SELECTIVE,
-    ULYSSES,
-    UNSAID,
-    ZBH1,
-    ZBV,
-    Array,
-    Points,
-    of_device,
-)
+from soli.planner.cost.points import Array, Points, of_device
 from soli.planner.cost.programs import of_program
 from soli.planner.cost.states import of_states
 from soli.planner.legality import divisors
@@ -52,13 +32,13 @@ Places = NDArray[np.int64]
 WIDEST = {"tp": 64, "cp": 64}
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
-LEVELS = {"none": NONE, "selective": SELECTIVE, "full": FULL}
+LEVELS = {"none": points.NONE, "selective": points.SELECTIVE, "full": points.FULL}
 OFFLOADS = {"none": 0.0, "optimizer": 1.0}
 PLACED = ("tp", "cp", "pp", "dp", "ep", "tensor", "rows")
 SHARDING = ("zero", "replicate", "offload")
-TENSORS = {"1d": LINE, "2d": GRID, "3d": CUBE}
-CONTEXTS = {"ring": RING, "ulysses": ULYSSES}
-USUAL = {"schedule": ONE, "chunks": 1.0, "recompute": NONE, "zero": 0.0, "offload": 0.0}
+TENSORS = {"1d": points.LINE, "2d": points.GRID, "3d": points.CUBE}
+CONTEXTS = {"ring": points.RING, "ulysses": points.ULYSSES}
+USUAL = {"schedule": points.ONE, "chunks": 1.0, "recompute": points.NONE, "zero": 0.0, "offload": 0.0}
 """What a layout is taken to have until it is chosen."""
 
 
@@ -80,7 +60,7 @@ def meshes(task: Task) -> NDArray[np.int64]:
     model, n, fixed = task.model, task.cluster.size, dict(task.fixed or {})
     fits = lambda t: model.heads % t == 0 and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
     grids = chooses(task.framework, "grids") and not model.experts
-    shapes = lambda tp: [(LINE, 1, tp), *(shapes_of(tp) if grids else [])]
+    shapes = lambda tp: [(points.LINE, 1, tp), *(shapes_of(tp) if grids else [])]
     shares = divisors(model.experts) if model.experts and chooses(task.framework, "ep") else [1]
     found = [
         (tp, cp, pp, n // tp // cp // pp, ep, tensor, rows)
@@ -110,8 +90,8 @@ def shared_out(ep: int, tp: int, copies: int) -> bool:
 def layouts(task: Task) -> Table:
     """How the ranks can lie, with sp, the microbatch and what products are computed in."""
     fixed = dict(task.fixed or {})
-    ways = (RING, ULYSSES) if chooses(task.framework, "ulysses") else (RING,)
-    asked = tuple(float(PRECISIONS.index(name)) for name in task.precisions)
+    ways = (points.RING, points.ULYSSES) if chooses(task.framework, "ulysses") else (points.RING,)
+    asked = tuple(float(points.PRECISIONS.index(name)) for name in task.precisions)
     values = {"sp": (0.0, 1.0), "context": ways, "microbatch": MICROBATCHES, "precision": asked}
     if "microbatches" in fixed:
         values["microbatch"] = (1.0,)  # what they leave
@@ -128,12 +108,12 @@ def layouts(task: Task) -> Table:
     kept = taken <= task.batch
     if parts:
         kept &= np.ceil(task.batch / taken) == parts
-    kept &= table["microbatch"] % (table["rows"] ** np.where(table["tensor"] == CUBE, 2, 1)) == 0
-    kept &= (table["sp"] == 0) | (table["tensor"] == LINE) & (
+    kept &= table["microbatch"] % (table["rows"] ** np.where(table["tensor"] == points.CUBE, 2, 1)) == 0
+    kept &= (table["sp"] == 0) | (table["tensor"] == points.LINE) & (
         (table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0)
     )
-    heads = task.model.heads / np.where(table["tensor"] == CUBE, table["rows"], table["tp"] / table["rows"])
-    kept &= (table["context"] == RING) | ((table["cp"] > 1) & (heads % table["cp"] == 0))
+    heads = task.model.heads / np.where(table["tensor"] == points.CUBE, table["rows"], table["tp"] / table["rows"])
+    kept &= (table["context"] == points.RING) | ((table["cp"] > 1) & (heads % table["cp"] == 0))
     if task.framework != SOLI:  # whose batches need not be equal
         kept &= task.batch % taken == 0
     if not chooses(task.framework, "uneven"):
@@ -162,7 +142,7 @@ def stages(task: Task, table: Table, each: bool = False) -> Table:
     times = own if each else np.minimum(own, 1)
     mixed = {name: np.repeat(column, times) for name, column in found.items()}
     first = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times) + 1.0
-    mixed |= {"recompute": np.full(len(first), NONE), "again": first * mixed["chunks"]}
+    mixed |= {"recompute": np.full(len(first), points.NONE), "again": first * mixed["chunks"]}
     mixed["most"] = mixed["again"] if each else np.repeat(own, times) * mixed["chunks"]
     return {name: np.concatenate([column, mixed[name]]) for name, column in whole.items()}
 
@@ -215,11 +195,11 @@ def _budgets(task: Task, table: Table) -> Places:
 def _orders(task: Task) -> Array:
     """[n, 2]: schedule and stages of a rank. What a plan calls chunks is 1 in the schedules that lie in a V."""
     said = dict(task.fixed or {})
-    found = [(ONE, 1.0), *((INTERLEAVED, float(n)) for n in CHUNKS[1:])]
+    found = [(points.ONE, 1.0), *((points.INTERLEAVED, float(n)) for n in CHUNKS[1:])]
     if "chunks" in said:
-        found = [(ONE if said["chunks"] == 1 else INTERLEAVED, said["chunks"])]
+        found = [(points.ONE if said["chunks"] == 1 else points.INTERLEAVED, said["chunks"])]
     if chooses(task.framework, "schedules") and said.get("chunks", 1) == 1:
-        found += [(GPIPE, 1.0), (ZBH1, 1.0), (ZBV, 2.0), (DUALPIPEV, 2.0)]
+        found += [(points.GPIPE, 1.0), (points.ZBH1, 1.0), (points.ZBV, 2.0), (points.DUALPIPEV, 2.0)]
     kept = [(schedule, n) for schedule, n in found if said.get("schedule", schedule) == schedule]
     return np.array(kept, dtype=float).reshape(-1, 2)
 
@@ -230,10 +210,10 @@ def _ordered(task: Task, table: Table) -> NDArray[np.bool_]:
     pp = column["pp"]
     schedule, chunks = _orders(task).T[:, None, :]
     times = np.ceil(task.batch / (column["dp"] * column["microbatch"]))
-    kept = (pp * chunks <= task.model.layers) & ((schedule == ONE) | (pp > 1))
-    kept &= ~np.isin(schedule, (INTERLEAVED, ZBH1)) | (times % pp == 0)
-    kept &= (schedule < ZBV) | (times >= 2 * pp)
-    kept &= ~np.isin(schedule, (ZBH1, ZBV, DUALPIPEV)) | (column["tensor"] == LINE)
+    kept = (pp * chunks <= task.model.layers) & ((schedule == points.ONE) | (pp > 1))
+    kept &= ~np.isin(schedule, (points.INTERLEAVED, points.ZBH1)) | (times % pp == 0)
+    kept &= (schedule < points.ZBV) | (times >= 2 * pp)
+    kept &= ~np.isin(schedule, (points.ZBH1, points.ZBV, points.DUALPIPEV)) | (column["tensor"] == points.LINE)
     if not chooses(task.framework, "uneven"):
         kept &= task.model.layers % (pp * chunks) == 0
     return np.asarray(kept)
@@ -280,13 +260,13 @@ def spaces(task: Task) -> Points:
 def points_of(task: Task, table: Mapping[str, Array]) -> Points:
     """Rows as points; what is not chosen yet as USUAL; the borders of a pipeline as the program places them."""
     same: dict[str, float | Array] = {
-        **UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precisions[0]), "seq": task.seq,
+        **points.UNSAID, **task.model.point(), **of_device(task.cluster.device, task.precisions[0]), "seq": task.seq,
         **of_program(task.framework, task.cluster.device.generation),
         "global_batch": task.batch, "logged": 0.0, **of_states(task.framework), **USUAL,
     }  # fmt: skip
     count = len(table["tp"])
     for name in task.precisions[1:]:
-        other, chosen = of_device(task.cluster.device, name), table["precision"] == PRECISIONS.index(name)
+        other, chosen = of_device(task.cluster.device, name), table["precision"] == points.PRECISIONS.index(name)
         same |= {key: np.where(chosen, value, same[key]) for key, value in other.items()}
     found = Points(
         **{

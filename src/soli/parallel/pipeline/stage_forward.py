@@ -16,21 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from soli.core.errors import SoliError
 from soli.core.functions import in_place, name_of
+from soli.parallel.pipeline import watch
 from soli.parallel.pipeline.stages import Stages
-from soli.parallel.pipeline.watch import (
-    CONSTANT,
-    OUTPUT,
-    PLACES,
-    TENSOR,
-    Name,
-    Trace,
-    Watch,
-    as_value,
-    called_as,
-    inside,
-    results_of,
-    unwrapped,
-)
+from soli.parallel.pipeline.watch import Name, Trace, Watch, as_value, called_as, inside, results_of, unwrapped
 from soli.parallel.tensor.cut import Cut, CutParameter, shape_of
 
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -85,7 +73,8 @@ class StageForward(Watch):
             if made and not self.last:
                 self._seen(func, made, live)
             return out
-        if name_of(func) in PLACES:  # where it would lie; on CUDA, recomputation of others asks for the number too
+        # where it would lie; on CUDA, recomputation of others asks for the number too
+        if name_of(func) in watch.PLACES:
             return func(torch.empty(0, device=self.device))
         try:
             with torch.no_grad():
@@ -210,15 +199,15 @@ class StageForward(Watch):
         given = tree_flatten((args, kwargs))[0]
         leaves: list[Any] = []
         for number, leaf in enumerate(told.leaves):
-            if leaf == TENSOR:
+            if leaf == watch.TENSOR:
                 shape, dtype = next(forms)
-                name = (self.gap, OUTPUT, number)
+                name = (self.gap, watch.OUTPUT, number)
                 x = self.received.get(name)
                 if x is None:
                     x = torch.empty(shape, dtype=dtype, device="meta")
                     x._live, x._run = name, self.run  # type: ignore[attr-defined]
                 leaves.append(x)
-            elif leaf == CONSTANT:
+            elif leaf == watch.CONSTANT:
                 leaves.append(next(forms))
             else:
                 leaves.append(given[leaf])
@@ -233,10 +222,10 @@ class StageForward(Watch):
             raise self._strayed(f"{spec} where there was {told.spec}")
         forms: list[Form | Any] = []
         for number, (leaf, kind) in enumerate(zip(leaves, told.leaves, strict=True)):
-            if kind == TENSOR:
+            if kind == watch.TENSOR:
                 forms.append((tuple(shape_of(leaf)), leaf.dtype))
-                self._keep((self.gap, OUTPUT, number), leaf)
-            elif kind == CONSTANT:
+                self._keep((self.gap, watch.OUTPUT, number), leaf)
+            elif kind == watch.CONSTANT:
                 forms.append(leaf)
             elif leaf is not given[kind]:
                 raise self._strayed(f"a new result of {told.unit}, where its argument came back")

@@ -187,27 +187,22 @@ def _reads_cut(run: Run, args: tuple, kwargs: dict) -> bool:
 
 
 def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    from soli.parallel.tensor.rules import (  # they are made of what stands here
-        ALWAYS,
-        GRID_READS,
-        rule_of,
-        written_in_python,
-    )
+    from soli.parallel.tensor import rules  # they are made of what stands here
 
     try:
-        if run.hidden and name not in GRID_READS and not written_in_python(func):
+        if run.hidden and name not in rules.GRID_READS and not rules.written_in_python(func):
             _refuse_grids(run, name, args)
-        if name in ALWAYS:
-            return ALWAYS[name](run, func, args, kwargs)
+        if name in rules.ALWAYS:
+            return rules.ALWAYS[name](run, func, args, kwargs)
         if not _reads_cut(run, args, kwargs):
             if run.finder is None:
                 return func(*args, **kwargs)
-            if written_in_python(func) and (rule := rule_of(func, name)) is not None:
+            if rules.written_in_python(func) and (rule := rules.rule_of(func, name)) is not None:
                 return rule(run, func, args, kwargs)  # its lines may hold products
             return run.finder.follow(func(*args, **kwargs), name, args)
         if torch._C._functorch.maybe_current_level() is not None:
             _refuse_transforms(run, func, args, kwargs)
-        rule = rule_of(func, name)
+        rule = rules.rule_of(func, name)
         return rule(run, func, args, kwargs) if rule is not None else unknown(run, func, args, kwargs)
     except Misfit as misfit:
         return misfitted(run, misfit, func, args, kwargs)
