@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from soli.core.functions import tensors_in
 
 KEPT = 100_000
 _SOLI = str(Path(__file__).parent.parent)
@@ -211,14 +212,6 @@ def _group_of(args: tuple[Any, ...]) -> tuple[str, tuple[int, ...]]:
     return "unknown", ()
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
-
-
 def _whole_bytes(sides: tuple[Any, ...]) -> int:
     """Size of the buffer that the collective is about: its largest side, input or output."""
-    return max(sum(t.numel() * t.element_size() for t in _tensors(side)) for side in sides)
+    return max(sum(t.numel() * t.element_size() for t in tensors_in((side,))) for side in sides)

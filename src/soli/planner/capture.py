@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError
-from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed, tensors
+from soli.core.functions import tensors_in
+from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed
 from soli.planner.where import here, place
 
 aten = torch.ops.aten
@@ -125,7 +126,7 @@ class Follower(Hollow):
         super()._note(func, args, kwargs, result, made)
         if self.inside or not made:
             return
-        given = tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         names = {_key(x): self._weights[_key(x)] for x in given if _key(x) in self._weights}
         marks = self.marks(given)
         if func is aten.embedding.default and names:

@@ -12,7 +12,6 @@ it, and the meta device, on which it stands, means "of another stage" to a pipel
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from soli.core import copies, versions
 from soli.core.errors import SoliError, on_all_ranks
+from soli.core.functions import tensors_in
 from soli.planner.where import here
 
 aten = torch.ops.aten
@@ -114,7 +114,7 @@ class Tracker(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():  # the shape of a cut tensor is its part's here
             result = self.run(func, args, kwargs or {})
             if not func.is_view:
-                made = tensors((result,))
+                made = tensors_in((result,))
                 for x in made:
                     self.see(x)
                 if self.calls is not None:
@@ -122,7 +122,7 @@ class Tracker(TorchDispatchMode):
             return result
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, made: list[Tensor]) -> None:
-        given = tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         both = [*given, *made]
         if both and self.calls is not None:
             count = FLOPS.get(func.overloadpacket)
@@ -164,7 +164,7 @@ class Hollow(Tracker):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.is_view:
             return func(*args, **kwargs)
-        given = tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         if kwargs.get("device") == META or any(x.is_meta for x in given):
             return func(*args, **kwargs)  # of another stage
         if not given:
@@ -207,32 +207,19 @@ class Hollow(Tracker):
 
     def _shaped(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the operation gives by the shapes of its tensors; what it writes is hollow afterwards."""
-        for x in tensors(args[at] if at < len(args) else kwargs.get(name) for at, name in _written(func)):
+        for x in tensors_in(args[at] if at < len(args) else kwargs.get(name) for at, name in _written(func)):
             self.mark(x)
         if func._schema.is_mutable and not func._schema.returns:
             return None
         if func is aten.index.Tensor or func is aten.index_put_.default:
             args = (args[0], [_counted(x, self) for x in args[1]], *args[2:])
-        given = tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         forms, shape = _results(func, args, kwargs, given)
         made = [
             self._like(form) if isinstance(form, Form) else given[form] if isinstance(form, int) else None
             for form in forms
         ]
         return made[0] if shape is None else tree_unflatten(made, shape)
-
-
-def tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Those among an operation's arguments or results, in order. torch's pytree takes five times as long, a fifth of a rehearsal."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors(value)
-        elif isinstance(value, dict):
-            found += tensors(value.values())
-    return found
 
 
 @dataclass(frozen=True)

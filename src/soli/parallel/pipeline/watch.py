@@ -26,7 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from soli.core.errors import on_all_ranks
 from soli.core.frames import in_autograd_function
-from soli.core.functions import in_place, name_of
+from soli.core.functions import in_place, name_of, tensors_in
 from soli.core.versions import FLOPS, mode_popped
 from soli.parallel.pipeline.units import Unit
 from soli.parallel.wrapping import unwrap, wrap
@@ -139,19 +139,6 @@ class Watch(TorchFunctionMode, ABC):
     @abstractmethod
     def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Answer the call of a unit."""
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors among arguments, in lists, tuples and dicts too."""
-    found: list[Tensor] = []
-    for x in values:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, list | tuple):
-            found += tensors_in(x)
-        elif isinstance(x, dict):
-            found += tensors_in(x.values())
-    return found
 
 
 def live_in(values: Any) -> list[Tensor]:
