@@ -1,8 +1,9 @@
-"""What a function of torch is called, whether it writes into its first argument, and the tensors that it is given."""
+"""What a function of torch is called, what it writes into, and the tensors that it is given."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -35,3 +36,15 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, dict):
             found += tensors_in(value.values())
     return found
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operation writes."""
+    said = enumerate(func._schema.arguments)
+    return tuple((at, a.name) for at, a in said if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation writes into."""
+    return tensors_in(args[at] if at < len(args) else kwargs.get(name) for at, name in _writes(func))

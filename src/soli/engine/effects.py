@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError, listed, on_all_ranks
+from soli.core.functions import written_by
 from soli.core.plan import Plan
 from soli.mesh.record import telling
 from soli.parallel import gather, kept
@@ -52,7 +53,7 @@ class Effects(TorchDispatchMode):
         if func._schema.is_mutable and not _is_gather(sys._getframe(1)):
             # parameters that are cut are looked at as they lie in memory
             with torch._C.DisableTorchFunction():
-                self._keep(_written(func, args, kwargs or {}))
+                self._keep(written_by(func, args, kwargs or {}))
         if self.plan.zero == 3 and not func.is_view and func.overloadpacket not in _SHAPES:
             self._look_for_absent(args, kwargs)
         return func(*args, **(kwargs or {}))
@@ -136,14 +137,6 @@ def undone(model: nn.Module, plan: Plan, tensors: bool = True) -> Iterator[None]
 def _one(x: Tensor) -> bool:
     """Whether all that a tensor has is one number."""
     return x.layout == torch.strided and not x.is_meta and x.untyped_storage().nbytes() == x.element_size()
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """What an operation writes into."""
-    given = zip(func._schema.arguments, args, strict=False)
-    named = ((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)
-    changed = [x for a, x in (*given, *named) if a.alias_info is not None and a.alias_info.is_write]
-    return [x for x in tree_leaves(changed) if isinstance(x, Tensor)]
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

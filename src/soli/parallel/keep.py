@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from soli.core.errors import SoliError
+from soli.core.functions import written_by
 
 _aten = torch.ops.aten
 PRODUCTS = {
@@ -92,7 +93,7 @@ class _Keeping(_Mode):
         if self.paused:
             return func(*args, **(kwargs or {}))
         if func._schema.is_mutable:
-            self._before_writing(func, args, kwargs or {})
+            self._before_writing(written_by(func, args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in PRODUCTS:
             self._keep(str(func.overloadpacket), out)
@@ -101,11 +102,8 @@ class _Keeping(_Mode):
     def _keep(self, what: str, out: Any) -> None:
         self.results.append(_Result(what, tree_map_only(Tensor, Tensor.detach, out)))
 
-    def _before_writing(self, func: Any, args: Any, kwargs: Any) -> None:
-        known = func._schema.arguments
-        given = dict(zip((a.name for a in known), args, strict=False)) | kwargs
-        aimed = [given.get(a.name) for a in known if a.alias_info is not None and a.alias_info.is_write]
-        places = _places(aimed)
+    def _before_writing(self, written: list[Tensor]) -> None:
+        places = _places(written)
         for result in self.results:
             if not result.written and _places(result.value) & places:
                 result.value, result.written = tree_map_only(Tensor, Tensor.clone, result.value), True

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from soli.core import copies, versions
 from soli.core.errors import SoliError, on_all_ranks
-from soli.core.functions import tensors_in
+from soli.core.functions import tensors_in, written_by
 from soli.planner.where import here
 
 aten = torch.ops.aten
@@ -207,7 +207,7 @@ class Hollow(Tracker):
 
     def _shaped(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the operation gives by the shapes of its tensors; what it writes is hollow afterwards."""
-        for x in tensors_in(args[at] if at < len(args) else kwargs.get(name) for at, name in _written(func)):
+        for x in written_by(func, args, kwargs):
             self.mark(x)
         if func._schema.is_mutable and not func._schema.returns:
             return None
@@ -274,13 +274,6 @@ def _form(x: Any, back: dict[int, int]) -> Form | int | None:
     if not isinstance(x, Tensor):
         return None
     return back[id(x)] if id(x) in back else Form(tuple(x.shape), x.stride(), x.dtype)
-
-
-@cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments that an operation writes."""
-    said = enumerate(func._schema.arguments)
-    return tuple((at, a.name) for at, a in said if a.alias_info is not None and a.alias_info.is_write)
 
 
 @cache
