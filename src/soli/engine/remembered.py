@@ -15,6 +15,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -87,11 +88,8 @@ class Remembering:
     @contextmanager
     def step(self) -> Iterator[None]:
         """All calls are one: each begins with what was kept before the first, but for what changes by rows."""
-        self._steps, self._begun = True, []
-        try:
+        with patch.multiple(self, _steps=True, _begun=[]):
             yield
-        finally:
-            self._steps, self._begun = False, []
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -105,11 +103,8 @@ class Remembering:
     @contextmanager
     def going_on(self) -> Iterator[None]:
         """Each call goes on with what the one before kept, as the program's own would."""
-        self._goes_on = True
-        try:
+        with patch.object(self, "_goes_on", True):
             yield
-        finally:
-            self._goes_on = False
 
 
 class Place:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,12 +70,8 @@ class Recorder:
     @contextmanager
     def apart(self) -> Iterator[deque[Record]]:
         """Within, records go to the list that this gives, and are none of this rank's: of a simulated world."""
-        kept, issued = self.records, self.issued
-        self.records = deque()
-        try:
+        with patch.multiple(self, records=deque(), issued=self.issued):
             yield self.records
-        finally:
-            self.records, self.issued = kept, issued
 
     def clear(self) -> None:
         self.records.clear()

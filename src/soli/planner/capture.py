@@ -187,11 +187,8 @@ class Follower(Hollow):
         """In the place of scaled_dot_product_attention."""
         if self.inside:
             return kernel(query, key, value, *args, **kwargs)
-        self.inside = True
-        try:
+        with patch.object(self, "inside", True):
             result = kernel(query, key, value, *args, **kwargs)
-        finally:
-            self.inside = False
         where, reads = tuple(self.where), self.marks([query, key, value])
         self.trace.attentions.append(
             Attention(where, query.numel(), int(key.shape[-2]), int(query.shape[-1]), reads, flash=True)
