@@ -90,7 +90,7 @@ class Pipeline:
         self.keys: list[Any] = []
         self.count = schedules.microbatches(self.plan)
         self.schedule = schedules.build(self.plan, self.mine, self.count)
-        self._present = {name for name, unit in self.cutting.units if not any(p.is_meta for p in unit.parameters())}
+        self.present = {name for name, unit in self.cutting.units if not any(p.is_meta for p in unit.parameters())}
         self._step, self._scale = 0, 1.0
         self._total, self._counted = 0.0, 0.0
 
@@ -160,20 +160,9 @@ class Pipeline:
     def _forward(
         self, stage: Stage, data: Any, known: Known, leaves: list[Tensor]
     ) -> tuple[StageForward, tuple[Tensor, float] | None]:
-        index, training = stage.stage_index, self.model.training
+        index = stage.stage_index
         received = {v.name: handed(x, v) for v, x in zip(known.incoming, leaves, strict=True)}
-        following = self.cutting.needs.get((training, index + 1), [])
-        forward = StageForward(
-            self.cutting.traces[training],
-            self.stages,
-            index,
-            received,
-            [name for name, _ in following],
-            known.shapes,
-            self.device,
-            self.randomness.skip,
-            self._present,
-        )
+        forward = StageForward(self, index, received, known.shapes)
         self.randomness.restart()
         result = None
         with self.computing(), forward, suppress(Finished):

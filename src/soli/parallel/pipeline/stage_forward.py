@@ -8,7 +8,7 @@ Units of earlier stages are not entered; the shapes of what they returned were s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from soli.core.errors import SoliError
 from soli.core.functions import in_place, name_of
 from soli.parallel.pipeline import watch
-from soli.parallel.pipeline.stages import Stages
-from soli.parallel.pipeline.watch import Name, Trace, Watch, as_value, called_as, inside, results_of, unwrapped
+from soli.parallel.pipeline.watch import Name, Watch, as_value, called_as, inside, results_of, unwrapped
 from soli.parallel.tensor.cut import Cut, CutParameter, shape_of
+
+if TYPE_CHECKING:
+    from soli.parallel.pipeline.run import Pipeline
 
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor; of a cut one the logical shape."""
@@ -35,30 +37,21 @@ class Finished(BaseException):
 
 
 class StageForward(Watch):
-    """`received`: the values that crossed the border before this stage. `outgoing`: names to keep for the next.
+    """`received`: the values that crossed the border before this stage. `wanted`: names to keep for the next.
 
     `present`: the units whose weights are all here.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        stages: Stages,
-        stage: int,
-        received: dict[Name, Tensor],
-        outgoing: list[Name],
-        shapes: Shapes,
-        device: torch.device,
-        skip: Callable[[dict[str, int]], None],
-        present: set[str],
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, stage: int, received: dict[Name, Tensor], shapes: Shapes) -> None:
         super().__init__()
-        self.trace, self.stages, self.stage = trace, stages, stage
-        self.received, self.wanted = received, set(outgoing)
-        self.shapes, self.device, self.skip, self.present = shapes, device, skip, present
+        cutting, training = pipeline.cutting, pipeline.model.training
+        self.trace, self.stages, self.stage = cutting.traces[training], cutting.stages, stage
+        self.received, self.wanted = received, {name for name, _ in cutting.needs.get((training, stage + 1), [])}
+        self.shapes, self.device, self.present = shapes, pipeline.device, pipeline.present
+        self.skip = pipeline.randomness.skip
         self.made: dict[Name, Tensor] = {n: x for n, x in received.items() if n in self.wanted}
         self.forms: list[list[Any]] = []  # of the calls of this stage
-        self.last = stage == stages.count - 1
+        self.last = stage == self.stages.count - 1
         for name, x in received.items():
             x._live, x._run = name, self.run  # type: ignore[attr-defined]
 
