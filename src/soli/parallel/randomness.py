@@ -43,26 +43,14 @@ NO_ROWS = -1
 
 _sdpa = F.scaled_dot_product_attention
 _dropout, _attention_function = F.dropout, F.multi_head_attention_forward
+_RECURRENT = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
+_DRAWS = ("multinomial", "randint", "randperm", "poisson", "normal", "bernoulli")
 _REFUSED: dict[Any, str] = {
-    torch.multinomial: "torch.multinomial",
-    torch.randint: "torch.randint",
-    torch.randperm: "torch.randperm",
-    torch.poisson: "torch.poisson",
-    torch.normal: "torch.normal",
-    torch.bernoulli: "torch.bernoulli",
-    Tensor.bernoulli_: "Tensor.bernoulli_",
-    Tensor.random_: "Tensor.random_",
-    Tensor.exponential_: "Tensor.exponential_",
-    F.alpha_dropout: "alpha_dropout",
-    F.feature_alpha_dropout: "feature_alpha_dropout",
-    F.rrelu: "rrelu",
-    F.gumbel_softmax: "gumbel_softmax",
-    torch.lstm: "LSTM with dropout",
-    torch.gru: "GRU with dropout",
-    torch.rnn_tanh: "RNN with dropout",
-    torch.rnn_relu: "RNN with dropout",
+    **{getattr(torch, name): f"torch.{name}" for name in _DRAWS},
+    **{getattr(Tensor, name): f"Tensor.{name}" for name in ("bernoulli_", "random_", "exponential_")},
+    **{getattr(F, name): name for name in ("alpha_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax")},
+    **{function: f"{name} with dropout" for function, name in _RECURRENT.items()},
 }
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
 _FILLS = {
     torch.rand: "uniform_",
