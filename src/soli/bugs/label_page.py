@@ -93,16 +93,8 @@ def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, 
                 keep(path, told)
                 return RedirectResponse(f"{root}/", 303, HEADERS)
         done = len({(one.repo, one.commit) for one in items} & set(mine(known())))
-        return page(
-            "commit",
-            422 if wrong else 200,
-            number=number,
-            count=len(items),
-            done=done,
-            item=item,
-            told=told,
-            wrong=wrong,
-        )
+        status = 422 if wrong else 200
+        return page("commit", status, number=number, count=len(items), done=done, item=item, told=told, wrong=wrong)
 
     def agreement(request: Request) -> Response:
         rows = known()
