@@ -61,7 +61,7 @@ class _Laying:
     def unit(self, name: str, params: list[Named]) -> Unit:
         first, slots = params[0][1], slots_of(params, self.portions)
         replicate, shard = self.mesh.sharing(cut_over(first))
-        own = self.gather.get(shard.ranks)
+        own = self.gather.get(shard.ranks, shard)
         return Unit(name, slots, shard, replicate, self.zero, first.requires_grad, own)
 
     def summed(self, param: nn.Parameter) -> tuple[str, ...]:

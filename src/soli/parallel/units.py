@@ -77,19 +77,12 @@ class Unit:
     """See the module's docstring. `gathered` says whether `full` holds the parameters now."""
 
     def __init__(
-        self,
-        name: str,
-        slots: list[Slot],
-        shard: Axis,
-        replicate: Axis,
-        zero: int,
-        trainable: bool,
-        gather: Axis | None = None,
+        self, name: str, slots: list[Slot], shard: Axis, replicate: Axis, zero: int, trainable: bool, gather: Axis
     ) -> None:
         self.name, self.slots, self.zero, self.trainable = name, slots, zero, trainable
         self.shard_axis, self.replicate_axis = shard, replicate
         # the ranks of the shard axis, in a group for the gathers of ZeRO-3
-        self.gather_axis = gather or shard
+        self.gather_axis = gather
         self.numel = slots[-1].stop
         self.padded = math.ceil(self.numel / shard.size) * shard.size
         self.size = self.padded // shard.size
