@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
 
+Loss = tuple[float, float]
+"""The sum of a forward's losses and how many were counted."""
 LATER = 3
 """Forwards more after which what they left in attributes is looked at once again: a list may be read from the second entry on."""
 
@@ -134,9 +136,7 @@ class FirstStep:
         self.modes = _modes(model)
 
 
-def _idle(
-    engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: tuple[float, float]
-) -> bool:
+def _idle(engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: Loss) -> bool:
     """Whether nothing comes of attributes, as of results that a module keeps for others to look at: the loss is the same with what was in
     them before any forward, and with what several left."""
     model = engine.model
@@ -150,13 +150,7 @@ def _idle(
 
 
 def _remembered(
-    engine: Engine,
-    data: Any,
-    rows: int,
-    names: list[str],
-    start: kept.Snapshot,
-    before: kept.Snapshot,
-    whole: tuple[float, float],
+    engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot, whole: Loss
 ) -> list[str]:
     """Of what a forward wrote and left as it was, what it would not have left so: where it begins with other values, others come of it, and of
     these others again. Attributes that move no loss are for others to look at."""
@@ -179,7 +173,7 @@ def _remembered(
     return [name for name in kept.changed(model, left) if name in moved]
 
 
-def _shifted(engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot) -> tuple[float, float]:
+def _shifted(engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot) -> Loss:
     """The loss where these begin with other values."""
     kept.restore(engine.model, start)
     kept.shift(engine.model, names)
@@ -205,7 +199,7 @@ def _few(engine: Engine, part: Part) -> tuple[Any, int]:
     return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.dim() else x, data), 2
 
 
-def _run(engine: Engine, data: Any, rows: int, part: bool = False) -> tuple[float, float]:
+def _run(engine: Engine, data: Any, rows: int, part: bool = False) -> Loss:
     with engine.randomness.probe(rows), engine.statistics.check(part):
         sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")
@@ -238,7 +232,7 @@ def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
     return True
 
 
-def _counts_first(engine: Engine, data: Any, rows: int, whole: tuple[float, float]) -> bool | None:
+def _counts_first(engine: Engine, data: Any, rows: int, whole: Loss) -> bool | None:
     """Whether the model's own loss counts each row's first label, if it is not as was said. None: it is, or nothing tells."""
     loss = engine.loss_fn.function
     if not isinstance(loss, FromModel):
@@ -269,7 +263,7 @@ def _anywhere(engine: Engine, here: bool, label: str) -> bool:
     return bool(extreme(float(here), engine.mesh.all, "max", label=label))
 
 
-def _adds_up(sums: list[tuple[float, float]], engine: Engine) -> bool:
+def _adds_up(sums: list[Loss], engine: Engine) -> bool:
     """Whether the whole's total is that of its parts, up to rounding."""
     (whole, count), (first, _), (second, _) = sums
     return abs(whole - first - second) <= rounding(engine, count) * (abs(first) + abs(second))
@@ -294,7 +288,7 @@ def _refuse_shift(first: bool) -> None:
     )
 
 
-def _explain(sums: list[tuple[float, float]], rows: list[int], engine: Engine) -> None:
+def _explain(sums: list[Loss], rows: list[int], engine: Engine) -> None:
     (whole, count), (first, count1), (second, count2) = sums
     if any(value - value != 0 for value, _ in sums):
         return  # not finite: the step itself reports it
