@@ -19,6 +19,9 @@ from soli.parallel.tensor.cut import Run, across, added, call, cut, entered, par
 from soli.parallel.tensor.pointwise import along, pointwise
 from soli.parallel.tensor.split import Misfit, Split, origins_of
 
+_OF_CLASSES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+"""The arguments that losses over classes share, in torch's order."""
+
 
 def softmax(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """softmax, log_softmax along any dim."""
@@ -105,10 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """F.cross_entropy of logits whose classes, or whose rows, are cut."""
-    names = (
-        "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
-    )  # fmt: skip
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip((*_OF_CLASSES, "label_smoothing"), args, strict=False)) | kwargs
     x, target, split = given["input"], given["target"], split_of(given["input"])
     if split is None:
         return func(*args, **kwargs)
@@ -178,8 +178,7 @@ def _check_targets(target: Tensor, classes: int, ignore: int) -> None:
 
 def nll_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """F.nll_loss of log-probabilities whose classes are cut."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(_OF_CLASSES, args, strict=False)) | kwargs
     x, target, split = given["input"], given["target"], split_of(given["input"])
     if split is None:
         return func(*args, **kwargs)
