@@ -19,15 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from soli.core.functions import name_of
 from soli.parallel.randomness import BACKWARD, backward_of
+from soli.parallel.tensor.pointwise import NAMES
 
-TYPED = {"softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"}
+TYPED = frozenset(NAMES["typed"])
 """Functions that autocast asks for results in fp32, where the caller asks for nothing."""
-WIDE = {
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan", "pow",
-    "__pow__", "__rpow__", "__rtruediv__", "softplus", "layer_norm", "group_norm", "norm", "cosine_similarity", "nll_loss", "kl_div",
-    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
-    "logsumexp", "interpolate",
-}  # fmt: skip
+WIDE = frozenset(NAMES["wide"])
 """Functions that read 16 bits as fp32."""
 OTHERWISE = TYPED | WIDE | {"cross_entropy"}
 _composed = torch.rms_norm

@@ -24,20 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from soli.core.errors import SoliError
 from soli.core.functions import written_by
+from soli.core.tables import table
 
 _aten = torch.ops.aten
-PRODUCTS = {
-    getattr(_aten, name)
-    for name in (
-        "mm",
-        "addmm",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-}
+PRODUCTS = {getattr(_aten, name) for name in table(__package__, "functions.toml")["kept"]}
 """Products with weights, and attention as one kernel. Batched products are those of attention written out: made again."""
 
 

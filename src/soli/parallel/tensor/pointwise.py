@@ -13,7 +13,7 @@ from soli.core.tables import table
 from soli.parallel.tensor.cut import Run, added, agreed, call, cut, entered, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit, Split, origins_of
 
-NAMES = table(__package__, "functions.toml")
+NAMES = table("soli.parallel", "functions.toml")
 """Functions of torch by what answers them, for rules.py too."""
 
 
