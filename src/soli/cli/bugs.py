@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from soli.cli.options import AsJson
 from soli.core.errors import SoliError, needing
@@ -271,10 +271,8 @@ def _json(said: Any) -> str:
 
 
 def _show(found: list[Mined]) -> None:
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for title in ("commits", "new", "fixes", "lines, median"):
-        table.add_column(title, justify="right", no_wrap=True)
+    numbers = [Column(title, justify="right", no_wrap=True) for title in ("commits", "new", "fixes", "lines, median")]
+    table = Table(Column("", no_wrap=True), *numbers, box=box.SIMPLE, pad_edge=False)
     for one in found:
         table.add_row(one.repo, str(one.commits), str(one.new), str(one.fixes), f"{one.median:.0f}")
     Console().print(table)

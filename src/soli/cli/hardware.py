@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from soli.cli.options import AsJson
 from soli.planner.hardware.clusters import read_cluster
@@ -66,9 +66,8 @@ def _networks() -> None:
 
 
 def _show(known: list[Device]) -> None:
-    table = Table("device", box=box.SIMPLE, caption=CAPTION, caption_justify="left")
-    for title in ("16 bit", "8 bit", *COLUMNS.values()):
-        table.add_column(title, justify="right", no_wrap=True)
+    columns = [Column(title, justify="right", no_wrap=True) for title in ("16 bit", "8 bit", *COLUMNS.values())]
+    table = Table("device", *columns, box=box.SIMPLE, caption=CAPTION, caption_justify="left")
     for device in known:
         peak = device.tflops.get("bf16", device.tflops.get("fp16"))
         numbers = (peak, device.tflops.get("fp8"), *(getattr(device, key) for key in COLUMNS))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from soli.cli import programs
 from soli.cli.options import AsJson
@@ -220,10 +220,9 @@ def _best(choices: list[Choice]) -> None:
 
 
 def _table(titles: list[str], rows: list[list[str]], caption: str) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("", min_width=2, no_wrap=True)
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
+    numbers = [Column(title, justify="right", no_wrap=True) for title in titles]
+    first = Column("", min_width=2, no_wrap=True)
+    table = Table(first, *numbers, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for number, row in enumerate(rows, 1):
         table.add_row(str(number), *row)
     Console().print(table)
