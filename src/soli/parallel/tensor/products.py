@@ -20,25 +20,9 @@ from torch import Tensor
 
 from soli.core.axes import ROW
 from soli.parallel.context import attention as context
+from soli.parallel.tensor import cut as cutting
 from soli.parallel.tensor import moves, overlap, summa
-from soli.parallel.tensor.cut import (
-    Cut,
-    CutParameter,
-    Run,
-    across,
-    added,
-    agreed,
-    call,
-    cut,
-    entered,
-    note,
-    part_of,
-    plain,
-    shape_of,
-    shared,
-    split_of,
-    whole,
-)
+from soli.parallel.tensor.cut import Cut, CutParameter, Run, call, cut, shape_of, split_of
 from soli.parallel.tensor.reads import first_by, keep_read, was_read
 from soli.parallel.tensor.split import Misfit, Split, origins_of
 
@@ -54,15 +38,15 @@ def contraction(
     if not cuts:
         return compute(*inputs), None, False
     letter = cuts[0][0]
-    split = agreed(run, [s for _, s in cuts])
+    split = cutting.agreed(run, [s for _, s in cuts])
     locals_ = []
     for x, word in zip(inputs, letters, strict=True):
         if split_of(x) is not None:
             locals_.append(x)
         elif letter in word:
-            locals_.append(part_of(run, x, split.at(word.index(letter))))
+            locals_.append(cutting.part_of(run, x, split.at(word.index(letter))))
         else:
-            locals_.append(entered(run, x))
+            locals_.append(cutting.entered(run, x))
     result = compute(*locals_)
     if letter in out:
         return result, split.at(out.index(letter)), False
@@ -78,13 +62,13 @@ def _one_letter(run: Run, inputs: list[Tensor], letters: list[str], out: str) ->
         split = split_of(x)
         if split is not None and not split.origins:
             if run.context:
-                note(
+                cutting.note(
                     run,
                     "two parts of the sequence meet in a product (attention written out, as with dropout): one is gathered",
                 )
             others = found - {letters[i][split.dim]}
             # Cut again along another dim, each rank's gradient is whole; read as it is, it is a part of a sum.
-            inputs[i] = whole(run, x) if others & set(letters[i]) else shared(run, x)
+            inputs[i] = cutting.whole(run, x) if others & set(letters[i]) else cutting.shared(run, x)
             return _one_letter(run, inputs, letters, out)
     # A cut along the summed dim of one input alone gives way first: heads that are too few end there.
     cuts = [(word[s.dim], s) for x, word in zip(inputs, letters, strict=True) if (s := split_of(x))]
@@ -97,8 +81,8 @@ def finished(run: Run, result: Tensor, split: Split | None, partial: bool) -> Te
     if not partial:
         return result if split is None else cut(result, split)
     if run.sequence and split is not None and (rows := _rows(run, result, split.lead)) is not None:
-        return cut(across(moves.scatter, result, rows, run.axis), rows)
-    return added(run, result, fresh=True)
+        return cut(cutting.across(moves.scatter, result, rows, run.axis), rows)
+    return cutting.added(run, result, fresh=True)
 
 
 def _rows(run: Run, x: Tensor, lead: tuple[int, ...]) -> Split | None:
@@ -182,9 +166,9 @@ def _on_grid(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight
         result = cut(F.linear(x, local), split.at(last))
     else:
         of_x = rows.at(last) if found is None else found
-        x = part_of(run, x, of_x) if found is None else x
+        x = cutting.part_of(run, x, of_x) if found is None else x
         assert run.row is not None, "the weight is cut over the rows of a grid"
-        result = cut(summa.linear(plain(x), local, of_x, rows, run.row, run.axis), split.at(last))
+        result = cut(summa.linear(cutting.plain(x), local, of_x, rows, run.row, run.axis), split.at(last))
     return result if bias is None else call(torch.add, result, bias)
 
 
