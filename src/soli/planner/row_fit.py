@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import ceil
 
 from soli.planner.cost import memory
@@ -20,7 +19,11 @@ def fitted(found: Row) -> None:
     says which; then as many are as do not fit otherwise.
     """
     point, words = found.point, found.inferred
-    fits = lambda **changes: _peak(found, point | changes) <= point["capacity"]
+
+    def fits(**changes: float) -> bool:
+        constants = repeated(known(found.framework, found.generation), 1)
+        return bool(memory.peak(points([point | changes]), constants)[0] <= point["capacity"])
+
     least = {"recompute": FULL} if found.unsaid else {}
     if found.grouped and not fits(**least):
         while point["replicate"] % 2 == 0 and not fits(**least):
@@ -41,8 +44,3 @@ def fitted(found: Row) -> None:
         point |= {"again": float(again)} if again < own else {"recompute": FULL}
         said = f"full-{again}of{own}" if again < own else "full"
         found.inferred = [RECOMPUTE + said if w.startswith(RECOMPUTE) else w for w in words]
-
-
-def _peak(found: Row, point: Mapping[str, float]) -> float:
-    """Bytes at the peak."""
-    return float(memory.peak(points([point]), repeated(known(found.framework, found.generation), 1))[0])

@@ -228,7 +228,7 @@ def _finish(job: _Job, seconds: float) -> dict[str, Any]:
     loss = _evaluate(job, job.validation)
     job.log.look(job.engine.step_count, loss, len(job.validation), job.bits(loss))
     weights = job.engine.global_state_dict()  # every rank calls it
-    steps = job.engine.step_count
+    steps, size = job.engine.step_count, job.tokens.validation.bytes
     summary = {
         "steps": steps,
         "seconds_of_steps": round(seconds, 2),
@@ -236,7 +236,7 @@ def _finish(job: _Job, seconds: float) -> dict[str, Any]:
         "plan": str(job.engine.plan),
         "model": asdict(job.model),
         "seed": job.config.run.seed,
-        "bytes_per_token": _ratio(job.tokens.validation.bytes, job.validation.targets),
+        "bytes_per_token": None if size is None else size / job.validation.targets,
         "validation": {"nats_per_token": loss, "bits_per_byte": job.bits(loss)},
         "unigram": {"nats_per_token": job.unigram, "bits_per_byte": job.bits(job.unigram)},
         "tokens_of_validation": job.validation.targets,
@@ -256,10 +256,6 @@ def _finish(job: _Job, seconds: float) -> dict[str, Any]:
     spent = time.time() - psutil.Process().create_time()
     job.log.say(f"{steps} steps, {clock(spent)} in all | {job.folder}/: loss.png, summary.json, sample.txt")
     return summary
-
-
-def _ratio(size: int | None, count: int) -> float | None:
-    return None if size is None else size / count
 
 
 def _sample(job: _Job, weights: dict[str, torch.Tensor]) -> str | None:

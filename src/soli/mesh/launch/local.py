@@ -91,7 +91,9 @@ def launch(
         if logged:
             others = "rank1.log" if n == 2 else f"rank1.log to rank{n - 1}.log"
             print(f"soli: {n} ranks; rank 0 is shown, the others in {folder}: {others}", file=sys.stderr)
-        return _run(n, argv, _meeting(port, chosen), folder, logged, all_ranks)
+        meeting = _meeting(port, chosen)
+        with _told_to_end():
+            return _code_of(n, argv, meeting, folder, logged, all_ranks)
     finally:
         if log_dir is None and not logged:
             shutil.rmtree(folder, ignore_errors=True)  # the user was not told of it
@@ -117,11 +119,6 @@ def _told_to_end() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _run(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool) -> int:
-    with _told_to_end():
-        return _code_of(n, argv, meeting, folder, logged, prefixed)
 
 
 def _code_of(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool) -> int:
