@@ -229,13 +229,15 @@ class Engine:
     def computing(self) -> Iterator[None]:
         """Around the model and its loss: cut tensors are logical ones, and the plan's precision holds."""
         looks, casts = looking(self.plan, self.step_count), precision.computing(self.plan, self.device)
+        torch.clear_autocast_cache()  # of a program's own autocast around a step: casts of another forward are of another graph
         with running(self._levels()), casts, looks, self.statistics.computing():
             yield
+        torch.clear_autocast_cache()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around a backward, which may recompute: torch's checkpoint restores the precision itself."""
-        with running(self._levels()), recompute.explained():
+        with running(self._levels()), self.statistics.computing(), recompute.explained():
             yield
 
     def _levels(self) -> list[Run]:
@@ -278,11 +280,10 @@ class Engine:
                 self._first.check(self, part)
         if self._watch is not None:
             self._watch.begin(self)
-        self.laid.reducer.begin_step()
         if self.loss_scale is not None:
             # A sum over thousands of targets has larger gradients than the mean the scale is meant for.
             self._seed_scale = self.loss_scale.scale / SUM_TO_MEAN
-        with self.loss_fn.step():
+        with self.loss_fn.step(), self.laid.reducer.step():
             if self.pipeline is None:
                 return self._agree(*microbatch.all_of(self, pieces))
             with recompute.holding(self.plan):
@@ -375,9 +376,9 @@ class Engine:
             piece.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
-        if self.plan.zero in (1, 2):
+        if self.plan.zero:
             for unit in self.laid.units:
-                if unit.full is not None and unit.shard is not None:
+                if unit.zero < 3 and unit.full is not None and unit.shard is not None:
                     full, part, label = unit.full, unit.shard, f"parameters of {unit.name}"
                     self._gathers.append(all_gather(full, part, unit.shard_axis, label=label, wait=False))
         self._finish_gathers()

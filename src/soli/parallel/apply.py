@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from soli.core.plan import Plan
@@ -41,6 +42,7 @@ def apply(
 
     tp > 1 needs `roles`, pp > 1 `cutting`.
     """
+    torch.clear_autocast_cache()  # a program's own autocast around a step refers to the weights
     with swappable(model):
         # before what works on weights: it need not on those of other stages
         absent, copies = keep_own(model, cutting, mesh) if cutting is not None else ({}, {})

@@ -76,6 +76,7 @@ class Gatherer:
     # --- one pass -------------------------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> None:
+        self._drop()
         self.phase, self.keep_last, self._cursor, self._ran = "forward", training, 0, []
         for block in self.order:
             block.runs, block.first = 0, OVER
@@ -93,6 +94,7 @@ class Gatherer:
 
     def hold_all(self) -> None:
         """Gather everything and keep it until `end_pass`: a pipeline's microbatches come and go in between."""
+        self._drop()
         self.phase = "held"
         for block in [self.root, *self.order]:
             self._issue(block)
@@ -115,6 +117,11 @@ class Gatherer:
             self._wait(block)
             block.release()
         self.phase = "idle"
+
+    def _drop(self) -> None:
+        """What a pass that an error ended left gathered: the weights may be others by now."""
+        if self.phase != "idle":
+            self.end_pass()
 
     def grads_complete(self, unit: Unit) -> None:
         """All gradients of a unit are there. Once a block has all of its own, its parameters go when the backward comes to another block:
@@ -197,7 +204,7 @@ class Gatherer:
         if block.gathered or block.pending is not None:
             return
         block.pending = []
-        for unit in block.units:
+        for unit in (unit for unit in block.units if not unit.gathered):
             assert unit.shard is not None, "a sharded unit has a shard"
             full = unit.make_room()
             label = f"parameters of {unit.name}"

@@ -44,12 +44,17 @@ NO_ROWS = -1
 _sdpa = F.scaled_dot_product_attention
 _dropout, _attention_function = F.dropout, F.multi_head_attention_forward
 _RECURRENT = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
-_DRAWS = ("multinomial", "randint", "randperm", "poisson", "normal", "bernoulli")
+_DRAWS = ("multinomial", "randint", "randint_like", "randperm", "poisson", "normal", "bernoulli", "binomial")
+_METHODS = ("bernoulli", "multinomial", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_")
 _REFUSED: dict[Any, str] = {
     **{getattr(torch, name): f"torch.{name}" for name in _DRAWS},
-    **{getattr(Tensor, name): f"Tensor.{name}" for name in ("bernoulli_", "random_", "exponential_")},
+    **{getattr(Tensor, name): f"Tensor.{name}" for name in _METHODS},
     **{getattr(F, name): name for name in ("alpha_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax")},
     **{function: f"{name} with dropout" for function, name in _RECURRENT.items()},
+    nn.init.normal_: "nn.init.normal_",
+    nn.init.uniform_: "nn.init.uniform_",
+    torch._standard_gamma: "a Gamma distribution",
+    torch._sample_dirichlet: "a Dirichlet distribution",
 }
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
 _FILLS = {
@@ -91,6 +96,8 @@ class Randomness:
         # Weak: a module that a model replaces while it runs must not leave its place to the next one of its address.
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._dims: dict[tuple[bool, Key], int] = {}  # of an evaluation, or not
+        self._inner: set[tuple[bool, Key]] = set()  # of these dims that are a multiple of the rows, where rows change fastest
+        self._marks: dict[tuple[int, Key, int], tuple[Tensor, float]] = {}  # of a probe's rows: what lies at each place of such a dim
         self._logs: list[tuple[int, dict[Key, tuple[int, ...]]]] = []
         self._now: _Microbatch | None = None
         self._probing: dict[Key, tuple[int, ...]] | None = None
@@ -173,7 +180,10 @@ class Randomness:
             try:
                 with _Mode(self):
                     yield
-                self._draws |= generators.states() != generators.after(start, len(now.nonces))
+                unseen = generators.states() != generators.after(start, len(now.nonces))
+                self._draws |= unseen
+                if unseen:
+                    self.refuse("a function that draws by itself")
                 if not self.alone and generators.others() != others:
                     raise on_all_ranks(
                         "the model draws random numbers from Python's random or from numpy, which every rank does apart",
@@ -200,12 +210,15 @@ class Randomness:
             dim = _batch_dim(shapes[key], rows, others[key], other_rows)
             if dim is not None:
                 self._dims[evaluating, key] = dim
+                if dim != NO_ROWS and key in self._drew and self._turned(key, dim, rows, other_rows):
+                    self._inner.add((evaluating, key))
             elif key in self._drew:
                 raise on_all_ranks(
                     f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
                     got=f"shape {shapes[key]} for {rows} rows and {others[key]} for {other_rows}",
                     allowed="at most one dim that is the rows, or a multiple of them",
                 )
+        self._marks.clear()
 
     # --- calls ----------------------------------------------------------------------------------------
 
@@ -257,28 +270,62 @@ class Randomness:
         if dim == NO_ROWS:
             generator.manual_seed(base)
             return fill(torch.empty(shape, dtype=like.dtype, device=like.device), generator)
+        if shape[dim] % now.rows:
+            raise SoliError(
+                f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
+                got=f"shape {shape} for {now.rows} rows, and on the first step a multiple of them",
+            )
         inner = shape[dim] // now.rows
         rest = (*shape[:dim], inner, *shape[dim + 1 :])
         rows = torch.empty((now.rows, *rest), dtype=like.dtype, device=like.device)
         for number, row in enumerate(rows.unbind(0)):
             generator.manual_seed(generators.mixed(base, now.first_row + number))
             fill(row, generator)
-        return rows.movedim(0, dim).reshape(shape)
+        return rows.movedim(0, dim + ((now.step < 0, key) in self._inner)).reshape(shape)
 
     def dropped(self, x: Tensor, p: float, training: bool, shape: tuple[int, ...]) -> Tensor:
         if self._probing is not None:
             key = self._key()
             self._probing[key] = shape
             if training and p > 0:
+                self._marked(key, x, shape)
                 self._draws = True
                 self._drew.add(key)
             return x.view_as(x)  # another tensor, as in training
         return x * self.keep(shape, p, x) if training and p > 0 else self._unchanged(x)
 
-    def drawn(self, like: Tensor, shape: tuple[int, ...], how: str, *parameters: float) -> Tensor:
-        """A tensor of `shape`, and of the type and device of `like`, filled by a method of Tensor."""
+    def _marked(self, key: Key, x: Tensor, shape: tuple[int, ...]) -> None:
+        """What lies where in dims that are the rows, or a multiple of them: they need not be in the order of the batch."""
+        if x.is_meta or self._now is None:
+            return
+        rows, device = self._now.rows, x.device.type
+        eps = torch.finfo(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype).eps
+        for d in [d for d, n in enumerate(shape) if n % rows == 0]:
+            over = [other for other in range(x.dim()) if other != d]
+            size = x.detach().abs().double()
+            self._marks.setdefault((rows, key, d), (size.sum(over) if over else size, eps))
+
+    def _turned(self, key: Key, dim: int, rows: int, other_rows: int) -> bool:
+        """Whether rows change fastest in a dim that is a multiple of them: the part's places are found in the whole one way, or the other."""
+        if (rows, key, dim) not in self._marks or (other_rows, key, dim) not in self._marks or rows == other_rows:
+            return False
+        (whole, eps), (part, _) = self._marks[rows, key, dim], self._marks[other_rows, key, dim]
+        ways = whole[: len(part)], whole.unflatten(0, (-1, rows))[:, :other_rows].flatten()
+        usual, turned = (float((way - part).abs().max()) for way in ways)
+        if self.shared and min(usual, turned) > eps**0.5 * float(whole.max()):
+            raise SoliError(
+                f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
+                got="rows in another order than the batch's",
+                fix="draw before rows are put in another order, or sorted; or call the module once for each part of what is put together",
+            )
+        return turned < usual
+
+    def drawn(self, like: Tensor, shape: tuple[int, ...], how: str, *parameters: float, beside: Tensor | None = None) -> Tensor:
+        """A tensor of `shape`, and of the type and device of `like`, filled by a method of Tensor. `beside`: what it is drawn for."""
         key = self._key()
         if self._probing is not None:  # half the numbers are below it: no layer is dropped, none is chosen
+            if beside is not None and beside.is_floating_point():
+                self._marked(key, beside, shape)
             self._probing[key], self._draws = shape, True
             self._drew.add(key)
             middle = 0.5 if how == "uniform_" else 0.0
@@ -419,7 +466,7 @@ def _drawn(randomness: Randomness, func: Any, args: Any, options: dict[str, Any]
     if func in (torch.rand_like, torch.randn_like):
         x = args[0] if args else options.pop("input")
         like = torch.empty((), dtype=options.get("dtype") or x.dtype, device=options.get("device") or x.device)
-        return randomness.drawn(like, tuple(x.shape), how).requires_grad_(gradient)
+        return randomness.drawn(like, tuple(x.shape), how, beside=x).requires_grad_(gradient)
     size = options.pop("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
     like = torch.empty((), **{k: v for k, v in options.items() if k in ("dtype", "device")})
     return randomness.drawn(like, tuple(size), how).requires_grad_(gradient)
@@ -438,7 +485,8 @@ def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:
 def _recurrent_dropout(args: Any) -> bool:
     """Of torch.lstm(input, state, weights, bias, layers, dropout, train, ...) and its packed form."""
     numbers = [a for a in args if isinstance(a, float)]
-    return any(p > 0 for p in numbers) and True in [a for a in args[-3:] if isinstance(a, bool)]
+    after = next((i for i, a in enumerate(args) if isinstance(a, float)), None)
+    return any(p > 0 for p in numbers) and after is not None and args[after + 1] is True
 
 
 def _batch_dim(shape: tuple[int, ...], rows: int, other: tuple[int, ...], other_rows: int) -> int | None:

@@ -13,7 +13,8 @@ buffer; when the unit is complete they are summed over tp, all at once. Under tp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakMethod
 
 import torch
@@ -64,6 +65,15 @@ class Reducer:
             id(slot.param): (number, slot) for number, unit in enumerate(self.units) for slot in unit.slots
         }
         self._missing = [len(unit.slots) for unit in self.units]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the backwards of a step, of which an error may leave one open."""
+        self.begin_step()
+        try:
+            yield
+        finally:
+            self._open = False
 
     def begin_step(self) -> None:
         self._parts.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -9,13 +10,32 @@ from typing import Any
 from torch import nn
 
 
+class _Wrapped:
+    """The forward of a module. A copy of the module (an average of weights) computes with its own, as before any `wrap`."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], inner: Any, bound: bool) -> None:
+        functools.update_wrapper(self, forward)
+        self.module, self.forward, self.soli_wraps = module, forward, (inner, bound)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        inner, bound = self.soli_wraps
+        while isinstance(inner, _Wrapped):
+            inner, bound = inner.soli_wraps
+        copied = memo.get(id(self.module))
+        if copied is None:
+            return self
+        return _Wrapped(copied, MethodType(inner, copied) if bound else inner, inner, bound)
+
+
 def wrap(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Let the module compute with `forward`, which calls what it had."""
     inner = module.forward
     # As a function where it is bound to the module: a copy of the module has its own again, not the original's.
     bound = isinstance(inner, MethodType) and inner.__self__ is module
-    forward.soli_wraps = (inner.__func__ if bound else inner, bound)  # type: ignore[attr-defined]
-    module.forward = forward
+    module.forward = _Wrapped(module, forward, inner.__func__ if bound else inner, bound)
 
 
 def unwrap(module: nn.Module) -> bool:

@@ -140,7 +140,7 @@ class Engine:
     def poll(self) -> bool:
         """Advance everything; whether anything moved."""
         finished: list[LocalWork] = []
-        with self.lock, torch.no_grad(), _unseen():
+        with self.lock, torch.inference_mode(), _unseen():
             before = Board.moves
             for queue in list(self.queues):
                 works = self.queues[queue]

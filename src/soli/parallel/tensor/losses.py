@@ -153,7 +153,10 @@ def _by_rows(run: Run, x: Tensor, target: Tensor, split: Split, given: dict) -> 
     """Every rank has whole rows of logits, and some of the rows."""
     reduction, ignore = given.get("reduction", "mean"), given.get("ignore_index", -100)
     dim = split.dim - (split.dim > 1)
-    mine = target if split_of(target) is not None else part_of(run, target, split.at(dim))
+    known = split_of(target)
+    if known is not None and not (known.dim == dim and known.fits(split.at(dim))):
+        target, known = whole(run, target), None
+    mine = target if known is not None else part_of(run, target, split.at(dim))
     more = {k: given[k] for k in ("weight", "ignore_index", "label_smoothing") if k in given}
     losses = cut(F.cross_entropy(x, mine, reduction="none", **more), split.at(dim))
     if reduction == "none":
@@ -194,9 +197,11 @@ def nll_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """torch.gather, take_along_dim: along the cut dim every rank gives what it has."""
-    given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
-    if getattr(func, "__name__", "") == "take_along_dim" and len(args) == 3:
-        given = {"input": args[0], "index": args[1], "dim": args[2]}
+    along = getattr(func, "__name__", "") == "take_along_dim"
+    given = dict(zip(("input", "index", "dim") if along else ("input", "dim", "index"), args, strict=False)) | kwargs
+    given["index"] = given.get("indices", given.get("index"))
+    if given.get("dim") is None:
+        raise Misfit(origins_of(s for x in given.values() if (s := split_of(x))), "elements of a flat tensor")
     x, dim, index = given["input"], given["dim"] % given["input"].dim(), given["index"]
     split = split_of(x)
     if split is None or split_of(index) is not None:
@@ -229,5 +234,10 @@ def elementwise_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if len(args) > 3 or not isinstance(reduction, str):
         splits = [s for x in args if isinstance(x, Tensor) and (s := split_of(x))]
         raise Misfit(origins_of(splits), "a loss with reduction by position")
+    if any(kwargs.pop(name, None) is not None for name in ("size_average", "reduce")):
+        splits = [s for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and (s := split_of(x))]
+        raise Misfit(origins_of(splits), "a loss with size_average or reduce")
     each = pointwise(run, func, args, {**kwargs, "reduction": "none"})
+    if reduction == "batchmean":
+        return call(torch.sum, each) / (shape_of(each) or (1,))[0]
     return each if reduction == "none" else call(torch.sum if reduction == "sum" else torch.mean, each)

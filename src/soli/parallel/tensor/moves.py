@@ -122,7 +122,8 @@ class _Move(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.back(grad), None, None
+        with torch._C.DisableTorchFunctionSubclass():  # of a function of the model's own it may be a cut tensor
+            return ctx.back(grad.view_as(grad)), None, None
 
 
 def moved(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:

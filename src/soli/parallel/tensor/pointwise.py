@@ -99,13 +99,13 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     """sum, mean, any, all, amax, amin, ... over dims: local unless the cut dim is among them."""
     x, *rest = args
     split = split_of(x)
+    if any(isinstance(y, Tensor) for y in (*rest[:1], kwargs.get("other"))):  # torch.max of two tensors
+        return pointwise(run, func, args, kwargs)
     if split is None:
         return func(*args, **kwargs)
-    names = ("dim", "keepdim")
+    names = ("dim", "unbiased", "keepdim") if getattr(func, "__name__", "") in ("var", "std") and rest[1:] else ("dim", "keepdim")
     given = dict(zip(names, rest, strict=False)) | {("dim" if k == "axis" else k): v for k, v in kwargs.items()}
     dim, keep = given.get("dim"), bool(given.get("keepdim", False))
-    if isinstance(dim, Tensor):  # torch.max of two tensors
-        return pointwise(run, func, args, kwargs)
     count = x.dim()
     dims = range(count) if dim is None or dim == () else [dim] if isinstance(dim, int) else list(dim)
     over = {d % count for d in dims}

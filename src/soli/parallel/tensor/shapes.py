@@ -183,8 +183,11 @@ def narrowed(run: Run, x: Tensor, dim: int, start: int, stop: int) -> Tensor:
 
 
 def narrow(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, dim, start, length = args
-    return narrowed(run, x, dim % x.dim(), start, start + length)
+    x, *rest = args
+    given = dict(zip(("dim", "start", "length"), rest, strict=False)) | kwargs
+    dim = given["dim"] % x.dim()
+    start = int(given["start"]) % max(shape_of(x)[dim], 1) if given["start"] < 0 else int(given["start"])
+    return narrowed(run, x, dim, start, start + given["length"])
 
 
 def pieces(run: Run, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
@@ -235,7 +238,7 @@ def getitem(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     x, index = args
     split = split_of(x)
     if split is None:
-        return func(*args)
+        raise Misfit(frozenset(), "a whole tensor indexed by a cut one")
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, Tensor) and i.dtype == torch.bool and i.dim() > 1 for i in items):
         raise Misfit(split.origins, "a mask over several dims")
