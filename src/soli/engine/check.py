@@ -40,7 +40,8 @@ class FirstStep:
 
     def __init__(self) -> None:
         self.modes: list[bool] | None = None
-        self._losses: list[float] | None = None
+        self._losses: list[coupling.Sum] | None = None
+        self.size = 0.0  # what a loss is of, where its terms cancel
         self.loss_seen = False  # whether what it trains was looked at
         self._evaluated = False
 
@@ -48,6 +49,7 @@ class FirstStep:
         """What is looked at while every rank has the whole weights, if it has; else it is gathered in `check`."""
         if engine.plan.model_ranks > 1 and not any(p.is_meta for p in engine.model.parameters()):
             self._losses = coupling.measured(engine, part_of(example, 1, 0))
+            self.size = coupling.size_of(self._losses)
 
     def wanted(self, model: nn.Module, part: Part, ranks: int) -> bool:
         return part.total >= ranks and self.modes != _modes(model)
@@ -75,7 +77,7 @@ class FirstStep:
                 whole = _run(engine, data, rows)
             except Exception as error:  # under zero=3 there may be nothing to write into, or to read
                 effects.explain(engine.plan)
-                if isinstance(error, RuntimeError) and rows < part.total:
+                if isinstance(error, RuntimeError | IndexError | ValueError) and rows < part.total:
                     error.add_note(
                         f"soli: on {rows} of the batch's {part.total} rows. If the model runs on all of them alone (plan dp=1), as on the "
                         "nodes of a graph, they are no rows that can be shared out: let a row be what is computed by itself (one graph)"
@@ -112,7 +114,12 @@ class FirstStep:
         first = _counts_first(engine, data, rows, whole)
         if idle:
             changes = changes.in_state(model)
-        apart, repeats = bool(parts) and not _adds_up(sums, engine), True
+        losses = self._losses
+        if parts and losses is None:
+            losses = coupling.measured(engine, part)
+            self.size = coupling.size_of(losses)
+        size = self.size * max(rows / coupling.ROWS, 1.0)
+        apart, repeats = bool(parts) and not _adds_up(sums, engine, size), True
         if _anywhere(engine, apart, "whether losses do not add up"):
             repeats = kept.same(_run(engine, data, rows), whole)
             kept.restore(model, before)
@@ -126,13 +133,13 @@ class FirstStep:
             if apart and not repeats and engine.plan.pieces > 1:
                 _refuse_memory()
             if parts:
-                _explain(sums, [rows, cut, rows - cut], engine)
+                _explain(sums, [rows, cut, rows - cut], engine, size)
             if first is not None:
                 _refuse_shift(first)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
         if parts:
-            coupling.check(engine, coupling.measured(engine, part) if self._losses is None else self._losses)
+            coupling.check(engine, losses or [])
         self.modes = _modes(model)
 
 
@@ -263,10 +270,10 @@ def _anywhere(engine: Engine, here: bool, label: str) -> bool:
     return bool(extreme(float(here), engine.mesh.all, "max", label=label))
 
 
-def _adds_up(sums: list[Loss], engine: Engine) -> bool:
+def _adds_up(sums: list[Loss], engine: Engine, size: float) -> bool:
     """Whether the whole's total is that of its parts, up to rounding."""
     (whole, count), (first, _), (second, _) = sums
-    return abs(whole - first - second) <= rounding(engine, count) * (abs(first) + abs(second))
+    return abs(whole - first - second) <= rounding(engine, count) * (abs(first) + abs(second) + size)
 
 
 def _refuse_memory() -> None:
@@ -288,7 +295,7 @@ def _refuse_shift(first: bool) -> None:
     )
 
 
-def _explain(sums: list[Loss], rows: list[int], engine: Engine) -> None:
+def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float) -> None:
     (whole, count), (first, count1), (second, count2) = sums
     if any(value - value != 0 for value, _ in sums):
         return  # not finite: the step itself reports it
@@ -299,7 +306,7 @@ def _explain(sums: list[Loss], rows: list[int], engine: Engine) -> None:
             allowed="the number of targets that were counted",
             fix="a count of 1 usually means a mean: return the sum and the number of counted targets",
         )
-    if _adds_up(sums, engine):
+    if _adds_up(sums, engine, size):
         return
     mean = (first * count1 + second * count2) / max(count, 1)
     looks_mean = abs(whole - mean) < abs(whole - first - second) / 2

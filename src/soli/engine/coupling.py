@@ -2,10 +2,12 @@
 
 A balancing loss over the tokens of a batch (Switch's, arXiv 2101.03961, 2.2, of weight 0.01) moves a loss by 1e-5 where its rows are taken
 apart, which the check of the first step (check.py) cannot tell from rounding. Here the rows in another order say how much rounding there is.
+Some losses add up where their gradients do not (x / x.detach(), whose value is 1): so the gradient along one direction is looked at too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +28,30 @@ from soli.parallel.statistics import Statistics
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
-LARGEST = 2**28
-"""Parameters of a model that is copied (2 GB)."""
+LARGEST = 2**27
+"""Parameters of a model that is copied (1 GB, and its gradients)."""
 ROWS = 8
 
 
-def measured(engine: Engine, part: Part) -> list[float]:
-    """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby; none where they
-    cannot be had: the plan takes no rows apart, the model is large, or does not run in float64. Collective where a rank has a part of the
+@dataclass(frozen=True)
+class Sum:
+    """A loss; where gradients were asked for, of it: the sum of |gradient x weight| (what rounding a loss bears, even one near 0), the
+    gradient along a direction, and the sum of the sizes that this is of."""
+
+    total: float = 0.0
+    size: float = 0.0
+    along: float = 0.0
+    along_size: float = 0.0
+
+
+def size_of(found: list[Sum]) -> float:
+    """What a loss of those rows is of, where its terms cancel."""
+    return max((x.size for x in found), default=0.0)
+
+
+def measured(engine: Engine, part: Part) -> list[Sum]:
+    """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby, with gradients;
+    none where they cannot be had: the plan takes no rows apart, the model is large, or does not run in float64. Collective where a rank has a part of the
     weights."""
     if engine.plan.pieces == 1 or engine.mesh.all.simulated or engine.numel > LARGEST:
         return []
@@ -44,11 +62,11 @@ def measured(engine: Engine, part: Part) -> list[float]:
             model = (states.copy_model(engine) if cut else states.plain_copy(engine.model)).double()
             if rows < 2:
                 return []
-            *found, again = _totals(engine, model, take(part.data, 0, rows), rows)
+            *found, again = _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
             # some sums agree at the weights that a run begins with alone: normalised advantages, where the ratio of policies is 1
             _moved(model)
-            found += _totals(engine, model, take(part.data, 0, rows), rows)[:-1]
-        same = again == found[0] or found[0] != found[0]
+            found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=True)[:-1]
+        same = again.total == found[0].total or found[0].total != found[0].total
         why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
         found, why = [], f"{type(error).__name__}: {error}".split("\n")[0]
@@ -57,12 +75,12 @@ def measured(engine: Engine, part: Part) -> list[float]:
     return [] if why else found
 
 
-def check(engine: Engine, found: list[float]) -> None:
+def check(engine: Engine, found: list[Sum]) -> None:
     """SoliError where the loss of some rows is not that of their two parts. Collective."""
     raise_together(lambda: _explain(engine, found), engine.mesh.all, label="whether rows are coupled")
 
 
-def _totals(engine: Engine, model: nn.Module, data: Any, rows: int) -> list[float]:
+def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: bool) -> list[Sum]:
     """What `measured` gives, and the first of them once more."""
     wide = lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
@@ -71,7 +89,8 @@ def _totals(engine: Engine, model: nn.Module, data: Any, rows: int) -> list[floa
     norms = Statistics(model, engine.plan, None)
     halves = (take(data, 0, cut), cut, True), (take(data, cut, rows), rows - cut, True)
     wholes = (data, rows, False), (turned, rows, False), (data, rows, False)
-    return [_total(engine, model, norms, *piece) for piece in (wholes[0], *halves, *wholes[1:])]
+    pieces = (wholes[0], *halves, *wholes[1:])
+    return [_total(engine, model, norms, *piece, gradients and i < 3) for i, piece in enumerate(pieces)]
 
 
 @torch.no_grad()
@@ -84,26 +103,52 @@ def _moved(model: nn.Module) -> None:
             param.add_(noise.to(param.dtype), alpha=0.01 * float(param.square().mean().sqrt()))
 
 
-def _total(engine: Engine, model: nn.Module, norms: Statistics, data: Any, rows: int, part: bool) -> float:
+def _total(
+    engine: Engine, model: nn.Module, norms: Statistics, data: Any, rows: int, part: bool, gradients: bool
+) -> Sum:
     runner = Runner(model, Caller(model), engine.loss_fn, data, rows, engine.plan)
     with norms.check(part), norms.computing():
-        total, count = total_and_count(runner.run(around=lambda _: lifted()))
-    return float(total) if count else 0.0
+        total, count = total_and_count(runner.run(around=lambda _: lifted(), gradients=gradients))
+        if not count:
+            return Sum()
+        return _pulled(model, total) if gradients and total.requires_grad else Sum(float(total.detach()))
 
 
-def _explain(engine: Engine, found: list[float]) -> None:
+def _pulled(model: nn.Module, total: Tensor) -> Sum:
+    """A loss and its gradient along one direction, the same at every call."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    found, generator = torch.autograd.grad(total, params, allow_unused=True), torch.Generator().manual_seed(1)
+    size = along = along_size = 0.0
+    for param, gradient in zip(params, found, strict=True):
+        way = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.device)
+        if gradient is not None:
+            size += float((gradient * param.detach()).abs().sum())
+            along += float((gradient.real * way).sum())
+            along_size += float((gradient.real * way).abs().sum())
+    return Sum(float(total.detach()), size, along, along_size)
+
+
+def _explain(engine: Engine, found: list[Sum]) -> None:
+    size = size_of(found)
     for four in (found[:4], found[4:]):
-        if four and all(x - x == 0 for x in four):  # else not finite: the step itself reports it
-            _add_up(engine, *four)
+        if four and all(x.total - x.total == 0 for x in four):  # else not finite: the step itself reports it
+            _add_up(engine, size, *four)
 
 
-def _add_up(engine: Engine, whole: float, first: float, second: float, turned: float) -> None:
-    rounding = 8 * torch.finfo(torch.float64).eps * depth(engine.model) * (abs(first) + abs(second))
-    if abs(whole - first - second) <= rounding + 8 * abs(whole - turned):
+def _add_up(engine: Engine, size: float, whole: Sum, first: Sum, second: Sum, turned: Sum) -> None:
+    rounding = 8 * torch.finfo(torch.float64).eps * depth(engine.model) * (abs(first.total) + abs(second.total) + size)
+    alike = abs(whole.total - first.total - second.total) <= rounding + 8 * abs(whole.total - turned.total)
+    # some compute in float32 whatever they are given, and what their gradients round nothing else tells
+    rounding = 8 * torch.finfo(torch.float32).eps * (first.along_size + second.along_size)
+    far = abs(whole.along - first.along - second.along) > rounding
+    if alike and (engine.statistics.active or not far):  # a norm of the batch has gradients that parts have not
         return
+    got = [(x.along if alike else x.total) for x in (whole, first, second)]
     raise SoliError(
-        "the loss of a batch is not the sum of its rows' losses: something couples the rows",
-        got=f"{whole:.12g} for some rows; {first:.12g} + {second:.12g} for their two parts, in float64",
+        "the loss of a batch is not the sum of its rows' losses: something couples the rows"
+        if not alike
+        else "the gradient of a batch's loss is not the sum of its rows' gradients: something couples the rows",
+        got=f"{got[0]:.12g} for some rows; {got[1]:.12g} + {got[2]:.12g} for their two parts, in float64",
         allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)",
         fix="a balancing loss over the tokens of a batch is one of this kind: take it over each row's tokens; or run with dp=1, tensor=1d "
         "and no accumulate or microbatches",

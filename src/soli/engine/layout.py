@@ -60,7 +60,7 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
 
 
 class Runner:
-    """Runs a model and its loss on a few rows, without gradients, and leaves what it changes and its modes as they were."""
+    """Runs a model and its loss on a few rows, and leaves what it changes and its modes as they were."""
 
     def __init__(self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int, plan: Plan) -> None:
         self.model, self.call, self.loss_fn, self.data, self.rows = model, call, loss_fn, data, rows
@@ -74,17 +74,18 @@ class Runner:
         data = to_device(data, next(engine.model.parameters()).device)
         return cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan)
 
-    @torch.no_grad()
     def run(
         self,
         around: Callable[[Randomness], AbstractContextManager[Any]] | None = None,
         training: bool = True,
         leaving: bool = False,
+        gradients: bool = False,
     ) -> Any:
         """One forward and its loss, which is returned. `around`: a context for them. `leaving`: tensors that the forward
-        leaves in attributes stay."""
+        leaves in attributes stay. `gradients`: the loss can be differentiated."""
         randomness = Randomness(self.model, 0)
         with (
+            torch.set_grad_enabled(gradients),
             between.modes_kept(self.model),
             effects.undone(self.model, self.plan, tensors=not leaving),
             Differentiating(self.plan),

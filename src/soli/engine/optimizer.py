@@ -127,16 +127,21 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
 
 
 SMALL, LARGE = (4, 6), (136, 144)
-"""Shapes that are tried: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on)."""
-STEPS = 10
+OTHERS = {1: (24,), 3: (4, 2, 3), 4: (2, 3, 2, 2), 5: (2, 3, 2, 2, 1)}
+"""Shapes that are tried: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on), or convolutions."""
+STEPS, MOST = 10, 200
 """Some begin with steps of another kind (ADOPT), use a norm of the step before (AvaGrad), or project where gradient and weight are at
-right angles, which by chance they are not at once (AdamP)."""
+right angles, which by chance they are not at once (AdamP). As many as an option says and two more, which may be a step that something
+begins with."""
 
 
 def elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps on a matrix equal those of two optimizers that have a part of its elements each."""
     halves = lambda tensors: [part for x in tensors for part in (x.flatten()[:11], x.flatten()[11:])]
-    return all(_alike(optimizer, [shape], halves) for shape in (SMALL, LARGE))
+    dims = {p.dim() for group in optimizer.param_groups for p in group["params"]}
+    return all(
+        _alike(optimizer, [shape], halves) for shape in (SMALL, LARGE, *(OTHERS[d] for d in dims if d in OTHERS))
+    )
 
 
 def separable(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -145,19 +150,21 @@ def separable(optimizer: torch.optim.Optimizer) -> bool | None:
 
 
 def _alike(
-    optimizer: torch.optim.Optimizer, shapes: list[tuple[int, int]], cut: Callable[[list[Tensor]], list[Tensor]]
+    optimizer: torch.optim.Optimizer, shapes: list[tuple[int, ...]], cut: Callable[[list[Tensor]], list[Tensor]]
 ) -> bool | None:
     """Whether steps on tensors equal those of optimizers that have one of the pieces each, under every group's options. In float64, up
     to the rounding of a vector kernel's tail: some dozens of operations an element."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda: [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    start, grads, kind = draw(), [draw() for _ in range(STEPS)], type(optimizer)
+    start = draw()
     for group in optimizer.param_groups:
         options = _options(optimizer, group)
+        steps = min(max(STEPS, *(v + 2 for v in (*options.values(), *vars(optimizer).values(), 0) if type(v) is int)), MOST)
+        grads = [draw() for _ in range(steps)]
         try:
-            whole = _stepped(kind, options, start, grads)
+            whole = _stepped(optimizer, options, start, grads)
             pieces = [
-                _stepped(kind, options, [piece], [[cut(step)[i]] for step in grads])
+                _stepped(optimizer, options, [piece], [[cut(step)[i]] for step in grads])
                 for i, piece in enumerate(cut(start))
             ]
         except Exception:  # somebody's own class: it wants matrices (Muon), or is no optimizer of plain parameters
@@ -167,7 +174,7 @@ def _alike(
         if any(numbers != whole[1] for _, numbers in pieces):
             return False
         flat = [torch.cat([x.flatten() for x in each]) for each, _ in (whole, apart)]
-        rounding = 32 * STEPS * torch.finfo(torch.float64).eps * max(float(x.abs().max()) for x in start)
+        rounding = 32 * steps * torch.finfo(torch.float64).eps * max(float(x.abs().max()) for x in start)
         if not (flat[0] - flat[1]).abs().max() <= rounding:
             return False
     return True
@@ -184,13 +191,16 @@ def _options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[st
 
 
 def _stepped(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
+    like: torch.optim.Optimizer, options: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
 ) -> tuple[list[Tensor], list[float]]:
     """Parameters after steps, and the numbers that the optimizer's group has then."""
     params = [nn.Parameter(value.clone()) for value in values]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = kind(params, **copy.deepcopy(options))
+        made = type(like)(params, **copy.deepcopy(options))
+        for name, value in vars(like).items():  # options that are attributes
+            if isinstance(value, int | float | str | tuple) and type(vars(made).get(name)) in (type(value), type(None)):
+                setattr(made, name, value)
         for step in grads:
             for param, grad in zip(params, step, strict=True):
                 param.grad = grad.clone()

@@ -176,7 +176,7 @@ def _compare(engine: Engine, sample: Sample, total: float, count: float) -> None
         return
     whole, counted = sample.loss
     finite = whole - whole == 0
-    if count != counted or (finite and not abs(total - whole) <= rounding(engine, count) * abs(whole)):
+    if count != counted or (finite and not abs(total - whole) <= rounding(engine, count) * (abs(whole) + engine._first.size)):
         raise failure(
             f"the model computes another loss under {engine.plan} than on one device; nothing was trained",
             got=f"{total:.9g} over {count:g} targets, and {whole:.9g} over {counted:g}",

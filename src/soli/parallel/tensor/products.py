@@ -280,7 +280,7 @@ def embedding(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if places is not None:
         if split is not None:
             raise Misfit(places.origins, "indices that are cut")
-        return cut(F.embedding(**{**given, "weight": entered(run, weight)}), places)
+        return cut(F.embedding(**{**given, "weight": cutting.entered(run, weight)}), places)
     if split is None:
         return func(*args, **kwargs)
     if given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse"):
