@@ -432,7 +432,7 @@ class Engine:
                 self.decide(batch := as_dict(batch), 0)
                 part = part_of(batch, self.dp.size, self.dp.index)
                 need_rows(part, self.dp.size, self.plan)
-                with torch.enable_grad():  # the layout is checked with gradients
+                with torch.inference_mode(False), torch.enable_grad():  # the layout is checked with gradients
                     self.lay(part)
                 self._first.evaluating(self, part)
                 data = to_device(part.data, self.device) if part.rows else None
