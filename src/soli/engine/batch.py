@@ -51,7 +51,7 @@ def rows_of(batch: Any) -> int:
             got=listed(sparse),
             fix="give their indices and values, padded to the same number a row, and make them in the forward; or to_dense()",
         )
-    sizes = {_path(path): leaf.shape[0] for path, leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0}
+    sizes = {_path(path): leaf.shape[0] for path, leaf in leaves if _has_rows(leaf)}
     if not sizes:
         raise on_all_ranks(
             "the batch has no tensor with rows",
@@ -74,12 +74,22 @@ def _path(path: tuple[Any, ...]) -> str:
 
 def take(batch: Any, start: int, stop: int) -> Any:
     """Rows [start, stop) of a batch: views, not copies."""
-    return tree_map(lambda x: x[start:stop] if isinstance(x, Tensor | np.ndarray) and x.ndim > 0 else x, batch)
+    return tree_map(lambda x: x[start:stop] if _has_rows(x) else x, batch)
+
+
+def at(batch: Any, rows: list[int]) -> Any:
+    """These rows of a batch, in this order."""
+    return tree_map(lambda x: x[rows] if _has_rows(x) else x, batch)
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, Tensor | np.ndarray) and x.ndim > 0
 
 
 def _lists(data: Any, sizes: set[int]) -> list[str]:
     """Lists of numbers or words, as many as these: they would not be taken apart with the rows."""
-    flat = lambda x: isinstance(x, list | tuple) and len(x) in sizes and all(isinstance(y, int | float | str) for y in x)
+    plain = lambda y: isinstance(y, int | float | str)
+    flat = lambda x: isinstance(x, list | tuple) and len(x) in sizes and all(map(plain, x))
     return [_path(path) for path, x in tree_flatten_with_path(data, is_leaf=flat)[0] if flat(x)]
 
 
@@ -124,8 +134,9 @@ def microbatches(part: Part, ranks: int, plan: Plan) -> list[Part]:
 
 def need_rows(part: Part, ranks: int, plan: Plan, norms: bool = False) -> None:
     """Raises SoliError where a rank has no row, and others wait for it in every product, or norm of the batch; and where rows are in lists."""
-    sizes = {n for n, cut in ((part.total, part.total > part.rows), (part.rows, plan.accumulate * plan.microbatches > 1)) if cut and n > 1}
-    if sizes and part.rows and (lists := _lists(part.data, sizes)):
+    sizes = {part.total if part.total > part.rows else 0}  # of rows that are taken apart
+    sizes |= {part.rows if plan.accumulate * plan.microbatches > 1 else 0}
+    if part.rows and (lists := _lists(part.data, sizes - {0, 1})):
         raise on_all_ranks(
             "the batch has lists with one entry a row, which are not taken apart with the rows",
             got=listed(lists),

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -100,7 +101,7 @@ def _kept(path: Path) -> Machine | None:
     try:
         return Machine.load(path)
     except (ValueError, TypeError) as error:
-        print(f"soli: {path} is no calibration ({error}); this machine is measured anew", flush=True)
+        print(f"soli: {path} is no calibration ({error}); this machine is measured anew", file=sys.stderr)
         return None
 
 

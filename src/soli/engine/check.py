@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.engine import coupling
-from soli.engine.batch import Part, few, part_of, take, to_device
+from soli.engine.batch import Part, at, few, part_of, take, to_device
 from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
 from soli.engine.effects import looked_at
@@ -201,9 +200,7 @@ def _few(engine: Engine, part: Part) -> tuple[Any, int]:
     """Rows to look at, two at least, and how many they are."""
     rows = few(part, engine.plan)
     data = to_device(take(part.data, 0, rows), engine.device)
-    if rows > 1:
-        return data, rows
-    return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.dim() else x, data), 2
+    return (data, rows) if rows > 1 else (at(data, [0, 0]), 2)
 
 
 def _run(engine: Engine, data: Any, rows: int, part: bool = False) -> Loss:

@@ -18,7 +18,7 @@ from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.engine import between, effects
 from soli.engine import state as states
-from soli.engine.batch import Caller, Part, few, take, to_device
+from soli.engine.batch import Caller, Part, at, few, take, to_device
 from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import raise_together
@@ -84,13 +84,13 @@ def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: b
     """What `measured` gives, and the first of them once more."""
     wide = lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
-    turned = tree_map(lambda x: x.flip(0) if isinstance(x, Tensor) and x.dim() else x, data)
+    turned = at(data, list(range(rows))[::-1])
     cut = rows // 2
     norms = Statistics(model, engine.plan, None)
     halves = (take(data, 0, cut), cut, True), (take(data, cut, rows), rows - cut, True)
     wholes = (data, rows, False), (turned, rows, False), (data, rows, False)
     pieces = (wholes[0], *halves, *wholes[1:])
-    return [_total(engine, model, norms, *piece, gradients and i < 3) for i, piece in enumerate(pieces)]
+    return [_total(engine, model, norms, piece, gradients and i < 3) for i, piece in enumerate(pieces)]
 
 
 @torch.no_grad()
@@ -103,9 +103,8 @@ def _moved(model: nn.Module) -> None:
             param.add_(noise.to(param.dtype), alpha=0.01 * float(param.square().mean().sqrt()))
 
 
-def _total(
-    engine: Engine, model: nn.Module, norms: Statistics, data: Any, rows: int, part: bool, gradients: bool
-) -> Sum:
+def _total(engine: Engine, model: nn.Module, norms: Statistics, piece: tuple[Any, int, bool], gradients: bool) -> Sum:
+    data, rows, part = piece
     runner = Runner(model, Caller(model), engine.loss_fn, data, rows, engine.plan)
     with norms.check(part), norms.computing():
         total, count = total_and_count(runner.run(around=lambda _: lifted(), gradients=gradients))
@@ -136,18 +135,17 @@ def _explain(engine: Engine, found: list[Sum]) -> None:
 
 
 def _add_up(engine: Engine, size: float, whole: Sum, first: Sum, second: Sum, turned: Sum) -> None:
+    what, got = ("loss of a batch", "losses"), (whole.total, first.total, second.total)
     rounding = 8 * torch.finfo(torch.float64).eps * depth(engine.model) * (abs(first.total) + abs(second.total) + size)
-    alike = abs(whole.total - first.total - second.total) <= rounding + 8 * abs(whole.total - turned.total)
-    # some compute in float32 whatever they are given, and what their gradients round nothing else tells
-    rounding = 8 * torch.finfo(torch.float32).eps * (first.along_size + second.along_size)
-    far = abs(whole.along - first.along - second.along) > rounding
-    if alike and (engine.statistics.active or not far):  # a norm of the batch has gradients that parts have not
-        return
-    got = [(x.along if alike else x.total) for x in (whole, first, second)]
+    if abs(got[0] - got[1] - got[2]) <= rounding + 8 * abs(whole.total - turned.total):
+        what, got = ("gradient of a batch's loss", "gradients"), (whole.along, first.along, second.along)
+        # some compute in float32 whatever they are given, and what their gradients round nothing else tells
+        rounding = 8 * torch.finfo(torch.float32).eps * (first.along_size + second.along_size)
+        # a norm of the batch has gradients that parts have not
+        if engine.statistics.active or not abs(got[0] - got[1] - got[2]) > rounding:
+            return
     raise SoliError(
-        "the loss of a batch is not the sum of its rows' losses: something couples the rows"
-        if not alike
-        else "the gradient of a batch's loss is not the sum of its rows' gradients: something couples the rows",
+        f"the {what[0]} is not the sum of its rows' {what[1]}: something couples the rows",
         got=f"{got[0]:.12g} for some rows; {got[1]:.12g} + {got[2]:.12g} for their two parts, in float64",
         allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)",
         fix="a balancing loss over the tokens of a batch is one of this kind: take it over each row's tokens; or run with dp=1, tensor=1d "

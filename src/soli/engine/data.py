@@ -54,7 +54,7 @@ class Stream(Iterator[Part]):
     """This rank's part of each global batch, from the position on; the position moves as they are yielded."""
 
     def __init__(self, dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int) -> None:
-        collated = partial(_collated, collate or default_collate)  # workers may have to pickle it
+        collated = partial(_collated, collate or default_collate, order.ranks)  # workers may have to pickle it
         self._make = lambda order: _batches(dataset, order, collated, workers)
         self.order = order
         _check(dataset, order)
@@ -70,8 +70,17 @@ class Stream(Iterator[Part]):
         return self._make(_until(replace(self.order, position=Position())))
 
 
-def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    return as_dict(collate(samples))
+def _collated(collate: Callable[[list[Any]], Any], ranks: int, samples: list[Any]) -> Any:
+    if ranks == 1:
+        return as_dict(collate(samples))
+    with generators.apart(0) as drew:
+        batch = as_dict(collate(samples))
+        if drew():
+            raise on_all_ranks(
+                "collate draws random numbers, and each rank collates rows of its own: they would be the same for other rows",
+                fix="draw in the dataset's __getitem__, or in the model's forward",
+            )
+    return batch
 
 
 def _check(dataset: Any, order: Order) -> None:

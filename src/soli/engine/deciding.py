@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import default_collate
 
 from soli.core.events import events
@@ -149,7 +148,7 @@ def enough(example: Any, ranks: int) -> Any:
 
 def peek(dataset: Any, count: int, collate: Callable[[list[Any]], Any] | None) -> tuple[Any, Any]:
     """The dataset and a batch of its first samples. What can be read only once is put together again."""
-    with torch.random.fork_rng(devices=[]):  # samples may be drawn
+    with rng.kept():  # samples may be drawn
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             samples = [dataset[i] for i in range(min(count, len(dataset)))]
         else:

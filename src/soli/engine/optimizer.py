@@ -159,7 +159,8 @@ def _alike(
     start = draw()
     for group in optimizer.param_groups:
         options = _options(optimizer, group)
-        steps = min(max(STEPS, *(v + 2 for v in (*options.values(), *vars(optimizer).values(), 0) if type(v) is int)), MOST)
+        said = (*options.values(), *vars(optimizer).values(), 0)
+        steps = min(max(STEPS, *(v + 2 for v in said if type(v) is int)), MOST)
         grads = [draw() for _ in range(steps)]
         try:
             whole = _stepped(optimizer, options, start, grads)

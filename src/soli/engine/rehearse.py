@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from soli.core.axes import DEPTH, REPLICATE, ROW, SHARD, TP, coordinates
 from soli.core.errors import raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine import optimizer as optimizers
-from soli.engine.batch import rows_of
+from soli.engine.batch import at, rows_of
 from soli.engine.engine import Engine, problems
 from soli.engine.on_cuda import as_on
 from soli.losses import LossFn
@@ -141,5 +140,5 @@ def unseen() -> Iterator[None]:
 
 def widened(batch: Any, rows: int) -> Any:
     """A batch of so many rows, those that there are again and again."""
-    index = torch.arange(rows) % rows_of(batch)
-    return tree_map(lambda x: x[index.to(x.device)] if isinstance(x, Tensor) and x.dim() else x, batch)
+    count = rows_of(batch)
+    return at(batch, [row % count for row in range(rows)])

@@ -56,9 +56,9 @@ def mark(engine: Engine, batch: Any) -> float:
     for number, x in enumerate(tree_leaves(batch.data if isinstance(batch, Part) else batch), 1):
         if isinstance(x, Tensor) and x.numel() and not x.is_complex():
             flat = x.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // ELEMENTS)].double().cpu()
+            some = flat[:: max(1, flat.numel() // ELEMENTS)].double().nan_to_num(1.0, 2.0, -2.0).cpu()
             total += number * float((some * torch.arange(1, len(some) + 1)).sum())
-    return total if total - total == 0 else 0.0  # NaN equals nothing; the loss will say where it is
+    return total
 
 
 OTHERS = "were given different rows; nothing was updated"
@@ -176,7 +176,9 @@ def _compare(engine: Engine, sample: Sample, total: float, count: float) -> None
         return
     whole, counted = sample.loss
     finite = whole - whole == 0
-    if count != counted or (finite and not abs(total - whole) <= rounding(engine, count) * (abs(whole) + engine._first.size)):
+    if count != counted or (
+        finite and not abs(total - whole) <= rounding(engine, count) * (abs(whole) + engine._first.size)
+    ):
         raise failure(
             f"the model computes another loss under {engine.plan} than on one device; nothing was trained",
             got=f"{total:.9g} over {count:g} targets, and {whole:.9g} over {counted:g}",

@@ -334,6 +334,11 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
     fresh: dict[Any, dict[str, Any]] = {}
     wanted = model_tensors(engine, filling=True) | _optimizer_to_fill(engine, manifest, fresh)
     wanted |= {name: from_whole(value) for name, value in (drawn or {}).items()}
+    if not fresh and engine._given.begun and stepped(engine.optimizer):
+        raise on_all_ranks(
+            f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} had some when soli.parallelize was given it, which are gone",
+            fix="load it into a new engine, before its first step and with an optimizer that has not stepped",
+        )
     ignore = None if drawn is not None else lambda name: name.startswith(RNG)
     with torch.no_grad():
         state = checkpoint.load(path, wanted, group=_everyone(engine), ignore=ignore)
@@ -343,11 +348,6 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
     if fresh or not engine._given.begun:  # also where the checkpoint is of before the first step, or of weights alone
         engine.optimizer.state.clear()
         engine.optimizer.state.update(fresh)
-    elif stepped(engine.optimizer):
-        raise on_all_ranks(
-            f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} had some when soli.parallelize was given it, which are gone",
-            fix="load it into a new engine, before its first step and with an optimizer that has not stepped",
-        )
     return state
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,14 +134,23 @@ def _made_backend() -> str:
 
 
 def _start(rank: int, size: int, backend: str, seconds: float) -> None:
-    address = os.environ["MASTER_ADDR"]
-    if address in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name often resolves to nothing
+    address, where = os.environ["MASTER_ADDR"], dict[str, Any]()
     try:
-        make_group(backend, rank, size, seconds)
-    except dist.DistError as error:
+        if address in ("127.0.0.1", "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name often resolves to nothing
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torchrun has one
+                where["store"] = _store(rank, size, seconds)
+        make_group(backend, rank, size, seconds, **where)
+    except (dist.DistError, OSError) as error:
         raise _not_started(rank, size, address, error) from error
     atexit.register(_leave)
+
+
+def _store(rank: int, size: int, seconds: float) -> dist.TCPStore:
+    """Where ranks of one machine meet: torch's own listens to everybody."""
+    port = int(os.environ["MASTER_PORT"])
+    listen = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
+    return dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=seconds), master_listen_fd=listen)
 
 
 def make_group(backend: str, rank: int, size: int, seconds: float, **where: Any) -> None:

@@ -140,7 +140,7 @@ def _blocks(model: nn.Module, params: list[Named], laying: _Laying) -> tuple[Blo
     shared = {key for key, names in owners.items() if len(names) > 1} | outside | laying.copies.keys()
 
     def units(name: str, members: list[Named]) -> list[Unit]:
-        groups = _grouped(members, lambda param: (param.dtype, param.requires_grad, laying.summed(param), param.numel() == 1))
+        groups = _grouped(members, lambda p: (p.dtype, p.requires_grad, laying.summed(p), p.numel() == 1))
         return [laying.unit(f"{name} {i}" if i else name, group) for i, group in enumerate(groups.values())]
 
     def members(name: str) -> list[Named]:

@@ -76,7 +76,8 @@ class Gatherer:
     # --- one pass -------------------------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> None:
-        self._drop()
+        if self.phase != "idle":  # an error ended a pass, and what it left gathered may be of other weights by now
+            self.end_pass()
         self.phase, self.keep_last, self._cursor, self._ran = "forward", training, 0, []
         for block in self.order:
             block.runs, block.first = 0, OVER
@@ -94,7 +95,8 @@ class Gatherer:
 
     def hold_all(self) -> None:
         """Gather everything and keep it until `end_pass`: a pipeline's microbatches come and go in between."""
-        self._drop()
+        if self.phase != "idle":  # an error ended a pass, and what it left gathered may be of other weights by now
+            self.end_pass()
         self.phase = "held"
         for block in [self.root, *self.order]:
             self._issue(block)
@@ -117,11 +119,6 @@ class Gatherer:
             self._wait(block)
             block.release()
         self.phase = "idle"
-
-    def _drop(self) -> None:
-        """What a pass that an error ended left gathered: the weights may be others by now."""
-        if self.phase != "idle":
-            self.end_pass()
 
     def grads_complete(self, unit: Unit) -> None:
         """All gradients of a unit are there. Once a block has all of its own, its parameters go when the backward comes to another block:

@@ -96,8 +96,9 @@ class Randomness:
         # Weak: a module that a model replaces while it runs must not leave its place to the next one of its address.
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._dims: dict[tuple[bool, Key], int] = {}  # of an evaluation, or not
-        self._inner: set[tuple[bool, Key]] = set()  # of these dims that are a multiple of the rows, where rows change fastest
-        self._marks: dict[tuple[int, Key, int], tuple[Tensor, float]] = {}  # of a probe's rows: what lies at each place of such a dim
+        self._inner: set[tuple[bool, Key]] = set()  # where rows change fastest in such a dim, a multiple of them
+        # of a probe's rows: what lies at each place of such a dim
+        self._marks: dict[tuple[int, Key, int], tuple[Tensor, float]] = {}
         self._logs: list[tuple[int, dict[Key, tuple[int, ...]]]] = []
         self._now: _Microbatch | None = None
         self._probing: dict[Key, tuple[int, ...]] | None = None
@@ -320,7 +321,7 @@ class Randomness:
             )
         return turned < usual
 
-    def drawn(self, like: Tensor, shape: tuple[int, ...], how: str, *parameters: float, beside: Tensor | None = None) -> Tensor:
+    def drawn(self, like: Tensor, shape: tuple[int, ...], how: str, *numbers: float, beside: Any = None) -> Tensor:
         """A tensor of `shape`, and of the type and device of `like`, filled by a method of Tensor. `beside`: what it is drawn for."""
         key = self._key()
         if self._probing is not None:  # half the numbers are below it: no layer is dropped, none is chosen
@@ -333,7 +334,7 @@ class Randomness:
         self._known(key)
         if like.is_meta:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
-        return self._filled(key, shape, lambda part, g: getattr(part, how)(*parameters, generator=g), like)
+        return self._filled(key, shape, lambda part, g: getattr(part, how)(*numbers, generator=g), like)
 
     def _known(self, key: Key) -> None:
         assert self._now is not None, "only inside begin()"

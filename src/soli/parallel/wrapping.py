@@ -24,9 +24,7 @@ class _Wrapped:
         inner, bound = self.soli_wraps
         while isinstance(inner, _Wrapped):
             inner, bound = inner.soli_wraps
-        copied = memo.get(id(self.module))
-        if copied is None:
-            return self
+        copied = memo.get(id(self.module), self.module)
         return _Wrapped(copied, MethodType(inner, copied) if bound else inner, inner, bound)
 
 
@@ -35,7 +33,7 @@ def wrap(module: nn.Module, forward: Callable[..., Any]) -> None:
     inner = module.forward
     # As a function where it is bound to the module: a copy of the module has its own again, not the original's.
     bound = isinstance(inner, MethodType) and inner.__self__ is module
-    module.forward = _Wrapped(module, forward, inner.__func__ if bound else inner, bound)
+    module.forward = _Wrapped(module, forward, getattr(inner, "__func__", inner) if bound else inner, bound)
 
 
 def unwrap(module: nn.Module) -> bool:

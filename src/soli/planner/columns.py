@@ -21,8 +21,10 @@ TIMES: dict[str, float] = _TABLES["times"]
 MEMORIES: dict[str, float] = _TABLES["memories"]
 STATES: dict[str, float] = _TABLES["states"]
 """Columns of what was measured, and their units: seconds; bytes; and of these what is there between steps."""
+SYSTEMS: list[str] = _TABLES["systems"]["words"]
+"""Columns that name a device where none does that is of devices."""
 KNOWN = {name for columns in (*COLUMNS.values(), *WORDS.values()) for name in columns}
-_NAMES = {*KNOWN, *(name for t in (BESIDE, PLANS) for names in t.values() for name in names), *TIMES, *MEMORIES, *STATES}
+_NAMES = {*KNOWN, *TIMES, *MEMORIES, *STATES}.union(*BESIDE.values(), *PLANS.values())
 _GLUED = {name.replace("_", ""): name for name in sorted(_NAMES)}
 SECTION = re.compile(r"^(?:model|training|parallelism|trainer|config|cfg|args|strategy|distributed)\.")
 

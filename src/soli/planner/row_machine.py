@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from soli.core.errors import SoliError
 from soli.planner.cells import SILENT, text, true
+from soli.planner.columns import SYSTEMS
 from soli.planner.hardware import interconnect
 from soli.planner.hardware.clusters import read_cluster, unknown
 from soli.planner.hardware.devices import Device
 from soli.planner.row import Row, Said
 from soli.planner.spellings import device, mentioned, precision
 
-SYSTEMS = ("system", "instance_type", "instance", "accelerator_type", "machine", "machine_type", "platform", "vm", "vm_type", "server", "devices")
-"""Columns that name a device where none does that is of devices."""
 TOLD = ("model", "recipe", "notes", "source", "interconnect", "framework", "test_case", "env")
 """Cells that may name a device where no column does."""
 

@@ -6,6 +6,7 @@ and the token files. Everything that is printed and written is rank 0's.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -133,7 +134,9 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
                 fix="start it anew with its config.toml",
             )
         engine.load(newest)
-        schedule.steps = config.run.steps  # the checkpoint brought its own
+        schedule.steps = config.run.steps  # the checkpoint brought its own, and the rate of its next step
+        for group in engine.optimizer.param_groups:
+            group["lr"] = optim.lr * schedule(engine.step_count)
         if world.is_first:
             rundir.forget_after(folder, engine.step_count)
     log = Log(folder, world.rank, world.size, config.run.steps, engine.step_count)
@@ -142,6 +145,7 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
         f"unigram entropy {unigram:.4f} nats per token"
     )
     if world.is_first:
+        settings.write(config, folder / rundir.CONFIG)
         (folder / "plan.json").write_text(engine.plan.to_json() + "\n", encoding="utf-8")
         if engine.choice is not None:
             (folder / "planner.json").write_text(engine.choice.to_json() + "\n", encoding="utf-8")
@@ -159,12 +163,13 @@ def _steps(job: _Job) -> float:
         return 0.0
     log.skip()
     for batch in engine.batches(job.train, config.optim.batch, epochs=MANY_EPOCHS):
+        rate = float(engine.optimizer.param_groups[0]["lr"])
         loss = float(engine.step(batch))
         step = engine.step_count
         took.append(time.perf_counter() - last)
         norm = engine.last.grad_norm
-        rate = config.optim.lr * job.schedule(step - 1)
-        log.step(step, loss, _counted(job), rate, None if norm is None else float(norm))
+        norm = None if norm is None or not math.isfinite(norm) else float(norm)  # a step of fp16 that was not taken
+        log.step(step, loss, int(engine.last.count), rate, norm)
         if not steps and step >= MEASURED_TO:
             steps = _decide(job, step, took)
         if steps and due(step, steps, run.evaluate_every, LOOKS) and step < steps:
@@ -178,12 +183,6 @@ def _steps(job: _Job) -> float:
             break
         last = time.perf_counter()
     return time.perf_counter() - start
-
-
-def _counted(job: _Job) -> int:
-    """Targets of a step, for the speed: only the last batch of an epoch has fewer than this."""
-    batch = min(job.config.optim.batch, len(job.train))
-    return min(batch * job.model.context, job.train.targets)
 
 
 def _decide(job: _Job, step: int, took: list[float]) -> int:

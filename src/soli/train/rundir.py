@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from soli.core.errors import SoliError, on_all_ranks
+from soli.core.errors import Problem, SoliError, on_all_ranks, raise_all
 from soli.core.package import SOLI
 from soli.train import settings
 from soli.train.config import Config
 from soli.train.tokens import Tokens
 
 CONFIG, METRICS, DATA = "config.toml", "metrics.jsonl", "data.json"
+SAVED = ("lr", "warmup", "floor", "beta1", "beta2", "weight_decay", "seed")
+"""Settings that a checkpoint brings with it."""
 
 
 def create(config: Config) -> Path:
@@ -81,7 +83,6 @@ def begin(folder: Path, config: Config, tokens: Tokens) -> None:
         env = f"env-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
     write_json(record, data)
     write_json(folder / env, environment())
-    settings.write(config, folder / CONFIG)
     if tokens.tokenizer:
         shutil.copyfile(tokens.tokenizer, folder / "tokenizer.json")
 
@@ -145,4 +146,10 @@ def configuration(
     start = config_path if resume is None else existing(resume) / CONFIG
     place = {"data": "data.path"}
     said = {place.get(key, f"run.{key}"): value for key, value in named.items()}
-    return settings.load(start, said, given)
+    config = settings.load(start, said, given)
+    if resume is not None:
+        before = settings.load(start, {}, ())
+        then, now = ({**vars(one.optim), "seed": one.run.seed} for one in (before, config))
+        what = "a run that is resumed has the {} that it began with"
+        raise_all(Problem(what.format(k), now[k], then[k], "start a new run") for k in SAVED if then[k] != now[k])
+    return config

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.axes import DEPTH, ROW
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.core.functions import in_place, name_of
 from soli.mesh.collectives import Axis
@@ -67,7 +67,8 @@ class Run:
     begun: bool = False  # the sequence was cut
     longest: int = 0  # of what was too short to be cut
     noted: set[str] = field(default_factory=set)
-    lent: list[tuple[Tensor, int, str]] = field(default_factory=list)  # views of what was gathered, which nobody may write into
+    # views of what was gathered, which nobody may write into
+    lent: list[tuple[Tensor, int, str]] = field(default_factory=list)
 
 
 class _State:
@@ -81,15 +82,13 @@ def running(levels: Sequence[Run]) -> Iterator[None]:
     before, _State.levels = _State.levels, tuple(levels)
     try:
         yield
-        for run in levels:
-            written = [name for x, version, name in run.lent if x._version != version]
-            if written:
-                raise SoliError(
-                    "the model writes into a view of a tensor that is cut over ranks: it would write into a copy",
-                    got=f"in place, of what {written[0]} gave, along {run.axis.name}",
-                    fix="x[:, 0] = y in place of x[:, 0].copy_(y), or a new tensor",
-                    everywhere=True,
-                )
+        written = [name for run in levels for x, version, name in run.lent if x._version != version]
+        if written:
+            raise on_all_ranks(
+                "the model writes into a view of a tensor that is cut over ranks: it would write into a copy",
+                got=f"in place, of what {written[0]} gave",
+                fix="x[:, 0] = y in place of x[:, 0].copy_(y), or a new tensor",
+            )
     finally:
         for run in levels:
             run.lent.clear()
@@ -282,7 +281,8 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
     if target is None or split is None:
         found = func(*tree_map(lambda x: whole(run, x), args), **tree_map(lambda x: whole(run, x), kwargs))
         if run.finder is None and not in_place(func):
-            run.lent += [(x, x._version, name_of(func)) for x in tree_leaves(found) if isinstance(x, Tensor) and x._is_view()]
+            views = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x._is_view()]
+            run.lent += [(x, x._version, name_of(func)) for x in views]
         return found
     total = whole(run, target).clone()
     args, kwargs = tree_map(lambda x: total if x is target else whole(run, x), (args, kwargs))
@@ -413,11 +413,10 @@ def added(run: Run, x: Tensor, *, fresh: bool = False) -> Tensor:
     """The sum over the axis of what every rank has. `fresh`: nobody else has x, which may be summed in place."""
     if run.partial:
         if not torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
-            raise SoliError(
+            raise on_all_ranks(
                 "the backward of an autograd function of the model's own sums over the sequence, which is cut",
                 got=f"a gradient of a whole tensor, as of a weight, along {run.axis.name}",
                 fix="let the function give gradients of what it computes by positions, and multiply by weights outside of it",
-                everywhere=True,
             )
         return across(moves.reduce_both, x, run.axis)
     return across(moves.reduce, x, run.axis, fresh=fresh)

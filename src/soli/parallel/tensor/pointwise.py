@@ -103,7 +103,8 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         return pointwise(run, func, args, kwargs)
     if split is None:
         return func(*args, **kwargs)
-    names = ("dim", "unbiased", "keepdim") if getattr(func, "__name__", "") in ("var", "std") and rest[1:] else ("dim", "keepdim")
+    spread = getattr(func, "__name__", "") in ("var", "std") and rest[1:]
+    names = ("dim", "unbiased", "keepdim") if spread else ("dim", "keepdim")
     given = dict(zip(names, rest, strict=False)) | {("dim" if k == "axis" else k): v for k, v in kwargs.items()}
     dim, keep = given.get("dim"), bool(given.get("keepdim", False))
     count = x.dim()
