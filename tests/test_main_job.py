@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from soli.train import settings
+from soli.train.schedule import Schedule
 from sweep import swept
 from test_launch import clean_environment
 
@@ -134,9 +136,19 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path) -> None:
     a, b = (json.loads((path / "summary.json").read_text()) for path in (the_run(whole), run))
     assert a["validation"] == b["validation"]
     assert (the_run(whole) / "sample.txt").read_text() == (run / "sample.txt").read_text()
+    before = (run / "config.toml").read_text()
+    done = train(killed, "--resume", str(run), "--plan", "dp=2", "--seed", "9")
+    assert (done.returncode, "has the seed that it began with" in done.stderr) == (2, True)
+    assert (run / "config.toml").read_text() == before
     done = train(killed, "--resume", str(run), "--plan", "dp=2", "--steps", "110")
     assert done.returncode == 0, done.stderr  # on to more steps, under another plan
     assert metrics(run)[-1]["step"] == 110
+    config = settings.load(run / "config.toml")
+    rates = {row["step"]: row["lr"] for row in metrics(run) if row["kind"] == "train" and row["step"] > 100}
+    schedule = Schedule(config.optim.warmup, 110, config.optim.floor)
+    assert rates == pytest.approx({step: config.optim.lr * schedule(step - 1) for step in range(101, 111)})
+    counted = {row["tokens"] for row in metrics(run) if row["kind"] == "train"}
+    assert len(counted) == 2  # of a whole batch, and of the last of an epoch
     done = train(killed, "--resume", str(killed / "runs" / "none"))
     assert (done.returncode, "there is no run to resume" in done.stderr) == (2, True)
 

@@ -497,7 +497,10 @@ def loaded_alone(kind: str, steps: int, folder: Path) -> str:
     for batch in batches[:steps]:
         loss = engine.step(batch)
         first = loss if first is None else first
+    before = engine.global_state_dict()
     said = said_by(engine.load, path)
+    if said != "it ran":
+        assert all(torch.equal(value, before[name]) for name, value in engine.global_state_dict().items())
     if said == "it ran":
         loss = engine.step(batches[0])
         assert engine.step_count == 1

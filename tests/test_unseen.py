@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.test_kept import DIM, Plain, error_of
+from tests.test_kept import DIM, Plain, case_of, error_of
 from tests.test_scripts import engine_of, said_by
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pool import Pool
 from soli import losses
-from soli.verify.parity import BOUND
+from soli.verify.parity import BOUND, compare, expected_of
 
 
 class Dropping(Plain):
@@ -423,3 +426,65 @@ def test_evaluation_in_inference_mode(pool: Pool, plan: str) -> None:
     expected = without_versions("dp=1")
     for found in pool.run(without_versions, plan, ranks=2):
         assert found == pytest.approx(expected, rel=BOUND)
+
+
+# --- proofs, ranks, checkpoints --------------------------------------------------------------------------
+
+
+def test_values_that_are_no_numbers_are_no_parity() -> None:
+    expected = expected_of(case_of(Plain))
+    for lost in ("gradients", "parameters", "losses"):
+        got = copy.deepcopy(expected)
+        if lost == "losses":
+            got.losses[-1] = math.nan
+        for x in got.gradients[-1].values() if lost == "gradients" else got.parameters.values() if lost == "parameters" else ():
+            x.fill_(math.nan)
+        worst, _ = compare(got, expected)
+        assert not worst <= BOUND, lost
+
+
+def masked(samples: list[Tensor]) -> dict[str, Tensor]:
+    rows = torch.stack(samples)
+    return {"tokens": rows[:, :-1], "targets": torch.where(torch.rand(rows[:, 1:].shape) < 0.3, -100, rows[:, 1:])}
+
+
+def collated(plan: str) -> str:
+    engine, _ = engine_of(Plain, plan)
+    rows = list(torch.randint(29, (16, 7), generator=torch.Generator().manual_seed(0)))
+    return said_by(lambda: [engine.step(part) for part in engine.batches(rows, 8, collate=masked)])
+
+
+def test_a_collate_that_draws_is_refused_where_each_rank_has_its_own(pool: Pool) -> None:
+    assert all("collate draws random numbers" in said for said in pool.run(collated, "dp=2", ranks=2))
+    assert pool.run(collated, "tp=2", ranks=2) == ["it ran"] * 2
+    assert collated("dp=1") == "it ran"
+
+
+def given_other_rows(plan: str) -> str:
+    engine, batches = engine_of(Plain, plan)
+    bound = torch.full((8,), -math.inf)
+    return said_by(engine.step, {**batches[0], "tokens": batches[0]["tokens"].roll(engine.rank, 1), "bound": bound})
+
+
+def test_an_infinity_in_a_batch_hides_no_other_rows(pool: Pool) -> None:
+    assert all("different rows" in said for said in pool.run(given_other_rows, "dp=2", ranks=2))
+
+
+LISTENING = """
+import json, os, sys, psutil
+from soli.mesh.world import join
+rank = join().rank
+own = [c.laddr.ip for c in psutil.Process().net_connections(kind="tcp") if c.status == "LISTEN"]
+open(os.path.join(sys.argv[1], str(rank)), "w").write(json.dumps(own))
+"""
+
+
+@pytest.mark.parametrize("backend", ["local", "gloo"])
+def test_ranks_of_one_machine_listen_to_that_machine(tmp_path: Any, backend: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LISTENING, encoding="utf-8")
+    words = [sys.executable, "-m", "soli.cli.main", "run", "-n", "2", "--backend", backend, str(script), str(tmp_path)]
+    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
+    assert found[0]
+    assert all(address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for own in found for address in own), found

@@ -140,5 +140,4 @@ def unseen() -> Iterator[None]:
 
 def widened(batch: Any, rows: int) -> Any:
     """A batch of so many rows, those that there are again and again."""
-    count = rows_of(batch)
-    return at(batch, [row % count for row in range(rows)])
+    return at(batch, (torch.arange(rows) % rows_of(batch)).tolist())

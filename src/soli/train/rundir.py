@@ -81,6 +81,8 @@ def begin(folder: Path, config: Config, tokens: Tokens) -> None:
                 fix="give the same data, or start a new run",
             )
         env = f"env-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+    else:  # a resumed run's is written when its checkpoint was read: what is refused changes nothing
+        settings.write(config, folder / CONFIG)
     write_json(record, data)
     write_json(folder / env, environment())
     if tokens.tokenizer:
