@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from pool import Pool
 from soli import losses, parallelize
@@ -207,3 +212,82 @@ def with_gradients_of_before(plan: str) -> bool:
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
 def test_gradients_of_before_are_none_of_a_step(pool: Pool, plan: str) -> None:
     assert pool.run(with_gradients_of_before, plan, ranks=2) == [True] * 2
+
+
+class Shuffling(IterableDataset[Any]):
+    """A stream that shuffles, as it is told to where soli cannot."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(range(24))
+        if self.kind == "python":
+            random.shuffle(numbers)
+        order = {"python": numbers, "torch": torch.randperm(24).tolist(), "numpy": np.random.permutation(24).tolist()}
+        for number in order[self.kind]:
+            yield torch.tensor([number + random.random() / 2], dtype=torch.float64)
+
+
+def read_shuffled(kind: str, plan: str, folder: str, own: int) -> tuple[list[float], list[float], float]:
+    random.seed(0), torch.manual_seed(0), np.random.seed(0)
+    random.seed(own), [random.random() for _ in range(own)]  # a rank may have drawn by itself
+    total = lambda out, batch: (out.square().sum(), len(out))
+    make = lambda: parallelize(
+        nn.Linear(1, 1).double(), total, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), plan=plan
+    )
+    engine, whole, rest = make(), [], []
+    for number, part in enumerate(engine.batches(Shuffling(kind), 4, shuffle=False, epochs=2)):
+        engine.step(part)
+        whole += part.data.flatten().tolist()
+        if number == 7:
+            engine.save(folder, overwrite=True)
+    resumed = make()
+    resumed.load(folder)
+    for part in resumed.batches(Shuffling(kind), 4, shuffle=False, epochs=2):
+        rest += part.data.flatten().tolist()
+    return whole, rest, random.random()
+
+
+def of_rank(kind: str, plan: str, folder: str) -> tuple[list[float], list[float], float]:
+    return read_shuffled(kind, plan, folder, dist.get_rank())
+
+
+@pytest.mark.parametrize("kind", ["python", "torch", "numpy"])
+def test_a_stream_that_shuffles_is_the_same_on_every_rank_and_after_a_resume(pool: Pool, tmp_path: Path, kind: str) -> None:
+    whole, rest, _ = read_shuffled(kind, "dp=1", str(tmp_path / "one"), 0)
+    assert rest == whole[32:]
+    assert sorted(int(x) for x in whole[:24]) == list(range(24))
+    assert whole[:24] != whole[24:]
+    (first, left, _), (second, right, _) = pool.run(of_rank, kind, "dp=2", str(tmp_path / "two"), ranks=2)
+    together = [x for i in range(0, 24, 2) for x in (*first[i : i + 2], *second[i : i + 2])]
+    assert together == whole
+    assert (left, right) == (first[16:], second[16:])
+
+
+class Own(Dataset[Any]):
+    """Samples that are drawn from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> Tensor:
+        return torch.tensor([number + self.rng.random()])
+
+
+def read_own(plan: str) -> str:
+    total = lambda out, batch: (out.square().sum(), len(out))
+    engine = parallelize(nn.Linear(1, 1), total, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), plan=plan)
+    try:
+        next(iter(engine.batches(Own(), 8)))
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_samples_that_a_generator_of_the_datasets_own_draws_are_refused_on_several_ranks(pool: Pool) -> None:
+    assert all("another sample when it is asked again" in said for said in pool.run(read_own, "dp=2", ranks=2))
+    assert read_own("dp=1") == "it ran"

@@ -13,7 +13,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from soli.core.errors import on_all_ranks
@@ -143,7 +146,7 @@ def _batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any], wo
 def _by_number(
     dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]], Any], workers: int
 ) -> Iterator[Part]:
-    drawing = _Drawing(dataset, order.seed)
+    drawing = _Drawing(dataset, order.seed, order.ranks)
     while _goes_on(order):
         epoch, size = order.position.epoch, order.size
         indices = _permutation(size, order)
@@ -173,19 +176,34 @@ class _Drawing(Dataset[Any]):
     """Samples whose Python draws (augmentation) draw by their number: alike whichever rank or worker makes them, and unlike their
     neighbours, whose rank began with the same seed. The first batch that draws is made twice: until then nothing is seeded."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, ranks: int) -> None:
         self.dataset, self.seed, self.epoch = dataset, seed, 0
-        self.drew = False
+        self.drew, self.looked = False, ranks == 1
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:
         if not self.drew:
-            many = getattr(self.dataset, "__getitems__", None)
             with generators.apart(0) as drew:
-                samples = many(numbers) if many else [self.dataset[number] for number in numbers]
+                samples = self._read(numbers)
                 self.drew = drew()
             if not self.drew:
-                return list(samples)
+                return self._looked(samples, numbers[0])
         return [self._by_number(number) for number in numbers]
+
+    def _read(self, numbers: list[int]) -> list[Any]:
+        many = getattr(self.dataset, "__getitems__", None)
+        return list(many(numbers)) if many else [self.dataset[number] for number in numbers]
+
+    def _looked(self, samples: list[Any], number: int) -> list[Any]:
+        """Once, where several ranks read: a sample that is another one when it is read again is drawn from what nobody sees."""
+        seen = lambda sample: [str(x) for x in tree_leaves(sample) if isinstance(x, Tensor | np.ndarray | float | str)]
+        if not self.looked and seen(samples[0]) != seen(self._read([number])[0]):
+            raise on_all_ranks(
+                "the dataset gives another sample when it is asked again, and each rank reads its own: they would depend on the ranks",
+                got=f"sample {number} of {type(self.dataset).__name__}",
+                fix="draw from Python's random, numpy or torch (which soli seeds by the sample), not from a generator of the dataset's own",
+            )
+        self.looked = True
+        return samples
 
     def _by_number(self, number: int) -> Any:
         with generators.apart(generators.hashed("sample", self.seed, self.epoch, number)):
@@ -199,10 +217,25 @@ def _permutation(size: int, order: Order) -> torch.Tensor:
     return torch.randperm(size, generator=generator)
 
 
+END = object()
+
+
+def _alike(stream: Iterable[Any], number: int) -> Iterator[Any]:
+    """What a stream gives, which may shuffle: its draws are its own, the same on every rank and after a resume."""
+    with generators.apart(number):
+        samples, held = iter(stream), generators.held()
+    while True:
+        with generators.apart(number, held):
+            sample, held = next(samples, END), generators.held()
+        if sample is END:
+            return
+        yield sample
+
+
 def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], Any]) -> Iterator[Part]:
     while _goes_on(order):
         epoch, before = order.position.epoch, order.position.batch * order.global_batch
-        samples = islice(iter(stream), before, None)
+        samples = islice(_alike(stream, generators.hashed("stream", order.seed, epoch)), before, None)
         batch = list(islice(samples, order.global_batch))
         if not batch and not before:
             raise on_all_ranks(

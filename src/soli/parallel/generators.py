@@ -40,20 +40,34 @@ def _comparable(state: Any) -> Any:
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
+Held = tuple[Any, Any, Any]
+
+
+def held() -> Held:
+    """The states of Python's random, of numpy's and of torch's (of the CPU)."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def hold(states: Held) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
 @contextmanager
-def apart(number: int) -> Iterator[Callable[[], bool]]:
-    """Inside, Python's random, numpy's and torch's (of the CPU) begin with a number; afterwards they are as before. Whether one was drawn from."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def apart(number: int, going_on: Held | None = None) -> Iterator[Callable[[], bool]]:
+    """Inside, these begin with a number, or go on from states; afterwards they are as before. Whether one was drawn from."""
+    before = held()
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number)
+    if going_on is not None:
+        hold(going_on)
     start = others(), states()
     try:
         yield lambda: (others(), states()) != start
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        hold(before)
 
 
 def seed(number: int) -> None:
