@@ -76,7 +76,7 @@ class FirstStep:
                 whole = _run(engine, data, rows)
             except Exception as error:  # under zero=3 there may be nothing to write into, or to read
                 effects.explain(engine.plan)
-                if isinstance(error, RuntimeError | IndexError | ValueError) and rows < part.total:
+                if isinstance(error, RuntimeError | IndexError) and rows < part.total:
                     error.add_note(
                         f"soli: on {rows} of the batch's {part.total} rows. If the model runs on all of them alone (plan dp=1), as on the "
                         "nodes of a graph, they are no rows that can be shared out: let a row be what is computed by itself (one graph)"
@@ -96,6 +96,7 @@ class FirstStep:
                 _run(engine, take(data, a, b), b - a, part=True)
                 changes.once.append(kept.changed(model, start))
             kept.restore(model, before)
+            engine.randomness.forget()
             whole = _run(engine, data, rows)  # the losses are compared from the same values
             kept.restore(model, before)
         still = sorted(_made_anew(model, effects.written, objects) - moved.keys()) if engine.plan.runs > 1 else []

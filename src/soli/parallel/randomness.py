@@ -176,7 +176,7 @@ class Randomness:
     def probe(self, rows: int, learn: bool = True) -> Iterator[None]:
         """A forward on `rows` rows in which dropout does nothing but show its shapes, to be learnt."""
         with self.begin(0, 0, rows) as now:
-            self._probing = {}
+            self._probing, marks = {}, dict(self._marks)
             others, start = generators.others(), generators.states()
             try:
                 with _Mode(self):
@@ -193,7 +193,11 @@ class Randomness:
                 if learn:
                     self._logs.append((rows, self._probing))
             finally:
-                self._probing = None
+                self._probing, self._marks = None, self._marks if learn else marks
+
+    def forget(self) -> None:
+        """Probes that follow begin with other values."""
+        self._marks.clear()
 
     def finish_probe(self, evaluating: bool = False) -> None:
         """Learn each call's batch dim from the probes. An evaluation's calls may be others."""
@@ -219,7 +223,7 @@ class Randomness:
                     got=f"shape {shapes[key]} for {rows} rows and {others[key]} for {other_rows}",
                     allowed="at most one dim that is the rows, or a multiple of them",
                 )
-        self._marks.clear()
+        self.forget()
 
     # --- calls ----------------------------------------------------------------------------------------
 
@@ -301,10 +305,11 @@ class Randomness:
             return
         rows, device = self._now.rows, x.device.type
         eps = torch.finfo(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype).eps
-        for d in [d for d, n in enumerate(shape) if n % rows == 0]:
-            over = [other for other in range(x.dim()) if other != d]
+        with torch._C.DisableTorchFunctionSubclass():  # of a cut tensor the part that is here
             size = x.detach().abs().double()
-            self._marks.setdefault((rows, key, d), (size.sum(over) if over else size, eps))
+            for d in [d for d, n in enumerate(shape) if n % rows == 0 and n == size.shape[d]]:
+                over = [other for other in range(x.dim()) if other != d]
+                self._marks.setdefault((rows, key, d), (size.sum(over) if over else size, eps))
 
     def _turned(self, key: Key, dim: int, rows: int, other_rows: int) -> bool:
         """Whether rows change fastest in a dim that is a multiple of them: the part's places are found in the whole one way, or the other."""
