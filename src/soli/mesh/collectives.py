@@ -113,12 +113,11 @@ def reduce_scatter(output: Tensor, whole: Tensor, axis: Axis, *, label: str = ""
         return NOTHING
     record = _record("reduce_scatter", axis, whole, label)
     if not axis.on_gloo(whole):
-        works = _issue(record, axis, lambda: [reduce_scatter_flat(output, whole, group=axis.group, async_op=True)])
-        return _done(Pending(works, record), wait)
+        own = lambda: [reduce_scatter_flat(output, whole, group=axis.group, async_op=True)]
+        return _begun(record, axis, wait, own)
     sent = _staged(whole, axis).view(axis.size, -1)
     received = torch.empty((axis.size - 1, sent.shape[1]), dtype=sent.dtype)
     into = lambda source: received[source - (source > axis.index)]  # in the order of the ranks
-    works = _issue(record, axis, lambda: _all_pairs(axis, into, lambda target: sent[target]))
 
     def finish() -> None:
         others = iter(received)
@@ -132,7 +131,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, axis: Axis, *, label: str = ""
         else:
             output.copy_(so_far + parts[-1])
 
-    return _done(Pending(works, record, finish), wait)
+    return _begun(record, axis, wait, lambda: _all_pairs(axis, into, lambda target: sent[target]), finish)
 
 
 def all_gather(whole: Tensor, part: Tensor, axis: Axis, *, label: str = "", wait: bool = True) -> Pending:
@@ -143,15 +142,14 @@ def all_gather(whole: Tensor, part: Tensor, axis: Axis, *, label: str = "", wait
         return NOTHING
     record = _record("all_gather", axis, whole, label)
     if not axis.on_gloo(whole):
-        works = _issue(record, axis, lambda: [all_gather_flat(whole, part, group=axis.group, async_op=True)])
-        return _done(Pending(works, record), wait)
+        return _begun(record, axis, wait, lambda: [all_gather_flat(whole, part, group=axis.group, async_op=True)])
     moved = whole if whole.device.type == "cpu" else torch.empty(whole.shape, dtype=whole.dtype)
     slots = moved.view(axis.size, -1)
     if slots[axis.index].data_ptr() != part.data_ptr():
         slots[axis.index].copy_(part.view(-1))
     own = lambda _: slots[axis.index]
-    works = _issue(record, axis, lambda: _all_pairs(axis, lambda source: slots[source], own))
-    return _done(Pending(works, record, _copy_back(whole, moved)), wait)
+    pairs = lambda: _all_pairs(axis, lambda source: slots[source], own)
+    return _begun(record, axis, wait, pairs, _copy_back(whole, moved))
 
 
 def _all_pairs(axis: Axis, into: Callable[[int], Tensor], of: Callable[[int], Tensor]) -> list[Any]:
@@ -177,11 +175,10 @@ def reduce(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool =
     record = _record("reduce", axis, tensor, label)
     if axis.index != to:
         moved = _staged(tensor, axis).contiguous()
-        works = _issue(record, axis, lambda: [dist.isend(moved, group=axis.group, group_dst=to)])
-        return _done(Pending(works, record, lambda: _keep(moved)), wait)
+        return _sent(record, moved, axis, to, wait)
     other = torch.empty(tensor.shape, dtype=tensor.dtype)
-    works = _issue(record, axis, lambda: [dist.irecv(other, group=axis.group, group_src=1 - to)])
-    return _done(Pending(works, record, lambda: tensor.add_(other.to(tensor.device))), wait)
+    receiving = lambda: [dist.irecv(other, group=axis.group, group_src=1 - to)]
+    return _begun(record, axis, wait, receiving, lambda: tensor.add_(other.to(tensor.device)))
 
 
 def all_to_all(
@@ -204,8 +201,7 @@ def all_to_all(
     record = _record("all_to_all", axis, whole, label)
     moved, into = _staged(whole, axis), _staged(output, axis)
     begin = lambda: [dist.all_to_all_single(into, moved, received, sent, group=axis.group, async_op=True)]
-    works = _issue(record, axis, begin)
-    return _done(Pending(works, record, _copy_back(output, into)), wait)
+    return _begun(record, axis, wait, begin, _copy_back(output, into))
 
 
 def exchange(
@@ -220,9 +216,8 @@ def exchange(
         dist.P2POp(dist.irecv, into, group=axis.group, group_peer=source),
         dist.P2POp(dist.isend, moved, group=axis.group, group_peer=to),
     ]
-    works = _issue(record, axis, lambda: dist.batch_isend_irecv(batch()))
     back = _copy_back(received, into)
-    return _done(Pending(works, record, lambda: _keep(moved, back)), wait)
+    return _begun(record, axis, wait, lambda: dist.batch_isend_irecv(batch()), lambda: _keep(moved, back))
 
 
 def wire(axis: Axis, device: torch.device) -> torch.device:
@@ -249,9 +244,12 @@ def receive_later(tensor: Tensor, axis: Axis, source: int, label: str) -> list[A
 def send(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = True) -> Pending:
     """Send `tensor` to rank number `to` of the axis."""
     record = _record("send", axis, tensor, label)
-    moved = tensor.detach().to(wire(axis, tensor.device)).contiguous()
-    works = _issue(record, axis, lambda: [dist.isend(moved, group=axis.group, group_dst=to)])
-    return _done(Pending(works, record, lambda: _keep(moved)), wait)
+    return _sent(record, tensor.detach().to(wire(axis, tensor.device)).contiguous(), axis, to, wait)
+
+
+def _sent(record: Record, moved: Tensor, axis: Axis, to: int, wait: bool) -> Pending:
+    begin = lambda: [dist.isend(moved, group=axis.group, group_dst=to)]
+    return _begun(record, axis, wait, begin, lambda: _keep(moved))
 
 
 def _keep(tensor: Tensor, then: Finish | None = None) -> None:
@@ -265,8 +263,8 @@ def receive(tensor: Tensor, axis: Axis, source: int, *, label: str = "") -> None
     record = _record("recv", axis, tensor, label)
     on = wire(axis, tensor.device)
     moved = tensor if on == tensor.device else torch.empty_like(tensor, device=on)
-    works = _issue(record, axis, lambda: [dist.irecv(moved, group=axis.group, group_src=source)])
-    Pending(works, record, _copy_back(tensor, moved)).wait()
+    begin = lambda: [dist.irecv(moved, group=axis.group, group_src=source)]
+    _begun(record, axis, True, begin, _copy_back(tensor, moved))
 
 
 def send_json(value: Any, axis: Axis, to: int, *, label: str = "") -> None:
@@ -354,22 +352,28 @@ def _in_place(
         return NOTHING
     record = _record(collective.__name__, axis, tensor, label)
     moved = _staged(tensor, axis)
-    works = _issue(record, axis, lambda: [collective(moved, group=axis.group, async_op=True, **options)])
-    return _done(Pending(works, record, _copy_back(tensor, moved) if written else lambda: _keep(moved)), wait)
+    begin = lambda: [collective(moved, group=axis.group, async_op=True, **options)]
+    return _begun(record, axis, wait, begin, _copy_back(tensor, moved) if written else lambda: _keep(moved))
 
 
 def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:
     return recorder.add(operation, axis.name, tensor.numel() * tensor.element_size(), axis.ranks, label, "soli")
 
 
-def _issue(record: Record, axis: Axis, call: Callable[[], list[Any]]) -> list[Any]:
-    if axis.simulated:
-        return []
+def _begun(
+    record: Record, axis: Axis, wait: bool, call: Callable[[], list[Any]], finish: Finish | None = None
+) -> Pending:
+    """Issues a collective, over ranks that are there, and waits for it where that is asked."""
     with issuing():
         try:
-            return call()
+            works = [] if axis.simulated else call()
         except RuntimeError as error:
             raise _failed(record, error) from error
+    pending = Pending(works, record, finish)
+    if wait:
+        pending.wait()
+    record.late = not wait
+    return pending
 
 
 def _staged(tensor: Tensor, axis: Axis) -> Tensor:
@@ -378,14 +382,6 @@ def _staged(tensor: Tensor, axis: Axis) -> Tensor:
 
 def _copy_back(tensor: Tensor, moved: Tensor) -> Finish | None:
     return None if moved is tensor else lambda: tensor.copy_(moved)
-
-
-def _done(pending: Pending, wait: bool) -> Pending:
-    if wait:
-        pending.wait()
-    elif pending.record is not None:
-        pending.record.late = True
-    return pending
 
 
 def _failed(record: Record | None, error: RuntimeError) -> Exception:
