@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from soli.planner.cost.programs import MEGATRON, OLD
+from soli.planner.cost.programs import MEGATRON, OLD, SAID, tells
 from soli.planner.spellings import affirmed, meant
 
 WIDE = {
@@ -28,64 +28,26 @@ CAST = {
 
 ADAM = 8.0
 """Bytes of two moments in fp32, which are among `moments`; SHORT and others have the copy of the parameters beside them."""
-TRUE = re.compile(r"\b(?:bf16|fp16|16)[-_]true\b|mixed[_ ]precision[ =:]*(?:no|off|false)\b")
-PURE = re.compile(
-    r"\bpure[- _]?(?:bf16|fp16|16|half|bfloat)|\b(?:bf16|fp16|16|bfloat16)[- _]?(?:bits?)?,? ?\(?pure\b|adam\w*[^.;,]{0,20}\bstochastic[- ]round"
-    r"|\b(?:bf16|16-bit) (?:master )?(?:weights|parameters)|\bweights in (?:bf16|fp16|bfloat16)\b|\b(?:weights|parameters),? .{0,40}\b(?:states|moments) in (?:bf16|fp16|16)"
-)
-"""Programs that keep parameters, gradients and moments in 16 bits, and no copy: by a program's own word, or as people write it, who may say of
-bf16 weights that something beside them is in fp32."""
-BESIDE = re.compile(
-    r"fp32[^.;,]{0,12}(?:master|moments|states|adam|copy)|(?:master|moments|states|copy)[^.;,]{0,14}fp32"
-)
-UNMASTERED = re.compile(
-    r"\b(?:no|without|w/o)[ -](?:fp32 |separate )?master(?:[ -](?:weights?|cop(?:y|ies)|param\w*)|\s*(?:[,;.)]|$))"
-)
-"""Programs that keep no copy of the parameters in fp32, and moments that are as wide as they say."""
-REMAINDER = re.compile(r"(?:int16|16-bit|master) (?:master )?(?:param\w* )?remainders?\b|store_param_remainders")
-"""Programs that keep of that copy the 16 bits that the parameters in bf16 lack (NVIDIA/TransformerEngine, pytorch/optimizers/fused_adam.py,
-store_param_remainders)."""
 MOMENTS = {r"(?:fp8|8-bit)": 1.0, r"(?:bf16|fp16|16-bit|bfloat16)": 2.0}
 """Bytes of a moment by the words before or behind it."""
-SUMS = re.compile(
-    r"\b(?:bf16|fp16|16-bit) (?:main )?grad(?:ient)?s?\b(?!\W*(?:all|red|comm|scatter|sync|norm))|(?:main )?grad(?:ient)?s? in (?:bf16|fp16)\b"
-)
-IN_BACKWARD = re.compile(r"(?:optimizer|step|update)[- _]in[- _](?:the[- _])?(?:backward|bwd)|fused backward")
-"""Programs that update each parameter in the backward, and keep no gradient."""
-TRAINER = re.compile(r"\b(?:hf|transformers|hugging ?face)[ _-]?trainer|\baccelerate\b")
-"""Programs that update by torch's AdamW as it is, whose square roots of all second moments are there at once (torch/optim/adamw.py,
-_multi_tensor_adam), and gradients not before the backward makes them: fms-acceleration's runs peak at 20 bytes a parameter, 10 where all is in 16 bits.
-Of others that run torch's FSDP they are counted at the loss too: torchtune's peaks are 19% off so, and 23% without."""
 LORA = re.compile(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", re.I)
 """Fine-tuning of a few weights beside frozen ones."""
-NARROW = {
-    r"qlora|(?<![a-z\d])nf4(?![a-z\d])|(?<![\d.])4[- _]?bits?\b|(?<![a-z])(?:u?int4|gptq|awq)(?![a-z])": 4.0,
-    r"(?<![\d.])8[- _]?bit (?:base )?(?:model|weights|lora)|load_in_8bit": 8.0,
-}
-"""Bits of frozen weights by the words of programs (arXiv 2305.14314, 3)."""
-PEFT = re.compile(r"\bhf\b|hugging ?face|\btrl\b|axolotl|\bpeft\b")
-"""Programs whose frozen weights of 4 or 8 bits leave all others in fp32 (huggingface/peft, src/peft/utils/other.py, prepare_model_for_kbit_training)."""
-OTHERWISE = re.compile(r"unsloth|torchtune")
-"""Programs that are built on those, and do not."""
-EIGHT = re.compile(r"8[- _]?bit|int8|\bbnb\b")
 FULL_WIDTH = {"weight": 4.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0}
 HALF_WIDTH = {"weight": 2.0, "gradient": 2.0, "summed": 2.0, "copied": 0.0}
 
 SHORTER = ("fsdp", "deepspeed", "jax", "other")
 DEEPSPEED = "megatron-deepspeed"
-RECIPES = re.compile(r"nemo|megatron[- ]bridge", re.I)
-"""Their recipes for performance set grad_reduce_in_fp32 = False (NVIDIA-NeMo/Megatron-Bridge@067f987, src/megatron/bridge/perf_recipes)."""
 
 
 def narrow(told: str) -> float:
     """Bits of frozen weights; 0: as many as others'."""
-    return next((bits for words, bits in NARROW.items() if re.search(words, told)), 0.0)
+    return next((bits for words, bits in SAID["narrow"].items() if re.search(words, told)), 0.0)
 
 
 def beside_narrow(framework: str) -> float:
     """Bytes of a parameter that is not of so few bits, by its program."""
     said = framework.lower()
-    return 4.0 if PEFT.search(said) and not OTHERWISE.search(said) else 2.0
+    return 4.0 if tells("peft", said) and not tells("otherwise", said) else 2.0
 
 
 def of_states(
@@ -103,28 +65,28 @@ def of_states(
     elif copy:
         found, copy, width = _told(found, copy, f"{said}; {optimizer}".lower())
     moments = meant("moments", optimizer.lower())
-    width = 1.0 if EIGHT.search(optimizer.lower()) else width
+    width = 1.0 if tells("eight", optimizer.lower()) else width
     # memory that CUDA manages, on the host where there is too little
     width = 0.0 if "paged" in optimizer.lower() else width
-    late = bool(TRAINER.search(told))
+    late = tells("trainer", told)
     return found | {
         "copied": width if late and moments in (None, 2.0) and width > 1 else found["copied"],
         "moments": copy + width * (2.0 if moments is None else moments),
-        "gradient": 0.0 if IN_BACKWARD.search(told) else found["gradient"],
+        "gradient": 0.0 if tells("in_backward", told) else found["gradient"],
         "late": float(late),
     }
 
 
 def _pure(told: str) -> bool:
-    return bool(TRUE.search(told) or (PURE.search(told) and not BESIDE.search(told)))
+    return tells("true", told) or (tells("pure", told) and not tells("beside", told))
 
 
 def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, float], float, float]:
     """A program's states as a row tells them otherwise; bytes of the copy in fp32, and of a moment."""
     told, of = affirmed(said), r"(?:(?:adam\w*|optimizer) (?:moments|states?)|moments)"
     width = next((size for word, size in MOMENTS.items() if re.search(rf"{word}[- ]{of}|{of} in {word}", told)), 4.0)
-    copy = 0.0 if UNMASTERED.search(said) else 2.0 if REMAINDER.search(told) else copy
-    narrow_sums = SUMS.search(told) and not re.search("fp32 main", told)
+    copy = 0.0 if tells("unmastered", said) else 2.0 if tells("remainder", told) else copy
+    narrow_sums = tells("sums", told) and not re.search("fp32 main", told)
     return found | ({"gradient": 2.0, "summed": 2.0} if narrow_sums else {}), copy, width
 
 
@@ -138,4 +100,4 @@ def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> di
         return BOTH
     if framework in (*SHORTER, DEEPSPEED):
         return SHORT | ({"summed": 4.0} if wide else {})
-    return SHORT if RECIPES.search(said) and not wide else WIDE
+    return SHORT if tells("recipes", said) and not wide else WIDE
