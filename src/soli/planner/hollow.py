@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -25,33 +26,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from soli.core import copies, versions
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.functions import tensors_in, written_by
+from soli.core.tables import table
 from soli.planner.where import here
 
 aten = torch.ops.aten
-EMPTY = {
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-READS = {aten._local_scalar_dense.default, aten.is_nonzero.default}
-ALIASES = READS | {
-    aten.set_.source_Storage,
-    aten.set_.source_Tensor,
-    aten.set_.source_Storage_storage_offset,
-    aten._unsafe_view.default,
-    aten.lift_fresh.default,
-    aten.transpose_.default,
-    aten.t_.default,
-    aten.squeeze_.default,
-    aten.squeeze_.dim,
-    aten.squeeze_.dims,
-    aten.unsqueeze_.default,
-    aten.swapdims_.default,
-    aten.swapaxes_.default,
-    aten.as_strided_.default,
-}
+_NAMES = table(__package__, "operations.toml")
+EMPTY, READS, _VIEWS = ({attrgetter(name)(aten) for name in _NAMES[what]} for what in ("empty", "reads", "views"))
+ALIASES = READS | _VIEWS
 """What is done to hollow tensors too: a value is 0, another view is one, of a tensor itself too."""
 FLOPS = versions.FLOPS | {
     aten._scaled_dot_product_flash_attention_for_cpu: versions.FLOPS[aten._scaled_dot_product_flash_attention],
