@@ -24,24 +24,10 @@ from torch import Tensor
 
 from soli.core.errors import SoliError, failure
 from soli.core.progress import Add
+from soli.core.tables import table
 
 DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    getattr(torch, name): code for name, code in table(__package__, "dtypes.toml").items()
 }
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 STEP = 16 << 20  # bytes hashed and written at a time
