@@ -31,10 +31,9 @@ from soli.mesh.collectives import Axis, exchange
 from soli.parallel.context import blocks
 from soli.parallel.precision import lowered
 from soli.parallel.tensor.moves import then
-
-Range = tuple[int, int]
-Spans = tuple[tuple[Range, ...], ...]
-"""For each rank of an axis the ranges [start, stop) of positions that it owns, in the order of its local tensor."""
+from soli.parallel.tensor.split import Spans
+from soli.parallel.tensor.summa import Range, append
+from soli.parallel.tensor.summa import columns as columns_of
 
 KEYS = "keys and values of a ring"
 GRADIENTS = "gradients of keys and values of a ring"
@@ -66,10 +65,8 @@ def _joined(spans: tuple[Range, ...]) -> list[Range]:
     """The same positions in the same order in as few ranges as can be."""
     found: list[Range] = []
     for start, stop in spans:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        elif stop > start:
-            found.append((start, stop))
+        if stop > start:
+            append(found, start, stop)
     return found
 
 
@@ -103,12 +100,8 @@ def calls(queries: tuple[Range, ...], keys: tuple[Range, ...], causal: bool) -> 
         for other in _pieces(columns, borders):
             if other.start == piece.start:
                 diagonals.append(Call(piece.local, other.local, True))
-            elif other.start > piece.start:
-                continue
-            elif full and full[-1][1] == other.at:
-                full[-1] = (full[-1][0], other.local[1])
-            else:
-                full.append(other.local)
+            elif other.start < piece.start:
+                append(full, *other.local)
         if seen and seen[-1][1] == full:
             seen[-1] = ((seen[-1][0][0], piece.local[1]), full)
         else:
@@ -410,9 +403,7 @@ def _shown(mask: Tensor | None, off: Tensor | None, call: Call, keys: tuple[Rang
 
 def _part(mask: Tensor, call: Call, keys: tuple[Range, ...]) -> Tensor:
     """A call's rows and columns, of a block of keys at these positions."""
-    rows = mask[:, :, slice(*call.rows)]
-    parts = [rows[..., start:stop] for start, stop in positions(keys, call.columns)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return columns_of(mask[:, :, slice(*call.rows)], positions(keys, call.columns))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, work: _Work) -> None:

@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis
 from soli.parallel.context.blocks import sums
-from soli.parallel.context.ring import Range, Spans, length, passed_on, rings, travel
+from soli.parallel.context.ring import length, passed_on, rings, travel
 from soli.parallel.precision import lowered
-from soli.parallel.tensor.summa import put
+from soli.parallel.tensor.split import Spans
+from soli.parallel.tensor.summa import Range, put
 
 KEYS = "keys or values of a ring"
 GRADIENTS = "gradient of keys or values of a ring"

@@ -17,7 +17,7 @@ The next panel's broadcasts, and the sums of the panel before, are under way whi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from math import prod
@@ -125,23 +125,24 @@ def matched(first: list[Range], second: list[Range]) -> tuple[tuple[Range, ...],
         for low, high in second:
             a, b = max(start, low), min(stop, high)
             if a < b:
-                _append(mine, at + a - start, at + b - start)
-                _append(theirs, place + a - low, place + b - low)
+                append(mine, at + a - start, at + b - start)
+                append(theirs, place + a - low, place + b - low)
             place += high - low
         at += stop - start
     return tuple(mine), tuple(theirs)
 
 
-def _append(ranges: list[Range], start: int, stop: int) -> None:
+def append(ranges: list[Range], start: int, stop: int) -> None:
+    """One range more, as part of the last where it begins at its end."""
     if ranges and ranges[-1][1] == start:
         start = ranges.pop()[0]
     ranges.append((start, stop))
 
 
-def columns(block: Tensor, ranges: tuple[Range, ...]) -> Tensor:
-    """These columns of a block [rows, k], side by side. A view where they are one range."""
-    pieces = [block[:, start:stop] for start, stop in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+def columns(block: Tensor, ranges: Iterable[Range]) -> Tensor:
+    """These columns of a block [.., k], side by side. A view where they are one range."""
+    pieces = [block[..., start:stop] for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
 def put(block: Tensor, ranges: tuple[Range, ...], values: Tensor) -> None:
