@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable
 from datetime import datetime
 from http.client import HTTPException
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,23 +36,10 @@ def _list(name: str, first: int, after: str = "") -> str:
 
 
 FIELDS["closingIssuesReferences"] = f"__typename id number title bodyText createdAt closedAt {_list('labels', 20)}"
-QUERY = f"""
-query($owner: String!, $name: String!, $after: String, $count: Int!) {{
-  repository(owner: $owner, name: $name) {{
-    pullRequests(states: MERGED, first: $count, after: $after, orderBy: {{field: CREATED_AT, direction: ASC}}) {{
-      totalCount
-      pageInfo {{ hasNextPage endCursor }}
-      nodes {{
-        __typename id number title createdAt mergedAt
-        mergeCommit {{ oid }}
-        {_list("labels", 20)}
-        {_list("reviews", 50)}
-        {_list("closingIssuesReferences", 10)}
-      }}
-    }}
-  }}
-}}
-"""
+FIRST = {"labels": 20, "reviews": 50, "closingIssuesReferences": 10}
+"""How long the first page of each is."""
+_WRITTEN = files(__package__).joinpath("requests.graphql").read_text(encoding="utf-8")
+QUERY = _WRITTEN % {name: _list(name, first) for name, first in FIRST.items()}
 REQUEST = {"number", "hash", "title", "labels", "opened", "merged", "reviewers", "closes"}
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
 """A query and its variables; what GitHub answers."""
