@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from soli.core.errors import Problem
 from soli.core.plan import RECOMPUTE
+from soli.core.tables import table
 from soli.planner.cost.points import DUALPIPEV, GPIPE, INTERLEAVED, LINE, ONE, RING, ZBH1, ZBV
 from soli.planner.legality import BUILT
 
@@ -20,13 +21,7 @@ LACKS = {
     "fp8": "fp8" not in BUILT["precision"],
 }
 """Which choices soli has not built."""
-CHOOSES: dict[str, tuple[str, ...]] = {
-    "megatron": ("ep", "some", "ulysses", "offload", "fp8", "uneven"),  # --pipeline-model-parallel-layout
-    "megatron-deepspeed": ("ep", "some", "ulysses", "offload", "uneven"),  # PipelineModule, partition_method
-    "deepspeed": ("ep", "some", "ulysses", "offload", "uneven"),
-    # torchtitan: module_fqns_per_model_part. It moves parameters with the optimizer, or nothing
-    "fsdp": ("ep", "some", "fp8", "schedules", "uneven"),
-}
+CHOOSES: dict[str, list[str]] = table(__package__, "offers.toml")
 """The choices that a program has beside the usual value."""
 
 
