@@ -63,9 +63,3 @@ def in_flight(p: Points, rank: Array | float = 0.0) -> Array:
     looped = stages + (stages - 1 - 2 * rank) / p.chunks
     deep = np.where(p.chunks > 1, looped, stages - rank)
     return np.where(p.schedule > INTERLEAVED, kept(p), np.minimum(deep, m))
-
-
-def bubble(p: Points) -> Array:
-    """The share of a step in which a rank waits, of stages that are alike."""
-    waits = (p.pp - 1) / p.chunks
-    return waits / (p.microbatches + waits)
