@@ -85,7 +85,7 @@ class Statistics:
             if running_mean is not None and running_var is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
-        return _Normalised.apply(input, weight, bias, mean, var, count, eps, self.axis)
+        return _Normalised.apply(input, weight, bias, known, eps, self.axis)
 
     @torch.no_grad()
     def _sums(self, x: Tensor) -> Known:
@@ -103,16 +103,9 @@ class Statistics:
 class _Normalised(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: Tensor,
-        eps: float,
-        axis: Axis,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, known: Known, eps: float, axis: Axis
     ) -> Tensor:
+        mean, var, count = known
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), count)
         ctx.axis, ctx.has_bias = axis, bias is not None
         return _function(x, mean, var, weight, bias, False, 0.0, eps)
@@ -129,7 +122,7 @@ class _Normalised(torch.autograd.Function):
         of_x = (grad - _along(means[0], x) - normal * _along(means[1], x)) * _along(scale, x)
         of_x = of_x if weight is None else of_x * _along(weight, x)
         found = None if weight is None else of_weight.to(weight.dtype)
-        return of_x.to(x.dtype), found, of_bias.to(grad.dtype) if ctx.has_bias else None, *[None] * 5
+        return of_x.to(x.dtype), found, of_bias.to(grad.dtype) if ctx.has_bias else None, None, None, None
 
 
 def _along(of_channels: Tensor, x: Tensor) -> Tensor:
