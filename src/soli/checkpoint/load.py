@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from soli.checkpoint.adapter import adapt, chunk_of, merge, offer_of
 from soli.checkpoint.folder import locate
 from soli.checkpoint.manifest import FileEntry, Manifest, key_of, read_manifest
-from soli.checkpoint.team import team_of
+from soli.checkpoint.team import Group, team_of
 from soli.checkpoint.tensorfile import checksum, dtype_name, reading
 from soli.core.errors import FAILURE, Problem, SoliError, failure, raise_all
 from soli.core.layout import Box, Sharded
@@ -28,11 +27,7 @@ from soli.core.progress import Add, busy
 
 
 def load(
-    path: str | Path,
-    tensors: dict[str, Sharded],
-    *,
-    group: dist.ProcessGroup | None = None,
-    ignore: Callable[[str], bool] | None = None,
+    path: str | Path, tensors: dict[str, Sharded], *, group: Group = None, ignore: Callable[[str], bool] | None = None
 ) -> dict[str, Any]:
     """Fill the pieces of `tensors` in place from the checkpoint at `path`; returns its state.
 

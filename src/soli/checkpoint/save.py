@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from soli.checkpoint.adapter import adapt, merge, offer_of
 from soli.checkpoint.folder import commit, open_partial, refuse_existing
 from soli.checkpoint.manifest import VERSION, Chunk, FileEntry, Manifest, Saved, dump_state, key_of, to_text
-from soli.checkpoint.team import Team, as_soli_error, team_of
+from soli.checkpoint.team import Group, Team, as_soli_error, team_of
 from soli.checkpoint.tensorfile import Entry, write_file
 from soli.checkpoint.tiling import tiling_problems
 from soli.core.errors import on_all_ranks, raise_all
@@ -64,7 +64,7 @@ def save(
     tensors: dict[str, Sharded],
     state: dict[str, Any],
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     overwrite: bool = False,
 ) -> None:
     """Write a checkpoint to the folder `path`; called on every rank of `group`, returns when it is complete.
@@ -131,7 +131,7 @@ def save_async(
     tensors: dict[str, Sharded],
     state: dict[str, Any],
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     overwrite: bool = False,
 ) -> PendingSave:
     """As `save`, but returns once the tensors are copied; the rest happens in a background thread.

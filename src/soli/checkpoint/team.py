@@ -19,6 +19,8 @@ from soli.core.errors import FAILURE, MISTAKE, Problem, SoliError, failure
 
 T = TypeVar("T")
 R = TypeVar("R")
+Group = dist.ProcessGroup | None
+"""Whose ranks save or load together; None: the default group's."""
 
 FIXES = {
     errno.ENOSPC: "free some space or save to another disk; nothing of this save was left behind",
@@ -36,7 +38,7 @@ class Team:
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    group: Group = None
 
     def each(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank; every rank gets all results in rank order, or the same error."""
@@ -102,7 +104,7 @@ class Team:
 ALONE = Team()
 
 
-def team_of(group: dist.ProcessGroup | None) -> Team:
+def team_of(group: Group) -> Team:
     """The ranks of `group`; of the default group if None; this process alone if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return ALONE
