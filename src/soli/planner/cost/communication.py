@@ -16,7 +16,7 @@ import numpy as np
 
 from soli.planner.cost import overlap, rings
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, LINE, Array, Points
+from soli.planner.cost.points import FULL, LINE, Amount, Array, Points
 from soli.planner.cost.schedules import in_a_v
 
 
@@ -46,9 +46,8 @@ def gather(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Arra
 
 
 def all_to_all(
-    p: Points, k: Constants, size: Array, n: Array, inner: Array, crossing: Array | float = 1.0,
-    apart: Array | float = 1.0,
-) -> Array:  # fmt: skip
+    p: Points, k: Constants, size: Array, n: Array, inner: Array, crossing: Amount = 1.0, apart: Amount = 1.0
+) -> Array:
     """Seconds in which every rank sends a part of `size` bytes to each of n; of what is for others, and for other servers, a share."""
     local = inside(p, n, inner)
     near = apart * size * (local - 1) / n / (p.link * k.link_share)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import Array, Points
+from soli.planner.cost.points import Amount, Array, Points
 
 
 def sums(p: Points, k: Constants, sent: Array) -> Array:
@@ -26,6 +26,6 @@ def gathers(k: Constants, sent: Array, computed: Array) -> Array:
     return np.maximum(sent - k.hidden_gathers * computed, 0.0)
 
 
-def gradients(k: Constants, sent: Array, backward: Array | float) -> Array:
+def gradients(k: Constants, sent: Array, backward: Amount) -> Array:
     """Seconds that are left of the gradients' reduction: a share runs behind the backward, and no more than there is of it."""
     return np.maximum(sent - k.hidden_gradients * np.minimum(sent, backward), 0.0)

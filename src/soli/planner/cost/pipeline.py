@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from soli.planner.cost.points import GPIPE, INTERLEAVED, Array, Points
+from soli.planner.cost.points import GPIPE, INTERLEAVED, Amount, Array, Points
 from soli.planner.cost.schedules import in_a_v, kept
 
 
 def spent(
-    p: Points, inner: Array, first: Array, last: Array, send: Array, layer: Array, sending: Array | float = 0.0
+    p: Points, inner: Array, first: Array, last: Array, send: Array, layer: Array, sending: Amount = 0.0
 ) -> tuple[Array, Array]:
     """Seconds of m microbatches on the busiest stage; and those in which it waits for the others.
 
@@ -36,14 +36,7 @@ def spent(
 
 
 def spent_otherwise(
-    p: Points,
-    inner: Array,
-    waits: Array,
-    first: Array,
-    last: Array,
-    send: Array,
-    layer: Array,
-    sending: Array | float = 0.0,
+    p: Points, inner: Array, waits: Array, first: Array, last: Array, send: Array, layer: Array, sending: Amount = 0.0
 ) -> tuple[Array, Array]:
     """`spent` of the schedules of schedules.py: the longest stage, and what ranks wait for there; twice as many borders in a V."""
     folded = in_a_v(p)
@@ -57,7 +50,7 @@ def spent_otherwise(
     return p.microbatches * np.maximum(longest, sending), fill
 
 
-def in_flight(p: Points, rank: Array | float = 0.0) -> Array:
+def in_flight(p: Points, rank: Amount = 0.0) -> Array:
     """Microbatches whose activations a rank keeps, in parts of all its layers (arXiv 2205.05198, 4.2.3)."""
     m, stages = p.microbatches, p.pp
     looped = stages + (stages - 1 - 2 * rank) / p.chunks

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from soli.planner.hardware.devices import Device
 
 Array = NDArray[np.float64]
+Amount = Array | float
+"""One for each point, or one for all."""
 
 NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from soli.planner.cost import arithmetic
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import DUALPIPEV, GPIPE, ZBH1, ZBV, Array, Points
+from soli.planner.cost.points import DUALPIPEV, GPIPE, ZBH1, ZBV, Amount, Array, Points
 
 
 def in_a_v(p: Points) -> NDArray[np.bool_]:
@@ -54,7 +54,7 @@ def kept(p: Points) -> Array:
     return np.minimum(np.where(p.schedule == DUALPIPEV, p.pp + 0.5, found), p.microbatches)
 
 
-def undone(p: Points, rank: Array | float = 0.0) -> Array:
+def undone(p: Points, rank: Amount = 0.0) -> Array:
     """Of `kept` those whose second half of the backward is to come, where the most is there, of torch's orders. A V's last rank has
     no others then."""
     found = np.where(p.schedule == ZBH1, rank + 1, 0.0)

@@ -8,7 +8,7 @@ import numpy as np
 
 from soli.planner.cost import arithmetic, communication, context, grids, memory, overlap, pipeline, schedules
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, INTERLEAVED, Array, Points
+from soli.planner.cost.points import FULL, INTERLEAVED, Amount, Array, Points
 
 WRITTEN_OUT = 1.15
 """Launches of a layer that makes attention's scores, by those of one with a kernel: what Megatron-LM's test of tp=4 took on one
@@ -92,7 +92,7 @@ class Running:
     waiting: Array
 
 
-def running(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Running:
+def running(p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount = 1.0) -> Running:
     """All of a step but what follows its microbatches."""
     own, exposed = layers(p, k)
     own = own * of_layers
@@ -112,7 +112,7 @@ def running(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: 
 
 
 def seconds(
-    p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0
+    p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount = 1.0
 ) -> tuple[Array, Running, Array, Array]:
     """A step's time: its microbatches, the gradients' reduction that nothing hides, and the update."""
     run = running(p, k, of_layers, of_tables)
@@ -130,7 +130,7 @@ def sums(p: Points, k: Constants) -> communication.Sums:
     return communication.sums(p, k, *memory.trained(p), memory.of_tables(p))
 
 
-def late(p: Points, k: Constants, summed: communication.Sums, backward: Array | float) -> Array:
+def late(p: Points, k: Constants, summed: communication.Sums, backward: Amount) -> Array:
     """Seconds of the gradients' reduction that so long a backward does not hide."""
     return overlap.gradients(k, communication.of_gradients(p, summed), backward)
 
@@ -143,7 +143,7 @@ def update(p: Points, k: Constants) -> Array:
     return arithmetic.optimizer(p, k, own)
 
 
-def step(p: Points, k: Constants, of_layers: Array | float = 1.0, of_tables: Array | float = 1.0) -> Step:
+def step(p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount = 1.0) -> Step:
     """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
     time, run, reduced, spent = seconds(p, k, of_layers, of_tables)
     return Step(
