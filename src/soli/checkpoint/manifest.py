@@ -29,6 +29,8 @@ from soli.checkpoint.tensorfile import NAMES, dtype_name
 from soli.core.errors import Problem, SoliError, failure, raise_all
 from soli.core.layout import Box
 
+State = dict[str, Any]
+"""What a checkpoint holds beside its tensors, in values that JSON has."""
 FORMAT, VERSION = "soli-checkpoint", 1
 FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
@@ -70,7 +72,7 @@ class Manifest:
 
     tensors: dict[str, Saved]
     files: dict[str, FileEntry]
-    state: dict[str, Any]
+    state: State
     version: int
     soli: str
     torch: str
@@ -82,7 +84,7 @@ def key_of(name: str, box: Box) -> str:
     return f"{name}@{','.join(str(offset) for offset in box.offsets)}"
 
 
-def dump_state(state: dict[str, Any]) -> str:
+def dump_state(state: State) -> str:
     """The state as JSON text. SoliError names the path of every value that JSON cannot hold exactly.
 
     Tuples become lists. NaN and infinity are no JSON and are refused, as are keys that are not strings.

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from soli.checkpoint.adapter import adapt, merge, offer_of
 from soli.checkpoint.folder import commit, open_partial, refuse_existing
-from soli.checkpoint.manifest import VERSION, Chunk, FileEntry, Manifest, Saved, dump_state, key_of, to_text
+from soli.checkpoint.manifest import VERSION, Chunk, FileEntry, Manifest, Saved, State, dump_state, key_of, to_text
 from soli.checkpoint.team import Group, Team, as_soli_error, team_of
 from soli.checkpoint.tensorfile import Entry, write_file
 from soli.checkpoint.tiling import tiling_problems
@@ -45,7 +45,7 @@ class _Draft:
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     chunks: dict[str, list[tuple[Box, int]]]
-    state: dict[str, Any]
+    state: State
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,7 @@ class _Job:
 
 
 def save(
-    path: str | Path,
-    tensors: dict[str, Sharded],
-    state: dict[str, Any],
-    *,
-    group: Group = None,
-    overwrite: bool = False,
+    path: str | Path, tensors: dict[str, Sharded], state: State, *, group: Group = None, overwrite: bool = False
 ) -> None:
     """Write a checkpoint to the folder `path`; called on every rank of `group`, returns when it is complete.
 
@@ -76,9 +71,7 @@ def save(
     save_with(team_of(group), path, tensors, state, overwrite)
 
 
-def save_with(
-    team: Team, path: str | Path, tensors: dict[str, Sharded], state: dict[str, Any], overwrite: bool = False
-) -> None:
+def save_with(team: Team, path: str | Path, tensors: dict[str, Sharded], state: State, overwrite: bool = False) -> None:
     """`save` for a team; ALONE saves in this process, whatever process group there is."""
     job = _plan(team, path, tensors, state, overwrite)
     size = sum(entry.size for entry in job.entries)
@@ -127,12 +120,7 @@ _last: dict[str, PendingSave] = {}  # by group: the collectives of two saves mus
 
 
 def save_async(
-    path: str | Path,
-    tensors: dict[str, Sharded],
-    state: dict[str, Any],
-    *,
-    group: Group = None,
-    overwrite: bool = False,
+    path: str | Path, tensors: dict[str, Sharded], state: State, *, group: Group = None, overwrite: bool = False
 ) -> PendingSave:
     """As `save`, but returns once the tensors are copied; the rest happens in a background thread.
 
@@ -187,7 +175,7 @@ def _stage(job: _Job) -> None:
         job.entries[place] = Entry(entry.key, entry.dtype, entry.shape, lambda copy=copy: copy)  # type: ignore[misc]
 
 
-def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: dict[str, Any], overwrite: bool) -> _Job:
+def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: State, overwrite: bool) -> _Job:
     """Agree on which rank writes what. The live tensors are looked up when they are written."""
     target = Path(path).absolute()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -39,6 +39,8 @@ from soli.mesh.simulate import Absent
 
 Finish = Callable[[], object]
 """What is left to do when a collective has arrived."""
+Collective = Callable[..., Any]
+"""One of torch's."""
 OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -339,13 +341,7 @@ def barrier(axis: Axis, *, label: str = "barrier") -> None:
 
 
 def _in_place(
-    collective: Callable[..., Any],
-    tensor: Tensor,
-    axis: Axis,
-    label: str,
-    wait: bool,
-    written: bool = True,
-    **options: Any,
+    collective: Collective, tensor: Tensor, axis: Axis, label: str, wait: bool, written: bool = True, **options: Any
 ) -> Pending:
     """One of torch's collectives that leaves its result where its argument is. `written`: whether this rank has one."""
     if axis.size == 1:

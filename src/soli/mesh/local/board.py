@@ -57,6 +57,8 @@ LOOK_SECONDS = 0.1  # between two looks at whether the others live
 _fence = threading.Lock()
 _IN_ORDER = os.uname().machine == "x86_64"
 
+Write = Callable[[int], None]
+"""Fills a lane of this rank's slot, by the lane's number."""
 Step = Iterator[None]
 """An operation under way: yields while it waits for another rank."""
 
@@ -115,11 +117,7 @@ class Board:
     # --- chunks ---------------------------------------------------------------------------------------
 
     def chunk_of(
-        self,
-        operation: Operation,
-        write: Callable[[int], None] | None,
-        sources: range | tuple[int, ...],
-        place: int = 0,
+        self, operation: Operation, write: Write | None, sources: range | tuple[int, ...], place: int = 0
     ) -> Any:
         """One chunk up to the point where the slots of `sources` may be read; returns the lane they are in.
 

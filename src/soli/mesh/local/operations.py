@@ -7,14 +7,14 @@ Shapes: n elements of a rank's tensor, N ranks. All tensors here are flat and co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from soli.mesh.local import placed
-from soli.mesh.local.board import Board, Operation
+from soli.mesh.local.board import Board, Operation, Write
 from soli.mesh.local.sums import combine
 
 ALONE_BYTES = 1 << 14
@@ -28,7 +28,7 @@ def everyone(board: Board) -> range:
     return range(board.ranks)
 
 
-def laid(board: Board, piece: Tensor) -> Callable[[int], None]:
+def laid(board: Board, piece: Tensor) -> Write:
     """What puts a piece at the beginning of this rank's slot."""
 
     def write(lane: int) -> None:
@@ -37,7 +37,7 @@ def laid(board: Board, piece: Tensor) -> Callable[[int], None]:
     return write
 
 
-def opened(board: Board, operation: Operation, tensor: Tensor | None, write: Callable[[int], None]) -> Any:
+def opened(board: Board, operation: Operation, tensor: Tensor | None, write: Write) -> Any:
     """A chunk of an operation whose tensors may lie in shared memory: (lane of the slots, places or None).
 
     With no tensor, as after the first chunk, this rank has placed none.
