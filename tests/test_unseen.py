@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import subprocess
@@ -488,3 +489,33 @@ def test_ranks_of_one_machine_listen_to_that_machine(tmp_path: Any, backend: str
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
     assert found[0]
     assert all(address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for own in found for address in own), found
+
+
+@pytest.mark.parametrize("rate", [torch.tensor(0.1), np.float32(0.1)])
+def test_a_rate_that_is_no_number_of_pythons_is_saved(tmp_path: Any, rate: Any) -> None:
+    found = []
+    for start in (0, 1):
+        engine, batches = engine_of(Plain, "dp=1", optimizer=lambda p: torch.optim.AdamW(p, lr=0.1))
+        engine.optimizer.param_groups[0]["lr"] = rate
+        if start:
+            engine.load(tmp_path / "0")
+        losses_of = [float(engine.step(batch)) for batch in batches[start:]]
+        found.append(losses_of[1 - start :])
+        if not start:
+            engine, _ = engine_of(Plain, "dp=1", optimizer=lambda p: torch.optim.AdamW(p, lr=0.1))
+            engine.optimizer.param_groups[0]["lr"] = rate
+            engine.step(batches[0])
+            engine.save(tmp_path / "0")
+    assert found[0] == found[1]
+
+
+def test_a_model_that_recomputes_is_written_by_the_engine() -> None:
+    engine, batches = engine_of(Plain, "dp=1,recompute=full")
+    engine.step(batches[0])
+    assert "engine.copy_model()" in said_by(torch.save, engine.model, io.BytesIO())
+    torch.save(engine.copy_model(), io.BytesIO())
+
+
+def test_the_package_is_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "soli", "--help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "soli" in done.stdout) == (0, True)

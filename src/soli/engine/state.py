@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -266,12 +267,26 @@ def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
         "plan": str(engine.plan),
         "seed": engine.seed,
         "tied": engine.tied,
-        "groups": [{k: (list(v) if isinstance(v, tuple) else v) for k, v in g.items()} for g in groups],
+        "groups": [{k: _plain(v) for k, v in g.items()} for g in groups],
         "scheduler": numbered(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
         "positions": {name: asdict(position) for name, position in engine.positions.items()},
         "loss_scale": asdict(engine.loss_scale) if engine.loss_scale is not None else None,
         "extra": extra,
     }
+
+
+def _plain(value: Any) -> Any:
+    """An option of a group as JSON can hold it: a learning rate may be a tensor, or numpy's."""
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _like(old: Any, value: Any) -> Any:
+    """What `_plain` made of an option, in the form that it has here."""
+    if isinstance(old, Tensor):
+        return old.fill_(value)
+    return type(old)(value) if isinstance(old, np.generic | tuple) else value
 
 
 def numbered(value: Any) -> Any:
@@ -410,7 +425,7 @@ def _group_problems(engine: Engine, state: dict[str, Any]) -> Iterator[Problem]:
 
 def _restore(engine: Engine, state: dict[str, Any]) -> None:
     for group, saved in zip(engine.optimizer.param_groups, state["groups"], strict=True):
-        group.update({k: (tuple(v) if isinstance(group.get(k), tuple) else v) for k, v in saved.items()})
+        group.update({k: _like(group.get(k), v) for k, v in saved.items()})
     if engine.scheduler is not None:
         engine.scheduler.load_state_dict(counted(state["scheduler"]))
     if engine.loss_scale is not None and state["loss_scale"] is not None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from soli.core.errors import SoliError
+
 
 class _Wrapped:
     """The forward of a module. A copy of the module (an average of weights) computes with its own, as before any `wrap`."""
@@ -19,6 +21,12 @@ class _Wrapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        raise SoliError(
+            "a model that recomputes is not written by itself: its blocks compute with functions of this run",
+            fix="engine.copy_model() is a plain one, engine.save(path) a checkpoint",
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         inner, bound = self.soli_wraps

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from soli.core.files import write_whole
 from soli.planner.hollow import Call
 from soli.planner.rehearsal import Action, RankRun, Rehearsal, Sent
 
@@ -91,7 +92,7 @@ class Machine:
     def save(self, path: Path) -> None:
         """As JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        write_whole(path, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> Machine:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from soli.core.errors import Problem, SoliError, on_all_ranks, raise_all
+from soli.core.files import write_whole
 from soli.core.package import SOLI
 from soli.train import settings
 from soli.train.config import Config
@@ -119,7 +120,7 @@ def revision() -> str | None:
 
 
 def write_json(path: Path, data: object) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -132,10 +133,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def forget_after(folder: Path, step: int) -> int:
-    """Drop the metrics of steps after `step`, which a resumed run takes again. Returns how many rows."""
+    """Drop the metrics of steps after `step`, which a resumed run takes again, and what saves left half. Returns how many rows."""
     rows = read_metrics(folder)
     kept = [row for row in rows if row["step"] <= step]
-    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    write_whole(folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+    for dead in (folder / "checkpoints").glob(".*.partial-*"):  # of a save that was killed
+        shutil.rmtree(dead)
     return len(rows) - len(kept)
 
 

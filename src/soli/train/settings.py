@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from soli.core.errors import Problem, SoliError, on_all_ranks, raise_all
+from soli.core.files import write_whole
 from soli.core.plan import Plan
 from soli.train.config import Config
 from soli.train.schedule import MEASURED_TO
@@ -52,7 +53,7 @@ def write(config: Config, path: Path) -> None:
             text = f"{entry.name} = {_toml(getattr(section, entry.name))}"
             lines.append(f"{text:<32} # {entry.metadata['help']}")
         lines.append("")
-    path.write_text("\n".join(lines), encoding="utf-8")
+    write_whole(path, "\n".join(lines))
 
 
 def _toml(value: object) -> str:
