@@ -132,7 +132,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The short text: what differs from the defaults. `Plan.parse` reads it back."""
-        said = [f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) != f.default]
+        said = [f"{f.name}={word(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) != f.default]
         return ",".join(said) or "dp=auto"
 
     @classmethod
@@ -175,7 +175,8 @@ class Plan:
         return cls.from_dict(tomllib.loads(text))
 
 
-def _text(value: Any) -> str:
+def word(value: Any) -> str:
+    """A value as a plan's text has it."""
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 

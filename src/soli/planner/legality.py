@@ -12,7 +12,7 @@ from math import isqrt
 from typing import Any
 
 from soli.core.errors import Problem, SoliError, listing
-from soli.core.plan import SPLIT_BACKWARD, V_SHAPED, Plan
+from soli.core.plan import SPLIT_BACKWARD, V_SHAPED, Plan, word
 
 BUILT: dict[str, tuple[object, ...]] = {
     "ep": (1,),
@@ -29,8 +29,8 @@ def problems(plan: Plan, world: int) -> Iterator[Problem]:
     for key, built in BUILT.items():
         value = getattr(plan, key)
         if value not in built:
-            allowed = ", ".join(_word(v) for v in built)
-            yield Problem(f"'{key}={_word(value)}' is not built yet", got=_word(value), allowed=allowed)
+            allowed = ", ".join(word(v) for v in built)
+            yield Problem(f"'{key}={word(value)}' is not built yet", got=word(value), allowed=allowed)
     if plan.dp is None:
         if world % plan.model_ranks:
             yield Problem(
@@ -245,7 +245,3 @@ def divisors(n: int) -> list[int]:
     """All, in order."""
     low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})
-
-
-def _word(value: object) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
