@@ -26,12 +26,10 @@ class Pieces(Tensor):
     """
 
     pieces: list[tuple[Box, Tensor]]
-    shape_: torch.Size
 
     @staticmethod
     def __new__(cls, sharded: Sharded) -> Pieces:
         made = Tensor._make_wrapper_subclass(cls, torch.Size(sharded.shape), dtype=sharded.dtype)
-        made.shape_ = torch.Size(sharded.shape)
         made.pieces = [(box, piece.detach()) for box, piece in sharded.pieces if box.numel]
         return made
 
@@ -45,7 +43,7 @@ class Pieces(Tensor):
             WriteItem(
                 MetadataIndex(fqn, box.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk_of(box), properties=properties, size=self.shape_),
+                tensor_data=TensorWriteData(chunk=chunk_of(box), properties=properties, size=self.shape),
             )
             for box, _ in self.pieces
         ]
