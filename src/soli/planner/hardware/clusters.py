@@ -133,10 +133,9 @@ def _misspelt(path: Path, key: str) -> Problem:
 
 def _unfit(path: Path, key: str, value: Any) -> Problem | None:
     """What is wrong with the value of a known word."""
-    whole = key in ("nodes", "node", "units")
-    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if key in NUMBERS or key == "nodes":
-        if not number or not 0 < value < 1e15:  # nan is in no range
+        whole = key in ("nodes", "node", "units")
+        if not _positive(value) or (whole and not isinstance(value, int)):
             wanted = "a whole number above 0" if whole else "a number above 0"
             return Problem(f"'{key}' of {path} cannot be", got=repr(value), allowed=wanted)
     elif key == "tflops":
@@ -153,4 +152,5 @@ def _unfit(path: Path, key: str, value: Any) -> Problem | None:
 
 
 def _positive(value: Any) -> bool:
+    # nan is in no range
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
