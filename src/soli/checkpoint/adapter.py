@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from soli.checkpoint.tensorfile import DTYPES, dtype_name
+from soli.checkpoint.tensorfile import DTYPES, Forms, dtype_name
 from soli.checkpoint.tiling import inside
 from soli.core.errors import Problem, raise_all
 from soli.core.layout import Box, Sharded
@@ -89,9 +89,9 @@ def _problems(name: str, sharded: Sharded) -> Iterator[Problem]:
             yield Problem(f"{name}: a piece is not what its box says", got, allowed)
 
 
-def merge(offers: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
+def merge(offers: list[Forms]) -> dict[str, Any]:
     """name -> (shape, dtype) over all ranks, in rank order. SoliError where ranks disagree."""
-    merged: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    merged: Forms = {}
     problems = []
     for rank, offer in enumerate(offers):
         for name, (shape, dtype) in offer.items():
@@ -103,5 +103,5 @@ def merge(offers: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[
     return merged
 
 
-def offer_of(tensors: dict[str, Sharded]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def offer_of(tensors: dict[str, Sharded]) -> Forms:
     return {name: (tuple(sharded.shape), sharded.dtype) for name, sharded in tensors.items()}

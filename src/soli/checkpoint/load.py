@@ -20,7 +20,7 @@ from soli.checkpoint.adapter import adapt, chunk_of, merge, offer_of
 from soli.checkpoint.folder import locate
 from soli.checkpoint.manifest import FileEntry, Manifest, key_of, read_manifest
 from soli.checkpoint.team import Group, team_of
-from soli.checkpoint.tensorfile import checksum, dtype_name, reading
+from soli.checkpoint.tensorfile import Forms, checksum, dtype_name, reading
 from soli.core.errors import FAILURE, Problem, SoliError, failure, raise_all
 from soli.core.layout import Box, Sharded
 from soli.core.progress import Add, busy
@@ -51,9 +51,7 @@ def load(
     return copy.deepcopy(manifest.state)
 
 
-def differences(
-    manifest: Manifest, wanted: dict[str, tuple[tuple[int, ...], torch.dtype]], ignore: Callable[[str], bool] | None
-) -> list[Problem]:
+def differences(manifest: Manifest, wanted: Forms, ignore: Callable[[str], bool] | None) -> list[Problem]:
     """Everything that keeps the saved tensors from being the wanted ones."""
     found = []
     for name, (shape, dtype) in wanted.items():

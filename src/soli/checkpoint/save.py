@@ -21,7 +21,7 @@ from soli.checkpoint.adapter import adapt, merge, offer_of
 from soli.checkpoint.folder import commit, open_partial, refuse_existing
 from soli.checkpoint.manifest import VERSION, Chunk, FileEntry, Manifest, Saved, State, dump_state, key_of, to_text
 from soli.checkpoint.team import Group, Team, as_soli_error, team_of
-from soli.checkpoint.tensorfile import Entry, write_file
+from soli.checkpoint.tensorfile import Entry, Forms, write_file
 from soli.checkpoint.tiling import tiling_problems
 from soli.core.errors import on_all_ranks, raise_all
 from soli.core.layout import Box, Sharded
@@ -35,7 +35,7 @@ class _Offer:
     """What one rank brings: DCP's local plan, every tensor it knows of, and the state as JSON."""
 
     plan: SavePlan
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    tensors: Forms
     state: str
 
 
@@ -43,7 +43,7 @@ class _Offer:
 class _Draft:
     """The manifest as far as it is known before the files are written (on the first rank)."""
 
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    tensors: Forms
     chunks: dict[str, list[tuple[Box, int]]]
     state: State
 
@@ -211,7 +211,7 @@ def _box(item: Any) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _check_cover(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], plans: list[SavePlan]) -> None:
+def _check_cover(tensors: Forms, plans: list[SavePlan]) -> None:
     """Before DCP drops copies: it takes boxes with equal offsets for the same box, whatever their sizes."""
     boxes: dict[str, set[Box]] = {name: set() for name in tensors}
     for plan in plans:

@@ -30,6 +30,8 @@ DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): code for name, code in table(__package__, "dtypes.toml").items()
 }
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+Forms = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and types of tensors, by name."""
 STEP = 16 << 20  # bytes hashed and written at a time
 READ = 1 << 20  # bytes read at a time
 
@@ -118,7 +120,7 @@ def reading(path: Path) -> Iterator[Any]:
         raise failure(f"{path} is not a readable safetensors file", got=str(error)) from error
 
 
-def headers(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def headers(path: Path) -> Forms:
     """key -> (shape, dtype) of a safetensors file, tensors not read. SoliError for an unknown dtype."""
     by_code = {code: dtype for dtype, code in DTYPES.items()}
     found = {}
