@@ -54,13 +54,15 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
         events.note(text, shown=engine.rank == 0)
     else:
         for sample in check.one_of_each(samples, roles):
-            with Randomness(engine.model, 0).probe(runner.rows):
+            with Randomness(engine.model, engine.seed).probe(runner.rows):
                 check.compare(sample, roles, mesh, plan)
     return roles
 
 
 class Runner:
     """Runs a model and its loss on a few rows, and leaves what it changes and its modes as they were."""
+
+    seed = 0  # what a forward draws by itself is compared with the engine's
 
     def __init__(self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int, plan: Plan) -> None:
         self.model, self.call, self.loss_fn, self.data, self.rows = model, call, loss_fn, data, rows
@@ -72,7 +74,9 @@ class Runner:
         rows = min(part.rows, ROWS)
         data = take(part.data, 0, rows) if rows else None
         data = to_device(data, next(engine.model.parameters()).device)
-        return cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan)
+        runner = cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan)
+        runner.seed = engine.seed
+        return runner
 
     def run(
         self,
@@ -83,7 +87,7 @@ class Runner:
     ) -> Any:
         """One forward and its loss, which is returned. `around`: a context for them. `leaving`: tensors that the forward
         leaves in attributes stay. `gradients`: the loss can be differentiated."""
-        randomness = Randomness(self.model, 0)
+        randomness = Randomness(self.model, self.seed)
         with (
             torch.set_grad_enabled(gradients),
             between.modes_kept(self.model),

@@ -306,10 +306,10 @@ class Randomness:
         rows, device = self._now.rows, x.device.type
         eps = torch.finfo(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype).eps
         with torch._C.DisableTorchFunctionSubclass():  # of a cut tensor the part that is here
-            size = x.detach().abs().double()
-            for d in [d for d, n in enumerate(shape) if n % rows == 0 and n == size.shape[d]]:
-                over = [other for other in range(x.dim()) if other != d]
-                self._marks.setdefault((rows, key, d), (size.sum(over) if over else size, eps))
+            for d in [d for d, n in enumerate(shape) if n % rows == 0 and n == x.shape[d]]:
+                places = x.detach().movedim(d, 0).reshape(shape[d], -1)
+                along = torch.cos(torch.arange(places.shape[1], dtype=torch.float64, device=x.device)).to(x.dtype)
+                self._marks.setdefault((rows, key, d), ((places @ along).double().nan_to_num(0.0, 0.0, 0.0), eps))
 
     def _turned(self, key: Key, dim: int, rows: int, other_rows: int) -> bool:
         """Whether rows change fastest in a dim that is a multiple of them: the part's places are found in the whole one way, or the other."""
@@ -317,14 +317,15 @@ class Randomness:
             return False
         (whole, eps), (part, _) = self._marks[rows, key, dim], self._marks[other_rows, key, dim]
         ways = whole[: len(part)], whole.unflatten(0, (-1, rows))[:, :other_rows].flatten()
-        usual, turned = (float((way - part).abs().max()) for way in ways)
-        if self.shared and min(usual, turned) > eps**0.5 * float(whole.max()):
+        near = eps**0.5 * float(whole.abs().max())
+        usual, turned = (float((way - part).abs().max()) <= near for way in ways)
+        if self.shared and not usual and not turned:
             raise SoliError(
                 f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
                 got="rows in another order than the batch's",
                 fix="draw before rows are put in another order, or sorted; or call the module once for each part of what is put together",
             )
-        return turned < usual
+        return turned and not usual
 
     def drawn(self, like: Tensor, shape: tuple[int, ...], how: str, *numbers: float, beside: Any = None) -> Tensor:
         """A tensor of `shape`, and of the type and device of `like`, filled by a method of Tensor. `beside`: what it is drawn for."""
