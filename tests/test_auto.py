@@ -675,6 +675,6 @@ def test_calibrate_measures_and_keeps(tmp_path: Path) -> None:
     (kept,) = tmp_path.glob("machine-*.json")
     kept.write_text("{", encoding="utf-8")
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert "is no calibration" in again.stdout
+    assert "is no calibration" in again.stderr
     assert re.search(r"measured in [0-9.]+ s", again.stdout)
     assert json.loads(kept.read_text(encoding="utf-8"))["ranks"] == 2

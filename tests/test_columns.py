@@ -210,8 +210,16 @@ def test_rows_that_say_too_little_or_too_much() -> None:
     assert "it has fewer cells than the table has columns" in read(BIG | {"framework": None}).inferred
     experts = {"experts": "64", "topk": "2", "ep": "64", "tp": "1"}
     assert "ep=64 as 16: a stage has no more ranks" in read(BIG | experts | {"gpus": "32"}).inferred
-    for column in ("Quantization", "(TP, PP, DP)", "remat_kind", "T", "Numerics"):
+    for column in ("Quantization", "(TP, PP, DP)", "remat_kind", "T", "Numerics", "Seq len (K)", "Layers (per stage)"):
         assert any(word.endswith("=4 is not counted") for word in read(BIG | {column: "4"}).inferred), column
+
+
+def test_names_of_devices_are_no_others() -> None:
+    assert {name: read(BIG | {"gpu": name}).device.name for name in ("8x L40S", "L40", "p5.48xlarge", "512 H100s")} == {
+        "8x L40S": "l40s", "L40": "l40", "p5.48xlarge": "h100", "512 H100s": "h100",
+    }  # fmt: skip
+    assert read(BIG | {"gpu": "NVIDIA A2"}).refused
+    assert read(BIG | {"gpu": "", "notes": "Table P3; 64 A100 GPUs"}).device.name == "a100"
 
 
 @pytest.mark.parametrize(

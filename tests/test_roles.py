@@ -23,7 +23,7 @@ from soli.engine.engine import parallelize
 from soli.engine.layout import Runner
 from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
-from soli.parallel.tensor import products
+from soli.parallel.tensor import cut
 from soli.verify.parity import adamw
 from typed import soli, soli_anew
 
@@ -186,8 +186,8 @@ def test_fused_matrices_compute_the_same(pool: Pool, fused: str, heads: int, gro
 
 def wrong_rule() -> str:
     """A rule that forgets the sum of a column's input: the check must refuse the layout before training."""
-    real = products.entered
-    products.entered = lambda run, x: x
+    real = cut.entered
+    cut.entered = lambda run, x: x
     try:
         engine = parallelize(
             Stack("thirds", 4, 4), MSE, optimizer=adamw, plan="tp=2", example=BATCH, roles={"*.qkv": "column"}
@@ -196,7 +196,7 @@ def wrong_rule() -> str:
     except SoliError as error:
         return str(error)
     finally:
-        products.entered = real
+        cut.entered = real
     return ""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file in place of what is there, all of it or nothing."""
-    beside = path.with_name(f".{path.name}.new")
+    beside = path.with_name(f".{path.name}.new-{os.getpid()}")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -86,13 +86,6 @@ def _has_rows(x: Any) -> bool:
     return isinstance(x, Tensor | np.ndarray) and x.ndim > 0
 
 
-def _lists(data: Any, sizes: set[int]) -> list[str]:
-    """Lists of numbers or words, as many as these: they would not be taken apart with the rows."""
-    plain = lambda y: isinstance(y, int | float | str)
-    flat = lambda x: isinstance(x, list | tuple) and len(x) in sizes and all(map(plain, x))
-    return [_path(path) for path, x in tree_flatten_with_path(data, is_leaf=flat)[0] if flat(x)]
-
-
 def few(part: Part, plan: Plan) -> int:
     """Rows that a check runs: as many as a microbatch has, and so no more memory than the step takes; two if there are."""
     return min(part.rows, max(-(-part.rows // (plan.accumulate * plan.microbatches)), 2))
@@ -133,15 +126,7 @@ def microbatches(part: Part, ranks: int, plan: Plan) -> list[Part]:
 
 
 def need_rows(part: Part, ranks: int, plan: Plan, norms: bool = False) -> None:
-    """Raises SoliError where a rank has no row, and others wait for it in every product, or norm of the batch; and where rows are in lists."""
-    sizes = {part.total if part.total > part.rows else 0}  # of rows that are taken apart
-    sizes |= {part.rows if plan.accumulate * plan.microbatches > 1 else 0}
-    if part.rows and (lists := _lists(part.data, sizes - {0, 1})):
-        raise on_all_ranks(
-            "the batch has lists with one entry a row, which are not taken apart with the rows",
-            got=listed(lists),
-            fix="give torch.tensor(...) or a numpy array of them, or leave them out of the batch",
-        )
+    """Raises SoliError where a rank has no row, and others wait for it in every product, or norm of the batch."""
     if (plan.together or norms) and part.total < ranks:
         what = "normalise the batch" if norms else "of a grid compute each product"
         raise on_all_ranks(
@@ -150,6 +135,20 @@ def need_rows(part: Part, ranks: int, plan: Plan, norms: bool = False) -> None:
             allowed=f"at least {ranks} rows in every batch, the last and those of an evaluation too",
             fix="drop or fill the ragged last batch, or use a smaller grid or dp",
         )
+
+
+def need_tensors(batch: Any, part: Part, times: int) -> None:
+    """Raises SoliError where a batch has lists of one number a row: they are not taken apart as its rows are, over ranks and `times` microbatches."""
+    rows = part.rows if isinstance(batch, Part) else part.total
+    flat = lambda x: isinstance(x, list) and len(x) == rows and all(isinstance(y, int | float) for y in x)
+    if rows > 1 and (times > 1 or part.rows < rows):
+        lists = [_path(path) for path, x in tree_flatten_with_path(part.data, is_leaf=flat)[0] if flat(x)]
+        if lists:
+            raise on_all_ranks(
+                "the batch has lists with one entry a row, which are not taken apart with the rows",
+                got=listed(lists),
+                fix="give torch.tensor(...) or a numpy array of them, or leave them out of the batch",
+            )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

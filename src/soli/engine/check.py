@@ -58,10 +58,12 @@ class FirstStep:
         if self._evaluated or part.total < engine.dp.size:
             return
         data, rows = _few(engine, part)
-        with kept.unchanged(engine.model):
+        with kept.unchanged(engine.model), engine.loss_fn.unchanged():
             _run(engine, data, rows)
-            _in_parts(engine, data, rows // 2)
-        engine.randomness.finish_probe(evaluating=True)
+            if _anywhere(engine, engine.randomness.drawing, "whether an evaluation draws"):
+                _in_parts(engine, data, rows // 2)
+        finish = lambda: engine.randomness.finish_probe(evaluating=True)
+        raise_together(finish, engine.mesh.all, label="what an evaluation draws")
         self._evaluated = True
 
     def check(self, engine: Engine, part: Part) -> None:
@@ -118,15 +120,15 @@ class FirstStep:
         if parts and losses is None:
             losses = coupling.measured(engine, part)
             self.size = coupling.size_of(losses)
-        size = self.size * max(rows / coupling.ROWS, 1.0)
+        size = self.size * rows
         apart, repeats = bool(parts) and not _adds_up(sums, engine, size), True
         if _anywhere(engine, apart, "whether losses do not add up"):
             repeats = kept.same(_run(engine, data, rows), whole)
             kept.restore(model, before)
-        engine.randomness.finish_probe()
         kept.restore(model, start)
 
         def verdict() -> None:
+            engine.randomness.finish_probe()
             effects.explain(engine.plan)
             changes.explain(engine.plan)
             engine.loss_fn.explain(engine.plan)

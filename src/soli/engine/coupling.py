@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 LARGEST = 2**27
 """Parameters of a model that is copied (1 GB, and its gradients)."""
-ROWS = 8
+ROWS, PAIR = 8, 2
+"""Of losses, and of gradients, which keep a forward's whole graph in float64."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Sum:
 
 
 def size_of(found: list[Sum]) -> float:
-    """What a loss of those rows is of, where its terms cancel."""
-    return max((x.size for x in found), default=0.0)
+    """What a row's loss is of, where its terms cancel."""
+    return max((x.size for x in found), default=0.0) / PAIR
 
 
 def measured(engine: Engine, part: Part) -> list[Sum]:
-    """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby, with gradients;
+    """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby, and of two rows with gradients;
     none where they cannot be had: the plan takes no rows apart, the model is large, or does not run in float64. Collective where a rank has a part of the
     weights."""
     if engine.plan.pieces == 1 or engine.mesh.all.simulated or engine.numel > LARGEST:
@@ -65,7 +66,9 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
             *found, again = _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
             # some sums agree at the weights that a run begins with alone: normalised advantages, where the ratio of policies is 1
             _moved(model)
-            found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=True)[:-1]
+            found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)[:-1]
+            if engine.plan.recompute == "none":  # else there is no room for a graph
+                found += _totals(engine, model, take(part.data, 0, PAIR), PAIR, gradients=True)[:-1]
         same = again.total == found[0].total or found[0].total != found[0].total
         why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
@@ -129,14 +132,16 @@ def _pulled(model: nn.Module, total: Tensor) -> Sum:
 
 def _explain(engine: Engine, found: list[Sum]) -> None:
     size = size_of(found)
-    for four in (found[:4], found[4:]):
+    for four in (found[i : i + 4] for i in range(0, len(found), 4)):
         if four and all(x.total - x.total == 0 for x in four):  # else not finite: the step itself reports it
             _add_up(engine, size, *four)
 
 
 def _add_up(engine: Engine, size: float, whole: Sum, first: Sum, second: Sum, turned: Sum) -> None:
     what, got = ("loss of a batch", "losses"), (whole.total, first.total, second.total)
-    rounding = 8 * torch.finfo(torch.float64).eps * depth(engine.model) * (abs(first.total) + abs(second.total) + size)
+    rounding = (
+        8 * torch.finfo(torch.float64).eps * depth(engine.model) * (abs(first.total) + abs(second.total) + size * ROWS)
+    )
     if abs(got[0] - got[1] - got[2]) <= rounding + 8 * abs(whole.total - turned.total):
         what, got = ("gradient of a batch's loss", "gradients"), (whole.along, first.along, second.along)
         # some compute in float32 whatever they are given, and what their gradients round nothing else tells

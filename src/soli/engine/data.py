@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from soli.core.errors import on_all_ranks
+from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.core.layout import even_parts
 from soli.engine.batch import Part, as_dict
@@ -79,7 +79,7 @@ def _collated(collate: Callable[[list[Any]], Any], ranks: int, samples: list[Any
     with generators.apart(0) as drew:
         batch = as_dict(collate(samples))
         if drew():
-            raise on_all_ranks(
+            raise SoliError(
                 "collate draws random numbers, and each rank collates rows of its own: they would be the same for other rows",
                 fix="draw in the dataset's __getitem__, or in the model's forward",
             )
@@ -197,7 +197,7 @@ class _Drawing(Dataset[Any]):
         """Once, where several ranks read: a sample that is another one when it is read again is drawn from what nobody sees."""
         seen = lambda sample: [str(x) for x in tree_leaves(sample) if isinstance(x, Tensor | np.ndarray | float | str)]
         if not self.looked and seen(samples[0]) != seen(self._read([number])[0]):
-            raise on_all_ranks(
+            raise SoliError(
                 "the dataset gives another sample when it is asked again, and each rank reads its own: they would depend on the ranks",
                 got=f"sample {number} of {type(self.dataset).__name__}",
                 fix="draw from Python's random, numpy or torch (which soli seeds by the sample), not from a generator of the dataset's own",

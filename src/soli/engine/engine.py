@@ -19,7 +19,7 @@ from soli.core.progress import busy
 from soli.engine import between, deciding, layout, microbatch, norm, pipelined, rng, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
-from soli.engine.batch import Caller, Part, as_dict, microbatches, need_rows, part_of, rows_of, to_device
+from soli.engine.batch import Caller, Part, as_dict, microbatches, need_rows, need_tensors, part_of, rows_of, to_device
 from soli.engine.check import FirstStep
 from soli.engine.data import Order, Position, Stream
 from soli.engine.deciding import PROBES, Choice, Wish
@@ -156,6 +156,7 @@ class Engine:
         self._mesh = build_mesh(plan, self.world_info)
         self.randomness = Randomness(self.model, self.seed)
         self.randomness.shared = (plan.dp or 1) * plan.accumulate * plan.pp > 1
+        self.randomness.apart = (plan.dp or 1) * plan.accumulate * plan.microbatches > 1
         self.randomness.alone = self.world * plan.accumulate == 1
         self.statistics = Statistics(self.model, plan, self._mesh)
         self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
@@ -270,6 +271,7 @@ class Engine:
         self.decide(batch := as_dict(batch), batch.total if isinstance(batch, Part) else 0)
         part = part_of(batch, self.dp.size, self.dp.index)
         need_rows(part, self.dp.size, self.plan, self.statistics.active)
+        need_tensors(batch, part, self.plan.accumulate * self.plan.microbatches)
         self.lay(part)
         self._mark, self._whole = same.mark(self, batch), not isinstance(batch, Part)
         pieces = microbatches(part, self.dp.size, self.plan)
@@ -432,6 +434,7 @@ class Engine:
                 self.decide(batch := as_dict(batch), 0)
                 part = part_of(batch, self.dp.size, self.dp.index)
                 need_rows(part, self.dp.size, self.plan)
+                need_tensors(batch, part, 1)
                 with torch.inference_mode(False), torch.enable_grad():  # the layout is checked with gradients
                     self.lay(part)
                 self._first.evaluating(self, part)

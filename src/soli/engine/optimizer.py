@@ -198,9 +198,10 @@ def _stepped(
     params = [nn.Parameter(value.clone()) for value in values]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        accepted = inspect.signature(type(like).__init__).parameters
         made = type(like)(params, **copy.deepcopy(options))
         for name, value in vars(like).items():  # options that are attributes
-            if isinstance(value, int | float | str | tuple) and type(vars(made).get(name)) in (type(value), type(None)):
+            if name in accepted and isinstance(value, int | float | str | tuple):
                 setattr(made, name, value)
         for step in grads:
             for param, grad in zip(params, step, strict=True):

@@ -177,7 +177,7 @@ def _compare(engine: Engine, sample: Sample, total: float, count: float) -> None
     whole, counted = sample.loss
     finite = whole - whole == 0
     if count != counted or (
-        finite and not abs(total - whole) <= rounding(engine, count) * (abs(whole) + engine._first.size)
+        finite and not abs(total - whole) <= rounding(engine, count) * (abs(whole) + engine._first.size * sample.rows)
     ):
         raise failure(
             f"the model computes another loss under {engine.plan} than on one device; nothing was trained",

@@ -63,8 +63,12 @@ class _Laying:
         replicate, shard = self.mesh.sharing(cut_over(first))
         own = self.gather.get(shard.ranks, shard)
         # A write between steps into one number that is absent (CLIP's logit_scale.clamp_) would be lost: it stays whole.
-        zero = 2 if self.zero == 3 and all(p.numel() == 1 for _, p in params) else self.zero
+        zero = 2 if self.apart(params[0][1]) else self.zero
         return Unit(name, slots, shard, replicate, zero, first.requires_grad, own)
+
+    def apart(self, param: nn.Parameter) -> bool:
+        """Whether it has a unit that stays whole."""
+        return self.zero == 3 and param.numel() == 1
 
     def summed(self, param: nn.Parameter) -> tuple[str, ...]:
         """Of parameters with the same axes gradients are summed over the same ranks."""
@@ -140,7 +144,7 @@ def _blocks(model: nn.Module, params: list[Named], laying: _Laying) -> tuple[Blo
     shared = {key for key, names in owners.items() if len(names) > 1} | outside | laying.copies.keys()
 
     def units(name: str, members: list[Named]) -> list[Unit]:
-        groups = _grouped(members, lambda p: (p.dtype, p.requires_grad, laying.summed(p), p.numel() == 1))
+        groups = _grouped(members, lambda p: (p.dtype, p.requires_grad, laying.summed(p), laying.apart(p)))
         return [laying.unit(f"{name} {i}" if i else name, group) for i, group in enumerate(groups.values())]
 
     def members(name: str) -> list[Named]:
@@ -156,7 +160,7 @@ def _copied(params: list[Named], laying: _Laying) -> list[Unit]:
     """Units of what several stages have, laid alike on all of them: their sums then round alike."""
     copies = laying.copies
     members = sorted((n for n in params if id(n[1]) in copies), key=lambda named: named[0])
-    groups = _grouped(members, lambda p: (copies[id(p)].ranks, p.requires_grad, laying.summed(p), p.numel() == 1))
+    groups = _grouped(members, lambda p: (copies[id(p)].ranks, p.requires_grad, laying.summed(p), laying.apart(p)))
     found = []
     for key in sorted(groups):
         for run in buckets(groups[key]):

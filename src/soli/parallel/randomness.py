@@ -1,19 +1,14 @@
 """Dropout that no plan changes: a function of (seed, step, module, call, row of the global batch, position).
 
-torch draws dropout from one stream in the order of the calls, so which number falls on which element
-depends on how the batch is cut. Here each row of the global batch has a generator of its own, seeded with a
-hash of what it is for, and fills the row's part of the mask.
+torch draws dropout from one stream in the order of the calls, so which number falls on which element depends on how the batch is cut. Here
+each row of the global batch has a generator of its own, seeded with a hash of what it is for, and fills the row's part of the mask. Which
+dim holds the rows is learnt: on the first step the model runs on two numbers of rows (`probe`), and the dim whose size follows is the one;
+where it is a multiple of the rows, what lies there tells whether rows change slowest ([B, T, C] as [B*T, C]) or fastest.
 
-Which dim of a tensor holds the rows is learnt, not guessed: on the first step the model runs on two
-numbers of rows (`probe`), and the dim whose size follows is the one. A dim that is a multiple of the rows
-is read as batch-major ([B, T, C] flattened to [B*T, C]).
-
-Recomputation (torch.utils.checkpoint) restores the state of torch's default generator. Each call draws a
-nonce from it; seen again in backward, the nonce tells which call of the forward is being repeated.
-
-Of a model that draws nothing on the first step (dropout with p=0) the calls are not looked at later, which took half as long
-as the smallest operations themselves (24 layers, four microbatches: 118 ms a step in place of 80, and 57 by hand): that
-torch's generators are as before shows that it still draws nothing.
+Recomputation (torch.utils.checkpoint) restores the state of torch's default generator. Each call draws a nonce from it; seen again in
+backward, the nonce tells which call of the forward is being repeated. Of a model that draws nothing on the first step (dropout with p=0)
+the calls are not looked at later, which took half as long as the smallest operations themselves (24 layers, four microbatches: 118 ms a
+step in place of 80, and 57 by hand): that torch's generators are as before shows that it still draws nothing.
 """
 
 from __future__ import annotations
@@ -58,12 +53,8 @@ _REFUSED: dict[Any, str] = {
 }
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
 _FILLS = {
-    torch.rand: "uniform_",
-    torch.rand_like: "uniform_",
-    Tensor.uniform_: "uniform_",
-    torch.randn: "normal_",
-    torch.randn_like: "normal_",
-    Tensor.normal_: "normal_",
+    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), "uniform_"),
+    **dict.fromkeys((torch.randn, torch.randn_like, Tensor.normal_), "normal_"),
 }
 """Numbers that a model draws itself (layer drop, stochastic depth, jitter), and how a tensor is filled with them."""
 _FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
@@ -85,20 +76,19 @@ class _Microbatch:
 class Randomness:
     """The random numbers of one model.
 
-    `shared`: the rows of a batch are spread over ranks or microbatches. `alone`: there is one rank and one microbatch.
+    `shared`: rows or stages are spread over ranks or microbatches, `apart`: rows are. `alone`: there is one rank and one microbatch.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        self.seed, self.shared, self.alone = seed, False, True
-        self.quiet = False
+        self.seed, self.shared, self.alone, self.apart = seed, False, True, False
+        self.quiet, self.drawing = False, False  # drawing: something did in the last probe
         self._draws = False  # in a probe
         self._drew: set[Key] = set()  # calls that did, of all that may
         # Weak: a module that a model replaces while it runs must not leave its place to the next one of its address.
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._dims: dict[tuple[bool, Key], int] = {}  # of an evaluation, or not
         self._inner: set[tuple[bool, Key]] = set()  # where rows change fastest in such a dim, a multiple of them
-        # of a probe's rows: what lies at each place of such a dim
-        self._marks: dict[tuple[int, Key, int], tuple[Tensor, float]] = {}
+        self._marks: dict[tuple[int, Key, int], tuple[Tensor, float]] = {}  # what lies at each place of a dim of rows
         self._logs: list[tuple[int, dict[Key, tuple[int, ...]]]] = []
         self._now: _Microbatch | None = None
         self._probing: dict[Key, tuple[int, ...]] | None = None
@@ -176,7 +166,7 @@ class Randomness:
     def probe(self, rows: int, learn: bool = True) -> Iterator[None]:
         """A forward on `rows` rows in which dropout does nothing but show its shapes, to be learnt."""
         with self.begin(0, 0, rows) as now:
-            self._probing, marks = {}, dict(self._marks)
+            self._probing, self.drawing, marks = {}, False, dict(self._marks)
             others, start = generators.others(), generators.states()
             try:
                 with _Mode(self):
@@ -294,22 +284,24 @@ class Randomness:
             self._probing[key] = shape
             if training and p > 0:
                 self._marked(key, x, shape)
-                self._draws = True
+                self._draws = self.drawing = True
                 self._drew.add(key)
             return x.view_as(x)  # another tensor, as in training
         return x * self.keep(shape, p, x) if training and p > 0 else self._unchanged(x)
 
-    def _marked(self, key: Key, x: Tensor, shape: tuple[int, ...]) -> None:
+    def _marked(self, key: Key, x: Tensor, shape: tuple[int, ...], sure: bool = True) -> None:
         """What lies where in dims that are the rows, or a multiple of them: they need not be in the order of the batch."""
         if x.is_meta or self._now is None:
             return
         rows, device = self._now.rows, x.device.type
         eps = torch.finfo(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype).eps
         with torch._C.DisableTorchFunctionSubclass():  # of a cut tensor the part that is here
-            for d in [d for d, n in enumerate(shape) if n % rows == 0 and n == x.shape[d]]:
+            for d in [d for d, n in enumerate(shape) if n and n % rows == 0 and n == x.shape[d]]:
                 places = x.detach().movedim(d, 0).reshape(shape[d], -1)
                 along = torch.cos(torch.arange(places.shape[1], dtype=torch.float64, device=x.device)).to(x.dtype)
-                self._marks.setdefault((rows, key, d), ((places @ along).double().nan_to_num(0.0, 0.0, 0.0), eps))
+                self._marks.setdefault(
+                    (rows, key, d), ((places @ along).double().nan_to_num(0.0, 0.0, 0.0), eps if sure else -eps)
+                )
 
     def _turned(self, key: Key, dim: int, rows: int, other_rows: int) -> bool:
         """Whether rows change fastest in a dim that is a multiple of them: the part's places are found in the whole one way, or the other."""
@@ -317,9 +309,9 @@ class Randomness:
             return False
         (whole, eps), (part, _) = self._marks[rows, key, dim], self._marks[other_rows, key, dim]
         ways = whole[: len(part)], whole.unflatten(0, (-1, rows))[:, :other_rows].flatten()
-        near = eps**0.5 * float(whole.abs().max())
+        near = abs(eps) ** 0.5 * float(whole.abs().max())
         usual, turned = (float((way - part).abs().max()) <= near for way in ways)
-        if self.shared and not usual and not turned:
+        if self.apart and eps > 0 and not usual and not turned:
             raise SoliError(
                 f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
                 got="rows in another order than the batch's",
@@ -331,8 +323,9 @@ class Randomness:
         """A tensor of `shape`, and of the type and device of `like`, filled by a method of Tensor. `beside`: what it is drawn for."""
         key = self._key()
         if self._probing is not None:  # half the numbers are below it: no layer is dropped, none is chosen
+            self.drawing = True
             if beside is not None and beside.is_floating_point():
-                self._marked(key, beside, shape)
+                self._marked(key, beside, shape, sure=False)
             self._probing[key], self._draws = shape, True
             self._drew.add(key)
             middle = 0.5 if how == "uniform_" else 0.0

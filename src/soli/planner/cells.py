@@ -10,7 +10,7 @@ from soli.core.tables import table
 SILENT = re.compile(r"|-|\?|n/?a|none|null|nan|unknown|not (?:stated|known|given).*|see .*|default.*", re.I)
 """Cells that say nothing."""
 NUMBER = re.compile(
-    r"[~≈]?\s*([+-]?(?:(?:\d{1,3}(?:[,\s]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(?!\s*(?:\d|[x×*]\s*\d))(.*)"
+    r"[~≈]?\s*([+-]?(?:(?:\d{1,3}(?:[,\s]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)\s*([kKMBT]?)(?=$|[\s(;])(?!\s*(?:\d+(?![\d.]*\s*G)|[x×*]\s*\d))(.*)"
 )
 _SAID = table(__package__, "columns.toml")["cells"]
 UNITS: dict[str, dict[str, float]] = _SAID["units"]

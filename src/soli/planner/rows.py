@@ -334,7 +334,9 @@ def _batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: R
 def _whole_batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> float | None:
     """Sequences of a step, where a row says them: as such, as tokens, or as those of one replica."""
     tokens, seq, local, dp = said["batch_tokens"], point.get("seq", 1.0), said["local_batch"], point["dp"]
-    if local and said["global_batch"] and point["pp"] == 1:
+    # torchtitan's, of a microbatch
+    pieces = any(text(row, column) for column in ("local_batch_size", "local_batch", "lbs"))
+    if local and pieces and said["global_batch"] and point["pp"] == 1:
         said["microbatch"] = said["microbatch"] or local
     if said["global_batch"] or (said["batch"] and said["microbatch"]):
         return said["global_batch"] or said["batch"]

@@ -19,6 +19,9 @@ DENIED = re.compile(
 """What is said not to be: "no offload", "fsdp off", "torch_compile=False"."""
 STAGE = re.compile(r"(?<![a-z])(?:zero|stage|z)(?:[\s_=:-]*(?:dp|stage))?[\s_=:-]*([0-3])(?![\da-z])|^([0-3])$")
 
+CLOUD = re.compile(r"\d+|[pg]\d[a-z]{0,2}")
+"""Names of devices by a number alone, and of a cloud's servers, which elsewhere are of other things."""
+
 WHOLE = re.compile(r"\bno_shard\b")
 """FSDP's word for what it does not share out, which is no denial of another word."""
 TECHNIQUE = re.compile(r"^(?:ac\b|(?:(?:act|grad)[a-z]*[\s_-]*)?(?:checkpoint|ckpt|recomput)[a-z]*)[\s:=_,;(-]*")
@@ -127,7 +130,7 @@ def device(said: str) -> tuple[Device | None, float]:
     """The device that words name, and the GB that they say it has (0: none): "8x NVIDIA A100-SXM4-40GB", "H100 80G HBM3", "DGX H100"."""
     said = re.sub(r"gpu-\d+g\b", "gpu", said.lower().strip())  # how many a cloud's server has
     words = re.sub(
-        r"\(.*|\b(?:nvidia|tesla|amd|instinct|geforce|dgx|hgx)\b|\b\d+\s*[x×]\s*(?=[a-z]|\d{4})|^\s*\d+\s+(?=[a-z])|(?<=\d)\s*x\s*\d+$|(?<=\d)s$"
+        r"\(.*|\b(?:nvidia|tesla|amd|instinct|geforce|dgx|hgx)\b|\b\d+\s*[x×]\s*(?=[a-z]|\d{4})|^\s*\d+\s+(?=[a-z])|(?<=\d)\s*x\s*\d+$"
         r"|\b(?:aws|gcp|azure|ec2|ml)\b\.?|\.(?:\d*x?large|metal)\b",
         "",
         said,
@@ -136,7 +139,7 @@ def device(said: str) -> tuple[Device | None, float]:
     words = re.sub(r"-(?:sxm|hbm)\w*", "", words)
     size = re.search(r"(?<![a-z\d.])(\d+(?:\.\d+)?)\s*-?g(?:i?b)?(?![a-z/\d])", said)
     parts = words.split("-")
-    tries = [words, *("-".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))]
+    tries = [words, words.removesuffix("s"), *("-".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))]
     if size:
         tries = [f"{parts[0]}-{size[1]}gb", *tries]
     tries = [f"{parts[0]}-{form}" for form in ("pcie", "nvl") if form in parts] + tries
@@ -147,7 +150,9 @@ def device(said: str) -> tuple[Device | None, float]:
 def mentioned(*cells: str) -> Device | None:
     """The first known device that any of these names with a letter; None if none does."""
     words = re.sub(r"[\s_]", "-", " ; ".join(filter(None, cells)).lower())
-    names = [name for one in devices.devices().values() for name in (one.name, *one.aliases) if not name.isdigit()]
+    names = [
+        name for one in devices.devices().values() for name in (one.name, *one.aliases) if not CLOUD.fullmatch(name)
+    ]
     pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name != "cpu")
     match = re.search(rf"(?<![a-z0-9])({pattern})(?![a-z0-9])", words)
     return devices.named(match[0]) if match else None

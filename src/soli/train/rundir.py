@@ -156,5 +156,7 @@ def configuration(
         before = settings.load(start, {}, ())
         then, now = ({**vars(one.optim), "seed": one.run.seed} for one in (before, config))
         what = "a run that is resumed has the {} that it began with"
-        raise_all(Problem(what.format(k), now[k], then[k], "start a new run") for k in SAVED if then[k] != now[k])
+        raise_all(
+            Problem(what.format(k), str(now[k]), str(then[k]), "start a new run") for k in SAVED if then[k] != now[k]
+        )
     return config

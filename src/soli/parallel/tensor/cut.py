@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.axes import DEPTH, ROW
@@ -412,7 +413,9 @@ def whole(run: Run, x: Any) -> Any:
 def added(run: Run, x: Tensor, *, fresh: bool = False) -> Tensor:
     """The sum over the axis of what every rank has. `fresh`: nobody else has x, which may be summed in place."""
     if run.partial:
-        if not torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
+        node = torch._C._current_autograd_node()
+        own = isinstance(node, BackwardCFunction) and "Checkpoint" not in type(node).__name__
+        if own and not torch.is_grad_enabled():
             raise on_all_ranks(
                 "the backward of an autograd function of the model's own sums over the sequence, which is cut",
                 got=f"a gradient of a whole tensor, as of a weight, along {run.axis.name}",

@@ -138,7 +138,7 @@ def cross_entropy(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         losses = moves.enter(losses, run.axis)
     factors = kept.to(losses.dtype) if weight is None else kept * weight[safe]
     losses = torch.where(kept, losses, 0.0) * factors
-    wide = torch.is_autocast_enabled(x.device.type)  # which leaves a loss in float32
+    wide = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which leaves a loss in float32
     return _reduced(losses, factors, reduction, target.shape).to(losses.dtype if wide else x.dtype)
 
 
