@@ -57,11 +57,14 @@ class FirstStep:
         """Learn which dim is the batch in what an evaluation draws, once, from its first batch of which every rank has a row. Collective."""
         if self._evaluated or part.total < engine.dp.size:
             return
-        data, rows = _few(engine, part)
+        data, rows = to_device(part.data, engine.device), part.rows
         with kept.unchanged(engine.model), engine.loss_fn.unchanged():
-            _run(engine, data, rows)
-            if _anywhere(engine, engine.randomness.drawing, "whether an evaluation draws"):
+            _run(engine, data, rows)  # on all that the evaluation runs on: it need not run on fewer
+            draws = _anywhere(engine, engine.randomness.drawing, "whether an evaluation draws")
+            if draws and rows > 1:
                 _in_parts(engine, data, rows // 2)
+            elif draws:
+                _run(engine, at(data, [0, 0]), 2)
         finish = lambda: engine.randomness.finish_probe(evaluating=True)
         raise_together(finish, engine.mesh.all, label="what an evaluation draws")
         self._evaluated = True

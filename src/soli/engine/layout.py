@@ -62,11 +62,11 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
 class Runner:
     """Runs a model and its loss on a few rows, and leaves what it changes and its modes as they were."""
 
-    seed = 0  # what a forward draws by itself is compared with the engine's
-
-    def __init__(self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int, plan: Plan) -> None:
+    def __init__(
+        self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int, plan: Plan, seed: int = 0
+    ) -> None:
         self.model, self.call, self.loss_fn, self.data, self.rows = model, call, loss_fn, data, rows
-        self.plan = plan
+        self.plan, self.seed = plan, seed
 
     @classmethod
     def of(cls, engine: Engine, part: Part) -> Runner:
@@ -74,9 +74,7 @@ class Runner:
         rows = min(part.rows, ROWS)
         data = take(part.data, 0, rows) if rows else None
         data = to_device(data, next(engine.model.parameters()).device)
-        runner = cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan)
-        runner.seed = engine.seed
-        return runner
+        return cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan, engine.seed)
 
     def run(
         self,

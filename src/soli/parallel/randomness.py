@@ -88,7 +88,8 @@ class Randomness:
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._dims: dict[tuple[bool, Key], int] = {}  # of an evaluation, or not
         self._inner: set[tuple[bool, Key]] = set()  # where rows change fastest in such a dim, a multiple of them
-        self._marks: dict[tuple[int, Key, int], tuple[Tensor, float]] = {}  # what lies at each place of a dim of rows
+        # what lies at each place of a dim of rows
+        self._marks: dict[tuple[int, Key, int], tuple[Tensor, float, bool]] = {}
         self._logs: list[tuple[int, dict[Key, tuple[int, ...]]]] = []
         self._now: _Microbatch | None = None
         self._probing: dict[Key, tuple[int, ...]] | None = None
@@ -290,7 +291,7 @@ class Randomness:
         return x * self.keep(shape, p, x) if training and p > 0 else self._unchanged(x)
 
     def _marked(self, key: Key, x: Tensor, shape: tuple[int, ...], sure: bool = True) -> None:
-        """What lies where in dims that are the rows, or a multiple of them: they need not be in the order of the batch."""
+        """What lies where in dims that are the rows, or a multiple of them: they need not be in the order of the batch. `sure`: x has values."""
         if x.is_meta or self._now is None:
             return
         rows, device = self._now.rows, x.device.type
@@ -299,19 +300,18 @@ class Randomness:
             for d in [d for d, n in enumerate(shape) if n and n % rows == 0 and n == x.shape[d]]:
                 places = x.detach().movedim(d, 0).reshape(shape[d], -1)
                 along = torch.cos(torch.arange(places.shape[1], dtype=torch.float64, device=x.device)).to(x.dtype)
-                self._marks.setdefault(
-                    (rows, key, d), ((places @ along).double().nan_to_num(0.0, 0.0, 0.0), eps if sure else -eps)
-                )
+                found = (places @ along).double().nan_to_num(0.0, 0.0, 0.0)
+                self._marks.setdefault((rows, key, d), (found, eps, sure))
 
     def _turned(self, key: Key, dim: int, rows: int, other_rows: int) -> bool:
         """Whether rows change fastest in a dim that is a multiple of them: the part's places are found in the whole one way, or the other."""
         if (rows, key, dim) not in self._marks or (other_rows, key, dim) not in self._marks or rows == other_rows:
             return False
-        (whole, eps), (part, _) = self._marks[rows, key, dim], self._marks[other_rows, key, dim]
+        (whole, eps, sure), (part, _, _) = self._marks[rows, key, dim], self._marks[other_rows, key, dim]
         ways = whole[: len(part)], whole.unflatten(0, (-1, rows))[:, :other_rows].flatten()
-        near = abs(eps) ** 0.5 * float(whole.abs().max())
+        near = eps**0.5 * float(whole.abs().max())
         usual, turned = (float((way - part).abs().max()) <= near for way in ways)
-        if self.apart and eps > 0 and not usual and not turned:
+        if self.apart and sure and not usual and not turned:
             raise SoliError(
                 f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
                 got="rows in another order than the batch's",
