@@ -429,6 +429,77 @@ def test_evaluation_in_inference_mode(pool: Pool, plan: str) -> None:
         assert found == pytest.approx(expected, rel=BOUND)
 
 
+# --- what such checks are not to refuse --------------------------------------------------------------------
+
+
+class Meeting(Dropping):
+    """Rows that depend on each other, as they may where all are in one part."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](self.embed(tokens)))
+        return self.head(self.drop(x - x.mean(0)))
+
+
+class Scored(nn.Module):
+    """A block that looks at the whole sequence without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean((1, 2), keepdim=True)
+        return self.up(x) / scale
+
+
+class Scoring(Plain):
+    def layer(self) -> nn.Module:
+        return Scored()
+
+
+class Nothing(Dropping):
+    """Dropout of nothing, and numbers for a place whose values are nobody's."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        noise = torch.rand_like(torch.empty(x.shape, dtype=x.dtype))
+        return self.head(torch.tanh(torch.cat([self.drop(x[:, :0]), x], 1) + 0.1 * noise))
+
+
+class Gumbel(Plain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x * F.gumbel_softmax(self.layers[0](x), dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"), [(Meeting, "pp=2,microbatches=1"), (Scoring, "cp=2,recompute=full"), (Nothing, "dp=2"), (Gumbel, "tp=2")]
+)
+def test_what_is_right_is_not_refused(pool: Pool, kind: type, plan: str) -> None:
+    assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
+
+
+class Paired(Plain):
+    """In evaluation it takes rows by twos; a tuple of the batch is as long as it has rows."""
+
+    def forward(self, tokens: Tensor, size: Any = None, names: Any = None) -> Tensor:
+        x = super().forward(tokens)
+        return x if self.training else x.unflatten(0, (-1, 4)).flip(1).flip(1).flatten(0, 1)
+
+
+def with_words(plan: str) -> tuple[float, float]:
+    engine, batches = engine_of(Paired, plan)
+    batch = {name: x[:8] for name, x in batches[0].items()} | {"size": (6,) * 8, "names": ["a"] * 8}
+    return engine.evaluate([batch]), float(engine.step(batch))
+
+
+def test_tuples_and_words_are_no_rows_and_an_evaluation_that_draws_nothing_runs_whole(pool: Pool) -> None:
+    expected = with_words("dp=1")
+    for plan in ("dp=2", "dp=2,accumulate=2"):
+        assert pool.run(with_words, plan, ranks=2) == [pytest.approx(expected, rel=BOUND)] * 2
+
+
 # --- proofs, ranks, checkpoints --------------------------------------------------------------------------
 
 
