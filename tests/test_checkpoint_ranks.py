@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -238,6 +239,28 @@ def test_two_ranks_save_and_one_and_three_load(tmp_path: Path) -> None:
     assert stored == sum(tensor.numel() for tensor in globals_().values()), "what several ranks hold is stored once"
     assert len(one.tensors["optimizer.embed.step"].chunks) == 1
     run_ranks("load", 3, folder, tmp_path / "store3")
+
+
+UNWAITED = """
+import sys, torch, soli
+from pathlib import Path
+folder = Path(sys.argv[1])
+sgd = lambda p: torch.optim.SGD(p, lr=0.1)
+engine = soli.parallelize(torch.nn.Linear(4, 2), soli.losses.mse(), optimizer=sgd, plan=f"dp={sys.argv[2]}")
+engine.step((torch.ones(4, 4), torch.ones(4, 2)))
+folder.touch()  # and no folder can be made of it
+engine.save(folder / "one", wait=False)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_background_save_that_failed_fails_a_program_that_ends(tmp_path: Path, ranks: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNWAITED)
+    command = [sys.executable, "-m", "soli", "run", "-n", str(ranks), str(script), str(tmp_path / "there"), str(ranks)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("refused making the checkpoint's folder") == 1, ended.stderr
 
 
 if __name__ == "__main__":

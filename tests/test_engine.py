@@ -257,6 +257,9 @@ def test_what_is_refused_before_training() -> None:
     adafactor = lambda p: torch.optim.Adafactor(p)
     assert "Adafactor does not update element by element" in refused(lambda: (model(), adafactor), {"plan": "zero=1"})
     assert "1 are there" in refused(lambda: (model(), sgd), {"plan": "dp=2"})
+    for loss, words in ((losses.mse, r"call it: soli\.losses\.mse\(\)"), (nn.MSELoss(), "MSELoss is no loss function")):
+        with pytest.raises(SoliError, match=words):
+            parallelize(model(), loss, optimizer=sgd, plan="dp=1")
     plateau = {"plan": "dp=1", "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}
     assert "ReduceLROnPlateau goes by a metric" in refused(lambda: (model(), sgd), plateau)
 

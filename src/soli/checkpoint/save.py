@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import shutil
 import sys
 import threading
@@ -160,12 +161,15 @@ FINISH.append(_finish)
 
 
 @atexit.register
-def _report_at_exit() -> None:
+def _fail_at_exit() -> None:
+    """A checkpoint that nobody waited for, and that failed, is a failure of the process."""
     for pending in _last.values():
         try:
             pending.report_unseen()
         except Exception as error:
-            print(f"soli: a checkpoint that nobody waited for failed: {error}", file=sys.stderr)
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+            os._exit(1)  # where soli's hook has not ended it: an exit code cannot be raised here
 
 
 def _stage(job: _Job) -> None:

@@ -7,11 +7,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from soli.core.errors import on_all_ranks
+from soli import losses
+from soli.core.errors import Problem, on_all_ranks
 from soli.parallel import precision
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
+
+
+def problems(loss_fn: Any) -> list[Problem]:
+    """What is known of a loss before it is called: a function that makes one, or a module that averages, is none."""
+    if loss_fn is None:
+        return []
+    name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
+    if getattr(losses, name, None) is loss_fn:
+        return [Problem(f"soli.losses.{name} makes a loss function and is none", fix=f"call it: soli.losses.{name}()")]
+    if isinstance(loss_fn, torch.nn.modules.loss._Loss):
+        fix = "soli.losses has the usual ones; or a function that sums (reduction='sum') and returns the count too"
+        return [Problem(f"{name} is no loss function", allowed="loss_fn(output, batch) -> (total, count)", fix=fix)]
+    return []
 
 
 def total_and_count(result: Any) -> tuple[Tensor, float]:

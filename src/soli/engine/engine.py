@@ -16,7 +16,7 @@ from soli.core.errors import Problem, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import between, deciding, layout, microbatch, norm, pipelined, rng, same
+from soli.engine import between, contract, deciding, layout, microbatch, norm, pipelined, rng, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, as_dict, microbatches, need_rows, need_tensors, part_of, rows_of, to_device
@@ -92,7 +92,7 @@ def parallelize(
     chosen = Plan(dp=1)  # stands for any, where the plan is wished for
     if wish is None:
         chosen = resolve(Plan.parse(plan) if isinstance(plan, str) else plan, world.size)
-    raise_all(problems(model, roles, chosen), everywhere=True)
+    raise_all(problems(model, roles, chosen) + contract.problems(loss_fn), everywhere=True)
     made = optimizers.build(optimizer, model)
     raise_all(optimizers.problems(made, model, chosen), everywhere=True)
     with busy(f"laying the model over {world.size} ranks", shown=world.is_first and wish is None):
