@@ -64,9 +64,24 @@ def test_prepare_encodes_each_document_once_and_caches(tmp_path: Path) -> None:
     # What soli wrote is itself data that can be given, and another text is another key.
     home = found.train.path.parent
     again = replace(config, data=replace(config.data, path=str(home)))
-    assert tokens.prepare(again, tmp_path / "other", said.append) == found
+    reopened = tokens.prepare(again, tmp_path / "other", said.append)
+    assert replace(reopened, key=found.key) == found
     (tmp_path / "text" / "00.txt").write_text("changed")
     assert tokens.prepare(config, tmp_path / "cache", said.append).key != found.key
+
+
+def test_token_files_are_known_by_their_content(tmp_path: Path) -> None:
+    config, keys = Config(), set()
+    for name in ("mine.bin", "mine"):
+        config = replace(config, data=replace(config.data, path=str(tmp_path / name), validation=0.2))
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        for changed in range(3):
+            for i, file in enumerate(("train.bin", "validation.bin", "../mine.bin")):
+                path = tmp_path / "mine" / file
+                (np.arange(99, dtype="<u2") + (changed == i + 1)).tofile(path)
+                write_header(path, dtype="uint16", vocab=101, tokens=99, documents=1, bytes_=99)
+            keys.add(tokens.prepare(config, tmp_path, print).key)
+    assert len(keys) == 4, "three of the folder, and one of a file that is the same"
 
 
 def test_a_split_without_validation_is_refused(tmp_path: Path) -> None:

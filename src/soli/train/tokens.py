@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from soli.core.errors import SoliError
 from soli.train.config import Config
 from soli.train.corpus import Document, documents, for_validation, kind_of, read_text
-from soli.train.windows import DTYPES, Span, open_tokens, width_for, write_header
+from soli.train.windows import DTYPES, Span, open_tokens, sum_of, width_for, write_header
 
 END = "<|end|>"  # the end of a document, id 0
 FORMAT = b"soli tokens 1"  # goes into the key of the cache: change it when the encoding changes
@@ -108,7 +108,8 @@ def prepare(config: Config, cache: Path, say: Say) -> Tokens:
     say: is told what was found, and how far it is, on anything that takes over two seconds.
     """
     if kind_of(config.data) == "tokens":
-        return _opened(Path(config.data.path), config.data.validation)
+        found = _opened(Path(config.data.path), config.data.validation)
+        return replace(found, key="-".join([found.key, *map(sum_of, sorted({found.train.path, found.validation.path}))]))
     given = Path(config.tokenizer.path) if config.tokenizer.path else None
     survey = _survey(config, say)
     key = hashlib.blake2b(survey.digest, digest_size=10)

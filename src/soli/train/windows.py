@@ -16,6 +16,7 @@ Shape letters: T positions of a window.
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,11 @@ def open_tokens(path: Path) -> Span:
     if largest >= vocab:
         raise SoliError(f"{path} holds an id outside its vocabulary", got=largest, allowed=f"below {vocab}")
     return span
+
+
+def sum_of(path: Path) -> str:
+    """The CRC-32 of a file."""
+    return f"{zlib.crc32(np.memmap(path, dtype=np.uint8, mode='r')):08x}"
 
 
 class Windows(Dataset[dict[str, Tensor]]):
