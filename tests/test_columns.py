@@ -143,7 +143,7 @@ def test_names_of_columns() -> None:
         ({"microbatch": "4096 tokens"}, "microbatch: '4096 tokens' is no whole number above 0"),
         ({"microbatch": "1,2,4"}, "microbatch: '1,2,4' is no whole number above 0"),
         ({"global_batch": "", "microbatch": "", "batch_size": "128", "tp": "1", "pp": "1", "dp": "64"}, "batch_size: of a device, or of all? it has no global_batch, nor"),
-        ({"schedule": "DualPipe"}, "schedule: 'DualPipe' of 1 stages a rank is not known"),
+        ({"schedule": "BFS"}, "schedule: 'BFS' of 1 stages a rank is not known"),
         ({"schedule": "gpipe", "vp": "4"}, "schedule: 'gpipe' of 4 stages a rank is not known"),
         ({"cp": "32", "dp": "", "gpus": "128", "cp_comm_type": "a2a"}, "Ulysses over cp=32 cuts the 16 heads of a rank"),
         ({"tp_mode": "2.5d"}, "tp_mode: '2.5d' of 2 ranks is not known"), ({"tp_mode": "2d"}, "tp_mode: '2d' of 2 ranks is not known"),

@@ -175,6 +175,8 @@ def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Ro
     schedule = spellings.way("schedules", order) if point["pp"] > 1 else cost.ONE
     if schedule is None or (schedule > cost.INTERLEAVED and chunks > 1 + (schedule >= cost.ZBV)):
         found.refused.append(f"schedule: '{order}' of {chunks:g} stages a rank is not known")
+    elif schedule == cost.DUALPIPEV and not re.search(r"dual\W*pipe\W*v", order, re.I):
+        found.inferred.append(f"schedule={order} as dualpipev, of one copy of the weights")
     elif schedule == cost.INTERLEAVED and chunks == 1:
         chunks = 2.0
         found.inferred.append("vp=2")

@@ -4,6 +4,7 @@ F, B and W: seconds of a stage's forward, of its gradients of inputs and of thos
 
     gpipe       (p - 1)(F + B + W)                        keeps all m (arXiv 1811.06965)
     zbh1        (p - 1)(F + B - W)                        keeps p, on every rank (arXiv 2401.10241, table 1)
+    zbh2        (p - 1)(F + B - 2 W)                      keeps 2 p - 1 (ibid.; ZB-2p nearly)
     zbv         (p - 1) max(B, 2 (B - W))                 keeps p (arXiv 2405.15362: the same memory as 1F1B's)
     dualpipev   (p - 1) max(F + B - W, 2 B - W - F/(p - 1))    keeps p + 1/2
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from soli.planner.cost import arithmetic
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import DUALPIPEV, GPIPE, ZBH1, ZBV, Amount, Array, Points
+from soli.planner.cost.points import DUALPIPEV, GPIPE, ZBH1, ZBH2, ZBV, Amount, Array, Points
 
 
 def in_a_v(p: Points) -> NDArray[np.bool_]:
@@ -43,14 +44,15 @@ def waits(p: Points, layers: Array, own: Array, forward: Array, weights: Array) 
     F, W = forward * layers / halves, weights * layers / halves
     B = own / halves - F - W
     others = p.pp - 1
-    found = np.where(p.schedule == GPIPE, others * (F + B + W), others * (F + B - W))
+    late = np.minimum(p.microbatches - 1, others * np.where(p.schedule == ZBH2, 2, 1))  # W fill what is waited, as many as there are
+    found = np.where(p.schedule == GPIPE, others * (F + B + W), np.maximum(others * (F + B) - late * W, 0))
     found = np.where(p.schedule == ZBV, others * np.maximum(B, 2 * (B - W)), found)
     return np.where(p.schedule == DUALPIPEV, np.maximum(others * (F + B - W), others * (2 * B - W) - F), found)
 
 
 def kept(p: Points) -> Array:
     """Microbatches whose activations a rank keeps, in parts of all its layers."""
-    found = np.where(p.schedule == GPIPE, p.microbatches, p.pp)
+    found = np.where(p.schedule == GPIPE, p.microbatches, np.where(p.schedule == ZBH2, 2 * p.pp - 1, p.pp))
     return np.minimum(np.where(p.schedule == DUALPIPEV, p.pp + 0.5, found), p.microbatches)
 
 
