@@ -53,7 +53,8 @@ def test_a_family_has_the_parameters_that_its_dimensions_give(kind: str, tmp_pat
     model, _ = read(tmp_path, **said)
     assert model.parameters == pytest.approx(there, rel=NEAR)
     active = getattr(config, "num_experts_per_tok", 1) if model.experts else 1
-    assert model.shared == (getattr(config, "n_shared_experts", 0) or 0)
+    wide = getattr(config, "shared_expert_intermediate_size", 0) // getattr(config, "moe_intermediate_size", 1)
+    assert model.shared == (getattr(config, "n_shared_experts", 0) or wide)
     assert model.active == active + model.shared
     # What programs do by themselves need not be said.
     assert model.tied == config.tie_word_embeddings == FAMILIES[kind].tied
@@ -99,6 +100,10 @@ def test_what_a_configuration_leaves_out_is_said(said: dict[str, Any], expected:
         ({"mamba_d_state": 16}, "layers that are no attention"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of other kinds"),
         ({"embedding_size": 128}, "a table of another width"),
+        ({"word_embed_proj_dim": 128}, "a table of another width"),
+        ({"attn_type_list": [0, 1]}, "layers that are no attention"),
+        ({"interleave_moe_layer_step": 2}, "layers of which some have no experts"),
+        ({"shared_expert_intermediate_size": 5000, "moe_intermediate_size": 1408}, "a shared expert of another width"),
         ({"num_hidden_groups": 1}, "layers that share their weights"),
         ({"hidden_size_per_layer_input": 256}, "tables beside the first"),
     ],
@@ -109,6 +114,21 @@ def test_layers_that_are_not_what_the_dimensions_say_are_refused(
     with pytest.raises(SoliError, match=what) as refused:
         read(tmp_path, model_type="llama", **DIMENSIONS, **said)
     assert f"'{next(iter(said))}'" in str(refused.value)
+
+
+def test_parts_of_a_configuration_count_as_its_own(tmp_path: Path) -> None:
+    """DBRX, by its card 132 billion parameters, 36 of them active; Llama 4 Scout's experts in every layer; ChatGLM3's names."""
+    dbrx = {
+        "d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 100352, "attn_config": {"kv_n_heads": 8},
+        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    }  # fmt: skip
+    model, _ = read(tmp_path, model_type="dbrx", **dbrx)
+    assert model.parameters == pytest.approx(132e9, rel=0.01)
+    assert (model.kv_heads, model.experts, model.active, model.gated) == (8, 16, 4, True)
+    assert read(tmp_path, model_type="llama", interleave_moe_layer_step=1, **DIMENSIONS)[0].layers == 32
+    glm = {"padded_vocab_size": 65024, "num_layers": 28, "multi_query_group_num": 2, "kv_channels": 128, "ffn_hidden_size": 13696}
+    model, _ = read(tmp_path, model_type="chatglm", hidden_size=4096, num_attention_heads=32, hidden_act="silu", **glm)
+    assert (model.kv_heads, model.head_size, model.ffn, model.vocab) == (2, 128, 13696, 65024)
 
 
 def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_understood(tmp_path: Path) -> None:

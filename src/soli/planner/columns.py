@@ -29,6 +29,10 @@ _GLUED = {name.replace("_", ""): name for name in sorted(_NAMES)}
 SECTION = re.compile(r"^(?:model|training|parallelism|trainer|config|cfg|args|strategy|distributed)\.")
 
 
+TOKENS = re.compile(r"(?i:tok)|\d\s?M$")
+"""A batch that is counted in tokens."""
+
+
 def plain(name: str) -> str:
     """How names of columns are compared: "Global Batch Size", "model.hidden-size", "#GPUs", "Number of layers", "SeqLen (T)"."""
     said = SECTION.sub("", name.strip().lower())
@@ -56,8 +60,8 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
                 cells[COLUMNS[name][0]] = cells.pop(column)
     if flavor := cells.get("flavor"):
         cells["model"] = f"{cells.get('model', '')} {flavor}"
-    for column in COLUMNS["global_batch"]:
-        if "tok" in cells.get(column, "").lower():
+    for column in (*COLUMNS["global_batch"], *COLUMNS["batch"]):
+        if TOKENS.search(cells.get(column, "")):
             cells[COLUMNS["batch_tokens"][0]] = cells.pop(column)
     return cells
 

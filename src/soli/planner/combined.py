@@ -9,6 +9,9 @@ from soli.planner.columns import PLANS
 from soli.planner.row import Row, Said
 from soli.planner.spellings import sharding
 
+TOGETHER = {name for names in PLANS.values() for name in names}
+NAME = re.compile(r"(?<![a-z])(?:tp|pp|dp|cp|ep|etp|vpp?)(?![a-z])")
+"""A heading's names of degrees, of which the cell has as many numbers: "TP/PP/DP", "TPxPP"."""
 DEGREE = re.compile(r"(?<![a-z])(tp|pp|dp|cp|ep|etp|vpp?)(?:[\s_]*[=:]|[\s_]*-(?!1(?!\d)))?\s*(\d+)")
 """A degree; -1 is what is left."""
 SEQUENCE = re.compile(r"\bsp\b(?!\s*[=:]?\s*\d)")
@@ -20,7 +23,13 @@ BETWEEN = " \t,;:+/|&()[]{}_-×*·"
 
 def combined(row: dict[str, str], said: Said, found: Row) -> None:
     """Puts what such cells say where columns of its own are silent."""
-    for column in (name for names in PLANS.values() for name in names):
+    for column in list(row):
+        names = NAME.findall(column.replace("x", "_"))
+        numbers = re.findall(r"\d+", text(row, column))
+        if len(names) > 1 and len(names) == len(numbers):
+            row[column] = " ".join(f"{name}{size}" for name, size in zip(names, numbers, strict=True))
+        elif column not in TOGETHER:
+            continue
         cell = text(row, column).lower()
         if SILENT.fullmatch(cell):
             continue

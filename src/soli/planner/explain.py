@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -155,17 +157,24 @@ def why(best: list[Choice]) -> str:
 def beyond(task: Task, best: Choice) -> str:
     """What the nearest plan lacks that would be quicker, and does not fit: the least of some amounts of more memory that brings one."""
     device = task.cluster.device
-    for more in MORE:
+
+    @cache
+    def quicker(more: float) -> Choice | None:
         wide = replace(device, memory_gib=device.memory_gib * more * task.limit / device.usable)
         free = search(replace(task, cluster=replace(task.cluster, device=wide), memory=0.0), 1)
         quick = choice(task, free.points, free.cost, 0)
-        if quick.memory_high_gb > task.limit / GB and quick.step_time_s < best.step_time_s * (1 - 5e-4):
-            return (
-                f"The nearest that is quicker and does not fit, {quick.plan}, would take {quick.step_time_s:.4g} s "
-                f"({1 - quick.step_time_s / best.step_time_s:.1%} less), up to {quick.memory_high_gb:.1f} GB a device, and lacks "
-                f"{quick.memory_high_gb - task.limit / GB:.1f} GB"
-            )
-    return ""
+        beyond_it = quick.memory_high_gb > task.limit / GB and quick.step_time_s < best.step_time_s * (1 - 5e-4)
+        return quick if beyond_it else None
+
+    least = bisect_left(MORE, True, key=lambda more: quicker(more) is not None)  # what more brings, yet more does
+    quick = quicker(MORE[least]) if least < len(MORE) else None
+    if quick is None:
+        return ""
+    return (
+        f"The nearest that is quicker and does not fit, {quick.plan}, would take {quick.step_time_s:.4g} s "
+        f"({1 - quick.step_time_s / best.step_time_s:.1%} less), up to {quick.memory_high_gb:.1f} GB a device, and lacks "
+        f"{quick.memory_high_gb - task.limit / GB:.1f} GB"
+    )
 
 
 def compared(a: Choice, b: Choice) -> str:

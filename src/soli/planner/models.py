@@ -26,7 +26,10 @@ ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
 STRANGE = {what: "|".join(patterns) for what, patterns in _KEYS["strange"].items()}
 """What models have whose layers are not all alike, or are not what the dimensions say; and the keys that tell of it."""
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-NARROW = ("embedding_size", "input_embedding_size", "output_embedding_size")
+NARROW = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size")
+PARTS = ("text_config", "attn_config", "ffn_config")
+"""Of a configuration, whose keys count as its own."""
+STEPS = ("decoder_sparse_step", "interleave_moe_layer_step")
 TOWER = re.compile(r"(?:vision|audio|speech|image)\w*_config")
 
 
@@ -88,8 +91,9 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
         ) from error
     if not isinstance(said, Mapping):
         raise SoliError("the model is no config.json", got=f"{file}: no object of JSON")
-    inner = said.get("text_config")
-    said = {**said, **(inner if isinstance(inner, Mapping) else {})}
+    for part in PARTS:
+        inner = said.get(part)
+        said |= inner if isinstance(inner, Mapping) else {}
     return _model(file, {key: value for key, value in said.items() if value is not None})
 
 
@@ -111,10 +115,11 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     raise_all(_contradictions(file, numbers))
     layers, hidden, heads, vocab = (numbers[name] or 0 for name in NEEDED)
     experts = 0 if said.get("is_moe") is False else numbers["experts"] or 0
+    shared = (numbers["shared"] or _shared(said) or 0) if experts else 0
     kind = str(said.get("model_type", ""))
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
-    family = FAMILIES.get(kind, Family(gated=activation in GATED, tied=True))
+    family = FAMILIES.get(kind, Family(gated=activation in GATED or (experts > 0 and not activation), tied=True))
     model = Model(
         name=str(said.get("_name_or_path") or kind or file.parent.name),
         layers=layers,
@@ -126,10 +131,10 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         gated=family.gated,
         vocab=vocab,
         experts=experts,
-        active=(numbers["routed"] or 1) + (numbers["shared"] or 0) if experts else 1,
+        active=(numbers["routed"] or 1) + shared if experts else 1,
         tied=bool(said.get("tie_word_embeddings", family.tied)),
         seq=numbers["seq"] or 0,
-        shared=(numbers["shared"] or 0) if experts else 0,
+        shared=shared,
         compressed=_compressed(said, hidden, heads),
     )
     return model, tuple(_inferred(kind, said, numbers, model))
@@ -164,11 +169,20 @@ def _compressed(said: Mapping[str, Any], hidden: int, heads: int) -> int:
     return int(compressed(hidden, heads, said.get("q_lora_rank") or 0, *(said[name] for name in names if name in said)))
 
 
+def _shared(said: Mapping[str, Any]) -> int | None:
+    """How many of its experts' widths a shared expert of its own width has; None where that is no whole number."""
+    wide, one = said.get("shared_expert_intermediate_size", 0), said.get("moe_intermediate_size", 1)
+    return wide // one if wide % one == 0 else None
+
+
 def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Problem]:
     keys = {key: what for what, pattern in STRANGE.items() for key in said if said[key] and re.fullmatch(pattern, key)}
     keys |= {key: "a table of another width" for key in NARROW if hidden and said.get(key, hidden) != hidden}
-    if (step := said.get("decoder_sparse_step")) and step != 1:
-        keys["decoder_sparse_step"] = "layers of which some have no experts"
+    keys |= {key: "layers of which some have no experts" for key in STEPS if said.get(key, 1) not in (0, 1)}
+    if _shared(said) is None:
+        keys["shared_expert_intermediate_size"] = "a shared expert of another width"
+    if said.get("attn_type") == "multiquery_attention":
+        keys["attn_type"] = "one key of all heads"
     kinds = said.get("layer_types")
     if isinstance(kinds, list) and not {str(kind) for kind in kinds} <= {*ATTENTION}:
         keys["layer_types"] = "layers of other kinds"

@@ -31,7 +31,7 @@ def fitted(found: Row) -> None:
         words.append(f"{GROUP}{point['dp'] * point['cp'] / point['replicate']:g}")
     sharing = {"zero=0": ("zero=1", point["dp"] * point["cp"] > 1), "sp=off": ("sp=on", True)}
     for silent, (shared, may) in sharing.items():
-        if silent in words and may and not fits(**least):
+        if silent in words and may and not fits():
             point[shared.split("=")[0]] = 1.0
             found.inferred = words = [shared if word == silent else word for word in words]
     if any(word.startswith(SIZE) for word in words):

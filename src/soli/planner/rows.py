@@ -19,7 +19,7 @@ from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
-from soli.planner.cost.states import BOTH, LORA, beside_narrow, narrow, of_states
+from soli.planner.cost.states import BOTH, DEEPSPEED, LORA, beside_narrow, narrow, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
@@ -53,6 +53,9 @@ def read(row: Mapping[str, str]) -> Row:
         return found
     counted(row, said, found)
     found.device, found.framework = device, framework(row)
+    states = (spellings.sharding(text(row, name)) for name in ("shard", "zero"))
+    if found.framework == spellings.DEEPSPEED and (said["tp"] or 1) > 1 and not any(one and one.zero == 3 for one in states):
+        found.framework = DEEPSPEED  # beside Megatron: it splits no products by itself
     found.plain = spellings.program(text(row, "framework"), text(row, "source")) == spellings.PYTORCH
     if found.framework == OLD and found.generation in FLASH_SINCE:  # which it never ran on
         found.framework = MEGATRON
@@ -171,6 +174,8 @@ def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Ro
     order, kind, shape = (text(row, name) for name in ("schedule", "cp_kind", "tp_kind"))
     if SILENT.fullmatch(order) and point["chunks"] == 1 and INTERLEAVED.search(spellings.affirmed(text(row, "notes"))):
         order = "interleaved"
+    if (stages := re.search(r"\bvp{0,2}\s*=\s*(\d+)", order, re.I)) and point["chunks"] == 1:
+        point = point | {"chunks": float(stages[1])}
     tp, cp, chunks, heads = point["tp"], point["cp"], point["chunks"], point.get("heads", 1.0) / point["tp"]
     schedule = spellings.way("schedules", order) if point["pp"] > 1 else cost.ONE
     if schedule is None or (schedule > cost.INTERLEAVED and chunks > 1 + (schedule >= cost.ZBV)):

@@ -32,5 +32,5 @@ def crossing(p: Points, k: Constants) -> tuple[Array, Array]:
 
 
 def calls(p: Points) -> Array:
-    """Collectives that attention's forward starts."""
-    return np.where(p.context == ULYSSES, 4.0, 1.0) * (p.cp > 1)
+    """Collectives that attention's forward starts: a ring passes keys on once less than it has ranks."""
+    return np.where(p.context == ULYSSES, 4.0 * (p.cp > 1), p.cp - 1)
