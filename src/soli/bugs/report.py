@@ -38,8 +38,9 @@ class Heading:
 
 @dataclass(frozen=True)
 class Table:
-    """The first row has the titles."""
+    """Rows of cells under their titles."""
 
+    titles: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
@@ -73,8 +74,8 @@ def _markdown(block: Heading | Table | str) -> str:
     if isinstance(block, Heading):
         return f"{'#' * block.level} {block.text}"
     if isinstance(block, Table):
-        head, *rows = ["| " + " | ".join(row) + " |" for row in block.rows]
-        return "\n".join([head, "|" + "---|" * len(block.rows[0]), *rows])
+        head, *rows = ["| " + " | ".join(row) + " |" for row in (block.titles, *block.rows)]
+        return "\n".join([head, "|" + "---|" * len(block.titles), *rows])
     return block
 
 
@@ -82,9 +83,8 @@ def _html(block: Block) -> str:
     if isinstance(block, Heading):
         return f"<h{block.level}>{escape(block.text)}</h{block.level}>"
     if isinstance(block, Table):
-        head, *rows = block.rows
-        titles = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-        cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+        titles = "".join(f"<th>{escape(cell)}</th>" for cell in block.titles)
+        cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in block.rows)
         return f"<div><table><tr>{titles}</tr>{cells}</table></div>"
     if isinstance(block, Figure):
         return f"<figure>{svg(block.draw)}<figcaption>{escape(block.caption)}</figcaption></figure>"
@@ -111,15 +111,12 @@ def blocks(said: Said, judged: Sequence[Judged] = (), selected: Selected = None)
         )
     counts = ("commits", "fixes", "others")
     yield Table(
-        [["history", "commits", "fixes", "no fixes, of code", "from", "to", "HEAD"]]
-        + [
-            [h["repo"], *(f"{h[key]:,}" for key in counts), h["first"], h["last"], h["head"][:10]]
-            for h in said["histories"]
-        ]
-    )
+        ["history", "commits", "fixes", "no fixes, of code", "from", "to", "HEAD"],
+        [[h["repo"], *(f"{h[key]:,}" for key in counts), h["first"], h["last"], h["head"][:10]] for h in said["histories"]],
+    )  # fmt: skip
     for question in said["questions"]:
         yield Heading(2, question["name"])
-        yield Table([["stated", "here", "by"]] + [[s["text"], s["verdict"], s["why"]] for s in question["statements"]])
+        yield Table(["stated", "here", "by"], [[s["text"], s["verdict"], s["why"]] for s in question["statements"]])
         if question["dimension"] in ("symptom", "cause"):
             yield from _dimension(said, question["dimension"])
         elif question["dimension"] == "strategy":
@@ -135,23 +132,17 @@ def blocks(said: Said, judged: Sequence[Judged] = (), selected: Selected = None)
 def _dimension(said: Mapping[str, Any], dimension: str) -> Iterator[Block]:
     table = said["words"][dimension]
     repos, labelled = list(table["repos"]), table["labels"]
-    rows = [[dimension, "fixes", "share", *repos]]
-    rows[0] += [f"by labels, {labelled['count']} fixes"] if labelled else []
+    titles, rows = [dimension, "fixes", "share", *repos], []
+    titles += [f"by labels, {labelled['count']} fixes"] if labelled else []
     for word, (count, part) in table["all"].items():
         shares = (percent(table["repos"][repo][word][1]) for repo in repos)
         rows.append([word, f"{count:,}", percent(part), *shares])
         rows[-1] += [percent(labelled["words"][word][1])] if labelled else []
-    yield Table(rows)
+    yield Table(titles, rows)
     yield Figure(f"Shares of each {dimension} by repository, with intervals.", lambda axes: _bars(axes, table["repos"]))
-    years = table["years"]
-    words = list(table["all"])
-    yield Table(
-        [["year", "fixes", *words]]
-        + [
-            [year, f"{sum(n.values()):,}", *(f"{n.get(w, 0) / sum(n.values()):.0%}" for w in words)]
-            for year, n in years.items()
-        ]
-    )
+    years, words = table["years"], list(table["all"])
+    of = lambda n: (f"{sum(n.values()):,}", *(f"{n.get(word, 0) / sum(n.values()):.0%}" for word in words))
+    yield Table(["year", "fixes", *words], [[year, *of(n)] for year, n in years.items()])
     yield Figure(f"Fixes of each year by {dimension}.", lambda axes: _years(axes, years, words))
 
 
@@ -171,21 +162,18 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
         + [f"{row['median']:.0f}"]
         for name, row in sizes.items()
     ]
-    yield Table([head, *rows])
+    yield Table(head, rows)
     yield Figure(
         f"Fixes of {SMALL} lines or fewer by what is counted; the line is what the study states.",
         lambda axes: _small(axes, sizes, said["paper"]["share"]),
     )
     lines = said["lines"]
-    yield Table(
-        [["source lines at most", *map(str, LINES)]] + [[name, *map(percent, lines[key])] for name, key in KINDS]
-    )
+    titles = ["source lines at most", *map(str, LINES)]
+    yield Table(titles, [[name, *map(percent, lines[key])] for name, key in KINDS])
     yield Figure("Share of commits of so many source lines or fewer.", lambda axes: _curves(axes, lines))
     yield Heading(3, f"Strategies of the fixes of {SMALL} source lines or fewer")
-    yield Table(
-        [["strategy", "fixes", "share"]]
-        + [[word, f"{n:,}", percent(part)] for word, (n, part) in said["small"].items()]
-    )
+    strategies = [[word, f"{n:,}", percent(part)] for word, (n, part) in said["small"].items()]
+    yield Table(["strategy", "fixes", "share"], strategies)
     yield from _syntax(said["syntax"])
     if said["days"]:
         days = said["days"]
@@ -200,34 +188,22 @@ def _syntax(syntax: Mapping[str, Any]) -> Iterator[Block]:
     if not others["count"]:
         return
     yield Heading(3, "What is done to the syntax")
-    rows = sorted(fixes["shares"], key=lambda what: -fixes["shares"][what][0])
-    yield Table(
-        [["", f"of {fixes['count']:,} fixes", f"of {others['count']:,} that are none", "ratio"]]
-        + [
-            [what, percent(fixes["shares"][what]), percent(others["shares"].get(what)),
-             f"{fixes['shares'][what][0] / others['shares'][what][0]:.2f}" if others["shares"].get(what, (0,))[0] else ""]
-            for what in rows
-        ]
-    )  # fmt: skip
+    rows = []
+    for what, part in sorted(fixes["shares"].items(), key=lambda one: -one[1][0]):
+        other = others["shares"].get(what)
+        rows.append([what, percent(part), percent(other), f"{part[0] / other[0]:.2f}" if other and other[0] else ""])
+    yield Table(["", f"of {fixes['count']:,} fixes", f"of {others['count']:,} that are none", "ratio"], rows)
 
 
 def _hard(said: Mapping[str, Any]) -> Iterator[Block]:
-    spread, places = said["spread"], ("one file", "one folder")
-    yield Table(
-        [["", "commits", "one source file", "one folder", "files, median"]]
-        + [
-            [name, f"{of['count']:,}", *(percent(of[place]) for place in places), f"{of['median']:.0f}"]
-            for name, of in ((name, spread[key]) for name, key in KINDS)
-        ]
-    )
+    places = lambda of: (percent(of["one file"]), percent(of["one folder"]))
+    spread = [(name, said["spread"][key]) for name, key in KINDS]
+    rows = [[name, f"{of['count']:,}", *places(of), f"{of['median']:.0f}"] for name, of in spread]
+    yield Table(["", "commits", "one source file", "one folder", "files, median"], rows)
     causes = [word for word in DIMENSIONS["cause"] if any(word in row for row in said["together"].values())]
-    yield Table(
-        [["symptom by cause", *causes]]
-        + [
-            [symptom, *(str(row.get(cause, 0)) for cause in causes)]
-            for symptom, row in sorted(said["together"].items(), key=lambda one: -sum(one[1].values()))
-        ]
-    )
+    symptoms = sorted(said["together"].items(), key=lambda one: -sum(one[1].values()))
+    rows = [[symptom, *(str(row.get(cause, 0)) for cause in causes)] for symptom, row in symptoms]
+    yield Table(["symptom by cause", *causes], rows)
 
 
 def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Iterator[Block]:
@@ -237,28 +213,20 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
         return
     if selected:
         yield "The rules of selection, by labels of what they took and of what they left: of what they take the share that are fixes, and of all fixes the share that they take."
-        yield Table(
-            [["a fix if", "precision", "recall", "fixes among the labelled"]]
-            + [[who, _two(one.precision), _two(one.recall), str(one.fixes)] for who, one in selected.items()]
-        )
+        rows = [[who, _two(one.precision), _two(one.recall), str(one.fixes)] for who, one in selected.items()]
+        yield Table(["a fix if", "precision", "recall", "fixes among the labelled"], rows)
     yield f"Sure: verdicts with a confidence of {SURE} or more; of the others a model is asked, if there is one, and the labels count."
-    head = [["dimension", "labeller", "fixes", "alike", "kappa", "sure", "kappa where sure"]]
+    head = ["dimension", "labeller", "fixes", "alike", "kappa", "sure", "kappa where sure"]
     alike = lambda one: f"{one.kappa.alike:.0%}" if one.kappa.count else "-"
     sure = lambda one: f"{one.sure.count / one.kappa.count:.0%}" if one.kappa.count else "-"
     who = lambda one: [one.dimension, one.labeller, str(one.kappa.count)]
     how = lambda one: [alike(one), _kappa(one.kappa), sure(one), _kappa(one.sure)]
-    yield Table(head + [who(one) + how(one) for one in judged])
-    for one in judged:
-        if one.labeller != ALL:
-            continue
+    yield Table(head, [who(one) + how(one) for one in judged])
+    for one in (one for one in judged if one.labeller == ALL):
         yield Heading(3, f"{one.dimension}: labels on which all agree (down) and the rules (across)")
-        yield Table(
-            [["", *one.words, "precision", "recall"]]
-            + [
-                [word, *map(str, row), percent(one.precision.get(word)), percent(one.recall.get(word))]
-                for word, row in zip(one.words, one.matrix, strict=True)
-            ]
-        )
+        shares = lambda word, one=one: [percent(one.precision.get(word)), percent(one.recall.get(word))]
+        rows = [[word, *map(str, row), *shares(word)] for word, row in zip(one.words, one.matrix, strict=True)]
+        yield Table(["", *one.words, "precision", "recall"], rows)
 
 
 def _kappa(one: Kappa) -> str:
