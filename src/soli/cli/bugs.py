@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+from typer import Argument, Option, Typer
 
 from soli.cli.options import AsJson
 from soli.core.errors import SoliError, needing
@@ -21,23 +21,19 @@ from soli.core.errors import SoliError, needing
 if TYPE_CHECKING:
     from soli.bugs.mine import Mined
 
-Clones = Annotated[
-    list[Path], typer.Argument(help="Whole clones, bare or not; nothing in them is run.", show_default=False)
-]
-Database = Annotated[Path, typer.Option(help="The SQLite file: soli bugs mine writes it, classify adds words.")]
-Sample = Annotated[Path | None, typer.Option(help="What the labelled commits were drawn from, as JSON.")]
+Clones = Annotated[list[Path], Argument(help="Whole clones, bare or not; nothing in them is run.", show_default=False)]
+Database = Annotated[Path, Option(help="The SQLite file: soli bugs mine writes it, classify adds words.")]
+Sample = Annotated[Path | None, Option(help="What the labelled commits were drawn from, as JSON.")]
 
-app = typer.Typer(help="Bugs of distributed training, from the fixes of real frameworks.", no_args_is_help=True)
+app = Typer(help="Bugs of distributed training, from the fixes of real frameworks.", no_args_is_help=True)
 
 
 @app.command("mine")
 def mine(
     repos: Clones,
-    out: Annotated[Path, typer.Option(help="The SQLite file; what is in it stays.")] = Path("bugs.db"),
-    rules: Annotated[
-        Path | None, typer.Option(help="Rules of selection, as soli/bugs/selection.toml has them.")
-    ] = None,
-    issues: Annotated[list[Path] | None, typer.Option(help="What soli bugs export wrote.")] = None,
+    out: Annotated[Path, Option(help="The SQLite file; what is in it stays.")] = Path("bugs.db"),
+    rules: Annotated[Path | None, Option(help="Rules of selection, as soli/bugs/selection.toml has them.")] = None,
+    issues: Annotated[list[Path] | None, Option(help="What soli bugs export wrote.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read git histories: every commit, whether it fixes a bug, why or why not, and how large it is."""
@@ -59,13 +55,12 @@ def mine(
 def classify(
     repos: Clones,
     db: Database = Path("bugs.db"),
-    rules: Annotated[Path | None, typer.Option(help="Rules, as soli/bugs/classification.toml has them.")] = None,
+    rules: Annotated[Path | None, Option(help="Rules, as soli/bugs/classification.toml has them.")] = None,
     endpoint: Annotated[
-        str,
-        typer.Option(help="An OpenAI-compatible one, such as http://127.0.0.1:8000/v1; its key is in OPENAI_API_KEY."),
+        str, Option(help="An OpenAI-compatible one, such as http://127.0.0.1:8000/v1; its key is in OPENAI_API_KEY.")
     ] = "",
-    model: Annotated[str, typer.Option(help="To ask there where the rules are not sure.")] = "",
-    at_most: Annotated[int, typer.Option(help="Commits to ask the model of.", min=1)] = 1000,
+    model: Annotated[str, Option(help="To ask there where the rules are not sure.")] = "",
+    at_most: Annotated[int, Option(help="Commits to ask the model of.", min=1)] = 1000,
     as_json: AsJson = False,
 ) -> None:
     """What each fix is of: symptom, cause, strategy, stage; by rules on message and changed syntax, then by a model if there is one."""
@@ -100,9 +95,9 @@ def classify(
 
 @app.command("export")
 def export(
-    repo: Annotated[str, typer.Argument(help="Such as deepspeedai/DeepSpeed.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The JSON lines; an export that was interrupted goes on in them.")],
-    api: Annotated[str, typer.Option(help="Of another GitHub.", show_default=False)] = "",
+    repo: Annotated[str, Argument(help="Such as deepspeedai/DeepSpeed.", show_default=False)],
+    out: Annotated[Path, Option(help="The JSON lines; an export that was interrupted goes on in them.")],
+    api: Annotated[str, Option(help="Of another GitHub.", show_default=False)] = "",
 ) -> None:
     """Merged pull requests and the issues that they close, from GitHub; needs GITHUB_TOKEN."""
     from soli.bugs import github
@@ -113,8 +108,7 @@ def export(
 
 @app.command("show")
 def show(
-    name: Annotated[str, typer.Argument(help="Such as wrong-group; left out: all of them.")] = "",
-    as_json: AsJson = False,
+    name: Annotated[str, Argument(help="Such as wrong-group; left out: all of them.")] = "", as_json: AsJson = False
 ) -> None:
     """A mechanism of bugs: what it is, how it shows, how it was fixed, and in which real commits."""
     from soli.bugs.catalogue import mechanism, mechanisms
@@ -139,9 +133,9 @@ def show(
 
 @app.command("report")
 def report(
-    out: Annotated[Path, typer.Option(help="A folder: study.html, study.md, study.json.", show_default=False)],
+    out: Annotated[Path, Option(help="A folder: study.html, study.md, study.json.", show_default=False)],
     db: Database = Path("bugs.db"),
-    labels: Annotated[Path | None, typer.Option(help="Labels, to stand beside the rules and to judge them.")] = None,
+    labels: Annotated[Path | None, Option(help="Labels, to stand beside the rules and to judge them.")] = None,
     sample: Sample = None,
 ) -> None:
     """The four questions of arXiv 2506.10426 asked of the mined fixes, beside what it states; with commits that are no fixes."""
@@ -179,16 +173,14 @@ def report(
 @app.command("label")
 def label(
     repos: Clones,
-    labeller: Annotated[str, typer.Option(help="Who labels.", show_default=False)],
+    labeller: Annotated[str, Option(help="Who labels.", show_default=False)],
     db: Database = Path("bugs.db"),
-    labels: Annotated[Path, typer.Option(help="The CSV file, everybody's.")] = Path("labels.csv"),
-    sample: Annotated[Path, typer.Option(help="The commits that were drawn; made if there is none.")] = Path(
-        "sample.json"
-    ),
-    fixes: Annotated[int, typer.Option(help="How many to draw of the fixes.", min=0)] = 150,
-    rest: Annotated[int, typer.Option(help="And of what the rules rejected though code was changed.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 0,
+    labels: Annotated[Path, Option(help="The CSV file, everybody's.")] = Path("labels.csv"),
+    sample: Annotated[Path, Option(help="The commits that were drawn; made if there is none.")] = Path("sample.json"),
+    fixes: Annotated[int, Option(help="How many to draw of the fixes.", min=0)] = 150,
+    rest: Annotated[int, Option(help="And of what the rules rejected though code was changed.", min=0)] = 0,
+    seed: Annotated[int, Option(help="Of the draw.")] = 0,
+    port: Annotated[int, Option(help="0: any that is free.", min=0, max=65535)] = 0,
 ) -> None:
     """A page on this machine to label commits on, for two people or more; soli bugs agree says how they agree."""
     with needing("the page needs packages that are not installed", "bugs"):
@@ -206,10 +198,10 @@ def label(
 
 @app.command("agree")
 def agree(
-    labels: Annotated[Path, typer.Argument(help="The CSV file.", show_default=False)],
+    labels: Annotated[Path, Argument(help="The CSV file.", show_default=False)],
     sample: Sample = None,
     db: Annotated[
-        Path | None, typer.Option(help="What was mined and classified: its rules are judged by the labels.")
+        Path | None, Option(help="What was mined and classified: its rules are judged by the labels.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Annotated
 
-import typer
+from typer import Exit, Option
 
 from soli.cli.options import AsJson, Backend, Ranks
 from soli.mesh.launch.local import launch
@@ -14,7 +14,7 @@ from soli.mesh.launch.local import launch
 
 def calibrate(
     ranks: Ranks = 2,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what was measured before.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Measure anew what was measured before.")] = False,
     as_json: AsJson = False,
     backend: Backend = None,
 ) -> None:
@@ -24,4 +24,4 @@ def calibrate(
     """
     given = json.dumps({"fresh": fresh, "as_json": as_json})
     argv = [sys.executable, "-m", "soli.cli.calibrate_rank", given]
-    raise typer.Exit(launch(ranks, argv, backend=backend))
+    raise Exit(launch(ranks, argv, backend=backend))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option, Typer
 
 from soli.core.errors import raise_all
 
-app = typer.Typer(help="Look at, check, export and import checkpoints.", no_args_is_help=True)
+app = Typer(help="Look at, check, export and import checkpoints.", no_args_is_help=True)
 
 
 @app.command("show")
@@ -33,8 +33,8 @@ def check(path: Path) -> None:
 def export(
     path: Path,
     out: Path,
-    form: Annotated[str, typer.Option("--format", help="safetensors (one file) or hf (a folder).")] = "safetensors",
-    config: Annotated[Path | None, typer.Option(help="A config.json to put beside the weights (hf).")] = None,
+    form: Annotated[str, Option("--format", help="safetensors (one file) or hf (a folder).")] = "safetensors",
+    config: Annotated[Path | None, Option(help="A config.json to put beside the weights (hf).")] = None,
 ) -> None:
     """Write the model's weights for others."""
     from soli.checkpoint import tool

@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+from typer import Argument
 
 from soli.cli.options import AsJson
 from soli.planner.hardware.clusters import read_cluster
@@ -27,7 +27,7 @@ CAPTION = (
 
 def hardware(
     cluster: Annotated[
-        str, typer.Argument(help="Such as h100:8x64 or mine.toml. Without one: every device that is known.")
+        str, Argument(help="Such as h100:8x64 or mine.toml. Without one: every device that is known.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-import typer
+from typer import Typer
 
 from soli.cli import bugs, calibrate, checkpoint, env, hardware, plan, roles, run, train
 from soli.core.errors import SoliError
 from soli.core.report import render
 
-app = typer.Typer(
+app = Typer(
     help="Your sequential PyTorch program on N devices, with a proof that it computes the same thing.",
     no_args_is_help=True,
     add_completion=False,

@@ -10,11 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option, Typer
 from typer.core import TyperGroup
 
 from soli.cli import plan_search
@@ -48,7 +48,7 @@ def _meant(args: list[str]) -> str:
     return "search" if searched or "/" in first or first.endswith(".json") or ".py" in first else "check"
 
 
-app = typer.Typer(
+app = Typer(
     cls=Group,
     help="The best plans of a model, by its name, its config.json or its program (soli plan llama-3-70b --cluster h100:8x64 "
     "--global-batch 1024, soli plan examples/plan_model.py:llama_8b --cluster ...); what the runs of a table "
@@ -60,9 +60,9 @@ app.command("search")(plan_search.search)
 
 @app.command("check")
 def check(
-    text: Annotated[str, typer.Argument(help='Such as "dp=2,zero=3", or auto.')],
+    text: Annotated[str, Argument(help='Such as "dp=2,zero=3", or auto.')],
     ranks: Ranks = 1,
-    form: Annotated[str, typer.Option("--format", help=", ".join(FORMS))] = "text",
+    form: Annotated[str, Option("--format", help=", ".join(FORMS))] = "text",
 ) -> None:
     """Check a plan for N ranks and print it with every degree filled in. "check" may be left out."""
     if form not in FORMS:
@@ -77,10 +77,9 @@ def check(
 
 @app.command("predict")
 def predict(
-    table: Annotated[Path, typer.Argument(help="A CSV file: a run a row, its model, plan and devices.")],
+    table: Annotated[Path, Argument(help="A CSV file: a run a row, its model, plan and devices.")],
     measured: Annotated[
-        Path | None,
-        typer.Option(help="A CSV file of measured runs (iter_time_s), to which the constants are fitted first."),
+        Path | None, Option(help="A CSV file of measured runs (iter_time_s), to which the constants are fitted first.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+from typer import Argument, Option
 
 from soli.cli import programs
 from soli.cli.options import AsJson
@@ -27,38 +27,35 @@ MODELS = (
     "A published model (llama-3-70b), a Hugging Face config.json, or the directory that has one; one of soli's by its sizes (gpt:vocab=51200,dim=4096,layers=32,heads=32); or FILE.py:NAME, a function that returns (model, batch) or "
     "(model, batch, loss_fn), on the meta device if it is large (examples/plan_model.py:llama_8b)."
 )
+Words = list[str] | None
+"""Of an option that is given any number of times."""
 FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
 
 
 def search(
-    model: Annotated[str, typer.Argument(help=MODELS)],
-    cluster: Annotated[str, typer.Option(help="Such as h100:8x64, or a file (soli hardware --help).")],
-    batch: Annotated[int, typer.Option("--global-batch", min=1, help="Sequences a step.")],
+    model: Annotated[str, Argument(help=MODELS)],
+    cluster: Annotated[str, Option(help="Such as h100:8x64, or a file (soli hardware --help).")],
+    batch: Annotated[int, Option("--global-batch", min=1, help="Sequences a step.")],
     seq: Annotated[
-        int,
-        typer.Option(min=0, help="Tokens of a sequence; 0: the model's own, 8192 at most; of a program, its batch's."),
+        int, Option(min=0, help="Tokens of a sequence; 0: the model's own, 8192 at most; of a program, its batch's.")
     ] = 0,
     precision: Annotated[
-        str, typer.Option(help="bf16, fp16, fp8, or several: bf16,fp8; else bf16 where the device has it.")
+        str, Option(help="bf16, fp16, fp8, or several: bf16,fp8; else bf16 where the device has it.")
     ] = "",
-    memory: Annotated[str, typer.Option(help="Of a device, such as 70GB; else all that it has.")] = "",
-    fix: Annotated[
-        list[str] | None, typer.Option(help="What every plan must have: tp=8,recompute=full. Any number of times.")
-    ] = None,
+    memory: Annotated[str, Option(help="Of a device, such as 70GB; else all that it has.")] = "",
+    fix: Annotated[Words, Option(help="What every plan must have: tp=8,recompute=full. Any number of times.")] = None,
     why_not: Annotated[
-        list[str] | None, typer.Option(help="Ask why the best plan is not such a one: tp=8. Any number of times.")
+        Words, Option(help="Ask why the best plan is not such a one: tp=8. Any number of times.")
     ] = None,
     framework: Annotated[
-        str, typer.Option(help="Whose program runs it: soli, megatron, megatron-deepspeed, deepspeed, fsdp.")
+        str, Option(help="Whose program runs it: soli, megatron, megatron-deepspeed, deepspeed, fsdp.")
     ] = "soli",
-    count: Annotated[int, typer.Option(min=1, help="Plans that are shown.")] = 10,
+    count: Annotated[int, Option(min=1, help="Plans that are shown.")] = 10,
     whatif: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="seq: the longest sequence; model: the largest model; tokens=15e12,days=10: how many devices."
-        ),
+        Words,
+        Option(help="seq: the longest sequence; model: the largest model; tokens=15e12,days=10: how many devices."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the answer with pictures to this file.")] = None,
+    html: Annotated[Path | None, Option(help="Write the answer with pictures to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The best plans of a model on a cluster: time, memory, and why. "search" may be left out.

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from soli.cli import programs
 from soli.cli.options import AsJson
@@ -21,11 +21,11 @@ TOKENS, ROWS = 8, 2  # of the batch that is made for a transformers model
 
 
 def roles(
-    model: Annotated[str, typer.Argument(help=FORMS)],
-    tp: Annotated[int, typer.Option(help="Ranks of the tensor axis.")] = 2,
-    sp: Annotated[bool, typer.Option("--sp", help="Cut the sequence too.")] = False,
-    role: Annotated[list[str] | None, typer.Option(help="PATTERN=ROLE, as parallelize(roles=...).")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every weight, not one row for each kind.")] = False,
+    model: Annotated[str, Argument(help=FORMS)],
+    tp: Annotated[int, Option(help="Ranks of the tensor axis.")] = 2,
+    sp: Annotated[bool, Option("--sp", help="Cut the sequence too.")] = False,
+    role: Annotated[list[str] | None, Option(help="PATTERN=ROLE, as parallelize(roles=...).")] = None,
+    every: Annotated[bool, Option("--all", help="Every weight, not one row for each kind.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find what each weight is to tensor parallelism: column, row, vocabulary or replicated, with the reason."""

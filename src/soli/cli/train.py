@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from soli.cli.options import Backend, Ranks
 from soli.core.errors import Problem, SoliError, raise_all
@@ -20,14 +20,14 @@ PATHS = ("config_path", "resume")
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file; without one the main job runs.")] = None,
-    plan: Annotated[str | None, typer.Option(help='Such as "dp=2,zero=3", or auto.')] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Wall clock, where steps are not said.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text, folder, .jsonl, dataset, token file.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the run directory.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="A run directory to go on from.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
+    config: Annotated[Path | None, Argument(help="A TOML file; without one the main job runs.")] = None,
+    plan: Annotated[str | None, Option(help='Such as "dp=2,zero=3", or auto.')] = None,
+    steps: Annotated[int | None, Option(help="Optimizer steps.")] = None,
+    minutes: Annotated[float | None, Option(help="Wall clock, where steps are not said.")] = None,
+    data: Annotated[str | None, Option(help="Text, folder, .jsonl, dataset, token file.")] = None,
+    name: Annotated[str | None, Option(help="Of the run directory.")] = None,
+    resume: Annotated[Path | None, Option(help="A run directory to go on from.")] = None,
+    seed: Annotated[int | None, Option(help="Of everything random.")] = None,
     ranks: Ranks = 2,
     backend: Backend = None,
 ) -> None:
@@ -36,7 +36,7 @@ def train(
     check(ranks, config, resume, named)
     given = {"config_path": config, "resume": resume, **named}
     argv = [sys.executable, "-m", "soli.cli.train_rank", json.dumps(given, default=str)]
-    raise typer.Exit(launch(ranks, argv, backend=backend))
+    raise Exit(launch(ranks, argv, backend=backend))
 
 
 def check(ranks: int, config: Path | None, resume: Path | None, named: dict[str, Any]) -> None:
