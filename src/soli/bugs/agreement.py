@@ -19,6 +19,14 @@ class Kappa:
     alike: float
     count: int
 
+    def __str__(self) -> str:
+        return bounded((self.value, self.low, self.high))
+
+
+def bounded(part: tuple[float, float, float]) -> str:
+    """A number with its interval, as people read it."""
+    return f"{part[0]:.2f} ({part[1]:.2f} to {part[2]:.2f})"
+
 
 def kappa(first: Sequence[str], second: Sequence[str]) -> Kappa:
     """(p_o - p_e) / (1 - p_e), p_e by each labeller's own shares (Cohen 1960); the interval is by the large-sample variance of

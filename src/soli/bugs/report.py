@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from soli.bugs.agreement import Kappa
+from soli.bugs.agreement import bounded
 from soli.bugs.judging import ALL, Judged
 from soli.bugs.labels import Selection
 from soli.bugs.mine import SMALL
@@ -213,28 +213,21 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
         return
     if selected:
         yield "The rules of selection, by labels of what they took and of what they left: of what they take the share that are fixes, and of all fixes the share that they take."
-        rows = [[who, _two(one.precision), _two(one.recall), str(one.fixes)] for who, one in selected.items()]
+        rows = [[who, bounded(one.precision), bounded(one.recall), str(one.fixes)] for who, one in selected.items()]
         yield Table(["a fix if", "precision", "recall", "fixes among the labelled"], rows)
     yield f"Sure: verdicts with a confidence of {SURE} or more; of the others a model is asked, if there is one, and the labels count."
     head = ["dimension", "labeller", "fixes", "alike", "kappa", "sure", "kappa where sure"]
     alike = lambda one: f"{one.kappa.alike:.0%}" if one.kappa.count else "-"
     sure = lambda one: f"{one.sure.count / one.kappa.count:.0%}" if one.kappa.count else "-"
     who = lambda one: [one.dimension, one.labeller, str(one.kappa.count)]
-    how = lambda one: [alike(one), _kappa(one.kappa), sure(one), _kappa(one.sure)]
+    kappa = lambda one: str(one) if one.count else "-"
+    how = lambda one: [alike(one), kappa(one.kappa), sure(one), kappa(one.sure)]
     yield Table(head, [who(one) + how(one) for one in judged])
     for one in (one for one in judged if one.labeller == ALL):
         yield Heading(3, f"{one.dimension}: labels on which all agree (down) and the rules (across)")
         shares = lambda word, one=one: [percent(one.precision.get(word)), percent(one.recall.get(word))]
         rows = [[word, *map(str, row), *shares(word)] for word, row in zip(one.words, one.matrix, strict=True)]
         yield Table(["", *one.words, "precision", "recall"], rows)
-
-
-def _kappa(one: Kappa) -> str:
-    return _two((one.value, one.low, one.high)) if one.count else "-"
-
-
-def _two(part: Share) -> str:
-    return f"{part[0]:.2f} ({part[1]:.2f} to {part[2]:.2f})"
 
 
 def _bars(axes: Any, repos: Mapping[str, Mapping[str, tuple[int, Share]]]) -> None:

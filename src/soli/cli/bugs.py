@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from dataclasses import asdict
@@ -208,26 +207,24 @@ def agree(
     """How labellers agree, where they do not, and how good the rules are that chose the fixes and gave them words."""
     from soli.bugs import judging
     from soli.bugs import labels as of
+    from soli.bugs.agreement import bounded
 
     if sample is not None and db is None:
         raise SoliError(
             "rules are judged by what was drawn and what they chose", fix="--db FILE, which soli bugs mine wrote"
         )
     rows = of.read(labels)
-    said: dict[str, Any] = {"pairs": [asdict(pair) for pair in of.pairs(rows)]}
+    pairs = of.pairs(rows)
     judged = judging.judge(rows, db) if db is not None else []
-    said["judged"] = [asdict(one) for one in judged]
-    if sample is not None and db is not None:
-        said["selection"] = {name: asdict(one) for name, one in of.judged(rows, sample, db).items()}
+    selected = of.judged(rows, sample, db) if sample is not None and db is not None else {}
     if as_json:
-        print(_json(said))
+        more = {"selection": {name: asdict(one) for name, one in selected.items()}} if selected else {}
+        print(_json({"pairs": [asdict(one) for one in pairs], "judged": [asdict(one) for one in judged], **more}))
         return
-    for pair in of.pairs(rows):
+    for pair in pairs:
         print(f"{pair.first} and {pair.second}: {pair.fix.count} commits, {len(pair.differ)} labelled differently")
         for name, one in {"is a fix": pair.fix, **pair.dimensions}.items():
-            print(
-                f"  {name:<9} kappa {one.value:.2f} ({one.low:.2f} to {one.high:.2f}), {one.alike:.0%} of {one.count} alike"
-            )
+            print(f"  {name:<9} kappa {one}, {one.alike:.0%} of {one.count} alike")
         for a, b in pair.differ:
             words = "; ".join(
                 f"{name} {getattr(a, name) or '-'} / {getattr(b, name) or '-'}"
@@ -238,28 +235,17 @@ def agree(
     for verdict in judged:
         one, sure = verdict.kappa, verdict.sure
         print(
-            f"the words for {verdict.dimension} by {verdict.labeller}: kappa {one.value:.2f} ({one.low:.2f} to {one.high:.2f}), {one.alike:.0%} of {one.count} alike; "
-            f"where the rules are sure {sure.value:.2f} ({sure.low:.2f} to {sure.high:.2f}), of {sure.count}"
+            f"the words for {verdict.dimension} by {verdict.labeller}: kappa {one}, {one.alike:.0%} of {one.count} alike; "
+            f"where the rules are sure {sure}, of {sure.count}"
         )
-    for name, one in said.get("selection", {}).items():
-        shares = ", ".join(
-            f"{what} {p:.2f} ({low:.2f} to {high:.2f})"
-            for what, (p, low, high) in (("precision", one["precision"]), ("recall", one["recall"]))
-        )
-        print(f"the rules, a fix if {name}: {shares}; {one['fixes']} fixes among the labelled commits")
+    for name, rules in selected.items():
+        shares = f"precision {bounded(rules.precision)}, recall {bounded(rules.recall)}"
+        print(f"the rules, a fix if {name}: {shares}; {rules.fixes} fixes among the labelled commits")
 
 
 def _json(said: Any) -> str:
     """JSON, which has no word for what is no number: null."""
-
-    def plain(one: Any) -> Any:
-        if isinstance(one, dict):
-            return {key: plain(value) for key, value in one.items()}
-        if isinstance(one, (list, tuple)):
-            return [plain(value) for value in one]
-        return None if isinstance(one, float) and math.isnan(one) else one
-
-    return json.dumps(plain(said), indent=1, allow_nan=False)
+    return json.dumps(json.loads(json.dumps(said), parse_constant=lambda _: None), indent=1)
 
 
 def _show(found: list[Mined]) -> None:
