@@ -15,6 +15,8 @@ from typing import Any, ParamSpec
 P = ParamSpec("P")
 MISTAKE = 2
 FAILURE = 1
+TOLD = ("exit_code", "everywhere", "consequence")
+"""What is told of an error to other processes, beside its problems."""
 
 
 @dataclass(frozen=True)
@@ -63,32 +65,19 @@ class SoliError(Exception):
         return "\n".join(str(problem) for problem in self.problems)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "problems": [asdict(problem) for problem in self.problems],
-            "exit_code": self.exit_code,
-            "everywhere": self.everywhere,
-            "consequence": self.consequence,
-        }
+        return {name: getattr(self, name) for name in TOLD} | {"problems": [asdict(one) for one in self.problems]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SoliError:
-        error = cls(
-            [Problem(**problem) for problem in data["problems"]],
-            exit_code=int(data["exit_code"]),
-            everywhere=bool(data["everywhere"]),
-        )
-        error.consequence = bool(data["consequence"])
+        error = cls([Problem(**problem) for problem in data["problems"]])
+        vars(error).update({name: data[name] for name in TOLD})
         return error
 
 
-def on_all_ranks(what: str, *, got: object = "", allowed: object = "", fix: str = "", seen: str = "") -> SoliError:
-    """A mistake that every rank finds alike: it is told once."""
-    return SoliError(what, got=got, allowed=allowed, fix=fix, seen=seen, everywhere=True)
-
-
-def failure(what: str, *, got: object = "", fix: str = "", seen: str = "", everywhere: bool = False) -> SoliError:
-    """An error at run time that is nobody's typing mistake (exit code 1)."""
-    return SoliError(what, got=got, fix=fix, seen=seen, exit_code=FAILURE, everywhere=everywhere)
+on_all_ranks = functools.partial(SoliError, everywhere=True)
+"""A mistake that every rank finds alike: it is told once."""
+failure = functools.partial(SoliError, exit_code=FAILURE)
+"""An error at run time that is nobody's typing mistake."""
 
 
 def listing(told: Callable[P, Iterator[Problem]]) -> Callable[P, list[Problem]]:
