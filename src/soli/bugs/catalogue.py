@@ -50,10 +50,6 @@ def mechanism(name: str) -> Mechanism:
     known = mechanisms()
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
-        raise SoliError(
-            "there is no such mechanism",
-            got=name,
-            allowed=", ".join(known),
-            fix=f"soli bugs show {near[0]}" if near else "",
-        )
+        fix = f"soli bugs show {near[0]}" if near else ""
+        raise SoliError("there is no such mechanism", got=name, allowed=", ".join(known), fix=fix)
     return known[name]

@@ -147,12 +147,9 @@ def _blobs(repo: Path, names: Sequence[str]) -> dict[str, str]:
         end = said.index(b"\n", at)
         words = said[at:end].split()
         if len(words) != 3:
-            raise SoliError(
-                "the history lacks a file that a commit changed",
-                got=f"{repo}: {said[at:end].decode(errors='replace')}",
-                allowed="a whole clone",
-                fix="git fsck --full; clone it again",
-            )
+            got = f"{repo}: {said[at:end].decode(errors='replace')}"
+            fix = "git fsck --full; clone it again"
+            raise SoliError("the history lacks a file that a commit changed", got=got, allowed="a whole clone", fix=fix)
         start, size = end + 1, int(words[2])
         found[name] = said[start : start + size].decode(errors="replace")
         at = start + size + 1

@@ -169,13 +169,8 @@ def _hint(dimension: str, word: str, one: Mapping[str, Any], wrong: list[Problem
     said = f"{dimension} {word}: {one.get('name', 'a rule without a name')}"
     where = [name for name in PLACES if name in one]
     if len(where) != 1 or not one.get("name") or set(one) - {*PLACES, "name", "weight"}:
-        wrong.append(
-            Problem(
-                f"{said}: a rule has a name, a weight, and looks in one place",
-                got=", ".join(one),
-                allowed=", ".join(PLACES),
-            )
-        )
+        what = f"{said}: a rule has a name, a weight, and looks in one place"
+        wrong.append(Problem(what, got=", ".join(one), allowed=", ".join(PLACES)))
         return Hint(word, said, "subject", re.compile("$^"), 0.0)
     try:
         pattern = re.compile(one[where[0]], FLAGS)

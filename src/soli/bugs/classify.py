@@ -58,11 +58,9 @@ def classify(
         known = {repo for (repo,) in base.execute("SELECT repo FROM history")}
     lacking = set(where) - known
     if lacking:
-        raise SoliError(
-            "these histories were not mined into this file",
-            got=f"{', '.join(sorted(lacking))} (it has {', '.join(sorted(known))})",
-            fix=f"soli bugs mine ... --out {mined}",
-        )
+        got = f"{', '.join(sorted(lacking))} (it has {', '.join(sorted(known))})"
+        fix = f"soli bugs mine ... --out {mined}"
+        raise SoliError("these histories were not mined into this file", got=got, fix=fix)
     for path in repos:
         history.check(path)
     looked = sum(_by_rules(repo, path, mined, made) for repo, path in where.items())

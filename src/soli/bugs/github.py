@@ -51,10 +51,8 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
     if not owner or not name or "/" in name:
         raise SoliError("a repository is owner/name", got=repo, allowed="such as deepspeedai/DeepSpeed")
     if not token:
-        raise SoliError(
-            "GitHub asks for a token",
-            fix="GITHUB_TOKEN=... (a personal access token that may read public repositories)",
-        )
+        fix = "GITHUB_TOKEN=... (a personal access token that may read public repositories)"
+        raise SoliError("GitHub asks for a token", fix=fix)
     where = urlsplit(api)
     if where.scheme != "https" and where.hostname not in ("127.0.0.1", "localhost", "::1"):
         raise SoliError("a token is not sent over a connection that others can read", got=api, allowed="https://")
@@ -107,11 +105,9 @@ def _called(base: sqlite3.Connection, repo: str) -> str:
     known = {name for (name,) in base.execute("SELECT repo FROM history")}
     found = next((name for name in (repo, repo.partition("/")[2]) if name in known), None)
     if found is None:
-        raise SoliError(
-            "this is an export of a history that was not mined into this file",
-            got=f"{repo} (it has {', '.join(sorted(known))})",
-            fix="mine its clone too, in a folder of the repository's name",
-        )
+        got = f"{repo} (it has {', '.join(sorted(known))})"
+        fix = "mine its clone too, in a folder of the repository's name"
+        raise SoliError("this is an export of a history that was not mined into this file", got=got, fix=fix)
     return found
 
 
@@ -187,11 +183,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if lacking := [i for i, line in enumerate(lines, 1) if "number" in line and not set(line) >= REQUEST]:
             raise ValueError(f"line {lacking[0]} is no whole request")
     except (OSError, ValueError) as error:
-        raise SoliError(
-            "this is no export of GitHub's",
-            got=f"{path}: {error}",
-            fix="soli bugs export OWNER/NAME --out FILE goes on with it",
-        ) from error
+        fix = "soli bugs export OWNER/NAME --out FILE goes on with it"
+        raise SoliError("this is no export of GitHub's", got=f"{path}: {error}", fix=fix) from error
     return lines
 
 

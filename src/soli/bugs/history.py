@@ -85,12 +85,8 @@ def check(path: Path) -> int:
         raise SoliError("this is no git repository", got=f"{path}: {_last(error)}", allowed="a clone, bare or not")
     status, shallow, _ = asked(path, "rev-parse", "--is-shallow-repository")
     if shallow == "true":
-        raise SoliError(
-            "the history is cut off: a shallow clone has its last commits only",
-            got=str(path),
-            allowed="a whole clone",
-            fix=f"git -C {path} fetch --unshallow",
-        )
+        what = "the history is cut off: a shallow clone has its last commits only"
+        raise SoliError(what, got=str(path), allowed="a whole clone", fix=f"git -C {path} fetch --unshallow")
     for key in ("extensions.partialclone", r"remote\..*\.(promisor|partialclonefilter)"):
         status, said, _ = asked(path, "config", "--local", "--get-regexp", key)
         if status == 0 and said:
@@ -102,20 +98,14 @@ def check(path: Path) -> int:
             )
     status, inside, _ = asked(path, "rev-parse", "--show-prefix")
     if inside:
-        raise SoliError(
-            "this is a folder of a repository, and a history is of all of it",
-            got=str(path),
-            fix=asked(path, "rev-parse", "--show-toplevel")[1],
-        )
+        fix = asked(path, "rev-parse", "--show-toplevel")[1]
+        raise SoliError("this is a folder of a repository, and a history is of all of it", got=str(path), fix=fix)
     if asked(path, "rev-parse", "--verify", "HEAD")[0] and not asked(path, "rev-list", "-n1", "--all")[1]:
         raise SoliError("the history has no commits", got=str(path))
     status, count, error = asked(path, "rev-list", "--count", "HEAD")
     if status:
-        raise SoliError(
-            "the history cannot be read",
-            got=f"{path}: {_last(error)}",
-            fix="clone it again; git fsck says what is damaged",
-        )
+        fix = "clone it again; git fsck says what is damaged"
+        raise SoliError("the history cannot be read", got=f"{path}: {_last(error)}", fix=fix)
     return int(count)
 
 
@@ -161,12 +151,9 @@ def _chunks(path: Path, words: tuple[str, ...]) -> Iterator[tuple[list[str], tup
 
 def stopped(path: Path, error: str, status: int) -> SoliError:
     """What to raise when git ended before all was read."""
-    return SoliError(
-        "git stopped before the end of the history: it is damaged, or lacks some of its files",
-        got=f"{path}: {_last(error)} (exit status {status})",
-        allowed="a whole clone",
-        fix="git fsck --full; clone it again",
-    )
+    what = "git stopped before the end of the history: it is damaged, or lacks some of its files"
+    fix = "git fsck --full; clone it again"
+    return SoliError(what, got=f"{path}: {_last(error)} (exit status {status})", allowed="a whole clone", fix=fix)
 
 
 def _parsed(text: str) -> tuple[list[str], tuple[File, ...]]:

@@ -44,11 +44,8 @@ def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[M
             count, new = store.add(base, repo, history.read(path, made.left_out), made)
             found.append(summary(base, repo, count, new))
     if not any(one.fixes for one in found):
-        raise SoliError(
-            "no fix of a bug was found",
-            got=", ".join(f"{one.repo}: {one.commits} commits" for one in found),
-            fix="other rules: --rules FILE",
-        )
+        got = ", ".join(f"{one.repo}: {one.commits} commits" for one in found)
+        raise SoliError("no fix of a bug was found", got=got, fix="other rules: --rules FILE")
     return found
 
 
@@ -57,11 +54,8 @@ def by_name(paths: Collection[Path]) -> dict[str, Path]:
     names = [name(path) for path in paths]
     twice = {one for one in names if names.count(one) > 1}
     if twice:
-        raise SoliError(
-            "two of these histories have one name",
-            got=", ".join(sorted(twice)),
-            fix="name their folders owner+name, or mine them into two files",
-        )
+        fix = "name their folders owner+name, or mine them into two files"
+        raise SoliError("two of these histories have one name", got=", ".join(sorted(twice)), fix=fix)
     return dict(zip(names, paths, strict=True))
 
 

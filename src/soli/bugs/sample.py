@@ -61,11 +61,9 @@ def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list
         }
     unknown = [f"{repo} {hash_[:10]}" for _, repo, hash_ in all_ if (repo, hash_) not in texts]
     if unknown:
-        raise SoliError(
-            "commits were drawn that this file does not have",
-            got=f"{mined} lacks {len(unknown)}: {', '.join(unknown[:3])} ...",
-            fix="the file that they were drawn from, or another --sample",
-        )
+        got = f"{mined} lacks {len(unknown)}: {', '.join(unknown[:3])} ..."
+        fix = "the file that they were drawn from, or another --sample"
+        raise SoliError("commits were drawn that this file does not have", got=got, fix=fix)
     diffs = {
         (repo, hash_): diff
         for repo, path in where.items()

@@ -44,12 +44,9 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
         if fresh:
             base.executescript(SCHEMA.format(CODE=CODE, SURE=SURE, VERSION=VERSION))
         elif found != VERSION:
-            raise SoliError(
-                "this file holds no bugs that this version of soli knows",
-                got=f"{path}: version {found}",
-                allowed=f"version {VERSION}",
-                fix="mine into another file",
-            )
+            what = "this file holds no bugs that this version of soli knows"
+            fix = "mine into another file"
+            raise SoliError(what, got=f"{path}: version {found}", allowed=f"version {VERSION}", fix=fix)
         with base:
             yield base
     except sqlite3.DatabaseError as error:
@@ -91,11 +88,8 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
                 [(rules.kind(f.path), repo, commit.hash, f.path) for f in commit.files],
             )
     if known and gone == known:
-        raise SoliError(
-            "another history of this name is in this file",
-            got=repo,
-            fix="mine into another file, or name the folder owner+name",
-        )
+        fix = "mine into another file, or name the folder owner+name"
+        raise SoliError("another history of this name is in this file", got=repo, fix=fix)
     for table in ("verdict", "edited", "closed", "file", "change"):
         base.executemany(f"DELETE FROM {table} WHERE repo = ? AND hash = ?", [(repo, h) for h in gone])
     base.execute(

@@ -63,11 +63,9 @@ def _whole(base: sqlite3.Connection, mined: Path) -> None:
     )
     rules = one("SELECT count(DISTINCT version) FROM verdict WHERE by = 'rules'")
     if left or rules > 1:
-        raise SoliError(
-            "not all commits in this file are classified, by the same rules",
-            got=f"{mined}: {left} were not looked at, {rules} sets of rules",
-            fix=f"soli bugs classify CLONE... --db {mined}, with all of its histories",
-        )
+        got = f"{mined}: {left} were not looked at, {rules} sets of rules"
+        fix = f"soli bugs classify CLONE... --db {mined}, with all of its histories"
+        raise SoliError("not all commits in this file are classified, by the same rules", got=got, fix=fix)
 
 
 def _stated(paper: Mapping[str, Any]) -> float:

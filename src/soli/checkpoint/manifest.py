@@ -116,11 +116,7 @@ def to_text(manifest: Manifest) -> str:
     """The content of `manifest.json`."""
     body = {
         "format": FORMAT,
-        "version": manifest.version,
-        "created": manifest.created,
-        "soli": manifest.soli,
-        "torch": manifest.torch,
-        "state": manifest.state,
+        **{name: getattr(manifest, name) for name in ("version", "created", "soli", "torch", "state")},
         "files": {name: {"size": f.size, "checksum": f.checksum} for name, f in manifest.files.items()},
         "tensors": {name: _saved_to_json(saved) for name, saved in manifest.tensors.items()},
     }
@@ -159,21 +155,17 @@ def read_manifest(path: str | Path) -> Manifest:
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']!r}")
         if body["version"] != VERSION:
-            raise SoliError(
-                f"{path} was written by another version of soli",
-                got=f"format {body['version']} (soli {body.get('soli')})",
-                allowed=f"format {VERSION}",
-                fix="read it with that version of soli and export it",
-            )
+            got = f"format {body['version']} (soli {body.get('soli')})"
+            allowed = f"format {VERSION}"
+            fix = "read it with that version of soli and export it"
+            raise SoliError(f"{path} was written by another version of soli", got=got, allowed=allowed, fix=fix)
         if body.pop("seal") != _seal(body):
             raise ValueError("its seal does not match its content")
         return _from_json(body)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise failure(
-            f"{file} is damaged or no manifest of soli",
-            got=f"{type(error).__name__}: {error}",
-            fix="take another copy of this checkpoint, or an earlier one",
-        ) from error
+        got = f"{type(error).__name__}: {error}"
+        fix = "take another copy of this checkpoint, or an earlier one"
+        raise failure(f"{file} is damaged or no manifest of soli", got=got, fix=fix) from error
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:
@@ -181,15 +173,9 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     for name in files:
         if not FILE.fullmatch(name):  # a manifest from elsewhere must not lead out of its folder
             raise ValueError(f"file name {name!r}")
+    chunk = lambda c: Chunk(Box(tuple(c["offsets"]), tuple(c["sizes"])), c["file"], files[c["file"]].checksum)
     tensors = {
-        name: Saved(
-            tuple(saved["shape"]),
-            NAMES[saved["dtype"]],
-            tuple(
-                Chunk(Box(tuple(c["offsets"]), tuple(c["sizes"])), c["file"], files[c["file"]].checksum)
-                for c in saved["chunks"]
-            ),
-        )
+        name: Saved(tuple(saved["shape"]), NAMES[saved["dtype"]], tuple(map(chunk, saved["chunks"])))
         for name, saved in body["tensors"].items()
     }
     created = float(body["created"])

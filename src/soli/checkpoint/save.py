@@ -133,11 +133,8 @@ def save_async(
     team = team_of(group)
     if team.size > 1 and (group is None or group is dist.group.WORLD or dist.get_backend(group) != "gloo"):
         got = "the default group" if group in (None, dist.group.WORLD) else dist.get_backend(group)
-        raise on_all_ranks(
-            "asynchronous saving needs a gloo process group of its own",
-            got=got,
-            fix='pass group=torch.distributed.new_group(backend="gloo"), made once',
-        )
+        fix = 'pass group=torch.distributed.new_group(backend="gloo"), made once'
+        raise on_all_ranks("asynchronous saving needs a gloo process group of its own", got=got, fix=fix)
     key = group.group_name if group is not None and team.size > 1 else ""
     before = _last.pop(key, None)
     if before is not None:

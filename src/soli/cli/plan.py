@@ -121,11 +121,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
     from soli.planner.columns import KNOWN, plain
 
     if not KNOWN & {plain(name) for name in names}:
-        raise SoliError(
-            "the table has none of the columns that say what runs",
-            got=f"{path}: {', '.join(names) or 'an empty file'}",
-            fix="name the columns in its first line: gpu, gpus, layers, hidden, seq_len, global_batch, tp, pp, ...",
-        )
+        got = f"{path}: {', '.join(names) or 'an empty file'}"
+        fix = "name the columns in its first line: gpu, gpus, layers, hidden, seq_len, global_batch, tp, pp, ..."
+        raise SoliError("the table has none of the columns that say what runs", got=got, fix=fix)
     return rows
 
 

@@ -35,11 +35,9 @@ def roles(
     except SoliError:
         raise
     except Exception as error:  # of somebody's model
-        raise SoliError(
-            "the model does not run on its batch, which tells the roles",
-            got=f"{type(error).__name__}: {error}".split("\n")[0],
-            fix=f"run a step of it by itself; or give {programs.FORM}",
-        ) from error
+        got = f"{type(error).__name__}: {error}".split("\n")[0]
+        fix = f"run a step of it by itself; or give {programs.FORM}"
+        raise SoliError("the model does not run on its batch, which tells the roles", got=got, fix=fix) from error
     if as_json:
         print(json.dumps({n: _as_dict(r, sizes[n]) for n, r in found.items()}, indent=1))
         return
@@ -143,12 +141,9 @@ def _from_config(place: Path) -> tuple[Any, Any, Any]:
         raise SoliError("transformers builds no model of this configuration", got=f"{error}") from error
     takes = inspect.signature(model.forward).parameters
     if model.main_input_name not in ("pixel_values", "input_ids"):
-        raise SoliError(
-            "soli makes no batch for such a model",
-            got=f"{type(model).__name__}, whose input is {model.main_input_name}",
-            allowed="models of token ids and of images",
-            fix=f"give {programs.FORM}",
-        )
+        got = f"{type(model).__name__}, whose input is {model.main_input_name}"
+        allowed = "models of token ids and of images"
+        raise SoliError("soli makes no batch for such a model", got=got, allowed=allowed, fix=f"give {programs.FORM}")
     if model.main_input_name == "pixel_values":
         vision = getattr(config, "vision_config", config)
         shape = (ROWS, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)

@@ -235,12 +235,8 @@ def _value_problems(values: dict[str, Any]) -> Iterator[Problem]:
     for key, allowed in CHOICES.items():
         if values.get(key, allowed[0]) not in allowed:
             near = difflib.get_close_matches(str(values[key]), allowed, n=1)
-            yield Problem(
-                f"'{key}' of the plan is not known",
-                got=values[key],
-                allowed=", ".join(allowed),
-                fix=f"did you mean '{near[0]}'?" if near else "",
-            )
+            fix = f"did you mean '{near[0]}'?" if near else ""
+            yield Problem(f"'{key}' of the plan is not known", got=values[key], allowed=", ".join(allowed), fix=fix)
     recompute = values.get("recompute", "none")
     if recompute not in RECOMPUTE and not _is_share(recompute):
         known = ", ".join(RECOMPUTE) + ", or a share of the activations to keep such as 0.5"

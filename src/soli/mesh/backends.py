@@ -23,11 +23,8 @@ def cpu_backend(said: str | None = None) -> tuple[str, str]:
     wish = said or os.environ.get("SOLI_BACKEND")
     if wish:
         if wish not in CPU_BACKENDS:
-            raise on_all_ranks(
-                f"{'--backend' if said else 'SOLI_BACKEND'} names a backend that soli does not have for CPU tensors",
-                got=wish,
-                allowed=", ".join(CPU_BACKENDS),
-            )
+            what = f"{'--backend' if said else 'SOLI_BACKEND'} names a backend that soli does not have for CPU tensors"
+            raise on_all_ranks(what, got=wish, allowed=", ".join(CPU_BACKENDS))
         return wish, "--backend says so" if said else "SOLI_BACKEND says so"
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "gloo", "the local backend needs Linux with memfd"

@@ -30,18 +30,14 @@ def problems(model: nn.Module) -> Iterator[Problem]:
         if any(not str(hook.__module__).startswith("soli.") for hook in later.values()):
             after.append(name)
     if curved:
-        yield Problem(
-            "a hook on a gradient is not linear, and it would see the gradients of parts of a batch",
-            got=f"register_hook of {listed(curved)}",
-            allowed="hooks that multiply by a constant, and that return nothing",
-            fix="limit gradients with clip=, or give these parameters a learning rate of their own",
-        )
+        what = "a hook on a gradient is not linear, and it would see the gradients of parts of a batch"
+        allowed = "hooks that multiply by a constant, and that return nothing"
+        fix = "limit gradients with clip=, or give these parameters a learning rate of their own"
+        yield Problem(what, got=f"register_hook of {listed(curved)}", allowed=allowed, fix=fix)
     if after:
-        yield Problem(
-            "a hook waits for a parameter's whole gradient, which no part of a batch has",
-            got=f"register_post_accumulate_grad_hook of {listed(after)}",
-            fix="leave it out: soli reduces, clips and updates by itself (optimizer=, clip=)",
-        )
+        got = f"register_post_accumulate_grad_hook of {listed(after)}"
+        fix = "leave it out: soli reduces, clips and updates by itself (optimizer=, clip=)"
+        yield Problem("a hook waits for a parameter's whole gradient, which no part of a batch has", got=got, fix=fix)
 
 
 def _is_linear(hook: Callable[[Tensor], Any], param: nn.Parameter) -> bool:

@@ -24,32 +24,21 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if lazy := [name for name, param in named if is_lazy(param)]:
         yield Problem("parameters have no shape yet", got=listed(lazy), fix="run the model once before, on one batch")
     if compiled := that(lambda module: isinstance(module, jit.ScriptModule)):
-        yield Problem(
-            "TorchScript computes out of sight: random numbers, gathers and stages cannot be put into it",
-            got=listed(compiled),
-            fix="use the module that it was made from",
-        )
+        what = "TorchScript computes out of sight: random numbers, gathers and stages cannot be put into it"
+        yield Problem(what, got=listed(compiled), fix="use the module that it was made from")
     if plan.tp * plan.cp > 1 and (traced := that(_is_traced)):
-        yield Problem(
-            "torch.compile cannot look into tensors of which each rank has a part",
-            got=listed(traced),
-            fix="leave out torch.compile, or use plans with tp=1 and cp=1",
-        )
+        what = "torch.compile cannot look into tensors of which each rank has a part"
+        yield Problem(what, got=listed(traced), fix="leave out torch.compile, or use plans with tp=1 and cp=1")
     hooked = that(lambda module: module._backward_hooks or module._backward_pre_hooks)
     if plan.pp > 1 and hooked:
-        yield Problem(
-            "hooks on the backward of modules are not put into a pipeline's stages",
-            got=listed(hooked),
-            fix="hook tensors inside of a block's forward, or use pp=1",
-        )
+        what = "hooks on the backward of modules are not put into a pipeline's stages"
+        yield Problem(what, got=listed(hooked), fix="hook tensors inside of a block's forward, or use pp=1")
     norms = statistics.training_norms(model)
     if plan.pieces > 1 and norms and (not statistics.can(plan) or that(_is_traced)):
-        yield Problem(
-            "batch normalisation couples the rows of a batch, and they are added up over data-parallel ranks alone",
-            got=f"{listed(norms)}, plan {plan}",
-            allowed="plans of dp and zero, without accumulate and recompute, and no torch.compile",
-            fix="use such a plan, GroupNorm or LayerNorm, or put these modules, and not the model, in eval()",
-        )
+        what = "batch normalisation couples the rows of a batch, and they are added up over data-parallel ranks alone"
+        allowed = "plans of dp and zero, without accumulate and recompute, and no torch.compile"
+        fix = "use such a plan, GroupNorm or LayerNorm, or put these modules, and not the model, in eval()"
+        yield Problem(what, got=f"{listed(norms)}, plan {plan}", allowed=allowed, fix=fix)
     if not lazy:
         yield from hooks.problems(model)
 

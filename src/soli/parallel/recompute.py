@@ -74,12 +74,10 @@ def holding(plan: Plan) -> AbstractContextManager[object]:
 def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """What keeps this model from being recomputed."""
     if plan.recompute != "none" and not blocks(model):
-        yield Problem(
-            "the model has no repeated blocks to recompute",
-            got=f"recompute={plan.recompute}, {type(model).__name__}",
-            allowed="a model with a list of modules (nn.ModuleList, nn.Sequential)",
-            fix="recompute=none, or torch.utils.checkpoint inside the model",
-        )
+        got = f"recompute={plan.recompute}, {type(model).__name__}"
+        allowed = "a model with a list of modules (nn.ModuleList, nn.Sequential)"
+        fix = "recompute=none, or torch.utils.checkpoint inside the model"
+        yield Problem("the model has no repeated blocks to recompute", got=got, allowed=allowed, fix=fix)
 
 
 def wrap(model: nn.Module, plan: Plan) -> None:
@@ -182,11 +180,9 @@ def _again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
         tensors = [args[i] for i in held.tensors]
         out = checkpoint(functools.partial(held.call, forward), *tensors, use_reentrant=False, **options)
         if versions != [x._version for x in given]:
-            raise SoliError(
-                "a block writes into its input, and would write again when it is recomputed",
-                got=type(block).__name__,
-                fix="make a new tensor in the block (x = x * 2 and not x *= 2), or recompute=none",
-            )
+            what = "a block writes into its input, and would write again when it is recomputed"
+            fix = "make a new tensor in the block (x = x * 2 and not x *= 2), or recompute=none"
+            raise SoliError(what, got=type(block).__name__, fix=fix)
         return out
 
     return wrapped

@@ -103,11 +103,9 @@ class Reducer:
         number, slot = self._unit_of[id(param)]
         if not self._open:
             param.grad = None
-            raise SoliError(
-                "a backward that is none of a step reached the parameters of a model that soli trains",
-                got=f"a gradient of {slot.name}",
-                fix="differentiate engine.copy_model(), or take gradients of inputs alone: torch.autograd.grad(loss, x)",
-            )
+            what = "a backward that is none of a step reached the parameters of a model that soli trains"
+            fix = "differentiate engine.copy_model(), or take gradients of inputs alone: torch.autograd.grad(loss, x)"
+            raise SoliError(what, got=f"a gradient of {slot.name}", fix=fix)
         unit = self.units[number]
         grad = param.grad
         param.grad = None
@@ -116,10 +114,8 @@ class Reducer:
         if grad.is_sparse:
             raise on_all_ranks(f"the gradient of {slot.name} is sparse", fix="build its module with sparse=False")
         if self._last and number < self._next:
-            raise SoliError(
-                f"a second gradient of {slot.name} came after its sum was sent",
-                fix="reentrant checkpointing does this: use torch.utils.checkpoint(..., use_reentrant=False)",
-            )
+            fix = "reentrant checkpointing does this: use torch.utils.checkpoint(..., use_reentrant=False)"
+            raise SoliError(f"a second gradient of {slot.name} came after its sum was sent", fix=fix)
         place = self._places.get(id(param))
         if place is None:
             place = _place(self._buffer(unit), slot)

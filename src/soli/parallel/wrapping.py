@@ -23,10 +23,8 @@ class _Wrapped:
         return self.forward(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        raise SoliError(
-            "a model that recomputes is not written by itself: its blocks compute with functions of this run",
-            fix="engine.copy_model() is a plain one, engine.save(path) a checkpoint",
-        )
+        what = "a model that recomputes is not written by itself: its blocks compute with functions of this run"
+        raise SoliError(what, fix="engine.copy_model() is a plain one, engine.save(path) a checkpoint")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         inner, bound = self.soli_wraps

@@ -262,18 +262,13 @@ def capture(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]) 
 def _failed(error: Exception) -> SoliError:
     got = f"{_place(error)}: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
     if "allocate memory" in str(error):
-        return SoliError(
-            "the program makes a tensor that this machine has no addresses for",
-            got=got,
-            allowed="tensors as large as the machine's memory, each by itself; nothing is written into them",
-            fix="a batch of shorter sequences, and --seq for the length that is planned",
-        )
-    return SoliError(
-        "the program cannot be traced: its forward or its loss fails",
-        got=got,
-        allowed="a model that computes its batch",
-        fix="run the model on its batch by itself",
-    )
+        what = "the program makes a tensor that this machine has no addresses for"
+        allowed = "tensors as large as the machine's memory, each by itself; nothing is written into them"
+        fix = "a batch of shorter sequences, and --seq for the length that is planned"
+        return SoliError(what, got=got, allowed=allowed, fix=fix)
+    allowed = "a model that computes its batch"
+    fix = "run the model on its batch by itself"
+    return SoliError("the program cannot be traced: its forward or its loss fails", got=got, allowed=allowed, fix=fix)
 
 
 def _stand(follower: Follower, model: nn.Module) -> None:

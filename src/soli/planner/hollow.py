@@ -34,11 +34,9 @@ _NAMES = table(__package__, "operations.toml")
 EMPTY, READS, _VIEWS = ({attrgetter(name)(aten) for name in _NAMES[what]} for what in ("empty", "reads", "views"))
 ALIASES = READS | _VIEWS
 """What is done to hollow tensors too: a value is 0, another view is one, of a tensor itself too."""
+_FLASH = "_scaled_dot_product_flash_attention"
 FLOPS = versions.FLOPS | {
-    aten._scaled_dot_product_flash_attention_for_cpu: versions.FLOPS[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: versions.FLOPS[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
+    getattr(aten, f"{_FLASH}_for_cpu{way}"): versions.FLOPS[getattr(aten, _FLASH + way)] for way in ("", "_backward")
 }
 """Of products, by their shapes: torch's own table, and attention on the CPU."""
 SMALL = 4096
@@ -278,12 +276,8 @@ def _unknown(func: Any, error: Exception) -> SoliError:
     name = func.name().partition("::")[2]
     got = f"{here()}: {str(error).strip().splitlines()[0][:160]}"
     if not isinstance(error, NotImplementedError) and "meta" not in str(error):
-        return on_all_ranks(
-            f"the program fails: {name}",
-            got=got,
-            allowed="shapes that the operation takes",
-            fix="run the model on its batch by itself",
-        )
+        fix = "run the model on its batch by itself"
+        return on_all_ranks(f"the program fails: {name}", got=got, allowed="shapes that the operation takes", fix=fix)
     return ValuesError(
         f"what the model does depends on values that only a real run has: {name}",
         got=got,

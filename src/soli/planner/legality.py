@@ -37,30 +37,22 @@ def problems(plan: Plan, world: int) -> Iterator[Problem]:
                 f"{world} ranks are no multiple of pp x cp x tp = {plan.model_ranks}", got=f"{plan} on {world} ranks"
             )
     elif plan.dp * plan.model_ranks != world:
-        yield Problem(
-            f"the plan takes {plan.dp * plan.model_ranks} ranks and {world} are there",
-            got=f"dp={plan.dp} x pp={plan.pp} x cp={plan.cp} x tp={plan.tp} = {plan.dp * plan.model_ranks}",
-            allowed=f"degrees whose product is {world}",
-        )
+        what = f"the plan takes {plan.dp * plan.model_ranks} ranks and {world} are there"
+        got = f"dp={plan.dp} x pp={plan.pp} x cp={plan.cp} x tp={plan.tp} = {plan.dp * plan.model_ranks}"
+        yield Problem(what, got=got, allowed=f"degrees whose product is {world}")
     if plan.sp and plan.tp == 1:
         yield Problem(
             "'sp' cuts the sequence over the ranks of tp, and tp=1 has one", got="sp=on, tp=1", fix="leave sp out"
         )
     yield from _grid_problems(plan)
     if plan.cp == 1 and plan.context != Plan.context:
-        yield Problem(
-            "'context' says how attention crosses the ranks of cp, and cp=1 has one",
-            got=f"context={plan.context}, cp=1",
-            fix="leave context out",
-        )
+        what = "'context' says how attention crosses the ranks of cp, and cp=1 has one"
+        yield Problem(what, got=f"context={plan.context}, cp=1", fix="leave context out")
     yield from _pipeline_problems(plan)
     dp = plan.dp if plan.dp is not None else world // plan.model_ranks
     if plan.replicate > 1 and plan.zero == 0:
-        yield Problem(
-            "'replicate' says how many copies a sharded state has, and zero=0 shards nothing",
-            got=f"replicate={plan.replicate}, zero=0",
-            allowed="replicate with zero=1, 2 or 3",
-        )
+        what = "'replicate' says how many copies a sharded state has, and zero=0 shards nothing"
+        yield Problem(what, got=f"replicate={plan.replicate}, zero=0", allowed="replicate with zero=1, 2 or 3")
     elif dp and dp % plan.replicate:
         allowed = ", ".join(str(d) for d in divisors(dp))
         yield Problem(f"replicate={plan.replicate} does not divide dp={dp}", allowed=allowed)
@@ -120,21 +112,14 @@ def _cube_problems(plan: Plan) -> Iterator[Problem]:
         )
     if edge**3 != plan.tp:
         near = sorted({max(e, 1) ** 3 for e in (int(plan.tp ** (1 / 3) + 1e-9), int(plan.tp ** (1 / 3) + 1e-9) + 1)})
-        yield Problem(
-            f"{plan.tp} ranks are no cube",
-            got=f"tp={plan.tp}, tensor=3d",
-            allowed="tp = q x q x q",
-            fix=" or ".join(f"tp={n}" for n in near),
-        )
+        fix = " or ".join(f"tp={n}" for n in near)
+        yield Problem(f"{plan.tp} ranks are no cube", got=f"tp={plan.tp}, tensor=3d", allowed="tp = q x q x q", fix=fix)
 
 
 def _on_grids(plan: Plan) -> Iterator[Problem]:
     if plan.sp:
-        yield Problem(
-            "'sp' cuts the sequence between products, where a grid has cut rows and hidden sizes already",
-            got=f"sp=on, tensor={plan.tensor}",
-            fix="leave sp out",
-        )
+        what = "'sp' cuts the sequence between products, where a grid has cut rows and hidden sizes already"
+        yield Problem(what, got=f"sp=on, tensor={plan.tensor}", fix="leave sp out")
     if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
         yield Problem(
             f"'{plan.schedule}' computes gradients of inputs and of weights apart, which a grid's products do at once",

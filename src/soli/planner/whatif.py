@@ -103,9 +103,6 @@ def _last(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _none(task: Task, why: str) -> SoliError:
-    return SoliError(
-        f"{task.cluster} holds nothing of {task.model.name}",
-        got=why,
-        allowed=f"{task.limit / explain.GB:.1f} GB a device",
-        fix="more devices, more memory a device, or less that is fixed",
-    )
+    allowed = f"{task.limit / explain.GB:.1f} GB a device"
+    fix = "more devices, more memory a device, or less that is fixed"
+    return SoliError(f"{task.cluster} holds nothing of {task.model.name}", got=why, allowed=allowed, fix=fix)

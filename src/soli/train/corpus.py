@@ -54,12 +54,9 @@ def kind_of(data: Data) -> str:
     path = Path(data.path)
     if not path.exists():
         near = difflib.get_close_matches(data.path, ["stdlib", *map(str, path.parent.glob("*"))], 1, 0.6)
-        raise SoliError(
-            "there is no such data",
-            got=data.path,
-            allowed="stdlib, or an existing file or folder",
-            fix=f"did you mean {near[0]}?" if near else "check data.path (--data)",
-        )
+        allowed = "stdlib, or an existing file or folder"
+        fix = f"did you mean {near[0]}?" if near else "check data.path (--data)"
+        raise SoliError("there is no such data", got=data.path, allowed=allowed, fix=fix)
     if path.is_dir():
         if (path / "train.bin").exists():
             return "tokens"
@@ -100,12 +97,10 @@ def _size(document: Document) -> int:
     try:
         return len(document.text.encode("utf-8"))
     except UnicodeEncodeError as error:
-        raise SoliError(
-            f"{document.name} holds half a character",
-            got=ascii(document.text[error.start]),
-            allowed="text that UTF-8 can say",
-            fix="mend the file: this is one half of a surrogate pair",
-        ) from error
+        got = ascii(document.text[error.start])
+        allowed = "text that UTF-8 can say"
+        fix = "mend the file: this is one half of a surrogate pair"
+        raise SoliError(f"{document.name} holds half a character", got=got, allowed=allowed, fix=fix) from error
 
 
 def read_text(path: Path) -> str:
@@ -115,12 +110,9 @@ def read_text(path: Path) -> str:
     except FileNotFoundError as error:
         raise SoliError("there is no such file", got=path, fix="check data.path (--data)") from error
     except UnicodeDecodeError as error:
-        raise SoliError(
-            f"{path} is not UTF-8",
-            got=f"byte 0x{error.object[error.start]:02x} at {error.start}",
-            allowed="text in UTF-8",
-            fix="convert it (iconv), or leave it out by data.pattern",
-        ) from error
+        got = f"byte 0x{error.object[error.start]:02x} at {error.start}"
+        fix = "convert it (iconv), or leave it out by data.pattern"
+        raise SoliError(f"{path} is not UTF-8", got=got, allowed="text in UTF-8", fix=fix) from error
 
 
 def _stdlib() -> Iterator[Document]:
@@ -187,12 +179,9 @@ def _field(row: object, field: str, place: str) -> str:
     if isinstance(text, str):
         return text
     there = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-    raise SoliError(
-        f"{place}: no text in the field {field!r}",
-        got=there if text is None else f"{field} = {text!r}",
-        allowed="an object with a text in that field",
-        fix="name the field: data.field",
-    )
+    what = f"{place}: no text in the field {field!r}"
+    got = there if text is None else f"{field} = {text!r}"
+    raise SoliError(what, got=got, allowed="an object with a text in that field", fix="name the field: data.field")
 
 
 def _dataset(path: Path, field: str) -> Iterator[Document]:
@@ -208,11 +197,8 @@ def _dataset(path: Path, field: str) -> Iterator[Document]:
         raise SoliError("this is no dataset on disk", got=error, allowed="a folder of Dataset.save_to_disk") from error
     if isinstance(data, datasets.DatasetDict):
         if "train" not in data:
-            raise SoliError(
-                "the dataset has no split `train`",
-                got=", ".join(data),
-                fix=f"give the folder of one split, {path / next(iter(data))}",
-            )
+            fix = f"give the folder of one split, {path / next(iter(data))}"
+            raise SoliError("the dataset has no split `train`", got=", ".join(data), fix=fix)
         data = data["train"]
     if field not in data.column_names:
         raise SoliError(

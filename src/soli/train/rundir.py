@@ -49,12 +49,9 @@ def existing(folder: Path) -> Path:
     """The run directory to resume; raises SoliError when it is none."""
     if not (folder / CONFIG).is_file():
         near = sorted(str(p.parent) for p in folder.parent.glob("*/config.toml"))[-3:]
-        raise SoliError(
-            "there is no run to resume",
-            got=folder,
-            allowed="a run directory, with config.toml in it",
-            fix=f"the newest here: {', '.join(near)}" if near else "check the path",
-        )
+        allowed = "a run directory, with config.toml in it"
+        fix = f"the newest here: {', '.join(near)}" if near else "check the path"
+        raise SoliError("there is no run to resume", got=folder, allowed=allowed, fix=fix)
     return folder
 
 
@@ -75,12 +72,10 @@ def begin(folder: Path, config: Config, tokens: Tokens) -> None:
     if record.exists():
         before = json.loads(record.read_text(encoding="utf-8"))
         if (before["key"], before["tokens"]) != (data["key"], data["tokens"]):
-            raise SoliError(
-                "the data is not what this run began with",
-                got=f"{config.data.path}: key {data['key']}, {data['tokens']} tokens",
-                allowed=f"key {before['key']}, {before['tokens']} tokens",
-                fix="give the same data, or start a new run",
-            )
+            got = f"{config.data.path}: key {data['key']}, {data['tokens']} tokens"
+            allowed = f"key {before['key']}, {before['tokens']} tokens"
+            fix = "give the same data, or start a new run"
+            raise SoliError("the data is not what this run began with", got=got, allowed=allowed, fix=fix)
         env = f"env-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
     else:  # a resumed run's is written when its checkpoint was read: what is refused changes nothing
         settings.write(config, folder / CONFIG)

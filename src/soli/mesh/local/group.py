@@ -207,11 +207,9 @@ class LocalGroup(_Base):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         if len(self._here) < self.ranks:
-            raise SoliError(
-                "the local backend receives from any source only inside one host",
-                got=f"a group of {self.ranks} ranks, {len(self._here)} of them here",
-                fix="name the source, or take SOLI_BACKEND=gloo",
-            )
+            got = f"a group of {self.ranks} ranks, {len(self._here)} of them here"
+            fix = "name the source, or take SOLI_BACKEND=gloo"
+            raise SoliError("the local backend receives from any source only inside one host", got=got, fix=fix)
         flat, back = _target(tensors[0])
         found: list[int] = []
         checksum = zlib.crc32(str(flat.dtype).encode())
@@ -308,11 +306,9 @@ def _op(opts: Any) -> Any:
 
 def _refuse(tensor: Tensor) -> None:
     if tensor.device.type != "cpu" or tensor.is_sparse:
-        raise SoliError(
-            "the local backend moves dense CPU tensors",
-            got=f"a {'sparse' if tensor.is_sparse else tensor.device} tensor",
-            fix="take nccl for CUDA tensors, or move the tensor to the CPU",
-        )
+        got = f"a {'sparse' if tensor.is_sparse else tensor.device} tensor"
+        fix = "take nccl for CUDA tensors, or move the tensor to the CPU"
+        raise SoliError("the local backend moves dense CPU tensors", got=got, fix=fix)
 
 
 def _flat(tensor: Tensor) -> Tensor:

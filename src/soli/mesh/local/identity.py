@@ -64,11 +64,9 @@ def _check(ranks: list[Identity]) -> None:
     for name, what in (("torch", "versions of torch"), ("protocol", "versions of soli's local backend")):
         kinds = {str(getattr(rank, name)) for rank in ranks}
         if len(kinds) > 1:
-            raise failure(
-                f"the ranks have different {what}",
-                got="; ".join(f"rank {i}: {getattr(rank, name)}" for i, rank in enumerate(ranks)),
-                fix="install the same versions of soli and torch for every rank",
-            )
+            got = "; ".join(f"rank {i}: {getattr(rank, name)}" for i, rank in enumerate(ranks))
+            fix = "install the same versions of soli and torch for every rank"
+            raise failure(f"the ranks have different {what}", got=got, fix=fix)
     for i, rank in enumerate(ranks):
         first = next(j for j, other in enumerate(ranks) if other.host == rank.host)
         if (rank.kernel, rank.processes) != (ranks[first].kernel, ranks[first].processes):

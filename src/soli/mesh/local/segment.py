@@ -84,11 +84,9 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[int, st
     """Open what rank 0 has made."""
     made = _await(store, {0: "segment"}, timeout)[0]
     if made["size"] != size:
-        raise failure(
-            f"rank {rank} and rank 0 of one host want shared memory of different sizes",
-            got=f"{size:,} bytes; rank 0 {made['size']:,}",
-            fix="allocate the same on every rank, in the same order",
-        )
+        got = f"{size:,} bytes; rank 0 {made['size']:,}"
+        fix = "allocate the same on every rank, in the same order"
+        raise failure(f"rank {rank} and rank 0 of one host want shared memory of different sizes", got=got, fix=fix)
     return _open(made["path"], rank)
 
 
@@ -97,19 +95,14 @@ def _create(size: int) -> tuple[int, str]:
     if folder:
         return _create_file(folder, size)
     if not hasattr(os, "memfd_create"):
-        raise on_all_ranks(
-            "this system has no memfd for the local backend",
-            got=os.uname().sysname,
-            fix="name a folder in memory with SOLI_LOCAL_FOLDER, or take SOLI_BACKEND=gloo",
-        )
+        fix = "name a folder in memory with SOLI_LOCAL_FOLDER, or take SOLI_BACKEND=gloo"
+        raise on_all_ranks("this system has no memfd for the local backend", got=os.uname().sysname, fix=fix)
     free = psutil.virtual_memory().available
     if size > free:
-        raise SoliError(
-            "this machine has no room for the memory that the ranks share",
-            got=f"{free:,} bytes free",
-            allowed=f"{size:,} bytes and what the training needs",
-            fix="take fewer ranks, or name a folder on a disk with SOLI_LOCAL_FOLDER (slow)",
-        )
+        what = "this machine has no room for the memory that the ranks share"
+        allowed = f"{size:,} bytes and what the training needs"
+        fix = "take fewer ranks, or name a folder on a disk with SOLI_LOCAL_FOLDER (slow)"
+        raise SoliError(what, got=f"{free:,} bytes free", allowed=allowed, fix=fix)
     file = os.memfd_create("soli", os.MFD_CLOEXEC)
     os.truncate(file, size)
     return file, f"/proc/{os.getpid()}/fd/{file}"
@@ -125,12 +118,9 @@ def _create_file(folder: str, size: int) -> tuple[int, str]:
             os.unlink(path)
             raise
     except OSError as error:
-        raise SoliError(
-            "SOLI_LOCAL_FOLDER has no room for the memory that the ranks share",
-            got=f"{folder}: {error.strerror}",
-            allowed=f"{size:,} bytes free",
-            fix="make room there, name another folder, or take SOLI_BACKEND=gloo",
-        ) from error
+        what = "SOLI_LOCAL_FOLDER has no room for the memory that the ranks share"
+        fix = "make room there, name another folder, or take SOLI_BACKEND=gloo"
+        raise SoliError(what, got=f"{folder}: {error.strerror}", allowed=f"{size:,} bytes free", fix=fix) from error
     return file, path
 
 

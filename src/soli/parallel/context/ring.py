@@ -150,11 +150,9 @@ def rings(axis: Axis, inner: Axis | None = None, outer: Axis | None = None) -> R
     """The single ring over the axis, or the double one."""
     found = Rings(inner or axis, outer or Axis("outer ring"))
     if found.inner.size * found.outer.size != axis.size or found.owner(0, 0) != axis.index:
-        raise SoliError(
-            "inner and outer rings do not make up their axis",
-            got=f"{found.outer.size} rings of {found.inner.size} ranks, of {axis.size} ranks on {axis.name}",
-            allowed="rank r of the axis = number in the outer ring * size of the inner one + number in the inner ring",
-        )
+        got = f"{found.outer.size} rings of {found.inner.size} ranks, of {axis.size} ranks on {axis.name}"
+        allowed = "rank r of the axis = number in the outer ring * size of the inner one + number in the inner ring"
+        raise SoliError("inner and outer rings do not make up their axis", got=got, allowed=allowed)
     return found
 
 
@@ -239,19 +237,9 @@ class Homeward:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    of_q: Spans,
-    of_k: Spans,
-    axis: Axis,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    inner: Axis | None = None,
-    outer: Axis | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, of_q: Spans, of_k: Spans, axis: Axis, causal: bool = False, mask: Tensor | None = None,
+    scale: float | None = None, inner: Axis | None = None, outer: Axis | None = None,
+) -> Tensor:  # fmt: skip
     """F.scaled_dot_product_attention of a sequence that is cut: q [.., h, l, e], k [.., g, s, e], v [.., g, s, f] ->
     [.., h, l, f], this rank's rows. g divides h.
 

@@ -168,11 +168,8 @@ class Pipeline:
         with self.computing(), forward, suppress(Finished):
             result = self.call(data)
         if (result is None) == stage.is_last:
-            raise SoliError(
-                "the forward took another path than on the first batch: it ended before the next stage's blocks",
-                got=f"stage {index}",
-                fix="call the same blocks for every batch, or use pp=1",
-            )
+            what = "the forward took another path than on the first batch: it ended before the next stage's blocks"
+            raise SoliError(what, got=f"stage {index}", fix="call the same blocks for every batch, or use pp=1")
         if known.own is not None and forward.forms != known.own:
             raise shapes_differ(index, forward.forms, known.own)
         known.own = forward.forms
@@ -265,21 +262,17 @@ def _outputs(forward: StageForward, known: Known) -> list[Tensor]:
 def shapes_differ(stage: int, now: list[Any], then: list[Any]) -> SoliError:
     differ = [pair for pair in zip_longest(now, then) if pair[0] != pair[1]]
     here, before = (", ".join(str(pair[i]) for pair in differ) for i in (0, 1))
-    return SoliError(
-        "the shapes inside the model depend on the values of the batch, and a pipeline must know them before",
-        got=f"stage {stage}: {here}; for the last batch of the same shape {before}",
-        allowed="shapes that follow from the batch's",
-        fix="pad instead of selecting rows or positions by value, or use pp=1",
-    )
+    what = "the shapes inside the model depend on the values of the batch, and a pipeline must know them before"
+    got = f"stage {stage}: {here}; for the last batch of the same shape {before}"
+    fix = "pad instead of selecting rows or positions by value, or use pp=1"
+    return SoliError(what, got=got, allowed="shapes that follow from the batch's", fix=fix)
 
 
 def _found(forward: StageForward, name: Name) -> Tensor:
     if name not in forward.made:
-        raise SoliError(
-            "the forward took another path than on the first batch: a value that a later stage uses was not made",
-            got=f"stage {forward.stage}, value {name}",
-            fix="call the same operations between the blocks for every batch, or use pp=1",
-        )
+        what = "the forward took another path than on the first batch: a value that a later stage uses was not made"
+        fix = "call the same operations between the blocks for every batch, or use pp=1"
+        raise SoliError(what, got=f"stage {forward.stage}, value {name}", fix=fix)
     return forward.made[name]
 
 

@@ -73,11 +73,9 @@ class StageForward(Watch):
             with torch.no_grad():
                 out = as_value(func, func(*tree_map(_absent, args), **tree_map(_absent, kwargs)))
         except (RuntimeError, NotImplementedError) as error:
-            raise SoliError(
-                f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split("\n")[0],
-                got=f"stage {self.stage}, {self.trace.place(self.gap)}",
-                fix="do it inside a block, or use pp=1",
-            ) from error
+            what = f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split("\n")[0]
+            fix = "do it inside a block, or use pp=1"
+            raise SoliError(what, got=f"stage {self.stage}, {self.trace.place(self.gap)}", fix=fix) from error
         return self._replaced(func, args, out)
 
     def device_of(self, x: Tensor) -> torch.device:
@@ -177,12 +175,9 @@ class StageForward(Watch):
 
     def _run(self, name: str, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if name not in self.present:
-            raise SoliError(
-                f"{name} is called on a stage that does not have its weights",
-                got=f"stage {self.stage}",
-                allowed="the order of the first batch",
-                fix="call the same blocks in the same order for every batch, or use pp=1",
-            )
+            what = f"{name} is called on a stage that does not have its weights"
+            fix = "call the same blocks in the same order for every batch, or use pp=1"
+            raise SoliError(what, got=f"stage {self.stage}", allowed="the order of the first batch", fix=fix)
         with inside(self):
             return unwrapped(forward(*args, **kwargs))
 

@@ -103,12 +103,10 @@ def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
         ranks = {stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls) if call.unit == unit}
         bad += [unit] if len(ranks) > 1 else []
     if bad:
-        raise on_all_ranks(
-            f"{bad[0]} is changed in the forward, and several stages have it",
-            got=", ".join(bad),
-            allowed="buffers that one block has for itself, or that are read and changed after the last stage's begin",
-            fix="change it inside a block that is called once, or use pp=1",
-        )
+        what = f"{bad[0]} is changed in the forward, and several stages have it"
+        allowed = "buffers that one block has for itself, or that are read and changed after the last stage's begin"
+        fix = "change it inside a block that is called once, or use pp=1"
+        raise on_all_ranks(what, got=", ".join(bad), allowed=allowed, fix=fix)
 
 
 def check_hidden(trace: Trace, stages: Stages) -> None:
@@ -139,12 +137,10 @@ def check_aliases(trace: Trace, stages: Stages) -> None:
 def _reads(trace: Trace, limit: int, stages: int) -> SoliError:
     gap, name = min(trace.reads)
     where = trace.place(gap)
-    return on_all_ranks(
-        f"the forward looks at a value ({name}) {where}, between its blocks: all that follows must be one stage",
-        got=f"{limit + 1} stages at most, {stages} wanted",
-        allowed="Python that depends on what is in activations, inside the blocks or after the last one",
-        fix="do it inside a block, use a smaller pp, or pp=1",
-    )
+    what = f"the forward looks at a value ({name}) {where}, between its blocks: all that follows must be one stage"
+    allowed = "Python that depends on what is in activations, inside the blocks or after the last one"
+    fix = "do it inside a block, use a smaller pp, or pp=1"
+    return on_all_ranks(what, got=f"{limit + 1} stages at most, {stages} wanted", allowed=allowed, fix=fix)
 
 
 def owners(model: nn.Module, trace: Trace, stages: Stages) -> dict[int, set[int]]:

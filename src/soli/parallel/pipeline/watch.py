@@ -402,12 +402,10 @@ class Tracer(Watch):
             return TENSOR
         if leaf is None or isinstance(leaf, bool | int | float | str):
             return CONSTANT
-        raise on_all_ranks(
-            f"{unit} returns an object that a pipeline cannot hand on",
-            got=type(leaf).__name__,
-            allowed="tensors, numbers, text and None, in tuples, lists, dicts and dataclasses of Hugging Face",
-            fix="return the tensors themselves, or use pp=1",
-        )
+        what = f"{unit} returns an object that a pipeline cannot hand on"
+        allowed = "tensors, numbers, text and None, in tuples, lists, dicts and dataclasses of Hugging Face"
+        fix = "return the tensors themselves, or use pp=1"
+        raise on_all_ranks(what, got=type(leaf).__name__, allowed=allowed, fix=fix)
 
     def _made(self, x: Tensor, name: Name) -> None:
         x._live, x._run = name, self.run  # type: ignore[attr-defined]

@@ -53,11 +53,8 @@ def read_cluster(text: str) -> Cluster:
         return _of_file(Path(text))
     found = SHORT.fullmatch(text.strip())
     if found is None:
-        raise SoliError(
-            "a cluster is a device, and how many a server and how many servers",
-            got=text,
-            allowed="h100, h100:8, h100:8x64, h100:8x64@ib-hdr, or a file that ends in .toml",
-        )
+        allowed = "h100, h100:8, h100:8x64, h100:8x64@ib-hdr, or a file that ends in .toml"
+        raise SoliError("a cluster is a device, and how many a server and how many servers", got=text, allowed=allowed)
     name, per_node, nodes, network = found.groups(default="")
     device, problems = named(name), []
     if device is None:
@@ -81,12 +78,9 @@ def unknown(name: str, given: str = "--cluster mine.toml") -> Problem:
     every = [word for device in devices().values() for word in (device.name, *device.aliases)]
     near = difflib.get_close_matches(name.lower(), every, n=3, cutoff=0.3)
     known = dict.fromkeys(device.name for word in near if (device := named(word)))
-    return Problem(
-        f"no device '{name}' is known",
-        got=name,
-        allowed=("the nearest are " + ", ".join(known) if known else ", ".join(devices())),
-        fix=DESCRIBE.format(given, next(iter(known), "h100")),
-    )
+    allowed = "the nearest are " + ", ".join(known) if known else ", ".join(devices())
+    fix = DESCRIBE.format(given, next(iter(known), "h100"))
+    return Problem(f"no device '{name}' is known", got=name, allowed=allowed, fix=fix)
 
 
 def _of_file(path: Path) -> Cluster:
@@ -103,12 +97,8 @@ def _of_file(path: Path) -> Cluster:
         problems.append(unknown(str(said["like"])))
     needed = [key for key in ("name", "tflops", *NUMBERS) if "like" not in said and key not in said]
     if needed:
-        problems.append(
-            Problem(
-                f"{path} describes a device and leaves out {', '.join(needed)}",
-                fix='say them, or start from a known device with like = "h100"',
-            )
-        )
+        fix = 'say them, or start from a known device with like = "h100"'
+        problems.append(Problem(f"{path} describes a device and leaves out {', '.join(needed)}", fix=fix))
     raise_all(problems)
     fields: dict[str, Any] = {"source": str(path), "generation": "unknown", **(asdict(base) if base else {})}
     own = {key: value for key, value in said.items() if key not in ("like", "nodes", "network")}
@@ -124,11 +114,8 @@ def _of_file(path: Path) -> Cluster:
 
 def _misspelt(path: Path, key: str) -> Problem:
     near = difflib.get_close_matches(key, WORDS, n=1)
-    return Problem(
-        f"{path} says '{key}', which no cluster has",
-        allowed=", ".join(WORDS),
-        fix=f"did you mean '{near[0]}'?" if near else "",
-    )
+    fix = f"did you mean '{near[0]}'?" if near else ""
+    return Problem(f"{path} says '{key}', which no cluster has", allowed=", ".join(WORDS), fix=fix)
 
 
 def _unfit(path: Path, key: str, value: Any) -> Problem | None:
@@ -141,11 +128,8 @@ def _unfit(path: Path, key: str, value: Any) -> Problem | None:
     elif key == "tflops":
         fit = isinstance(value, Mapping) and value
         if not fit or any(k not in PRECISIONS or not _positive(v) for k, v in value.items()):
-            return Problem(
-                f"'tflops' of {path} cannot be read",
-                got=repr(value),
-                allowed="TFLOP/s above 0 by type, of " + ", ".join(PRECISIONS),
-            )
+            allowed = "TFLOP/s above 0 by type, of " + ", ".join(PRECISIONS)
+            return Problem(f"'tflops' of {path} cannot be read", got=repr(value), allowed=allowed)
     elif key in WORDS and not isinstance(value, str):
         return Problem(f"'{key}' of {path} is text", got=repr(value))
     return None

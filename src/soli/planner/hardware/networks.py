@@ -28,13 +28,8 @@ def joined(device: Device, names: Sequence[str]) -> tuple[Device, list[Problem]]
         said = networks().get(name.lower())
         if said is None:
             near = difflib.get_close_matches(name.lower(), networks(), n=3, cutoff=0.3)
-            problems.append(
-                Problem(
-                    f"no network '{name}' is known",
-                    allowed=", ".join(near or networks()),
-                    fix="describe it in a file, --cluster mine.toml: net_gbits or link_gbs of a device",
-                )
-            )
+            fix = "describe it in a file, --cluster mine.toml: net_gbits or link_gbs of a device"
+            problems.append(Problem(f"no network '{name}' is known", allowed=", ".join(near or networks()), fix=fix))
             continue
         own: dict[str, Any] = {key: value for key, value in said.items() if key != SHARED}
         if SHARED in said:
