@@ -86,12 +86,9 @@ def open_tokens(path: Path) -> Span:
     raise_all(problems)
     count, rest = divmod(size, DTYPES[dtype].itemsize)
     if rest or count != header.get("tokens", count) or count < 2:
-        raise SoliError(
-            f"{path} is not what {beside.name} says",
-            got=f"{size} bytes",
-            allowed=f"{header['tokens']} ids of {dtype}" if "tokens" in header else f"two ids of {dtype} or more",
-            fix="write both again",
-        )
+        allowed = f"{header['tokens']} ids of {dtype}" if "tokens" in header else f"two ids of {dtype} or more"
+        fix = "write both again"
+        raise SoliError(f"{path} is not what {beside.name} says", got=f"{size} bytes", allowed=allowed, fix=fix)
     span = Span(path, dtype, vocab, 0, count, header.get("bytes"))
     largest = int(span.ids().max())
     if largest >= vocab:
@@ -101,7 +98,7 @@ def open_tokens(path: Path) -> Span:
 
 def sum_of(path: Path) -> str:
     """The CRC-32 of a file."""
-    return f"{zlib.crc32(np.memmap(path, dtype=np.uint8, mode='r')):08x}"
+    return f"{zlib.crc32(np.memmap(path, dtype=np.uint8, mode='r').data):08x}"
 
 
 class Windows(Dataset[dict[str, Tensor]]):

@@ -16,30 +16,21 @@ from torch import Tensor
 from soli.core.errors import SoliError
 
 Combine = Callable[..., Any]
-COMBINE: tuple[tuple[Any, str, Combine], ...] = (
-    (dist.ReduceOp.SUM, "sum", torch.add),
-    (dist.ReduceOp.AVG, "avg", torch.add),
-    (dist.ReduceOp.PRODUCT, "product", torch.mul),
-    (dist.ReduceOp.MIN, "min", torch.minimum),
-    (dist.ReduceOp.MAX, "max", torch.maximum),
-    (dist.ReduceOp.BAND, "band", torch.bitwise_and),
-    (dist.ReduceOp.BOR, "bor", torch.bitwise_or),
-    (dist.ReduceOp.BXOR, "bxor", torch.bitwise_xor),
-)
+COMBINE: dict[str, Combine] = {
+    "sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum,
+    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
+}  # fmt: skip
+"""By names of c10d's reductions, in small letters."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def name_of(op: Any) -> str:
     """The name of a c10d reduction; SoliError for one that is not built."""
-    for known, name, _ in COMBINE:
-        if op == known:
+    for name in COMBINE:
+        if op == getattr(dist.ReduceOp, name.upper()):
             return name
-    raise SoliError(
-        "the local backend does not have this reduction",
-        got=str(op),
-        allowed=", ".join(name for _, name, _ in COMBINE),
-        fix="take SOLI_BACKEND=gloo, or scale before the sum",
-    )
+    fix = "take SOLI_BACKEND=gloo, or scale before the sum"
+    raise SoliError("the local backend does not have this reduction", got=str(op), allowed=", ".join(COMBINE), fix=fix)
 
 
 def widened(tensor: Tensor, op: str) -> Tensor:
@@ -57,7 +48,7 @@ def average(total: Tensor, ranks: int) -> None:
 
 def combine(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
     """Reduce the parts in their order into `out`, which may be the last of them or none."""
-    function = next(f for _, name, f in COMBINE if name == op)
+    function = COMBINE[op]
     if len(parts) == 1:
         if out.data_ptr() != parts[0].data_ptr():
             out.copy_(parts[0])
