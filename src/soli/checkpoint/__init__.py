@@ -8,15 +8,4 @@ from soli.checkpoint.load import load
 from soli.checkpoint.manifest import Chunk, FileEntry, Manifest, Saved, latest, read_manifest
 from soli.checkpoint.save import PendingSave, save, save_async
 
-__all__ = [
-    "Chunk",
-    "FileEntry",
-    "Manifest",
-    "PendingSave",
-    "Saved",
-    "latest",
-    "load",
-    "read_manifest",
-    "save",
-    "save_async",
-]
+__all__ = ["Chunk", "FileEntry", "Manifest", "PendingSave", "Saved", "latest", "load", "read_manifest", "save", "save_async"]  # fmt: skip

@@ -137,16 +137,11 @@ def narrow(tensor: Tensor, box: Box) -> Tensor:
 
 def _metadata(manifest: Manifest) -> Metadata:
     """DCP's metadata, which it would have unpickled, rebuilt from the manifest."""
-    return Metadata(
-        {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=saved.dtype),
-                torch.Size(saved.shape),
-                [chunk_of(chunk.box) for chunk in saved.chunks],
-            )
-            for name, saved in manifest.tensors.items()
-        }
-    )
+    found: dict[str, Any] = {}
+    for name, saved in manifest.tensors.items():
+        chunks = [chunk_of(chunk.box) for chunk in saved.chunks]
+        found[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
+    return Metadata(found)
 
 
 def _check_read(items: list[ReadItem], tensors: dict[str, Sharded]) -> None:

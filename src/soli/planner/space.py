@@ -268,10 +268,6 @@ def points_of(task: Task, table: Mapping[str, Array]) -> Points:
     for name in task.precisions[1:]:
         other, chosen = of_device(task.cluster.device, name), table["precision"] == points.PRECISIONS.index(name)
         same |= {key: np.where(chosen, value, same[key]) for key, value in other.items()}
-    found = Points(
-        **{
-            f.name: table[f.name] if f.name in table else np.broadcast_to(np.float64(same[f.name]), (count,))
-            for f in fields(Points)
-        }
-    )
+    column = lambda name: table[name] if name in table else np.broadcast_to(np.float64(same[name]), (count,))
+    found = Points(**{f.name: column(f.name) for f in fields(Points)})
     return borders.placed(found) if chooses(task.framework, "uneven") else found

@@ -166,10 +166,8 @@ def of_gradients(p: Points, summed: Sums) -> Array:
 def send(p: Points, k: Constants) -> Array:
     """Seconds in which a microbatch goes to the next stage, in the mean of the borders between stages, some of which lie between servers.
     Ranks of tp each send their part under sp, and on a grid."""
-    near, far = (
-        _sent_part(p) / (rate * k.send_share) + latency
-        for rate, latency in ((p.link, p.link_latency), (p.net, p.net_latency))
-    )
+    over = lambda rate, latency: _sent_part(p) / (rate * k.send_share) + latency
+    near, far = over(p.link, p.link_latency), over(p.net, p.net_latency)
     return near + (far - near) * _borders(p) / np.maximum(p.pp - 1, 1.0)
 
 
