@@ -64,16 +64,9 @@ class Statistics:
             self._learns, self._repeats = False, iter(())
 
     def _normalised(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
+        self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+        bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
         if not training:
             return _function(input, running_mean, running_var, weight, bias, False, momentum, eps)
         mean, var, count = known = next(self._repeats, None) or self._sums(input)

@@ -72,16 +72,9 @@ class Log:
         if not self.active:
             return
         row = {
-            "kind": "train",
-            "step": step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": norm,
-            "tokens": tokens,
-            "tokens_per_second": speed,
-            "memory_mb": memory_mb(),
-            "seconds": now - self.start,
-        }
+            "kind": "train", "step": step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": tokens,
+            "tokens_per_second": speed, "memory_mb": memory_mb(), "seconds": now - self.start,
+        }  # fmt: skip
         curves = {key: key for key in ("lr", "grad_norm", "tokens_per_second", "memory_mb")}
         self._record(row, {"loss/train": "loss", **curves})
         left = clock((self.steps - step) * tokens / self.speed) if self.steps else "?"

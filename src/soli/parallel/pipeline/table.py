@@ -55,15 +55,9 @@ def _one_f_one_b(stage: int, stages: int, count: int) -> list[tuple[str, int, in
 def _stage(plan: Plan, stage: int) -> Any:
     """What torch's schedules ask of a stage of rank 0 to make the order of all ranks."""
     return SimpleNamespace(
-        stage_index=stage,
-        num_stages=plan.stages,
-        group_size=plan.pp,
-        group_rank=0,
-        is_first=stage == 0,
-        is_last=stage == plan.stages - 1,
-        submod=nn.Module(),
-        has_backward=True,
-    )
+        stage_index=stage, num_stages=plan.stages, group_size=plan.pp, group_rank=0, is_first=stage == 0,
+        is_last=stage == plan.stages - 1, submod=nn.Module(), has_backward=True,
+    )  # fmt: skip
 
 
 def _steps(action: Any) -> list[tuple[str, int, int]]:
