@@ -151,11 +151,10 @@ def _hints(name: str, words: Iterable[str], said: Any, wrong: list[Problem]) -> 
         told = given.get(word)
         if told is None:
             continue
-        if (
-            not isinstance(told, dict)
-            or not isinstance(told.get("prior"), (int, float))
-            or set(told) - {"prior", "rules"}
-        ):
+        fits = (
+            isinstance(told, dict) and isinstance(told.get("prior"), int | float) and not set(told) - {"prior", "rules"}
+        )
+        if not fits:
             wrong.append(Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(told)[:200]))
         else:
             prior[word] = float(told["prior"])

@@ -156,17 +156,14 @@ def _whatif(task: Task, question: str) -> dict[str, Any]:
     """One question, its answer in words, and the best plan for it."""
     from soli.planner import whatif
 
+    told = lambda text, choice, **more: {"question": question, **more, "answer": text, "choice": choice.asdict()}
     if question == "seq":
         length, choice = whatif.longest(task)
-        text = f"The longest sequence: {length} tokens."
-        return {"question": question, "seq": length, "answer": text, "choice": choice.asdict()}
+        return told(f"The longest sequence: {length} tokens.", choice, seq=length)
     if question == "model":
         model, parameters, choice = whatif.largest(task)
-        text = (
-            f"The largest model of these proportions: {parameters / 1e9:.4g} billion parameters "
-            f"({model.layers} layers of {model.hidden})."
-        )
-        return {"question": question, "parameters": parameters, "answer": text, "choice": choice.asdict()}
+        size = f"{parameters / 1e9:.4g} billion parameters ({model.layers} layers of {model.hidden})"
+        return told(f"The largest model of these proportions: {size}.", choice, parameters=parameters)
     number = r"(\d+(?:\.\d+)?(?:e\d+)?)"
     found = re.fullmatch(rf"tokens={number}\s*,\s*days={number}", question.strip(), re.I)
     if found is None or not all(0 < float(one) < 1e30 for one in found.groups()):
@@ -175,7 +172,7 @@ def _whatif(task: Task, question: str) -> dict[str, Any]:
     nodes, choice = whatif.devices(task, tokens, days)
     taken = tokens / choice.tokens_per_s / 86400
     text = f"{tokens:.3g} tokens in {days:g} days: {nodes * task.cluster.device.node} devices ({nodes} servers), {taken:.3g} days."
-    return {"question": question, "nodes": nodes, "days": taken, "answer": text, "choice": choice.asdict()}
+    return told(text, choice, nodes=nodes, days=taken)
 
 
 def _short(choice: dict[str, Any]) -> str:

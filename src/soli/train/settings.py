@@ -165,12 +165,9 @@ def _together(config: Config) -> Iterator[Problem]:
         except SoliError as error:
             yield from error.problems
     if model.dim and model.heads and model.dim % model.heads:
-        yield Problem(
-            "model.dim does not divide into model.heads",
-            f"dim {model.dim}, heads {model.heads}",
-            "a multiple of the number of heads",
-            f"dim = {max(1, round(model.dim / model.heads)) * model.heads}",
-        )
+        got = f"dim {model.dim}, heads {model.heads}"
+        fix = f"dim = {max(1, round(model.dim / model.heads)) * model.heads}"
+        yield Problem("model.dim does not divide into model.heads", got, "a multiple of the number of heads", fix)
     if run.steps == 0 and config.optim.warmup < MEASURED_TO:
         yield Problem(
             "optim.warmup is too short for run.steps = 0",
