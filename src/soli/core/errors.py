@@ -77,7 +77,7 @@ class SoliError(Exception):
 on_all_ranks = functools.partial(SoliError, everywhere=True)
 """A mistake that every rank finds alike: it is told once."""
 failure = functools.partial(SoliError, exit_code=FAILURE)
-"""An error at run time that is nobody's typing mistake."""
+"""An error at run time that is nobody's typing mistake (exit code 1)."""
 
 
 def listing(told: Callable[P, Iterator[Problem]]) -> Callable[P, list[Problem]]:
