@@ -261,6 +261,32 @@ def test_a_hanging_rank_is_ended_and_its_line_named(tmp_path: Path) -> None:
     assert f"rank 0 was still running and was ended; it stood at {job.line_of('# here')} in wait_for_ever" in job.err
 
 
+@pytest.mark.parametrize("other", ["time.sleep(60)", "pass"])
+def test_a_rank_that_failed_is_the_cause_while_a_thread_of_it_lives(tmp_path: Path, other: str) -> None:
+    """A prefetcher is no daemon: Python waits for it after the error. The error of a child that the other caught is not its own."""
+    job = Job(
+        tmp_path,
+        f"""
+        import os, threading, time
+        if os.environ["RANK"] == "1":
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            time.sleep(0.3)
+            raise ValueError("the cause")
+        if os.fork() == 0:
+            raise KeyError("of a child")
+        os.wait()
+        {other}
+        """,
+        2,
+    )
+    assert job.code == 1
+    assert job.seconds < 12
+    assert "soli: rank 1 failed:\nTraceback" in job.err
+    assert "ValueError: the cause" in job.err
+    assert "KeyError" not in job.err
+    assert ("rank 0 was still running and was ended; it stood at" in job.err) == (other != "pass")
+
+
 def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
     script, marks = tmp_path / "script.py", tmp_path / "marks"
     marks.mkdir()

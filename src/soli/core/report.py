@@ -100,9 +100,9 @@ def _write_for_launcher(
         return False
     known = error.to_json() if isinstance(error, SoliError) else None
     text = "".join(traceback.format_exception(kind, error, trace))
-    data = {"rank": rank, "time": time.time(), "line": user_line(trace), "soli": known, "text": text}
+    told = {"line": user_line(trace), "soli": known, "text": text}
     try:
-        Path(path).write_text(json.dumps(data), encoding="utf-8")
+        Path(path).write_text(json.dumps({"rank": rank, "pid": os.getpid(), "time": time.time(), **told}), encoding="utf-8")
     except OSError:
         return False
     return True

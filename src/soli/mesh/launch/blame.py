@@ -33,7 +33,7 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        return self.code != 0 and not self.killed
+        return self.error is not None or (self.code != 0 and not self.killed)
 
     @property
     def soli(self) -> SoliError | None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from soli.core.errors import SoliError
 from soli.mesh.backends import cores, cpu_backend
@@ -58,6 +58,20 @@ class _Rank:
     @property
     def stacks_file(self) -> Path:
         return self.folder / f"stacks{self.number}.txt"
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """What it wrote down of its end; while a thread of it lives it runs on after that. What a child wrote counts if it failed too."""
+        if self.error_file.exists():
+            with suppress(ValueError):  # it is writing, or was killed while it wrote
+                found: dict[str, Any] = json.loads(self.error_file.read_text(encoding="utf-8"))
+                own = found["pid"] == self.process.pid or (self.process.returncode and not self.killed)
+                return found if own else None
+        return None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.process.returncode) or self.error is not None
 
     def poll(self) -> bool:
         """Note whether it ended; True while it runs."""
@@ -271,12 +285,12 @@ def _running(ranks: list[_Rank]) -> list[_Rank]:
 def _watch(ranks: list[_Rank]) -> bool:
     """Wait for all ranks; once one has failed, end the others. True if one failed."""
     while _running(ranks):
-        if any(rank.process.returncode for rank in ranks):
+        if any(rank.failed for rank in ranks):
             _wait(ranks, GRACE_SECONDS)
             _stop(ranks)
             break
         time.sleep(_POLL_SECONDS)
-    return any(rank.process.returncode for rank in ranks)
+    return any(rank.failed for rank in ranks)
 
 
 def _wait(ranks: list[_Rank], seconds: float) -> None:
@@ -321,10 +335,7 @@ def _interrupt(ranks: list[_Rank], signalled: signal.Signals | None) -> None:
 
 
 def _ended(rank: _Rank) -> Ended:
-    error, stacks, tail = None, "", ""
-    if rank.error_file.exists():
-        with suppress(ValueError):  # it was killed while it wrote
-            error = json.loads(rank.error_file.read_text(encoding="utf-8"))
+    error, stacks, tail = rank.error, "", ""
     if rank.stacks_file.exists():
         stacks = rank.stacks_file.read_text(encoding="utf-8", errors="replace")
     if rank.log is not None:
