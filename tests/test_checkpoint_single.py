@@ -208,7 +208,10 @@ def test_foreign_folders_are_recognised(tmp_path: Path) -> None:
         elif file:
             torch.save({"a": torch.ones(2)}, tmp_path / name / file)
     save(tmp_path / "run" / "100", simple(), {})
+    save(tmp_path / "cut", simple(), {})
+    (tmp_path / "cut" / "manifest.json").unlink()
     for name, words in {
+        "cut": ["a soli checkpoint that is not whole", "rank-00000.safetensors, and no manifest.json", "copy the whole folder"],
         "dcp": ["torch.distributed.checkpoint", "pickle", "soli checkpoint import"],
         "m.pt": ["pickle", "soli checkpoint import"],
         "hf": ["Hugging Face", "soli checkpoint import"],

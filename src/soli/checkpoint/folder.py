@@ -16,6 +16,7 @@ from pathlib import Path
 from soli.core.errors import SoliError
 
 MANIFEST = "manifest.json"
+FILE = re.compile(r"rank-\d{5,}\.safetensors")
 HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|replaced)-[0-9a-f]{12}")
 PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl"}
 
@@ -61,6 +62,10 @@ def _foreign(path: Path) -> SoliError:
     if ".metadata" in names:
         fix = f"its metadata is a pickle, and {from_pickle}, then {then}"
         return SoliError(f"{path} was written by torch.distributed.checkpoint, not by soli", fix=fix)
+    if any(map(FILE.fullmatch, names)):
+        fix = f"copy the whole folder again from where it was saved, {MANIFEST} with it, or load another checkpoint"
+        got = f"{', '.join(sorted(names)[:8])}, and no {MANIFEST}"
+        return SoliError(f"{path} is a soli checkpoint that is not whole", got=got, fix=fix)
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return SoliError(f"{path} is a Hugging Face (safetensors) folder, not a soli checkpoint", fix=then)
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from soli.checkpoint.folder import HIDDEN, MANIFEST, locate
+from soli.checkpoint.folder import FILE, HIDDEN, MANIFEST, locate
 from soli.checkpoint.tensorfile import NAMES, dtype_name
 from soli.core.errors import Problem, SoliError, failure, raise_all
 from soli.core.layout import Box
@@ -32,7 +31,6 @@ from soli.core.layout import Box
 State = dict[str, Any]
 """What a checkpoint holds beside its tensors, in values that JSON has."""
 FORMAT, VERSION = "soli-checkpoint", 1
-FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
