@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from soli.mesh.collectives import (
     reduce_scatter,
 )
 from soli.mesh.mesh import build_mesh
-from soli.mesh.record import record_torch, recorder
+from soli.mesh.record import call_site, record_torch, recorder
 from soli.mesh.world import join
 from soli.planner.legality import resolve
 
@@ -71,6 +73,20 @@ def test_bytes_of_a_step(pool: Pool, zero: int, accumulate: int) -> None:
             # Per microbatch: all units forward, and all but the root and the last block again backward.
             gathers = accumulate * (2 * whole - units["root"] - units[last])
             assert big == {"all_reduce": 0, "reduce_scatter": whole, "all_gather": gathers}
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+@nothing()
+def where() -> str:
+    return call_site()
+
+
+def test_a_line_of_the_standard_library_is_not_the_users() -> None:
+    assert where().startswith(__file__)  # and not contextlib.py, which calls what it decorates
 
 
 def hsdp_bytes():

@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from soli.core.functions import tensors_in
+from soli.core.report import is_users
 
 KEPT = 100_000
 _SOLI = str(Path(__file__).parent.parent)
@@ -89,7 +90,7 @@ recorder = Recorder()
 
 
 def call_site() -> str:
-    """file:line of the nearest frame outside soli and torch; the nearest soli frame if all are inside."""
+    """file:line of the nearest frame outside soli, Python and packages; the nearest soli frame if all are inside."""
     frame = sys._getframe(2)
     inside = ""
     while frame is not None:
@@ -111,7 +112,7 @@ def _kind(name: str) -> str:
     if name.startswith(_SOLI):
         kind = "seam" if "/mesh/" in name else "soli"
     else:
-        kind = "torch" if name.startswith((_TORCH, "<")) else "user"
+        kind = "torch" if name.startswith(_TORCH) or not is_users(name) else "user"
     _kinds[name] = kind
     return kind
 
