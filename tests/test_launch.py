@@ -477,6 +477,37 @@ def test_a_rank_killed_in_a_real_collective_is_the_cause(tmp_path: Path) -> None
     assert "rank 0 then stopped: " in job.err
 
 
+def test_a_loaders_worker_that_is_killed_is_named_and_no_collective(tmp_path: Path) -> None:
+    """Its end is raised wherever the rank is: here where it waits for the other."""
+    job = Job(
+        tmp_path,
+        """
+        import os, signal, time, torch, soli
+        late = float(os.environ["RANK"] == "0")
+
+        class Data(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+            def __getitem__(self, i):
+                if i == 2 and not late:
+                    time.sleep(0.7)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return torch.ones(2), torch.zeros(2)
+
+        make = lambda p: torch.optim.SGD(p, lr=0.1)
+        engine = soli.parallelize(torch.nn.Linear(2, 2), soli.losses.mse(), optimizer=make, plan="dp=2")
+        for batch in torch.utils.data.DataLoader(Data(), 2, num_workers=1, prefetch_factor=1):
+            time.sleep(3 * late)
+            engine.step(batch)
+        """,
+        2,
+    )
+    assert job.code == 1
+    assert "soli: rank 1 failed:\nTraceback" in job.err
+    assert "RuntimeError: DataLoader worker (pid" in job.err
+    assert "the backend refused it" not in job.err
+
+
 def test_a_rank_that_does_not_arrive_at_a_step_is_shown_where_it_stands(tmp_path: Path) -> None:
     """Rank 0 misses rank 1 in soli's own collective; the report has both, and ends within seconds."""
     job = Job(

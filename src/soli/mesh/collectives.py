@@ -383,6 +383,8 @@ def _copy_back(tensor: Tensor, moved: Tensor) -> Finish | None:
 def _failed(record: Record | None, error: RuntimeError) -> Exception:
     """A collective that did not finish, said in words: what, where, and what the backend saw."""
     text = str(error).strip().split("\n")[0]
+    if text.startswith("DataLoader worker"):  # torch's handler of signals raises wherever this rank is
+        return error
     if "imeout" in text or "imed out" in text:
         why = "a rank did not arrive before the deadline"
     elif "onnection" in text or "peer" in text or "eset" in text:
