@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from soli.mesh.launch.waits import stuck
+
 SOLI = [sys.executable, "-m", "soli.cli.main"]
 
 
@@ -199,7 +201,8 @@ def test_the_first_cause_and_not_what_followed_from_it(tmp_path: Path) -> None:
     )
     assert job.code == 1
     assert "soli: rank 1 failed:\nTraceback" in job.err
-    assert job.err.rstrip().endswith("ValueError: the cause\n  rank 0 then stopped: all_reduce of w: a rank is gone")
+    other = f"  rank 0 then stopped: all_reduce of w: a rank is gone (at {job.line_of('raise lost')})"
+    assert job.err.rstrip().endswith(f"ValueError: the cause\n{other}")
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
@@ -475,6 +478,77 @@ def test_a_rank_killed_in_a_real_collective_is_the_cause(tmp_path: Path) -> None
     assert job.code == 1
     assert "soli: rank 1 was killed by SIGKILL" in job.err
     assert "rank 0 then stopped: " in job.err
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_rank_that_ends_well_while_others_wait_is_the_cause(tmp_path: Path, when: str) -> None:
+    """Before the ranks meet, and between two collectives: long before the deadline."""
+    job = Job(
+        tmp_path,
+        f"""
+        import os, sys, torch
+        import torch.distributed as dist
+        from soli.mesh.world import join
+
+        def leave():
+            if os.environ["RANK"] == "1":
+                print("no data for me")
+                sys.exit()
+
+        if {when == "before"}:
+            leave()
+        join()
+        dist.all_reduce(torch.ones(1))
+        leave()
+        dist.all_reduce(torch.ones(1))  # here
+        """,
+        2,
+    )
+    assert job.code == 1
+    assert job.seconds < 40
+    said = "soli: rank 1 ended with exit code 0 while others waited\n  the last output of rank 1:\n  | no data for me\n  fix  "
+    assert said in job.err
+    other = "still running in the meeting of all 2 ranks and was ended; it stood" if when == "before" else "rank 1 of group 0 is gone"
+    assert other in job.err
+    assert when == "before" or f"(at {job.line_of('# here')})" in job.err
+
+
+def test_ranks_that_wait_in_calls_that_cannot_meet_are_named(tmp_path: Path) -> None:
+    """No rank is behind in its own group; before that one is late, which is nobody's fault."""
+    job = Job(
+        tmp_path,
+        """
+        import time, torch
+        import torch.distributed as dist
+        from soli.mesh.world import join
+        rank = join().rank
+        groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        time.sleep(4.5 * rank)
+        dist.all_reduce(torch.ones(1))
+        print("met")
+        dist.all_reduce(torch.ones(1), group=groups[rank])  # here
+        """,
+        2,
+    )
+    assert (job.code, job.out) == (1, "met\n")
+    assert job.seconds < 40
+    assert "no rank can go on: each waits for others, in a call that they do not make\n    fix" in job.err
+    for rank in range(2):
+        stood = f"rank {rank} was still running in #0 all_reduce(sum) of float32[1] at {job.line_of('# here')}, group {rank + 1} and"
+        assert stood in job.err
+
+
+def test_ranks_that_wait_may_have_somebody_to_wait_for() -> None:
+    """One that computes; one that has moved since; one that has not looked since; one that is still to meet the others."""
+    wait = lambda moved, looked: {"call": "", "moved": moved, "looked": looked}
+    now = time.time()
+    crossed = [wait(100.0, 104.0), wait(99.0, 103.5)]
+    assert stuck(iter(crossed), 0.0)
+    for other in (None, wait(101.0, 104.0), wait(90.0, 102.9), wait(90.0, None)):
+        assert not stuck(iter([*crossed, other]), 0.0)
+    assert not stuck(iter(crossed), 101.0)
+    for ended, found in ((now - 10, True), (now - 5, False), (0.0, False)):
+        assert stuck(iter([wait(now - 60, None)]), ended) is found
 
 
 def test_a_loaders_worker_that_is_killed_is_named_and_no_collective(tmp_path: Path) -> None:

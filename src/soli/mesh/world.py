@@ -24,6 +24,7 @@ from soli.core.errors import Problem, SoliError, failure, on_all_ranks, raise_al
 from soli.core.report import install_hook, stacks_on_request
 from soli.core.versions import process_groups
 from soli.mesh.backends import cpu_backend
+from soli.mesh.launch.waits import waiting
 from soli.mesh.local.group import LocalGroup
 from soli.mesh.simulate import Absent
 
@@ -64,7 +65,8 @@ def join(deadline: float | None = None) -> World:
     device, backend = placed(local_rank, local_size)
     if size == 1:
         return World(0, 1, 0, device, "single", seconds)
-    _start(rank, size, backend, seconds)
+    with waiting(f"the meeting of all {size} ranks"):
+        _start(rank, size, backend, seconds)
     install_hook(rank)  # again: torch puts a hook of its own around errors when it makes the group
     return World(rank, size, local_rank, device, backend, seconds)
 

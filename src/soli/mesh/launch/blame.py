@@ -7,10 +7,16 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from soli.core.errors import FAILURE, SoliError
+from soli.core.errors import FAILURE, SoliError, failure
 from soli.core.report import is_users, render
 
 TAIL_LINES = 20
+CROSSED = failure(
+    "no rank can go on: each waits for others, in a call that they do not make",
+    fix="give every rank the same calls, in one order: look for a branch that depends on the rank or on its data",
+    seen="uneven-decision",
+)
+LEFT = "fix     every rank makes the same calls: look for a sys.exit(), a return or a shorter loop on that rank alone"
 _BY_ANOTHER = re.compile(
     r"DistBackendError|DistNetworkError|third_party/gloo|Connection (closed by peer|reset by peer|refused)|"
     r"Broken pipe|Timed out waiting|NCCL communicator was aborted"
@@ -30,6 +36,7 @@ class Ended:
     error: dict[str, Any] | None
     stacks: str
     tail: str  # of its log
+    call: str = ""  # in which it waited for others when it was ended
 
     @property
     def failed(self) -> bool:
@@ -65,14 +72,17 @@ class Ended:
 
 def report(ranks: list[Ended]) -> tuple[str, int]:
     """The text for the user (empty: the program has said it all) and the exit code of the job."""
-    failed = sorted((r for r in ranks if r.failed), key=lambda r: (r.consequence, r.when))
-    if not failed:  # none failed by itself: somebody ended the job
-        return "\n".join(_other(r) for r in ranks), FAILURE
+    failed = [r for r in ranks if r.failed]
+    if all(r.consequence for r in failed):  # then of those that ended well and did not stay for the others
+        failed += [r for r in ranks if r.code == 0 and not r.killed and not r.failed]
+    if not failed:
+        return "\n".join([render(CROSSED), *map(_other, ranks)]), FAILURE
+    failed.sort(key=lambda r: (r.consequence, r.when))
     cause = failed[0]
     same = [cause, *(r for r in failed[1:] if r.story == cause.story and not r.consequence)]
     numbers = sorted(r.rank for r in same)
     lines = [_first(cause, numbers, len(ranks) == 1)]
-    lines += [_other(r) for r in ranks if r not in same and (r.failed or r.killed)]
+    lines += [_other(r) for r in ranks if r not in same]
     soli = cause.soli
     code = soli.exit_code if soli is not None else cause.code if cause.code > 0 else FAILURE
     return "\n".join(filter(None, lines)), code
@@ -89,12 +99,12 @@ def _first(cause: Ended, numbers: list[int], alone: bool) -> str:
         return text if alone else f"soli: {who} failed:\n{text}"
     if cause.code > 0 and (alone or cause.rank == 0):
         return "" if alone else f"soli: {who} {_how(cause.code)}"  # its output is on the screen
-    text = f"soli: {who} {_how(cause.code)}"
+    text = f"soli: {who} {_how(cause.code)}" + " while others waited" * (not cause.code)
     tail = cause.tail.rstrip().splitlines()[-TAIL_LINES:] if 0 not in numbers else []
     if tail:
         head = f"  the last output of rank {cause.rank}:"
         text = "\n".join([text, head, *(f"  | {line}" for line in tail)])
-    return text
+    return text if cause.code else f"{text}\n  {LEFT}"
 
 
 def _how(code: int) -> str:
@@ -110,10 +120,12 @@ def _how(code: int) -> str:
 def _other(rank: Ended) -> str:
     """One line for a rank that is not the cause."""
     if rank.killed and rank.error is None:
-        return f"  rank {rank.rank} was still running and was ended" + _standing(rank.stacks)
-    soli = rank.soli
+        waited = f" in {rank.call}" if rank.call else ""
+        return f"  rank {rank.rank} was still running{waited} and was ended" + _standing(rank.stacks)
+    soli, line = rank.soli, rank.error["line"] if rank.error else ""
     what = soli.problems[0].what.splitlines()[0] if soli is not None else rank.last_line
     if what:
+        what += f" (at {line})" if line else ""
         return f"  rank {rank.rank} {'then stopped' if rank.consequence else 'also failed'}: {what}"
     return f"  rank {rank.rank} {_how(rank.code)}"
 

@@ -29,6 +29,7 @@ from typing import IO, Any, TextIO
 from soli.core.errors import SoliError
 from soli.mesh.backends import cores, cpu_backend
 from soli.mesh.launch.blame import Ended, report
+from soli.mesh.launch.waits import stuck
 
 GRACE_SECONDS = 3.0
 """How long the other ranks may take to end by themselves after one has failed."""
@@ -38,6 +39,9 @@ ASKED_SECONDS = 30.0
 """How long ranks may take to end, with a checkpoint perhaps, once they were interrupted (Ctrl-C) or told to end (SIGTERM)."""
 INTERRUPTED, TERMINATED = 130, 143
 _POLL_SECONDS = 0.02
+ERROR, STACKS, WAITS = "SOLI_ERROR_FILE", "SOLI_STACKS_FILE", "SOLI_WAITS_FILE"
+FILES = {ERROR: "error{}.json", STACKS: "stacks{}.txt", WAITS: "waits{}.json"}
+"""What a rank writes for the launcher: the variables that name its files to it, and their names."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,24 +54,18 @@ class _Rank:
     seen: float = 0.0  # it was alive then
     ended: float | None = None
     killed: bool = False
+    call: str = ""  # in which it waited for others when it was ended
 
-    @property
-    def error_file(self) -> Path:
-        return self.folder / f"error{self.number}.json"
-
-    @property
-    def stacks_file(self) -> Path:
-        return self.folder / f"stacks{self.number}.txt"
+    def file(self, name: str) -> Path:
+        """The one of FILES that it is told of."""
+        return self.folder / FILES[name].format(self.number)
 
     @property
     def error(self) -> dict[str, Any] | None:
         """What it wrote down of its end; while a thread of it lives it runs on after that. What a child wrote counts if it failed too."""
-        if self.error_file.exists():
-            with suppress(ValueError):  # it is writing, or was killed while it wrote
-                found: dict[str, Any] = json.loads(self.error_file.read_text(encoding="utf-8"))
-                own = found["pid"] == self.process.pid or (self.process.returncode and not self.killed)
-                return found if own else None
-        return None
+        found = _read(self.file(ERROR))
+        own = found and (found["pid"] == self.process.pid or (self.process.returncode and not self.killed))
+        return found if own else None
 
     @property
     def failed(self) -> bool:
@@ -82,6 +80,14 @@ class _Rank:
             else:
                 self.ended = time.time()
         return self.ended is None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What a rank has written; None: nothing yet, or it is writing, or was killed while it wrote."""
+    with suppress(ValueError, FileNotFoundError):
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    return None
 
 
 def launch(
@@ -213,8 +219,8 @@ def _start(
     rank: int, n: int, argv: list[str], meeting: dict[str, str], folder: Path, log: Path | None, piped: bool
 ) -> _Rank:
     made = _Rank(rank, folder, log)
-    made.error_file.unlink(missing_ok=True)
-    made.stacks_file.unlink(missing_ok=True)
+    for name in FILES:
+        made.file(name).unlink(missing_ok=True)
     env = {
         "OMP_NUM_THREADS": str(max(1, cores() // n)),
         **os.environ,
@@ -224,8 +230,7 @@ def _start(
         "LOCAL_WORLD_SIZE": str(n),
         **meeting,
         "PYTHONUNBUFFERED": "1",  # a rank that is killed has written all that it printed
-        "SOLI_ERROR_FILE": str(made.error_file.absolute()),
-        "SOLI_STACKS_FILE": str(made.stacks_file.absolute()),
+        **{name: str(made.file(name).absolute()) for name in FILES},
     }
     output: IO[str] | int | None
     output = log.open("w", encoding="utf-8") if log else subprocess.PIPE if piped else None
@@ -283,12 +288,14 @@ def _running(ranks: list[_Rank]) -> list[_Rank]:
 
 
 def _watch(ranks: list[_Rank]) -> bool:
-    """Wait for all ranks; once one has failed, end the others. True if one failed."""
-    while _running(ranks):
-        if any(rank.failed for rank in ranks):
+    """Wait for all ranks; once one has failed, or none can go on, end the others. True if so."""
+    while running := _running(ranks):
+        failed = any(rank.failed for rank in ranks)
+        if failed:
             _wait(ranks, GRACE_SECONDS)
+        if failed or stuck((_read(rank.file(WAITS)) for rank in running), max(rank.ended or 0.0 for rank in ranks)):
             _stop(ranks)
-            break
+            return True
         time.sleep(_POLL_SECONDS)
     return any(rank.failed for rank in ranks)
 
@@ -303,9 +310,9 @@ def _stop(ranks: list[_Rank]) -> None:
     """Ask for stacks, then end what still runs, gently and then not."""
     asked = _running(ranks)
     for rank in asked:
-        rank.killed = True
+        rank.killed, rank.call = True, (_read(rank.file(WAITS)) or {"call": ""})["call"]
         # Without the file there is no handler yet, and the signal would end it.
-        if rank.stacks_file.exists():
+        if rank.file(STACKS).exists():
             rank.process.send_signal(signal.SIGUSR1)
     _wait(asked, STACKS_SECONDS)
     for sent, patience in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
@@ -336,12 +343,13 @@ def _interrupt(ranks: list[_Rank], signalled: signal.Signals | None) -> None:
 
 def _ended(rank: _Rank) -> Ended:
     error, stacks, tail = rank.error, "", ""
-    if rank.stacks_file.exists():
-        stacks = rank.stacks_file.read_text(encoding="utf-8", errors="replace")
+    if rank.file(STACKS).exists():
+        stacks = rank.file(STACKS).read_text(encoding="utf-8", errors="replace")
     if rank.log is not None:
         if error:
             with rank.log.open("a", encoding="utf-8") as log:
                 log.write(error["text"])
         tail = rank.log.read_text(encoding="utf-8", errors="replace")[-2000:]
     code = -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
-    return Ended(rank.number, code, rank.seen, rank.ended or time.time(), rank.killed, error, stacks, tail)
+    ended = rank.ended or time.time()
+    return Ended(rank.number, code, rank.seen, ended, rank.killed, error, stacks, tail, rank.call)

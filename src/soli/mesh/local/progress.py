@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from soli.mesh.launch.waits import SAY_SECONDS, over, say
 from soli.mesh.local.board import Board
 from soli.mesh.local.waiting import SLEEP_SECONDS, Backoff
+from soli.mesh.record import call_site
 
 NAP_SECONDS = 50e-6
 LONGEST_NAP_SECONDS = 1e-3
@@ -55,6 +57,13 @@ class LocalWork(_Base):
         self.error: Exception | None = None
         self.future: torch.futures.Future | None = None
         self.source: list[int] = []
+
+    def say(self, idle: float) -> None:
+        """Let the launcher know that the rank waits, and has looked now. It waits whole: its other threads and hosts bring no news."""
+        board, peer = self.board, self.peer
+        if threading.current_thread() is threading.main_thread() and board.on_look is None:
+            said = board.said(board.rank) if peer is None else f"a message, rank {board.global_ranks[peer]}, at {call_site()}"
+            say(f"{said}, group {board.name}", time.time() - idle, time.time())
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once it is done; raise its error."""
@@ -173,19 +182,29 @@ class Engine:
 
     def drive(self, work: LocalWork) -> None:
         """Advance everything until `work` has ended."""
-        backoff = Backoff(work.board.ranks)
+        backoff, said = Backoff(work.board.ranks), 0.0
+
+        def news() -> bool:
+            if moved := self.poll():
+                backoff.reset()
+            return moved or work.done
+
         with self.lock:
             self._drivers += 1
         try:
             while not work.done:
-                if self.poll():
-                    backoff.reset()
-                elif backoff.pause():
+                if not news() and backoff.pause():
                     self.watch()
+                    now = time.perf_counter()
+                    if now - max(said, backoff.began) > SAY_SECONDS:
+                        said = now
+                        work.say(now - backoff.began)
                     # Only its own group's ranks wake a sleeper: with more under way it looks up often.
                     seconds = backoff.sleep_seconds() if self._only(work.board) else SLEEP_SECONDS
-                    work.board.sleep(lambda: self.poll() or work.done, seconds)
+                    work.board.sleep(news, seconds)
         finally:
+            if said:
+                over()
             with self.lock:
                 self._drivers -= 1
             if not self._drivers:
