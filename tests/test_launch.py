@@ -162,6 +162,23 @@ def test_a_rank_that_ends_well_before_the_others_is_fine(tmp_path: Path) -> None
     assert (tmp_path / "logs" / "rank1.log").read_text() == "done\n"
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def f(:", "soli: ranks 0-1 failed:\n  File \"{0}\", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax\n"),
+        (
+            "import os; from soli.core.errors import failure; "
+            "raise failure('not finite on rank ' + os.environ['RANK'], everywhere=True)",
+            "soli: stopped, on ranks 0-1, at {0}:1\n- not finite on rank 0\n",
+        ),
+    ],
+)
+def test_what_all_ranks_have_is_printed_once_and_no_more(tmp_path: Path, text: str, said: str) -> None:
+    """No frame of the launcher; under tp each rank names the one of its own group."""
+    job = Job(tmp_path, text, 2)
+    assert job.err.split("\n", 1)[1] == said.format(job.script)
+
+
 def test_one_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
     job = Job(tmp_path, "from soli.core.errors import SoliError\nraise SoliError('wrong', got='this', fix='that')", 3)
     assert job.code == 2
@@ -420,6 +437,31 @@ def test_a_missing_script_is_a_mistake(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert f"there is no such script\n    got     {tmp_path / 'none.py'}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"SOLI_DEADLINE": "abc"}, "the deadline is no number of seconds above 0\n    got     abc"),
+        ({"SOLI_DEADLINE": "-1"}, "the deadline is no number of seconds above 0\n    got     -1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "some of a rank's variables but not MASTER_ADDR"),
+    ],
+)
+def test_settings_of_a_rank_that_are_none_are_a_mistake(tmp_path: Path, setting: dict[str, str], said: str) -> None:
+    text = "from soli.mesh.world import join; join()"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=clean_environment() | setting)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_logs_that_cannot_be_written_are_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("")
+    for inside in ("", "/deeper"):
+        job = Job(tmp_path, "", 2, "--logs", f"{tmp_path}/logs{inside}")
+        assert job.code == 2
+        assert "what the ranks write has no folder" in job.err
+        assert f"'{tmp_path}/logs{inside}'" in job.err
 
 
 @pytest.mark.parametrize("launched", [True, False])

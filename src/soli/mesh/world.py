@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -52,9 +52,10 @@ class World:
 
 def join(deadline: float | None = None) -> World:
     """The world of this process; makes the process group if there is more than one rank and none yet."""
-    seconds = deadline if deadline is not None else float(os.environ.get("SOLI_DEADLINE", DEADLINE_SECONDS))
+    install_hook(0)  # until it is known which
     rank, size, local_rank, local_size = _place()
     install_hook(rank)
+    seconds = _deadline(os.environ.get("SOLI_DEADLINE", DEADLINE_SECONDS) if deadline is None else deadline)
     stacks_on_request()
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -69,6 +70,13 @@ def join(deadline: float | None = None) -> World:
         _start(rank, size, backend, seconds)
     install_hook(rank)  # again: torch puts a hook of its own around errors when it makes the group
     return World(rank, size, local_rank, device, backend, seconds)
+
+
+def _deadline(said: Any) -> float:
+    with suppress(ValueError):
+        if 0 < float(said) < 1e9:
+            return float(said)
+    raise on_all_ranks("the deadline is no number of seconds above 0", got=said, fix="mend SOLI_DEADLINE or deadline=")
 
 
 def _place() -> tuple[int, int, int, int]:

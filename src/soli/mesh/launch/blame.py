@@ -67,7 +67,9 @@ class Ended:
     def story(self) -> str:
         """What makes two ranks' failures one and the same."""
         soli = self.soli
-        return str(soli) if soli is not None else str(self.error["text"]) if self.error else str(self.code)
+        if soli is not None:  # what all notice they notice each on the ranks that it shares a group with
+            return re.sub(r"rank \d+", "rank", str(soli)) if soli.everywhere else str(soli)
+        return str(self.error["text"]) if self.error else str(self.code)
 
 
 def report(ranks: list[Ended]) -> tuple[str, int]:

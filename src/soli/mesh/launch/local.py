@@ -105,8 +105,13 @@ def launch(
     chosen, _ = cpu_backend(backend)
     port = _port(n)
     logged = n > 1 and not all_ranks
-    folder = Path(tempfile.mkdtemp(prefix="soli-run-")) if log_dir is None else log_dir
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = log_dir or Path(tempfile.mkdtemp(prefix="soli-run-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fix = "name another folder with --logs" if log_dir else "make room, or name a folder with --logs"
+        raise SoliError("what the ranks write has no folder", got=error, allowed="one to write in", fix=fix) from error
     try:
         if logged:
             others = "rank1.log" if n == 2 else f"rank1.log to rank{n - 1}.log"
