@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from soli.mesh.launch import local
 from soli.mesh.launch.waits import stuck
 
 SOLI = [sys.executable, "-m", "soli.cli.main"]
@@ -177,6 +178,23 @@ def test_what_all_ranks_have_is_printed_once_and_no_more(tmp_path: Path, text: s
     """No frame of the launcher; under tp each rank names the one of its own group."""
     job = Job(tmp_path, text, 2)
     assert job.err.split("\n", 1)[1] == said.format(job.script)
+
+
+def test_where_a_rank_stands_long_after_the_others_ended_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And it goes on as it would, with its own handlers of signals."""
+    monkeypatch.setattr(local, "LATE_SECONDS", 0.7)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))\n"
+        "if os.environ['RANK'] == '1':\n    time.sleep(4)\n    print('done')\n"
+    )
+    argv = [sys.executable, "-m", "soli.mesh.launch.rank", str(script)]
+    assert local.launch(2, argv, log_dir=tmp_path) == 0
+    assert (tmp_path / "rank1.log").read_text() == "done\n"
+    said = f"soli: the other ranks ended 0.7 s ago, and it goes on\n  rank 1 still runs; it stood at {script}:4 in <module>\n"
+    assert capfd.readouterr().err.split("\n", 1)[1] == said
 
 
 def test_one_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from soli.core.events import events
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _START = str(Path(_PACKAGE, "mesh", "launch", "rank.py"))
-
-
+STACKS_SIGNAL: signal.Signals = getattr(signal, "SIGRTMAX", signal.SIGUSR1)
+"""Asks a rank for its stacks: one that programs leave alone, since a rank that is asked may go on."""
 FINISH: list[Callable[[], None]] = []
 """What every rank has to end before an error that is on all of them ends the process: a checkpoint that is being written."""
 
@@ -60,7 +60,7 @@ def stacks_on_request() -> None:
     """`soli run` asks a stuck rank for its stacks by a signal; they go to the file that it named."""
     path = os.environ.get("SOLI_STACKS_FILE")
     if path:
-        faulthandler.register(signal.SIGUSR1, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115
+        faulthandler.register(STACKS_SIGNAL, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115
 
 
 def render(error: SoliError, line: str = "", who: str = "") -> str:

@@ -132,6 +132,12 @@ def _other(rank: Ended) -> str:
     return f"  rank {rank.rank} {_how(rank.code)}"
 
 
+def still(ranks: list[Ended], seconds: float) -> str:
+    """Of ranks that run on after the others have ended."""
+    lines = [f"  rank {rank.rank} still runs" + _standing(rank.stacks) for rank in ranks]
+    return "\n".join([f"soli: the other ranks ended {seconds:g} s ago, and it goes on", *lines])
+
+
 def _standing(stacks: str) -> str:
     """Where the main thread stood: its innermost line outside torch, the user's own if there is one."""
     main = re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE)[-1]  # the oldest is the last

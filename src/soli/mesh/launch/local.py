@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from soli.core.errors import SoliError
+from soli.core.report import STACKS_SIGNAL
 from soli.mesh.backends import cores, cpu_backend
-from soli.mesh.launch.blame import Ended, report
+from soli.mesh.launch.blame import Ended, report, still
 from soli.mesh.launch.waits import stuck
 
 GRACE_SECONDS = 3.0
@@ -37,6 +38,8 @@ STACKS_SECONDS, TERM_SECONDS, KILL_SECONDS = 0.5, 2.0, 5.0
 """How long they have to write their stacks, then to end on SIGTERM, then on SIGKILL."""
 ASKED_SECONDS = 30.0
 """How long ranks may take to end, with a checkpoint perhaps, once they were interrupted (Ctrl-C) or told to end (SIGTERM)."""
+LATE_SECONDS = 30.0
+"""How long after the last rank that ended it is said where the others stand."""
 INTERRUPTED, TERMINATED = 130, 143
 _POLL_SECONDS = 0.02
 ERROR, STACKS, WAITS = "SOLI_ERROR_FILE", "SOLI_STACKS_FILE", "SOLI_WAITS_FILE"
@@ -293,14 +296,20 @@ def _running(ranks: list[_Rank]) -> list[_Rank]:
 
 
 def _watch(ranks: list[_Rank]) -> bool:
-    """Wait for all ranks; once one has failed, or none can go on, end the others. True if so."""
+    """Wait for all ranks; once one has failed, or none can go on, end the others. True if so. Where some ended long before others, it is said."""
+    told = False
     while running := _running(ranks):
         failed = any(rank.failed for rank in ranks)
         if failed:
             _wait(ranks, GRACE_SECONDS)
-        if failed or stuck((_read(rank.file(WAITS)) for rank in running), max(rank.ended or 0.0 for rank in ranks)):
+        ended = max(rank.ended or 0.0 for rank in ranks)
+        if failed or stuck((_read(rank.file(WAITS)) for rank in running), ended):
             _stop(ranks)
             return True
+        if ended and not told and time.time() - ended > LATE_SECONDS:
+            told = True
+            _ask(running)
+            print(still([_ended(rank) for rank in running], LATE_SECONDS), file=sys.stderr, flush=True)
         time.sleep(_POLL_SECONDS)
     return any(rank.failed for rank in ranks)
 
@@ -311,15 +320,19 @@ def _wait(ranks: list[_Rank], seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
+def _ask(ranks: list[_Rank]) -> None:
+    """Let ranks write where they stand."""
+    for rank in ranks:
+        if rank.file(STACKS).exists():  # else there is no handler yet, and the signal would end it
+            rank.process.send_signal(STACKS_SIGNAL)
+    _wait(ranks, STACKS_SECONDS)
+
+
 def _stop(ranks: list[_Rank]) -> None:
     """Ask for stacks, then end what still runs, gently and then not."""
-    asked = _running(ranks)
-    for rank in asked:
+    for rank in _running(ranks):
         rank.killed, rank.call = True, (_read(rank.file(WAITS)) or {"call": ""})["call"]
-        # Without the file there is no handler yet, and the signal would end it.
-        if rank.file(STACKS).exists():
-            rank.process.send_signal(signal.SIGUSR1)
-    _wait(asked, STACKS_SECONDS)
+    _ask(_running(ranks))
     for sent, patience in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         _send(ranks, sent, patience)
 

@@ -18,7 +18,7 @@ from soli.mesh.launch.draws import Seeding
 
 
 def prepare() -> None:
-    """Report uncaught errors to the launcher, and dump stacks on SIGUSR1 into the file that it named."""
+    """Report uncaught errors to the launcher, and dump stacks on a signal into the file that it named."""
     install_hook(int(os.environ.get("RANK", "0")))
     stacks_on_request()
 
