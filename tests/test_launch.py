@@ -325,6 +325,30 @@ def test_a_rank_that_failed_is_the_cause_while_a_thread_of_it_lives(tmp_path: Pa
     assert ("rank 0 was still running and was ended; it stood at" in job.err) == (other != "pass")
 
 
+def test_what_the_ranks_of_a_failed_job_started_ends_with_it(tmp_path: Path) -> None:
+    """Also what one has put into a session of its own, or left behind itself; not what runs beside the job."""
+    other = subprocess.Popen(["sleep", "60"], env=clean_environment() | {"SOLI_JOB": "another"})
+    job = Job(
+        tmp_path,
+        """
+        import os, subprocess, sys, time
+        for apart in (False, True):
+            child = subprocess.Popen(["sleep", "60"], start_new_session=apart)
+            open(f"{sys.argv[1]}/child{child.pid}", "w").close()
+        time.sleep(0.5)
+        sys.exit(int(os.environ["RANK"]))
+        """,
+        2,
+        args=(str(tmp_path),),
+    )
+    children = [int(mark.name.removeprefix("child")) for mark in tmp_path.glob("child*")]
+    assert (job.code, len(children)) == (1, 4)
+    wait_until(lambda: not any(map(alive, children)))
+    assert alive(other.pid)
+    other.kill()
+    other.wait()
+
+
 def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
     script, marks = tmp_path / "script.py", tmp_path / "marks"
     marks.mkdir()

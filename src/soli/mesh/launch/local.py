@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+import psutil
+
 from soli.core.errors import SoliError
 from soli.core.report import STACKS_SIGNAL
 from soli.mesh.backends import cores, cpu_backend
@@ -42,6 +44,8 @@ LATE_SECONDS = 30.0
 """How long after the last rank that ended it is said where the others stand."""
 INTERRUPTED, TERMINATED = 130, 143
 _POLL_SECONDS = 0.02
+JOB = "SOLI_JOB"
+"""Of this job alone, and in the environment of all that it starts."""
 ERROR, STACKS, WAITS = "SOLI_ERROR_FILE", "SOLI_STACKS_FILE", "SOLI_WAITS_FILE"
 FILES = {ERROR: "error{}.json", STACKS: "stacks{}.txt", WAITS: "waits{}.json"}
 """What a rank writes for the launcher: the variables that name its files to it, and their names."""
@@ -121,7 +125,10 @@ def launch(
             print(f"soli: {n} ranks; rank 0 is shown, the others in {folder}: {others}", file=sys.stderr)
         meeting = _meeting(port, chosen)
         with _told_to_end():
-            return _code_of(n, argv, meeting, folder, logged, all_ranks)
+            code = _code_of(n, argv, meeting, folder, logged, all_ranks)
+            if code:
+                _sweep(meeting[JOB])
+            return code
     finally:
         if log_dir is None and not logged:
             shutil.rmtree(folder, ignore_errors=True)  # the user was not told of it
@@ -192,7 +199,8 @@ def _meeting(port: int, backend: str) -> dict[str, str]:
     """Where and over what the ranks meet, and what they have alike: the order of their sets, and what they draw (draws.py)."""
     seed = _seed()
     alike = {"SOLI_SEED": seed, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", seed)}
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SOLI_BACKEND": backend, **alike}
+    alike |= {"SOLI_BACKEND": backend, JOB: secrets.token_hex(8)}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **alike}
 
 
 def _seed() -> str:
@@ -342,6 +350,14 @@ def _send(ranks: list[_Rank], sent: signal.Signals, patience: float) -> None:
     for rank in _running(ranks):
         rank.process.send_signal(sent)
     _wait(ranks, patience)
+
+
+def _sweep(job: str) -> None:
+    """End what the ranks of a job that failed have started and left: it has their environment, wherever it hangs."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it is gone meanwhile, or another user's
+            if process.environ().get(JOB) == job:
+                process.kill()
 
 
 def _interrupt(ranks: list[_Rank], signalled: signal.Signals | None) -> None:
