@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from soli.mesh.launch import local
-from soli.mesh.launch.waits import stuck
+from soli.mesh.launch.blame import stuck
 
 SOLI = [sys.executable, "-m", "soli.cli.main"]
 

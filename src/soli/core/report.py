@@ -15,8 +15,8 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -61,6 +61,33 @@ def stacks_on_request() -> None:
     path = os.environ.get("SOLI_STACKS_FILE")
     if path:
         faulthandler.register(STACKS_SIGNAL, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115
+
+
+SAY_SECONDS = 0.5
+"""How long a rank waits for others before it says so, and then says it again."""
+
+
+def say(call: str, moved: float, looked: float | None) -> None:
+    """For the launcher: the main thread waits in `call`; nothing has come since `moved`, by what it saw at `looked` (None: it is woken)."""
+    if path := os.environ.get("SOLI_WAITS_FILE"):
+        with suppress(OSError):  # the folder is gone or full: no reason for a wait to fail
+            Path(path).write_text(json.dumps({"call": call, "moved": moved, "looked": looked}), encoding="utf-8")
+
+
+def over() -> None:
+    """It does not wait any more."""
+    if path := os.environ.get("SOLI_WAITS_FILE"):
+        Path(path).unlink(missing_ok=True)
+
+
+@contextmanager
+def waiting(call: str) -> Iterator[None]:
+    """Around what waits for other ranks and does not return before they come."""
+    say(call, time.time(), None)
+    try:
+        yield
+    finally:
+        over()
 
 
 def render(error: SoliError, line: str = "", who: str = "") -> str:

@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 
 from soli.core.errors import Problem, SoliError, failure, on_all_ranks, raise_all
-from soli.core.report import install_hook, stacks_on_request
+from soli.core.report import install_hook, stacks_on_request, waiting
 from soli.core.versions import process_groups
 from soli.mesh.backends import cpu_backend
-from soli.mesh.launch.waits import waiting
 from soli.mesh.local.group import LocalGroup
 from soli.mesh.simulate import Absent
 

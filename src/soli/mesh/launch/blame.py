@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +13,11 @@ from soli.core.errors import FAILURE, SoliError, failure
 from soli.core.report import is_users, render
 
 TAIL_LINES = 20
+STUCK_SECONDS = 3.0
+"""How long nothing came to any rank before none can go on: each has looked since, and only others can move what it waits for."""
 CROSSED = failure(
     "no rank can go on: each waits for others, in a call that they do not make",
     fix="give every rank the same calls, in one order: look for a branch that depends on the rank or on its data",
-    seen="uneven-decision",
 )
 LEFT = "fix     every rank makes the same calls: look for a sys.exit(), a return or a shorter loop on that rank alone"
 _BY_ANOTHER = re.compile(
@@ -24,19 +27,19 @@ _BY_ANOTHER = re.compile(
 """In the last line of a traceback: torch lost another rank; that rank is the cause."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Ended:
     """How one rank ended. `error` is what it wrote down itself; `killed`: the launcher had to end it."""
 
     rank: int
-    code: int
-    seen: float  # it was alive then
-    ended: float  # and not any more then
-    killed: bool
-    error: dict[str, Any] | None
-    stacks: str
-    tail: str  # of its log
+    seen: float = 0.0  # it was alive then
+    ended: float = 0.0  # and not any more then
+    killed: bool = False
     call: str = ""  # in which it waited for others when it was ended
+    code: int = -signal.SIGKILL
+    error: dict[str, Any] | None = None
+    stacks: str = ""
+    tail: str = ""  # of its log
 
     @property
     def failed(self) -> bool:
@@ -70,6 +73,16 @@ class Ended:
         if soli is not None:  # what all notice they notice each on the ranks that it shares a group with
             return re.sub(r"rank \d+", "rank", str(soli)) if soli.everywhere else str(soli)
         return str(self.error["text"]) if self.error else str(self.code)
+
+
+def stuck(waits: Iterator[dict[str, Any] | None], ended: float) -> bool:
+    """Whether ranks, all that run, wait (report.say) for each other or for one that has ended (at `ended`; 0: none has)."""
+    found = list(waits)
+    if not all(found) or (not ended and any(wait["looked"] is None for wait in found if wait)):
+        return False
+    now = time.time() - STUCK_SECONDS  # who is woken may need a while for the rest
+    looked = min(wait["looked"] or now for wait in found if wait)
+    return looked - max(ended, *(wait["moved"] for wait in found if wait)) > STUCK_SECONDS
 
 
 def report(ranks: list[Ended]) -> tuple[str, int]:

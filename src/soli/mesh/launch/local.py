@@ -31,8 +31,7 @@ import psutil
 from soli.core.errors import SoliError
 from soli.core.report import STACKS_SIGNAL
 from soli.mesh.backends import cores, cpu_backend
-from soli.mesh.launch.blame import Ended, report, still
-from soli.mesh.launch.waits import stuck
+from soli.mesh.launch.blame import Ended, report, still, stuck
 
 GRACE_SECONDS = 3.0
 """How long the other ranks may take to end by themselves after one has failed."""
@@ -44,55 +43,48 @@ LATE_SECONDS = 30.0
 """How long after the last rank that ended it is said where the others stand."""
 INTERRUPTED, TERMINATED = 130, 143
 _POLL_SECONDS = 0.02
-JOB = "SOLI_JOB"
-"""Of this job alone, and in the environment of all that it starts."""
 ERROR, STACKS, WAITS = "SOLI_ERROR_FILE", "SOLI_STACKS_FILE", "SOLI_WAITS_FILE"
 FILES = {ERROR: "error{}.json", STACKS: "stacks{}.txt", WAITS: "waits{}.json"}
 """What a rank writes for the launcher: the variables that name its files to it, and their names."""
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass
-class _Rank:
-    number: int
+@dataclass(kw_only=True)
+class _Rank(Ended):
     folder: Path
     log: Path | None  # None: its output is shown
     process: subprocess.Popen[str] = field(init=False)
-    seen: float = 0.0  # it was alive then
-    ended: float | None = None
-    killed: bool = False
-    call: str = ""  # in which it waited for others when it was ended
 
     def file(self, name: str) -> Path:
         """The one of FILES that it is told of."""
-        return self.folder / FILES[name].format(self.number)
-
-    @property
-    def error(self) -> dict[str, Any] | None:
-        """What it wrote down of its end; while a thread of it lives it runs on after that. What a child wrote counts if it failed too."""
-        found = _read(self.file(ERROR))
-        own = found and (found["pid"] == self.process.pid or (self.process.returncode and not self.killed))
-        return found if own else None
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.process.returncode) or self.error is not None
+        return self.folder / FILES[name].format(self.rank)
 
     def poll(self) -> bool:
         """Note whether it ended; True while it runs."""
-        if self.ended is None:
+        if not self.ended:
             now = time.time()
             if self.process.poll() is None:
                 self.seen = now
             else:
-                self.ended = time.time()
-        return self.ended is None
+                self.code, self.ended = self.process.returncode, time.time()
+        return not self.ended
+
+    def look(self) -> bool:
+        """Note what it wrote down of its end; whether it has failed. While a thread of it lives it runs on after that.
+
+        What a child wrote counts if the rank failed too.
+        """
+        left = self.ended and self.code != 0
+        found = _read(self.file(ERROR))
+        if found and (found["pid"] == self.process.pid or (left and not self.killed)):
+            self.error = found
+        return bool(left or self.error)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     """What a rank has written; None: nothing yet, or it is writing, or was killed while it wrote."""
     with suppress(ValueError, FileNotFoundError):
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         return found
     return None
 
@@ -117,8 +109,7 @@ def launch(
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        fix = "name another folder with --logs" if log_dir else "make room, or name a folder with --logs"
-        raise SoliError("what the ranks write has no folder", got=error, allowed="one to write in", fix=fix) from error
+        raise SoliError("what the ranks write has no folder", got=error, fix="name one to write in with --logs") from error
     try:
         if logged:
             others = "rank1.log" if n == 2 else f"rank1.log to rank{n - 1}.log"
@@ -127,7 +118,7 @@ def launch(
         with _told_to_end():
             code = _code_of(n, argv, meeting, folder, logged, all_ranks)
             if code:
-                _sweep(meeting[JOB])
+                _sweep(meeting["SOLI_JOB"])
             return code
     finally:
         if log_dir is None and not logged:
@@ -160,14 +151,11 @@ def _code_of(n: int, argv: list[str], meeting: dict[str, str], folder: Path, log
     ranks: list[_Rank] = []
     try:
         failed = _run_all(ranks, n, argv, meeting, folder, logged, prefixed)
-    except KeyboardInterrupt:
-        _interrupt(ranks, None)
-        print("soli: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except _Terminated:
-        _interrupt(ranks, signal.SIGTERM)
-        print("soli: told to end", file=sys.stderr)
-        return TERMINATED
+    except (KeyboardInterrupt, _Terminated) as told:
+        told_to = isinstance(told, _Terminated)
+        _interrupt(ranks, signal.SIGTERM if told_to else None)
+        print("soli: told to end" if told_to else "soli: interrupted", file=sys.stderr)
+        return TERMINATED if told_to else INTERRUPTED
     except BaseException:
         for rank in ranks:
             rank.process.kill()
@@ -199,8 +187,8 @@ def _meeting(port: int, backend: str) -> dict[str, str]:
     """Where and over what the ranks meet, and what they have alike: the order of their sets, and what they draw (draws.py)."""
     seed = _seed()
     alike = {"SOLI_SEED": seed, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", seed)}
-    alike |= {"SOLI_BACKEND": backend, JOB: secrets.token_hex(8)}
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **alike}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SOLI_JOB": secrets.token_hex(8)}
+    return {**place, "SOLI_BACKEND": backend, **alike}
 
 
 def _seed() -> str:
@@ -234,16 +222,14 @@ def _port(n: int) -> int:
 def _start(
     rank: int, n: int, argv: list[str], meeting: dict[str, str], folder: Path, log: Path | None, piped: bool
 ) -> _Rank:
-    made = _Rank(rank, folder, log)
+    made = _Rank(rank=rank, folder=folder, log=log)
     for name in FILES:
         made.file(name).unlink(missing_ok=True)
     env = {
         "OMP_NUM_THREADS": str(max(1, cores() // n)),
         **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(n),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(n),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n)),
         **meeting,
         "PYTHONUNBUFFERED": "1",  # a rank that is killed has written all that it printed
         **{name: str(made.file(name).absolute()) for name in FILES},
@@ -288,7 +274,7 @@ def _relays(rank: _Rank) -> list[threading.Thread]:
 
     def relay(source: IO[str], shown: TextIO) -> None:
         for line in source:
-            shown.write(f"[{rank.number}] {line.rstrip()}\n")
+            shown.write(f"[{rank.rank}] {line.rstrip()}\n")
             shown.flush()
 
     threads = []
@@ -307,10 +293,10 @@ def _watch(ranks: list[_Rank]) -> bool:
     """Wait for all ranks; once one has failed, or none can go on, end the others. True if so. Where some ended long before others, it is said."""
     told = False
     while running := _running(ranks):
-        failed = any(rank.failed for rank in ranks)
+        failed = any([rank.look() for rank in ranks])
         if failed:
             _wait(ranks, GRACE_SECONDS)
-        ended = max(rank.ended or 0.0 for rank in ranks)
+        ended = max(rank.ended for rank in ranks)
         if failed or stuck((_read(rank.file(WAITS)) for rank in running), ended):
             _stop(ranks)
             return True
@@ -319,7 +305,7 @@ def _watch(ranks: list[_Rank]) -> bool:
             _ask(running)
             print(still([_ended(rank) for rank in running], LATE_SECONDS), file=sys.stderr, flush=True)
         time.sleep(_POLL_SECONDS)
-    return any(rank.failed for rank in ranks)
+    return any([rank.look() for rank in ranks])
 
 
 def _wait(ranks: list[_Rank], seconds: float) -> None:
@@ -356,7 +342,7 @@ def _sweep(job: str) -> None:
     """End what the ranks of a job that failed have started and left: it has their environment, wherever it hangs."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it is gone meanwhile, or another user's
-            if process.environ().get(JOB) == job:
+            if process.environ().get("SOLI_JOB") == job:
                 process.kill()
 
 
@@ -376,14 +362,13 @@ def _interrupt(ranks: list[_Rank], signalled: signal.Signals | None) -> None:
 
 
 def _ended(rank: _Rank) -> Ended:
-    error, stacks, tail = rank.error, "", ""
+    """With all that it left."""
+    rank.look()
     if rank.file(STACKS).exists():
-        stacks = rank.file(STACKS).read_text(encoding="utf-8", errors="replace")
+        rank.stacks = rank.file(STACKS).read_text(encoding="utf-8", errors="replace")
     if rank.log is not None:
-        if error:
+        if rank.error:
             with rank.log.open("a", encoding="utf-8") as log:
-                log.write(error["text"])
-        tail = rank.log.read_text(encoding="utf-8", errors="replace")[-2000:]
-    code = -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
-    ended = rank.ended or time.time()
-    return Ended(rank.number, code, rank.seen, ended, rank.killed, error, stacks, tail, rank.call)
+                log.write(rank.error["text"])
+        rank.tail = rank.log.read_text(encoding="utf-8", errors="replace")[-2000:]
+    return rank

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from soli.mesh.launch.waits import SAY_SECONDS, over, say
+from soli.core.report import SAY_SECONDS, over, say
 from soli.mesh.local.board import Board
 from soli.mesh.local.waiting import SLEEP_SECONDS, Backoff
 from soli.mesh.record import call_site
