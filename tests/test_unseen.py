@@ -151,6 +151,29 @@ def test_a_loss_whose_terms_cancel_is_none_that_couples_rows(pool: Pool, plan: s
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+class Deviating(Plain):
+    """What one row alone has none of."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(torch.tanh(self.layers[0](x)) + x.std(0))
+
+
+def spread(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    total, count = losses.cross_entropy("targets")(out, batch)
+    return total + 1e-3 * len(out) * F.relu(2 - out.std(0)).sum(), count
+
+
+@pytest.mark.parametrize(("kind", "loss_fn"), [(Deviating, losses.cross_entropy("targets")), (Plain, spread)])
+def test_what_is_no_number_of_one_row_couples_rows(kind: type, loss_fn: Any) -> None:
+    """Of the first step's rows and of two."""
+    for plan, rows in (("dp=1,accumulate=2", 4), ("dp=1,accumulate=4", 8), ("dp=1", 8)):
+        engine, batches = engine_of(kind, plan, loss_fn=loss_fn)
+        said = said_by(engine.step, {name: x[:rows] for name, x in batches[0].items()})
+        assert "something couples the rows" in said or plan == "dp=1", said
+        assert said == "it ran" or plan != "dp=1"
+
+
 # --- batches --------------------------------------------------------------------------------------------------
 
 

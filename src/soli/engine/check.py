@@ -300,7 +300,7 @@ def _refuse_shift(first: bool) -> None:
 
 def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float) -> None:
     (whole, count), (first, count1), (second, count2) = sums
-    if any(value - value != 0 for value, _ in sums):
+    if whole - whole != 0:
         return  # not finite: the step itself reports it
     if abs(count - count1 - count2) > (rounding(engine, count) * count if count % 1 else 0):
         raise SoliError(
