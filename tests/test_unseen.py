@@ -138,7 +138,7 @@ def trained(loss_fn: Any, plan: str) -> str | list[float]:
     return said if said != "it ran" else [float(x) for x in engine.global_state_dict()["head.weight"].flatten()]
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "dp=2,tp=1,accumulate=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "dp=2,tp=1,accumulate=2", "dp=2,recompute=full", "dp=2,recompute=selective"])
 def test_gradients_that_do_not_add_up_are_refused(pool: Pool, plan: str) -> None:
     assert all("the gradient of a batch's loss" in said for said in pool.run(trained, balanced, plan, ranks=2))
     assert isinstance(trained(balanced, "dp=1"), list)

@@ -67,8 +67,7 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
             # some sums agree at the weights that a run begins with alone: normalised advantages, where the ratio of policies is 1
             _moved(model)
             found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)[:-1]
-            if engine.plan.recompute == "none":  # else there is no room for a graph
-                found += _totals(engine, model, take(part.data, 0, PAIR), PAIR, gradients=True)[:-1]
+            found += _totals(engine, model, take(part.data, 0, PAIR), PAIR, gradients=True)[:-1]
         same = again.total == found[0].total or found[0].total != found[0].total
         why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
