@@ -151,6 +151,24 @@ def test_a_loss_whose_terms_cancel_is_none_that_couples_rows(pool: Pool, plan: s
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+def confident(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of a row as much as the model is sure of it: its gradient goes through the count too."""
+    weight = out[:, 0, 0].sigmoid()
+    each = F.cross_entropy(out.mT, batch["targets"], reduction="none").sum(1)
+    return (weight * each).sum(), weight.sum()
+
+
+def surely(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    total, count = confident(out, batch)
+    return total, count.detach()
+
+
+def test_a_count_that_is_trained_is_refused(pool: Pool) -> None:
+    for found in (trained(confident, "dp=1"), *pool.run(trained, confident, "pp=2,microbatches=2", ranks=2)):
+        assert "the loss's count depends on what is trained" in found
+    assert pool.run(trained, surely, "dp=2", ranks=2) == [pytest.approx(trained(surely, "dp=1"), rel=1e-9, abs=1e-12)] * 2
+
+
 class Deviating(Plain):
     """What one row alone has none of."""
 

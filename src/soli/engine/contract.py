@@ -41,6 +41,13 @@ def total_and_count(result: Any) -> tuple[Tensor, float]:
     if not isinstance(total, Tensor) or total.dim() != 0:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise on_all_ranks("the loss's total is no 0-d tensor", got=shape, fix="return total.sum()")
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise on_all_ranks(
+            "the loss's count depends on what is trained, and no gradient goes through it",
+            got="a count that requires gradients",
+            allowed="the number of targets that were counted, or a weight of theirs",
+            fix="return count.detach() if it is meant as a number, or let each row's loss be divided by what is of that row",
+        )
     return total, float(count)
 
 
