@@ -169,6 +169,55 @@ def test_a_count_that_is_trained_is_refused(pool: Pool) -> None:
     assert pool.run(trained, surely, "dp=2", ranks=2) == [pytest.approx(trained(surely, "dp=1"), rel=1e-9, abs=1e-12)] * 2
 
 
+class Backwards(torch.autograd.Function):
+    """It leaves values as they are, and does something to gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.change(grad), None
+
+
+class Changed(Plain):
+    """What is done to gradients on their way, by a function of its own or a hook."""
+
+    change: Any = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = Backwards.apply(self.layers[0](self.embed(tokens)), self.change)
+        if x.requires_grad:
+            x.register_hook(type(self).change)
+        return self.head(torch.tanh(x))
+
+
+OF_SIZE = {
+    "clamp": lambda grad: grad.clamp(-1e-2, 1e-2),
+    "sign": torch.sign,
+    "norm": lambda grad: grad / (grad.norm() + 1e-9),
+}
+LINEAR = {
+    "turned": torch.neg,
+    "masked": lambda grad: grad * (torch.arange(grad.shape[-1]) % 2),
+    "halves": lambda grad: grad.to(torch.float16).to(grad.dtype),
+}
+
+
+def changed(name: str, plan: str) -> str:
+    Changed.change = staticmethod((OF_SIZE | LINEAR)[name])
+    return first_step(Changed, plan)
+
+
+@pytest.mark.parametrize("name", [*OF_SIZE, *LINEAR])
+def test_gradients_that_are_treated_by_their_size_are_refused(pool: Pool, name: str) -> None:
+    for said in (changed(name, "dp=1"), *pool.run(changed, name, "tp=2", ranks=2)):
+        assert ("gradients do not grow with the loss" in said) == (name in OF_SIZE), said
+        assert name in OF_SIZE or said == "it ran"
+
+
 class Deviating(Plain):
     """What one row alone has none of."""
 

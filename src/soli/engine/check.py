@@ -120,7 +120,7 @@ class FirstStep:
         if idle:
             changes = changes.in_state(model)
         losses = self._losses
-        if parts and losses is None:
+        if losses is None:
             losses = coupling.measured(engine, part)
             self.size = coupling.size_of(losses)
         size = self.size * rows
@@ -143,8 +143,7 @@ class FirstStep:
                 _refuse_shift(first)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
-        if parts:
-            coupling.check(engine, losses or [])
+        coupling.check(engine, losses)
         self.modes = _modes(model)
 
 

@@ -32,6 +32,10 @@ LARGEST = 2**27
 """Parameters of a model that is copied (1 GB, and its gradients)."""
 ROWS, PAIR = 8, 2
 """Of losses, and of gradients, which keep a forward's whole graph in float64."""
+LARGER = 8.0
+"""A loss that gradients are taken of once more: a power of two, which rounds nothing."""
+HALF = 1e-4
+"""How much of its gradients a model may lose that computes with halves of its own: the smallest ones."""
 
 
 @dataclass(frozen=True)
@@ -51,31 +55,33 @@ def size_of(found: list[Sum]) -> float:
 
 
 def measured(engine: Engine, part: Part) -> list[Sum]:
-    """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby, and of two rows with gradients;
-    none where they cannot be had: the plan takes no rows apart, the model is large, or does not run in float64. Collective where a rank has a part of the
-    weights."""
-    if engine.plan.pieces == 1 or engine.mesh.all.simulated or engine.numel > LARGEST:
+    """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby, and of two rows with
+    gradients, and of a larger loss of theirs (these and the whole's alone where the plan takes no rows apart); none where they cannot be had: the model
+    is large, or does not run in float64. Collective where a rank has a part of the weights."""
+    if engine.mesh.all.simulated or engine.numel > LARGEST:
         return []
-    rows = min(few(part, engine.plan), ROWS)
+    rows, alone, found = min(few(part, engine.plan), ROWS), engine.plan.pieces == 1, list[Sum]()
     try:
         with between.modes_kept(engine.model), effects.undone(engine.model, engine.plan):
             cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)
             model = (states.copy_model(engine) if cut else states.plain_copy(engine.model)).double()
-            if rows < 2:
+            if rows < 1 + (not alone):
                 return []
-            *found, again = _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
-            # some sums agree at the weights that a run begins with alone: normalised advantages, where the ratio of policies is 1
-            _moved(model)
-            found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)[:-1]
-            found += _totals(engine, model, take(part.data, 0, PAIR), PAIR, gradients=True)[:-1]
-        same = again.total == found[0].total or found[0].total != found[0].total
+            if not alone:
+                found = _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
+                # some sums agree at the weights that a run begins with alone: normalised advantages, where the ratio of policies is 1
+                _moved(model)
+                found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
+            found += _totals(engine, model, take(part.data, 0, min(rows, PAIR)), min(rows, PAIR), gradients=True)
+        same = found[4].total == found[0].total or found[0].total != found[0].total
         why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
         if isinstance(error, SoliError) and error.everywhere:
             raise
         found, why = [], f"{type(error).__name__}: {error}".split("\n")[0]
     if why:
-        events.note(f"whether rows are coupled was not looked at in float64: {why}", shown=engine.rank == 0)
+        text = f"whether rows are coupled, or the size of gradients matters, was not looked at in float64: {why}"
+        events.note(text, shown=engine.rank == 0 and not alone)
     return [] if why else found
 
 
@@ -85,7 +91,7 @@ def check(engine: Engine, found: list[Sum]) -> None:
 
 
 def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: bool) -> list[Sum]:
-    """What `measured` gives, and the first of them once more."""
+    """Of all rows, of their two parts, the other way round, and once more; with gradients the last ones are of a larger loss."""
     wide = lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = at(data, list(range(rows))[::-1])
@@ -94,7 +100,10 @@ def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: b
     halves = (take(data, 0, cut), cut, True), (take(data, cut, rows), rows - cut, True)
     wholes = (data, rows, False), (turned, rows, False), (data, rows, False)
     pieces = (wholes[0], *halves, *wholes[1:])
-    return [_total(engine, model, norms, piece, gradients and i < 3) for i, piece in enumerate(pieces)]
+    scales = [1.0, 1.0, 1.0, 0.0, LARGER] if gradients else [0.0] * 5
+    left_out = (1, 2, 3) if engine.plan.pieces == 1 else ()
+    each = enumerate(zip(pieces, scales, strict=True))
+    return [Sum() if i in left_out else _total(engine, model, norms, piece, scale) for i, (piece, scale) in each]
 
 
 @torch.no_grad()
@@ -107,20 +116,21 @@ def _moved(model: nn.Module) -> None:
             param.add_(noise.to(param.dtype), alpha=0.01 * float(param.square().mean().sqrt()))
 
 
-def _total(engine: Engine, model: nn.Module, norms: Statistics, piece: tuple[Any, int, bool], gradients: bool) -> Sum:
+def _total(engine: Engine, model: nn.Module, norms: Statistics, piece: tuple[Any, int, bool], scale: float) -> Sum:
+    """`scale`: of the loss that gradients are taken of, and given for 1 of; 0: there are none."""
     data, rows, part = piece
     runner = Runner(model, Caller(model), engine.loss_fn, data, rows, engine.plan)
     with norms.check(part), norms.computing():
-        total, count = total_and_count(runner.run(around=lambda _: lifted(), gradients=gradients))
+        total, count = total_and_count(runner.run(around=lambda _: lifted(), gradients=scale > 0))
         if not count:
             return Sum()
-        return _pulled(model, total) if gradients and total.requires_grad else Sum(float(total.detach()))
+        return _pulled(model, total, scale) if scale and total.requires_grad else Sum(float(total.detach()))
 
 
-def _pulled(model: nn.Module, total: Tensor) -> Sum:
+def _pulled(model: nn.Module, total: Tensor, scale: float) -> Sum:
     """A loss and its gradient along one direction, the same at every call."""
     params = [p for p in model.parameters() if p.requires_grad]
-    found, generator = torch.autograd.grad(total, params, allow_unused=True), torch.Generator().manual_seed(1)
+    found, generator = torch.autograd.grad(total * scale, params, allow_unused=True), torch.Generator().manual_seed(1)
     size = along = along_size = 0.0
     for param, gradient in zip(params, found, strict=True):
         way = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.device)
@@ -128,14 +138,30 @@ def _pulled(model: nn.Module, total: Tensor) -> Sum:
             size += float((gradient * param.detach()).abs().sum())
             along += float((gradient.real * way).sum())
             along_size += float((gradient.real * way).abs().sum())
-    return Sum(float(total.detach()), size, along, along_size)
+    return Sum(float(total.detach()), size / scale, along / scale, along_size / scale)
 
 
 def _explain(engine: Engine, found: list[Sum]) -> None:
     size = size_of(found)
-    for four in (found[i : i + 4] for i in range(0, len(found), 4)):
-        if four[0].total - four[0].total == 0:  # else not finite: the step itself reports it
-            _add_up(engine, size, *four)
+    for i in range(0, len(found), 5):
+        whole, *parts, again = found[i : i + 5]
+        if whole.total - whole.total != 0:
+            continue  # not finite: the step itself reports it
+        if engine.plan.pieces > 1:
+            _add_up(engine, size, whole, *parts)
+        _in_proportion(whole, again)
+
+
+def _in_proportion(whole: Sum, again: Sum) -> None:
+    """A step goes back from the sum of losses, and a program of its own from their mean."""
+    if abs(again.along - whole.along) > HALF * whole.along_size and again.along_size:
+        raise SoliError(
+            "gradients do not grow with the loss: the program treats them by their size, and those of a step are of its losses' sum",
+            got=f"{whole.along:.9g} along a direction, and {again.along:.9g} of a loss that is {LARGER:g} times as large, divided by that",
+            allowed="hooks, and backwards of autograd functions, that are linear: a factor, another sign, a mask",
+            fix="clip with soli.parallelize(..., clip=...), which sees gradients of the mean, and leave out what clips, rounds or normalises them "
+            "on their way (a hook on an activation or a module, a backward of the program's own)",
+        )
 
 
 def _add_up(engine: Engine, size: float, whole: Sum, first: Sum, second: Sum, turned: Sum) -> None:
