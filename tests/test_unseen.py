@@ -406,8 +406,16 @@ class Spelt(Plain):
         return self.head(torch.max(torch.zeros(()).to(x), x))
 
 
+class Mapped(Plain):
+    """Each sequence's mean, by torch.func.vmap."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](self.embed(tokens)))
+        return self.head(x + torch.func.vmap(lambda row: row.mean(0))(x)[:, None])
+
+
 @pytest.mark.parametrize("plan", ["tp=2,sp=on", "cp=2"])
-@pytest.mark.parametrize("kind", [OwnNorm, Scaled, Marked, Spelt])
+@pytest.mark.parametrize("kind", [OwnNorm, Scaled, Marked, Spelt, Mapped])
 def test_cut_tensors_are_whole_to_their_readers(pool: Pool, kind: type, plan: str) -> None:
     """Or it is refused: what an autograd function adds up over a sequence that is cut, and writes into what was gathered."""
     said = pool.run(first_step, kind, plan, ranks=2)

@@ -21,13 +21,15 @@ first: the rule of one computes on what is, to the next, a logical tensor again,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import apis
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -82,7 +84,8 @@ def running(levels: Sequence[Run]) -> Iterator[None]:
     """Inside, cut tensors are logical ones. Outside they are what they hold."""
     before, _State.levels = _State.levels, tuple(levels)
     try:
-        yield
+        with patch.object(apis, "vmap_impl", _vmap) if levels else nullcontext():
+            yield
         written = [name for run in levels for x, version, name in run.lent if x._version != version]
         if written:
             raise on_all_ranks(
@@ -218,6 +221,26 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         return rule(run, func, args, kwargs) if rule is not None else unknown(run, func, args, kwargs)
     except Misfit as misfit:
         return misfitted(run, misfit, func, args, kwargs)
+
+
+_vmap_of_torch = apis.vmap_impl
+
+
+def _vmap(*args: Any, **kwargs: Any) -> Any:
+    """torch.func.vmap, of whole tensors: what it hands out forgets how it was cut."""
+    args, kwargs = tree_map(_for_vmap, (args, kwargs))
+    return _vmap_of_torch(*args, **kwargs)
+
+
+def _for_vmap(x: Any) -> Any:
+    for run in _State.levels:
+        x = dispatch(vmap, (x,), {}) if _any_cut((x,), run.axis.name) else x
+    return x
+
+
+def vmap(x: Tensor) -> Tensor:
+    """To whoever asks how it computes on a cut tensor: as a function of which nothing is known."""
+    return x
 
 
 def _refuse_transforms(run: Run, func: Any, args: tuple, kwargs: dict) -> None:
