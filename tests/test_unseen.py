@@ -169,6 +169,17 @@ def test_a_count_that_is_trained_is_refused(pool: Pool) -> None:
     assert pool.run(trained, surely, "dp=2", ranks=2) == [pytest.approx(trained(surely, "dp=1"), rel=1e-9, abs=1e-12)] * 2
 
 
+def hardest(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """A quarter of the rows and one, those whose loss is largest."""
+    each, half = F.cross_entropy(out.mT, batch["targets"], reduction="none").sum(1), 1 + len(out) // 4
+    return each.topk(half).values.sum(), half
+
+
+def test_what_counts_by_all_rows_runs_where_they_are_in_one_part(pool: Pool) -> None:
+    assert isinstance(trained(hardest, "dp=1"), list)
+    assert all("does not add up" in said for said in pool.run(trained, hardest, "dp=2", ranks=2))
+
+
 class Backwards(torch.autograd.Function):
     """It leaves values as they are, and does something to gradients."""
 
