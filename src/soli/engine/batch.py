@@ -28,13 +28,15 @@ MODEL_INPUTS = "the model is called with those entries of the batch that its for
 class Part:
     """A rank's own rows of a global batch, as `engine.batches` yields them.
 
-    `data` is the pytree of the rows [start, stop) out of `total`; None where the rank has no row.
+    `data` is the pytree of the rows [start, stop) out of `total`; None where the rank has no row. `place`: where its stream
+    stood, which is the same on every rank.
     """
 
     data: Any
     start: int
     stop: int
     total: int
+    place: dict[str, Any] | None = None
 
     @property
     def rows(self) -> int:

@@ -16,7 +16,7 @@ from soli.core.errors import Problem, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import between, contract, deciding, layout, microbatch, norm, pipelined, rng, same
+from soli.engine import agreed, between, contract, deciding, layout, microbatch, norm, pipelined, rng, same
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, as_dict, microbatches, need_rows, need_tensors, part_of, rows_of, to_device
@@ -27,7 +27,7 @@ from soli.engine.differentiating import looking
 from soli.engine.noted import noted
 from soli.engine.remembered import Remembering
 from soli.losses import LossFn, from_model
-from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce
+from soli.mesh.collectives import Axis, Pending, all_gather
 from soli.mesh.mesh import Mesh, build_mesh
 from soli.mesh.world import join
 from soli.parallel import models, precision, recompute
@@ -136,8 +136,7 @@ class Engine:
         self.step_count, self.last = 0, Last()
         self.positions: dict[str, Position] = {}
         self.numel = sum(param.numel() for param in model.parameters())
-        self._mark, self._whole = 0.0, False  # of this step's batch; whether it is the global one
-        self._first, self._given = FirstStep(), between.Given(model)
+        self._first, self._given, self._agreed = FirstStep(), between.Given(model), agreed.Agreement()
         self._count, self._seed_scale = 0.0, 1.0  # counted targets of the gradients that wait for update()
         self._norm: float | None
         self._norm, self._factor = None, 1.0
@@ -273,7 +272,7 @@ class Engine:
         need_rows(part, self.dp.size, self.plan, self.statistics.active)
         need_tensors(batch, part, self.plan.accumulate * self.plan.microbatches)
         self.lay(part)
-        self._mark, self._whole = same.mark(self, batch), not isinstance(batch, Part)
+        self._agreed.begin(self, batch)
         pieces = microbatches(part, self.dp.size, self.plan)
         self._given.begin(self)
         self._finish_gathers()
@@ -299,26 +298,8 @@ class Engine:
         return self._seed_scale if self.mesh.seeds else 0.0
 
     def _agree(self, total: float, count: float) -> Tensor:
-        """One small reduction: every rank's total and count in slots of their own, and which parameters were used."""
-        size, reducer = self.dp.size, self.laid.reducer
-        flags = reducer.used_flags()
-        facts = torch.tensor([0.0] * 3 * size + flags, dtype=torch.float64)
-        mine = (total, count, self._mark * self._whole)
-        facts[self.dp.index : 3 * size : size] = torch.tensor(mine, dtype=torch.float64)
-        same.agree_on_rows(self, self._mark, facts[: 2 * size])
-        all_reduce(facts, self.dp, label="loss, count and used parameters")
-        same.need_same_batch(facts[2 * size : 3 * size], self.dp.ranks)
-        reducer.set_used([bool(flag) for flag in facts[3 * size :].tolist()])
-        if self.pipeline is not None:
-            pipelined.agree_on_use(self)
-        totals, counts = facts[:size], facts[size : 2 * size]
-        shift = 0 if self.pipeline is None else self.pipeline.last_rank - self.rank  # losses are its
-        bad = [f"rank {r + shift}" for r, t in zip(self.dp.ranks, totals.tolist(), strict=True) if t - t != 0]
-        if bad:
-            norm.refuse_loss(self, bad, totals)
-        self._count = float(counts.sum()) or float(self.mesh.all.simulated)
-        if not self._count:
-            raise on_all_ranks("no target of the global batch was counted", got="count = 0 on every rank")
+        """The loss, of all ranks' totals and counts, once they are seen to have taken the same step."""
+        totals, self._count = self._agreed.sums(self, total, count)
         loss = totals.sum() / self._count
         self.last = Last(loss=float(loss), count=int(self._count))
         return loss
@@ -326,7 +307,7 @@ class Engine:
     def clip(self, max_norm: float | None = None) -> float | None:
         """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before."""
         self._need_gradients("clip")
-        limit = max_norm if max_norm is not None else self.max_norm
+        self._agreed.limit = limit = max_norm if max_norm is not None else self.max_norm
         self._factor = 1.0 / (self._count * self._seed_scale)
         if limit is None and self.loss_scale is None:
             return None
@@ -374,6 +355,7 @@ class Engine:
                     slot.piece.grad = grad.view(slot.piece.shape)
                     pieces.append(slot.piece)
         optimizers.step(self.optimizer)
+        self._agreed.states = len(self.optimizer.state)
         for piece in pieces:
             piece.grad = None
         if self.scheduler is not None:
@@ -427,7 +409,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the counted targets of all batches (of a stream all, wherever it stands); the model in eval mode and no gradients."""
         self._finish_gathers()
-        found, seen, rows = torch.zeros(2, dtype=torch.float64), 0.0, 0
+        found, seen, rows = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), 0
         with between.modes_kept(self.model), self.loss_fn.going_on():
             self.model.eval()
             for batch in batches.anew() if isinstance(batches, Stream) else batches:
@@ -442,12 +424,8 @@ class Engine:
                 with self.randomness.evaluating(self.step_count, rows + part.start, part.rows):
                     found += torch.tensor(self.forward_only(data), dtype=torch.float64)
                 rows += part.total
-                seen += 0.0 if isinstance(batch, Part) else same.mark(self, batch)
-        sums = torch.cat([found, found.new_zeros(self.dp.size)])
-        sums[2 + self.dp.index] = seen
-        all_reduce(sums, self.mesh["pp"], label="evaluation loss and count")
-        all_reduce(sums, self.dp, label="evaluation loss and count")
-        same.need_same_batch(sums[2:], self.dp.ranks)
+                seen += agreed.marks(self, batch)
+        sums = agreed.evaluated(self, found, seen)
         if not sums[1]:
             raise on_all_ranks("no target was counted in the evaluation")
         return float(sums[0] / sums[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from soli.core.axes import REPLICATE, SHARD
-from soli.core.errors import SoliError, failure, listed, on_all_ranks
+from soli.core.errors import failure, listed, on_all_ranks
 from soli.core.events import events
 from soli.engine import between, effects
 from soli.engine.batch import Part, part_of, to_device
@@ -66,49 +65,48 @@ OTHERS = "were given different rows; nothing was updated"
 
 def need_same(engine: Engine, batch: Any) -> None:
     """SoliError where ranks that learn a layout by one batch were given different ones. Collective."""
-    if engine.mesh.all.simulated:
-        return
-    found = torch.zeros(2, engine.world, dtype=torch.float64)
-    found[:, engine.rank] = torch.tensor([mark(engine, batch), engine.dp.index if isinstance(batch, Part) else 0.0])
-    all_reduce(found, engine.mesh.all, label="the batch that the model is laid out by")
-    marks: dict[float, set[float]] = {}
-    for one, place in found.T.tolist():
-        marks.setdefault(place, set()).add(one)
-    if any(len(some) > 1 for some in marks.values()):
-        raise _others("ranks that compute one batch together", list(range(engine.world)), everywhere=True)
+    if not engine.mesh.all.simulated:
+        found = mark(engine, batch)
+        need_same_rows(engine, found, 0.0 if isinstance(batch, Part) else found, "before the first step")
 
 
-def need_same_batch(marks: Tensor, ranks: tuple[int, ...]) -> None:
-    """SoliError where data-parallel ranks took their rows of different global batches."""
-    if len(set(marks.tolist())) > 1:
-        raise _others("ranks that take their rows of one global batch", ranks, everywhere=True)
+def need_same_rows(engine: Engine, rows: float, common: float, when: str) -> None:
+    """SoliError where ranks of dp differ in what they have in common of a batch, or ranks that take the same rows in these. Collective."""
+    found = torch.zeros(engine.world, 3, dtype=torch.float64)
+    found[engine.rank] = torch.tensor([engine.dp.index, rows, common], dtype=torch.float64)
+    all_reduce(found, engine.mesh.all, label="the batch of each rank")
+    told = found.tolist()
+    at = [[x[1] for x in told if x[0] == place] for place in range(engine.dp.size)]
+    usual = [max(some, key=some.count) for some in at]
+    shared = [x[2] for x in told]
+    most = max(shared, key=shared.count)
+    odd = [str(rank) for rank, x in enumerate(told) if x[1] != usual[int(x[0])] or x[2] != most]
+    if odd:
+        raise failure(
+            f"ranks that compute one batch together {OTHERS}",
+            got=f"{when}, rank{'s' * (len(odd) > 1)} {', '.join(odd)} others than the rest",
+            fix="give the same batch on every rank (engine.batches does; a DataLoader that shuffles, or random data, needs the same seed "
+            "everywhere: torch.manual_seed at the top of the program); seed a dataset's own random numbers with the sample and not with the rank",
+            everywhere=True,
+        )
 
 
-def _others(who: str, ranks: Sequence[int], everywhere: bool = False) -> SoliError:
-    return failure(
-        f"{who} {OTHERS}",
-        got=f"ranks {', '.join(map(str, ranks))}",
-        fix="give the same batch on every rank (engine.batches does; a DataLoader that shuffles, or random data, needs the same seed "
-        "everywhere: torch.manual_seed at the top of the program); seed a dataset's own random numbers with the sample and not with the rank",
-        everywhere=everywhere,
-    )
-
-
-def agree_on_rows(engine: Engine, mark: float, facts: Tensor) -> None:
-    """Sum `facts`, which the last stage has, over pp; and refuse rows that differ among ranks that have the same."""
+def apart_along(engine: Engine, numbers: list[float], facts: Tensor) -> float:
+    """Sum `facts`, which the last stage has, over pp. Whether ranks that have the same rows differ in any of the numbers, or saw that some do."""
+    found = 0.0
     for name, axis in engine.mesh.axes.items():
         if axis.size == 1 or name in (REPLICATE, SHARD, *engine.plan.apart):
             continue
-        marks = torch.zeros(axis.size, dtype=torch.float64)
-        marks[axis.index] = mark
-        message = torch.cat([marks, facts]) if axis.name == "pp" else marks
+        told = torch.zeros(axis.size, len(numbers) + 1, dtype=torch.float64)
+        told[axis.index] = torch.tensor([*numbers, found], dtype=torch.float64)
+        message = torch.cat([told.flatten(), facts if axis.name == "pp" else facts[:0]])
         all_reduce(message, axis, label="rows, loss and count of the last stage")
         if axis.name == "pp":
-            facts.copy_(message[axis.size :])
-        if len(set(message[: axis.size].tolist())) > 1:
-            raise _others(
-                f"ranks that compute one microbatch together (the same place on dp, others on {axis.name})", axis.ranks
-            )
+            facts.copy_(message[told.numel() :])
+        told = message[: told.numel()].view_as(told)
+        if not axis.simulated:
+            found = float(told[:, -1].any() or (told[:, :-1] != told[0, :-1]).any())
+    return found
 
 
 def buffers_apart(engine: Engine) -> list[str]:

@@ -363,6 +363,7 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
     if fresh or not engine._given.begun:  # also where the checkpoint is of before the first step, or of weights alone
         engine.optimizer.state.clear()
         engine.optimizer.state.update(fresh)
+        engine._agreed.states = None
     return state
 
 

@@ -1,0 +1,137 @@
+"""What one rank alone has otherwise is refused where it begins to matter, and the error names the rank and the thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pool import Pool
+from soli.core.errors import SoliError
+from soli.engine.engine import Engine, parallelize
+
+PLANS = ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"]
+Change = Callable[[Engine], None]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.0)) for _ in range(2)]
+    return nn.Sequential(*layers, nn.Linear(8, 4)).double()
+
+
+def loss_fn(output: Tensor, batch: Any) -> tuple[Tensor, float]:
+    return (output - batch[1]).square().sum(), output.numel()
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    return torch.randn(8, 8, generator=draw).double(), torch.randn(8, 4, generator=draw).double()
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def steps(engine: Engine, change: Change, last: int = 4) -> str:
+    """What is said, and at which step, where the third begins after a change on the rank that has one."""
+    for number in range(last):
+        if number == 2:
+            change(engine)
+        try:
+            engine.step(batch(number))
+        except SoliError as error:
+            return f"{number + 1}: {error}"
+    return "it ran"
+
+
+def nothing(engine: Engine) -> None:
+    """What is no change."""
+
+
+def changed(plan: str, change: Change, everywhere: bool) -> str:
+    engine = parallelize(model(), loss_fn, optimizer=adam, plan=plan)
+    return steps(engine, change if everywhere or engine.rank == 1 else nothing)
+
+
+def rate(engine: Engine) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 1.0
+
+
+def rate_as_tensor(engine: Engine) -> None:
+    engine.optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+
+
+def decay(engine: Engine) -> None:
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def cleared(engine: Engine) -> None:
+    engine.optimizer.state.clear()
+
+
+def limit(engine: Engine) -> None:
+    engine.max_norm = 1e-3
+
+
+def clipped(engine: Engine) -> None:
+    engine.forward_backward(batch(9))
+    engine.clip(0.01 if engine.rank else 1.0)
+    engine.update()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_rate_of_one_rank_is_refused_and_one_of_all_is_not(pool: Pool, plan: str) -> None:
+    for said in pool.run(changed, plan, rate, False, ranks=2):
+        assert said.startswith("3: rank 1 would take another step than the others at step 3")
+        assert "lr of group 0: 1.0, and 0.01 on the others" in said
+    assert pool.run(changed, plan, rate, True, ranks=2) == ["it ran"] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (rate_as_tensor, "lr of group 0"),
+        (decay, "weight_decay of group 0: 0.5, and 0.01"),
+        (cleared, "states as the newest step left them"),
+        (limit, "clip: 0.001, and None"),
+    ],
+)
+def test_other_options_of_one_rank_are_named(pool: Pool, change: Change, named: str) -> None:
+    assert all(named in said for said in pool.run(changed, "dp=2", change, False, ranks=2))
+    assert pool.run(changed, "dp=2", change, True, ranks=2) == ["it ran"] * 2
+
+
+def test_another_limit_of_a_clip_is_refused_at_the_next_step(pool: Pool) -> None:
+    for said in pool.run(changed, "dp=2", clipped, True, ranks=2):
+        assert "the limit of the newest clip(): 0.01, and 1.0" in said
+
+
+def odd_in_a_grid() -> str:
+    engine = parallelize(model(), loss_fn, optimizer=adam, plan="dp=2,tp=2")
+    return steps(engine, rate if engine.rank == 2 else nothing)
+
+
+def test_the_odd_rank_of_four_is_named_on_all(pool: Pool) -> None:
+    assert all("3: rank 2 would take" in said for said in pool.run(odd_in_a_grid, ranks=4))
+
+
+def evaluated(plan: str) -> str:
+    engine = parallelize(model(), loss_fn, optimizer=adam, plan=plan)
+    x, y = batch(0)
+    try:
+        engine.evaluate([(x, y)])
+        engine.evaluate([(x * (1 + engine.rank), y)])
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
+def test_evaluations_on_other_rows_are_refused(pool: Pool, plan: str) -> None:
+    for said in pool.run(evaluated, plan, ranks=2):
+        assert "were given different rows" in said
+        assert "in an evaluation after 0 steps, rank 1 others than the rest" in said
