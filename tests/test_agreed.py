@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pool import Pool
 from soli.core.errors import SoliError
+from soli.engine.batch import Part
 from soli.engine.engine import Engine, parallelize
 
 PLANS = ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"]
@@ -117,6 +118,56 @@ def odd_in_a_grid() -> str:
 
 def test_the_odd_rank_of_four_is_named_on_all(pool: Pool) -> None:
     assert all("3: rank 2 would take" in said for said in pool.run(odd_in_a_grid, ranks=4))
+
+
+DATA = [tuple(row) for row in zip(*batch(5), strict=True)] * 6
+
+
+def streamed(how: str, everywhere: bool) -> str:
+    """What is said where rank 1, or all, asks for other batches."""
+    engine = parallelize(model(), loss_fn, optimizer=adam, plan="dp=2")
+    other = everywhere or engine.rank == 1
+    data = {"longer": DATA * 2, "permuted": DATA[1:] + DATA[:1]}.get(how, DATA) if other else DATA
+    options: dict[str, Any] = {"shuffle": other if how == "shuffled" else how == "longer"}
+    if other and how in ("name", "global_batch"):
+        options[how] = {"name": "other", "global_batch": 12}[how]
+    parts = iter(engine.batches(data, **{"global_batch": 8} | options))
+    try:
+        for number in range(3):
+            part = next(parts)
+            if number == 1 and how == "skipped" and other:
+                part = next(parts)
+            if how == "evaluated":
+                engine.evaluate(engine.batches(data[8:] if other else data, 8, shuffle=False, name=None))
+            if how == "by hand":  # rows that only this rank has
+                part = Part(tuple(x + engine.rank for x in part.data), part.start, part.stop, part.total)
+            engine.step(part)
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("longer", "size: 96, and 48 on the others"),
+        ("permuted", "sample: "),
+        ("shuffled", "shuffle: True, and False on the others"),
+        ("name", "name: 'other', and 'train' on the others"),
+        ("global_batch", "global_batch: 12, and 8 on the others"),
+        ("skipped", "batch: (0, 2), and (0, 1) on the others"),
+        ("evaluated", "size: 40, and 48 on the others"),
+    ],
+)
+def test_other_batches_of_one_rank_are_named(pool: Pool, how: str, named: str) -> None:
+    for said in pool.run(streamed, how, False, ranks=2):
+        assert "rank 1 would read other batches than the others after" in said
+        assert named in said
+    assert pool.run(streamed, how, True, ranks=2) == ["it ran"] * 2
+
+
+def test_parts_by_hand_are_a_ranks_own(pool: Pool) -> None:
+    assert pool.run(streamed, "by hand", False, ranks=2) == ["it ran"] * 2
 
 
 def evaluated(plan: str) -> str:

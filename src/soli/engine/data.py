@@ -51,6 +51,12 @@ class Order:
     name: str | None = None
     first: bool = True  # whether this rank says what there is to say
     size: int = 0  # samples of an epoch; 0: nobody knows
+    sample: str = ""  # a dataset's first, where ranks read rows of their own
+
+    def place(self, epoch: int, batch: int, total: int) -> dict[str, Any]:
+        """Where a batch stands, and in what."""
+        shown = ("name", "seed", "shuffle", "global_batch", "size", "sample")
+        return {"batch": (epoch, batch), "rows": total} | {name: getattr(self, name) for name in shown}
 
 
 class Stream(Iterator[Part]):
@@ -147,6 +153,8 @@ def _by_number(
     dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]], Any], workers: int
 ) -> Iterator[Part]:
     drawing = _Drawing(dataset, order.seed, order.ranks)
+    if order.ranks > 1 and not workers:  # a dataset may open its files where it is read first
+        order.sample = drawing.first()
     while _goes_on(order):
         epoch, size = order.position.epoch, order.size
         indices = _permutation(size, order)
@@ -167,7 +175,7 @@ def _by_number(
             data = next(loader) if b > a else None
             _advance(order.position, start + order.global_batch >= size)
             here = replace(order.position)
-            yield Part(data, a, b, stop - start)
+            yield Part(data, a, b, stop - start, order.place(epoch, start // order.global_batch, stop - start))
             if order.position != here:  # a checkpoint was loaded
                 break
 
@@ -195,8 +203,7 @@ class _Drawing(Dataset[Any]):
 
     def _looked(self, samples: list[Any], number: int) -> list[Any]:
         """Once, where several ranks read: a sample that is another one when it is read again is drawn from what nobody sees."""
-        seen = lambda sample: [str(x) for x in tree_leaves(sample) if isinstance(x, Tensor | np.ndarray | float | str)]
-        if not self.looked and seen(samples[0]) != seen(self._read([number])[0]):
+        if not self.looked and _seen(samples[0]) != _seen(self._read([number])[0]):
             raise SoliError(
                 "the dataset gives another sample when it is asked again, and each rank reads its own: they would depend on the ranks",
                 got=f"sample {number} of {type(self.dataset).__name__}",
@@ -205,9 +212,18 @@ class _Drawing(Dataset[Any]):
         self.looked = True
         return samples
 
+    def first(self) -> str:
+        """A word for the first sample, whose draws are alike everywhere."""
+        with generators.apart(generators.hashed("sample", self.seed, self.epoch, 0)):
+            return f"{generators.hashed(_seen(self._read([0])[0])):x}"
+
     def _by_number(self, number: int) -> Any:
         with generators.apart(generators.hashed("sample", self.seed, self.epoch, number)):
             return self.dataset[number]
+
+
+def _seen(sample: Any) -> list[str]:
+    return [str(x) for x in tree_leaves(sample) if isinstance(x, Tensor | np.ndarray | int | float | str)]
 
 
 def _permutation(size: int, order: Order) -> torch.Tensor:
@@ -248,9 +264,10 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
         while batch:
             ahead = list(islice(samples, order.global_batch))
             a, b = even_parts(len(batch), order.ranks)[order.index]
+            place = order.place(epoch, order.position.batch, len(batch))
             _advance(order.position, not ahead)
             here = replace(order.position)
-            yield Part(collate(batch[a:b]) if b > a else None, a, b, len(batch))
+            yield Part(collate(batch[a:b]) if b > a else None, a, b, len(batch), place)
             batch = ahead if order.position == here else []
 
 
