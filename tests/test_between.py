@@ -99,6 +99,7 @@ def attempt(plan: str, change: Callable[[nn.Module], None]) -> tuple[str, Tensor
         (exchanged, "dp=2", "exchanged for others"),
         (tied, "dp=2,zero=1", "got     head.weight"),
         (frozen, "tp=2", "frozen or unfrozen"),
+        (frozen, "dp=2", "got     embed.weight\n"),
         (hooked, "dp=2,zero=1", "got     embed.weight"),
         (replaced, "dp=2,zero=1", "got     head.bias\n"),
         (replaced, "dp=2,zero=1", "or write in place"),

@@ -46,7 +46,7 @@ class Given:
     def __init__(self, model: nn.Module) -> None:
         self.named = dict(model.named_parameters())
         self.frozen = [param.requires_grad for param in self.named.values()]
-        self.hooks = {name: _hooks(param) for name, param in self.named.items()}
+        self.hooks = {name: hooks(param) for name, param in self.named.items()}
         self._said = False
         self.optimizer: tuple[Any, list[int]] | None = None
         self.begun = False  # whether its class makes states when it is built (Adagrad)
@@ -68,12 +68,14 @@ class Given:
                 fix="change the model before soli.parallelize, or write into the parameters that are there",
             )
             return
-        if [param.requires_grad for param in now.values()] != self.frozen:
+        other = [name for (name, p), was in zip(now.items(), self.frozen, strict=True) if p.requires_grad != was]
+        if other:
             yield Problem(
                 "a parameter was frozen or unfrozen after soli.parallelize",
+                got=listed(other),
                 fix="set requires_grad before, or save, and parallelize the changed model and load",
             )
-        hooked = [name for name, param in now.items() if _hooks(param) != self.hooks[name]]
+        hooked = [name for name, param in now.items() if hooks(param) != self.hooks[name]]
         if hooked:
             yield Problem(
                 "hooks on gradients were put on or taken off after soli.parallelize, and were not looked at",
@@ -121,7 +123,7 @@ def _ids(optimizer: Any) -> list[int]:
     return [id(param) for group in optimizer.param_groups for param in group["params"]]
 
 
-def _hooks(param: nn.Parameter) -> list[Any]:
+def hooks(param: nn.Parameter) -> list[Any]:
     """The program's own hooks on a parameter's gradient."""
     kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
     return [hook for kind in kinds for hook in (kind or {}).values() if not str(hook.__module__).startswith("soli.")]
