@@ -139,6 +139,9 @@ def streamed(how: str, everywhere: bool) -> str:
                 part = next(parts)
             if how == "evaluated":
                 engine.evaluate(engine.batches(data[8:] if other else data, 8, shuffle=False, name=None))
+            if how == "evaluated in part":
+                parts_of_all = list(engine.batches(data, 8, shuffle=False, name=None))
+                engine.evaluate(parts_of_all[1:] if other else parts_of_all)
             if how == "by hand":  # rows that only this rank has
                 part = Part(tuple(x + engine.rank for x in part.data), part.start, part.stop, part.total)
             engine.step(part)
@@ -157,6 +160,7 @@ def streamed(how: str, everywhere: bool) -> str:
         ("global_batch", "global_batch: 12, and 8 on the others"),
         ("skipped", "batch: (0, 2), and (0, 1) on the others"),
         ("evaluated", "size: 40, and 48 on the others"),
+        ("evaluated in part", "sum of its batches' marks"),
     ],
 )
 def test_other_batches_of_one_rank_are_named(pool: Pool, how: str, named: str) -> None:
@@ -168,6 +172,92 @@ def test_other_batches_of_one_rank_are_named(pool: Pool, how: str, named: str) -
 
 def test_parts_by_hand_are_a_ranks_own(pool: Pool) -> None:
     assert pool.run(streamed, "by hand", False, ranks=2) == ["it ran"] * 2
+
+
+def odd_model(what: str) -> nn.Module:
+    made = model()
+    if what == "dropout":
+        made[1][2].p = 0.3
+    if what == "mode":
+        made[1][2].eval()
+    if what == "activation":
+        made[0][1] = nn.ReLU()
+    if what == "frozen":
+        made[2].bias.requires_grad_(False)
+    if what == "hook":
+        made[2].register_forward_hook(lambda module, args, output: output * 2)
+    if what == "gradient hook":
+        made[2].weight.register_hook(lambda gradient: gradient * 2)
+    return made
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2)
+
+
+def grouped(params: Any) -> torch.optim.Optimizer:
+    rows = list(params)
+    return torch.optim.AdamW([{"params": rows[:2], "weight_decay": 0.5}, {"params": rows[2:]}], lr=1e-2)
+
+
+def absolute(output: Tensor, batch: Any) -> tuple[Tensor, float]:
+    return (output - batch[1]).abs().sum(), output.numel()
+
+
+def begun(what: str, everywhere: bool) -> str:
+    """What `parallelize` says of what rank 1, or all, gave otherwise."""
+    other = everywhere or torch.distributed.get_rank() == 1
+    made = odd_model(what if other else "")
+    options: dict[str, Any] = {"optimizer": {"sgd": sgd, "groups": grouped}.get(what, adam) if other else adam}
+    if other:
+        options |= {"clip": {"clip": 0.5}, "seed": {"seed": 3}}.get(what, dict[str, float]())
+    plan = "dp=2,zero=1" if what == "plan" and other else "dp=2"
+    try:
+        parallelize(made, absolute if other and what == "loss" else loss_fn, plan=plan, **options).step(batch(0))
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("dropout", "module 1.2: 'Dropout(p=0.3, inplace=False)', and 'Dropout(p=0.0, inplace=False)'"),
+        ("mode", "mode of 1.2: 'evaluation', and 'training'"),
+        ("activation", "module 0.1: 'ReLU()', and 'Tanh()'"),
+        ("frozen", "2.bias.requires_grad: False, and True"),
+        ("hook", "hooks of 2: 1, and 0"),
+        ("gradient hook", "hooks on gradients of 2.weight: 1, and 0"),
+        ("sgd", "optimizer: 'SGD', and 'AdamW'"),
+        ("groups", "parameters of group 0: ['0.0.weight', '0.0.bias'], and"),
+        ("clip", "clip: 0.5, and None"),
+        ("seed", "seed: 3, and 0"),
+        ("plan", "plan: 'dp=2,zero=1', and 'dp=2'"),
+        ("loss", "loss: ('absolute', "),
+    ],
+)
+def test_what_a_rank_begins_with_otherwise_is_named(pool: Pool, what: str, named: str) -> None:
+    for said in pool.run(begun, what, False, ranks=2):
+        assert said.startswith("rank 1 gave soli.parallelize other things than the others")
+        assert named in said
+    assert pool.run(begun, what, True, ranks=2) == ["it ran"] * 2
+
+
+def scaled(plan: str) -> str:
+    """A loss that is the rank's own, which no code tells."""
+    factor = 1.0 + torch.distributed.get_rank()
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, float]:
+        total, count = loss_fn(output, batch)
+        return total * factor, count
+
+    engine = parallelize(model(), loss, optimizer=adam, plan=plan)
+    return steps(engine, nothing)
+
+
+def test_losses_of_the_same_rows_are_compared(pool: Pool) -> None:
+    for said in pool.run(scaled, "tp=2", ranks=2):
+        assert said.startswith("1: rank 1 has another loss than ranks that compute the same rows with it at step 1")
 
 
 def evaluated(plan: str) -> str:
@@ -185,4 +275,5 @@ def evaluated(plan: str) -> str:
 def test_evaluations_on_other_rows_are_refused(pool: Pool, plan: str) -> None:
     for said in pool.run(evaluated, plan, ranks=2):
         assert "were given different rows" in said
-        assert "in an evaluation after 0 steps, rank 1 others than the rest" in said
+        assert said.startswith("rank 1 ")
+        assert "in an evaluation after 0 steps" in said

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from soli.core.axes import TP
 from soli.core.errors import failure, listed, on_all_ranks
-from soli.engine import norm, pipelined, same
+from soli.engine import between, norm, pipelined, same
 from soli.engine.batch import Part
 from soli.mesh.collectives import Axis, all_reduce, gather_json
 from soli.parallel.generators import hashed
@@ -52,11 +54,14 @@ class Agreement:
         facts = torch.tensor([0.0] * 5 * size + flags, dtype=torch.float64)
         mine = facts[: 5 * size].view(5, size)
         mine[:2, engine.dp.index] = torch.tensor([total, count], dtype=torch.float64)
-        apart = same.apart_along(engine, [self.rows, seal], facts[: 2 * size])
+        # that of the same rows, up to rounding; a total may be a difference of large terms
+        whole = engine.step_count == 0 and engine.plan.tensor == "1d" and 1e-4 * engine._first.size < abs(total) < 1e300
+        loss = float(f"{total:.1e}") if whole else 0.0
+        apart = same.apart_along(engine, [self.rows, seal], facts[: 2 * size], loss)
         mine[2:, engine.dp.index] = torch.tensor([self.common, seal, apart], dtype=torch.float64)
         all_reduce(facts, engine.dp, label="loss, count and used parameters")
         if not engine.mesh.all.simulated and (mine[4].any() or (mine[2:4] != mine[2:4, :1]).any()):
-            self._explain(engine)
+            self._explain(engine, loss)
         reducer.set_used([bool(flag) for flag in facts[5 * size :].tolist()])
         if engine.pipeline is not None:
             pipelined.agree_on_use(engine)
@@ -70,7 +75,7 @@ class Agreement:
             raise on_all_ranks("no target of the global batch was counted", got="count = 0 on every rank")
         return totals, counted
 
-    def _explain(self, engine: Engine) -> None:
+    def _explain(self, engine: Engine, loss: float) -> None:
         """SoliError that says which rank differs, and in what. Collective."""
         need_same_place(engine)
         at = f"at step {engine.step_count + 1}, and nothing was updated"
@@ -80,15 +85,23 @@ class Agreement:
             f"would take another step than the others {at}",
             "give every rank the same optimizer, options, scheduler, clip and seed, and change them alike on all of them",
         )
-        same.need_same_rows(engine, self.rows, self.common, at)
+        need_same_rows(engine, self.rows, at)
+        need_alike(
+            {"loss of the same rows": loss},
+            engine.mesh.all,
+            f"has another loss than ranks that compute the same rows with it {at}",
+            "let the loss depend on the output and the batch, and on nothing that is a rank's own",
+            [x.index for name, x in engine.mesh.axes.items() if name != TP],
+        )
 
 
 def marks(engine: Engine, batch: Any) -> Tensor:
     """Numbers that tell a batch apart: of this rank's rows, and of what all ranks of dp have alike of it."""
     mark = common = same.mark(engine, batch)
-    engine._agreed.place = (batch.place or {}) if isinstance(batch, Part) else {}
+    engine._agreed.place = {"kind": type(batch).__name__}
     if isinstance(batch, Part):
-        common = _number(engine._agreed.place) if batch.place else 0.0
+        engine._agreed.place |= batch.place or {}
+        common = _number(batch.place) if batch.place else 0.0
     return torch.tensor([mark, common], dtype=torch.float64)
 
 
@@ -106,8 +119,8 @@ def evaluated(engine: Engine, found: Tensor, seen: Tensor) -> Tensor:
     all_reduce(sums, engine.dp, label="evaluation loss and count")
     told = sums[2:].view_as(told)
     if not engine.mesh.all.simulated and (told[1].any() or (told[0] != told[0, 0]).any()):
-        need_same_place(engine)
-        same.need_same_rows(engine, rows, common, f"in an evaluation after {engine.step_count} steps")
+        need_same_place(engine, common if engine._agreed.place.get("kind") == Part.__name__ else None)
+        need_same_rows(engine, rows, f"in an evaluation after {engine.step_count} steps")
     return sums[:2]
 
 
@@ -122,9 +135,45 @@ def options(engine: Engine) -> Facts:
         "seed": engine.seed,
         "states as the newest step left them": agreed.states in (None, len(made.state)),
     }
-    for number, group in enumerate(made.param_groups):
+    return found | _groups(made)
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> Facts:
+    found: Facts = {}
+    for number, group in enumerate(optimizer.param_groups):
         found |= {f"{key} of group {number}": _plain(value) for key, value in group.items() if key != "params"}
     return found
+
+
+def need_same_program(model: nn.Module, optimizer: torch.optim.Optimizer, given: Facts, world: Axis) -> None:
+    """SoliError where `soli.parallelize` was not given the same on every rank, as far as it can be told without running it. Collective."""
+    facts = {name: _code(value) if callable(value) else value for name, value in given.items()}
+    for name, module in model.named_modules():
+        # what others write there may be a rank's own
+        shown = module.extra_repr() if str(type(module).extra_repr.__module__).startswith("torch.nn.") else ""
+        kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        facts |= {
+            f"module {name or 'of all'}": f"{type(module).__qualname__}({shown})",
+            f"mode of {name or 'all'}": "training" if module.training else "evaluation",
+            f"hooks of {name or 'all'}": sum(map(len, kinds)),
+        }
+    for name, param in model.named_parameters():
+        facts[f"{name}.requires_grad"] = param.requires_grad
+        facts[f"hooks on gradients of {name}"] = len(between.hooks(param))
+    names = {id(param): name for name, param in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        facts[f"parameters of group {number}"] = [names.get(id(param), "another's") for param in group["params"]]
+    facts |= {"optimizer": type(optimizer).__name__} | _groups(optimizer)
+    need_alike(
+        facts, world, "gave soli.parallelize other things than the others", "build and give the same on every rank"
+    )
+
+
+def _code(function: Any) -> tuple[str, int]:
+    """A function by its name and what it does, without what it looks up."""
+    code = getattr(function, "__code__", None)
+    told = code and (code.co_code, code.co_names, [x for x in code.co_consts if isinstance(x, int | float | str)])
+    return getattr(function, "__qualname__", type(function).__name__), hashed(told)
 
 
 def _plain(value: Any) -> Any:
@@ -136,25 +185,41 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | None) else type(value).__name__
 
 
-def need_same_place(engine: Engine) -> None:
+def need_same_place(engine: Engine, batches: float | None = None) -> None:
     """SoliError where ranks take their rows from other batches, or other streams. Collective."""
     need_alike(
-        engine._agreed.place,
+        engine._agreed.place | ({} if batches is None else {"sum of its batches' marks": batches}),
         engine.mesh.all,
         f"would read other batches than the others after {engine.step_count} steps, and nothing was updated",
         "ask engine.batches for the same on every rank, of the same dataset, and take or skip the same batches on all of them",
     )
 
 
-def need_alike(facts: Facts, axis: Axis, what: str, fix: str) -> None:
-    """SoliError where not all ranks have the same; it names those that differ from most, or from rank 0 where as many do. Collective."""
-    told = gather_json({name: repr(value) for name, value in facts.items()}, axis, label="what ranks have alike")
+def need_same_rows(engine: Engine, rows: float, when: str) -> None:
+    """SoliError where ranks that take their rows of one batch, or the same ones, were given different ones. Collective."""
+    place = engine.dp.index if engine._agreed.place.get("kind") == Part.__name__ else 0
+    need_alike(
+        {f"mark of the rows {when}": rows},
+        engine.mesh.all,
+        "stands alone: ranks that compute one batch together were given different rows; nothing was updated",
+        "give the same batch on every rank (engine.batches does; a DataLoader that shuffles, or random data, needs the same seed "
+        "everywhere: torch.manual_seed at the top of the program); seed a dataset's own random numbers with the sample and not with the rank",
+        place,
+    )
+
+
+def need_alike(facts: Facts, axis: Axis, what: str, fix: str, group: object = 0) -> None:
+    """SoliError where ranks of a group have not the same; it names those that differ from most, or from the first where as many do. Collective."""
+    mine = [repr(group), {name: repr(value) for name, value in facts.items()}]
+    if len(set(gather_json(hashed(mine), axis, label="whether ranks have the same"))) == 1:
+        return
+    told = gather_json(mine, axis, label="what ranks have alike")
     odd, words = set[int](), []
-    for name in dict.fromkeys(name for one in told for name in one):
-        values = [one.get(name, "not there") for one in told]
-        usual = max(values, key=values.count)
-        others = [rank for rank, value in enumerate(values) if value != usual]
-        words += [f"{name}: {values[rank]}, and {usual} on the others" for rank in others[:1]]
+    for name, place in product(dict.fromkeys(name for _, one in told for name in one), {place for place, _ in told}):
+        values = {rank: one.get(name, "not there") for rank, (at, one) in enumerate(told) if at == place}
+        usual = max(values.values(), key=list(values.values()).count)
+        others = [rank for rank, value in values.items() if value != usual]
+        words += [f"{name}: {values[rank][:300]}, and {usual[:300]} on the others" for rank in others[:1]]
         odd |= set(others)
     if odd:
         named = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, sorted(odd)))}"

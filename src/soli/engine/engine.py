@@ -28,7 +28,7 @@ from soli.engine.noted import noted
 from soli.engine.remembered import Remembering
 from soli.losses import LossFn, from_model
 from soli.mesh.collectives import Axis, Pending, all_gather
-from soli.mesh.mesh import Mesh, build_mesh
+from soli.mesh.mesh import Mesh, all_ranks, build_mesh
 from soli.mesh.world import join
 from soli.parallel import models, precision, recompute
 from soli.parallel.apply import Parallel, apply
@@ -94,6 +94,8 @@ def parallelize(
         chosen = resolve(Plan.parse(plan) if isinstance(plan, str) else plan, world.size)
     raise_all(problems(model, roles, chosen) + contract.problems(loss_fn), everywhere=True)
     made = optimizers.build(optimizer, model)
+    given = {"plan": str(plan if wish else chosen), "clip": clip, "seed": seed, "loss": loss_fn, "scheduler": scheduler}
+    agreed.need_same_program(model, made, given, all_ranks(world))
     raise_all(optimizers.problems(made, model, chosen), everywhere=True)
     with busy(f"laying the model over {world.size} ranks", shown=world.is_first and wish is None):
         engine = Engine(model, loss_fn or from_model(), made, scheduler, clip, wish or chosen, seed, world, roles or {})
@@ -193,7 +195,8 @@ class Engine:
         models.without_caches(self.model, self.plan, shown=self.rank == 0)
         agree_on_weights(self.model, self.optimizer, self.mesh.all)  # before what compares ranks, or computes on them
         if self.plan.model_ranks > 1:
-            same.need_same(self, example)
+            agreed.marks(self, example)
+            agreed.need_same_rows(self, same.mark(self, example), "before the first step")
         # before what looks at types, or compares with the model as it is
         precision.cast(self.model, self.plan)
         self._first.before(self, example)

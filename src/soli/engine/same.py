@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from soli.core.axes import REPLICATE, SHARD
+from soli.core.axes import REPLICATE, SHARD, TP
 from soli.core.errors import failure, listed, on_all_ranks
 from soli.core.events import events
 from soli.engine import between, effects
@@ -60,45 +60,15 @@ def mark(engine: Engine, batch: Any) -> float:
     return total
 
 
-OTHERS = "were given different rows; nothing was updated"
-
-
-def need_same(engine: Engine, batch: Any) -> None:
-    """SoliError where ranks that learn a layout by one batch were given different ones. Collective."""
-    if not engine.mesh.all.simulated:
-        found = mark(engine, batch)
-        need_same_rows(engine, found, 0.0 if isinstance(batch, Part) else found, "before the first step")
-
-
-def need_same_rows(engine: Engine, rows: float, common: float, when: str) -> None:
-    """SoliError where ranks of dp differ in what they have in common of a batch, or ranks that take the same rows in these. Collective."""
-    found = torch.zeros(engine.world, 3, dtype=torch.float64)
-    found[engine.rank] = torch.tensor([engine.dp.index, rows, common], dtype=torch.float64)
-    all_reduce(found, engine.mesh.all, label="the batch of each rank")
-    told = found.tolist()
-    at = [[x[1] for x in told if x[0] == place] for place in range(engine.dp.size)]
-    usual = [max(some, key=some.count) for some in at]
-    shared = [x[2] for x in told]
-    most = max(shared, key=shared.count)
-    odd = [str(rank) for rank, x in enumerate(told) if x[1] != usual[int(x[0])] or x[2] != most]
-    if odd:
-        raise failure(
-            f"ranks that compute one batch together {OTHERS}",
-            got=f"{when}, rank{'s' * (len(odd) > 1)} {', '.join(odd)} others than the rest",
-            fix="give the same batch on every rank (engine.batches does; a DataLoader that shuffles, or random data, needs the same seed "
-            "everywhere: torch.manual_seed at the top of the program); seed a dataset's own random numbers with the sample and not with the rank",
-            everywhere=True,
-        )
-
-
-def apart_along(engine: Engine, numbers: list[float], facts: Tensor) -> float:
-    """Sum `facts`, which the last stage has, over pp. Whether ranks that have the same rows differ in any of the numbers, or saw that some do."""
+def apart_along(engine: Engine, numbers: list[float], facts: Tensor, on_tp: float = 0.0) -> float:
+    """Sum `facts`, which the last stage has, over pp. Whether ranks that have the same rows differ in any of the numbers, or those of tp
+    in another one, or saw that some do."""
     found = 0.0
     for name, axis in engine.mesh.axes.items():
         if axis.size == 1 or name in (REPLICATE, SHARD, *engine.plan.apart):
             continue
-        told = torch.zeros(axis.size, len(numbers) + 1, dtype=torch.float64)
-        told[axis.index] = torch.tensor([*numbers, found], dtype=torch.float64)
+        told = torch.zeros(axis.size, len(numbers) + 2, dtype=torch.float64)
+        told[axis.index] = torch.tensor([*numbers, on_tp * (name == TP), found], dtype=torch.float64)
         message = torch.cat([told.flatten(), facts if axis.name == "pp" else facts[:0]])
         all_reduce(message, axis, label="rows, loss and count of the last stage")
         if axis.name == "pp":

@@ -100,16 +100,19 @@ def rings(mesh: Mesh, axis: Axis) -> tuple[Axis, Axis] | None:
     return inner, outer
 
 
+def all_ranks(world: World) -> Axis:
+    """Every rank of the job as an axis."""
+    backend = world.backend if world.backend != "single" else "gloo"
+    group: Any = world.absent or world.group or dist.group.WORLD
+    if world.size == 1:
+        return Axis("world", ranks=(world.rank,))
+    return Axis("world", world.size, world.rank, tuple(range(world.size)), group, backend)
+
+
 def build_mesh(plan: Plan, world: World) -> Mesh:
     """The mesh of a resolved plan. Collective: every rank calls it."""
     sizes = plan.sizes
-    backend = world.backend if world.backend != "single" else "gloo"
-    group: Any = world.absent or world.group or dist.group.WORLD
-    everyone = (
-        Axis("world", world.size, world.rank, tuple(range(world.size)), group, backend)
-        if world.size > 1
-        else Axis("world", ranks=(world.rank,))
-    )
+    everyone = all_ranks(world)
     along = lambda name: lambda rank: tuple(peers(rank, name, sizes))
     axes: dict[str, Axis] = {}
     for name in AXES:
@@ -130,7 +133,7 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     seeds = all(axes[name].index == 0 for name in one_loss)
     leads = all(axis.index == 0 for name, axis in axes.items() if name not in (REPLICATE, SHARD, *plan.apart))
     mesh = Mesh(world, axes, everyone, data, sums, seeds, leads)
-    if plan.tensor in ("2d", "2.5d") and backend == "gloo":  # whose panels cross on their way: collectives.py
+    if plan.tensor in ("2d", "2.5d") and everyone.backend == "gloo":  # whose panels cross on their way: collectives.py
         for name in (ROW, TP):
             axes[name] = replace(axes[name], other=mesh.another(axes[name]).group)
     return mesh
