@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,25 @@ def limit(engine: Engine) -> None:
     engine.max_norm = 1e-3
 
 
+def scaled_weight(engine: Engine) -> None:
+    with torch.no_grad():
+        next(engine.model.parameters()).mul_(1.5)
+
+
+def replaced(engine: Engine) -> None:
+    param = next(engine.model.parameters())
+    param.data = param.data * 1.5
+
+
+def loaded(engine: Engine) -> None:
+    engine.model.load_state_dict({name: x * 2 for name, x in engine.model.state_dict().items()})
+
+
+def same_values(engine: Engine) -> None:
+    with torch.no_grad():
+        next(engine.model.parameters()).mul_(1.0)
+
+
 def clipped(engine: Engine) -> None:
     engine.forward_backward(batch(9))
     engine.clip(0.01 if engine.rank else 1.0)
@@ -104,6 +124,46 @@ def test_a_rate_of_one_rank_is_refused_and_one_of_all_is_not(pool: Pool, plan: s
 def test_other_options_of_one_rank_are_named(pool: Pool, change: Change, named: str) -> None:
     assert all(named in said for said in pool.run(changed, "dp=2", change, False, ranks=2))
     assert pool.run(changed, "dp=2", change, True, ranks=2) == ["it ran"] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "plan"),
+    [
+        (scaled_weight, "dp=2"),
+        (scaled_weight, "dp=2,zero=1"),
+        (scaled_weight, "tp=2"),
+        (replaced, "dp=2"),
+        (loaded, "dp=2"),
+    ],
+)
+def test_parameters_that_one_rank_changes_are_refused(pool: Pool, change: Change, plan: str) -> None:
+    named = "wrote into parameters: True" if plan == "tp=2" else "checksum of "
+    for said in pool.run(changed, plan, change, False, ranks=2):
+        assert said.startswith("3: rank 1 ")
+        assert named in said
+    assert pool.run(changed, plan, change, True, ranks=2) == ["it ran"] * 2
+
+
+def silently(path: str) -> str:
+    """No version of a tensor tells of what is written by `.data`."""
+    engine = parallelize(model(), loss_fn, optimizer=adam, plan="dp=2")
+    engine.step(batch(0))
+    next(engine.model.parameters()).data.mul_(1 + engine.rank)
+    try:
+        engine.save(path) if path else engine.step(batch(1))
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_parameters_are_compared_at_early_steps_and_before_a_save(pool: Pool, tmp_path: Path) -> None:
+    for path in ("", str(tmp_path / "saved")):
+        for said in pool.run(silently, path, ranks=2):
+            assert said.startswith("rank 1 has other values than the others in the same parameters after 1 steps")
+
+
+def test_values_that_stay_are_no_change(pool: Pool) -> None:
+    assert pool.run(changed, "dp=2", same_values, False, ranks=2) == ["it ran"] * 2
 
 
 def test_another_limit_of_a_clip_is_refused_at_the_next_step(pool: Pool) -> None:

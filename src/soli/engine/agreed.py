@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from soli.core.axes import TP
+from soli.core.axes import DEPTH, PP, ROW, SHARD, TP
 from soli.core.errors import failure, listed, on_all_ranks
 from soli.engine import between, norm, pipelined, same
 from soli.engine.batch import Part
 from soli.mesh.collectives import Axis, all_reduce, gather_json
+from soli.parallel.data import checksum
 from soli.parallel.generators import hashed
 
 if TYPE_CHECKING:
@@ -31,12 +32,19 @@ class Agreement:
         self.place: Facts = {}  # of that batch in its stream
         self.limit: float | None = None  # of the newest clip()
         self.states: int | None = None  # of the optimizer, when it had stepped
+        self.wrote = False  # whether the program wrote into parameters since the step before
+        self._versions: list[tuple[int, int]] = []
         self._options: Facts = {}
         self._number = 0.0
 
     def begin(self, engine: Engine, batch: Any) -> None:
         """A step has this batch."""
         self.rows, self.common = marks(engine, batch).tolist()
+        self.wrote = bool(self._versions) and self._versions != _versions(engine)
+
+    def ended(self, engine: Engine) -> None:
+        """A step is through."""
+        self._versions = _versions(engine)
 
     def seal(self, engine: Engine) -> float:
         """A number of all that is the same on every rank but the rows."""
@@ -45,7 +53,7 @@ class Agreement:
         found = options(engine)
         if found != self._options:
             self._options, self._number = found, _number(found)
-        return _number(self._number, engine.step_count)
+        return _number(self._number, engine.step_count, self.wrote)
 
     def sums(self, engine: Engine, total: float, count: float) -> tuple[Tensor, float]:
         """One small reduction: every rank's total and count in slots of their own, what must be alike, and which parameters were used."""
@@ -62,6 +70,8 @@ class Agreement:
         all_reduce(facts, engine.dp, label="loss, count and used parameters")
         if not engine.mesh.all.simulated and (mine[4].any() or (mine[2:4] != mine[2:4, :1]).any()):
             self._explain(engine, loss)
+        if engine.step_count & (engine.step_count + 1) == 0:
+            need_same_parameters(engine)
         reducer.set_used([bool(flag) for flag in facts[5 * size :].tolist()])
         if engine.pipeline is not None:
             pipelined.agree_on_use(engine)
@@ -86,13 +96,49 @@ class Agreement:
             "give every rank the same optimizer, options, scheduler, clip and seed, and change them alike on all of them",
         )
         need_same_rows(engine, self.rows, at)
+        apart = [x.index for name, x in engine.mesh.axes.items() if name != TP]
         need_alike(
             {"loss of the same rows": loss},
             engine.mesh.all,
             f"has another loss than ranks that compute the same rows with it {at}",
             "let the loss depend on the output and the batch, and on nothing that is a rank's own",
-            [x.index for name, x in engine.mesh.axes.items() if name != TP],
+            apart,
         )
+        need_alike(
+            {"wrote into parameters": self.wrote},
+            engine.mesh.all,
+            f"changed parameters alone, of which others have other parts {at}",
+            "change them on every rank alike",
+            apart,
+        )
+        need_same_parameters(engine)
+
+
+def _versions(engine: Engine) -> list[tuple[int, int]]:
+    """What changes where parameters are written into, or exchanged for other memory."""
+    if engine.world == 1 or engine.mesh.all.simulated:
+        return []
+    return [(p._version, 0 if engine.plan.zero else p.data_ptr()) for p in engine.model.parameters()]
+
+
+def need_same_parameters(engine: Engine) -> None:
+    """SoliError where parameters, or shards, that ranks have alike have other values on some. Collective."""
+    if engine.world == 1 or engine.mesh.all.simulated:
+        return
+    values: Facts = {names[0]: param for names, param in engine.laid.plain}
+    for unit in engine.laid.units:
+        values |= {unit.name: unit.shard} if unit.zero == 3 else {slot.name: slot.param for slot in unit.slots}
+    need_alike(
+        {f"checksum of {name}": checksum(value, name) for name, value in values.items()},
+        engine.mesh.all,
+        f"has other values than the others in the same parameters after {engine.step_count} steps",
+        "change parameters on every rank alike, of what all have (a loss of engine.step, not one of its own rows)",
+        [
+            x.index
+            for name, x in engine.mesh.axes.items()
+            if name in (PP, DEPTH, ROW, TP, *[SHARD] * (engine.plan.zero == 3))
+        ],
+    )
 
 
 def marks(engine: Engine, batch: Any) -> Tensor:

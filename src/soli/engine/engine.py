@@ -341,6 +341,7 @@ class Engine:
             self._take_step()
         norm.forget(self)
         self.step_count += 1
+        self._agreed.ended(self)
         same.agree_on_buffers(self)
         if self._watch is not None:
             self._watch.end(self)
@@ -467,6 +468,7 @@ class Engine:
     ) -> None:
         """Write a checkpoint that loads under any plan. `wait=False` returns once the values are copied."""
         self._finish_gathers()
+        agreed.need_same_parameters(self)
         same.say_buffers(self)
         states.save(self, Path(path), extra or {}, overwrite, wait)
 

@@ -207,7 +207,7 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
             fix="load the optimizer's states on every rank, or on none",
         )
     tensors += [(f"state {number} of the optimizer", value) for number, value in enumerate(states)]
-    marks = torch.tensor([_mark(tensor, name) for name, tensor in tensors], dtype=torch.int64)
+    marks = torch.tensor([checksum(tensor, name) for name, tensor in tensors], dtype=torch.int64)
     low, high = marks.clone(), marks.clone()
     all_reduce(low, world, "min", label="checksums of the weights")
     all_reduce(high, world, "max", label="checksums of the weights")
@@ -226,7 +226,8 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
     events.note(text, shown=world.index == 0, first=differ[0][0])
 
 
-def _mark(tensor: Tensor, name: str) -> int:
+def checksum(tensor: Tensor, name: str) -> int:
+    """Of its bytes."""
     if tensor.is_meta:
         if not is_deferred(tensor):
             raise on_all_ranks(
