@@ -20,6 +20,7 @@ from soli.parallel.generators import hashed
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
+ALIKE = "let every rank do the same: the same model, loss, optimizer, options, batches and changes of them, and nothing that is a rank's own"
 Facts = dict[str, Any]
 """What a rank has, by what it is called."""
 
@@ -87,30 +88,13 @@ class Agreement:
 
     def _explain(self, engine: Engine, loss: float) -> None:
         """SoliError that says which rank differs, and in what. Collective."""
-        need_same_place(engine)
-        at = f"at step {engine.step_count + 1}, and nothing was updated"
-        need_alike(
-            options(engine) | {"steps before": engine.step_count},
-            engine.mesh.all,
-            f"would take another step than the others {at}",
-            "give every rank the same optimizer, options, scheduler, clip and seed, and change them alike on all of them",
-        )
+        at, world = f"at step {engine.step_count + 1}, and nothing was updated", engine.mesh.all
+        what = f"would take another step than the others {at}"
+        need_alike(self.place | options(engine) | {"steps before": engine.step_count}, world, what, ALIKE)
         need_same_rows(engine, self.rows, at)
+        facts = {"loss of the same rows": loss, "wrote into parameters": self.wrote}
         apart = [x.index for name, x in engine.mesh.axes.items() if name != TP]
-        need_alike(
-            {"loss of the same rows": loss},
-            engine.mesh.all,
-            f"has another loss than ranks that compute the same rows with it {at}",
-            "let the loss depend on the output and the batch, and on nothing that is a rank's own",
-            apart,
-        )
-        need_alike(
-            {"wrote into parameters": self.wrote},
-            engine.mesh.all,
-            f"changed parameters alone, of which others have other parts {at}",
-            "change them on every rank alike",
-            apart,
-        )
+        need_alike(facts, world, f"has not what ranks of tp have alike {at}", ALIKE, apart)
         need_same_parameters(engine)
 
 
@@ -132,7 +116,7 @@ def need_same_parameters(engine: Engine) -> None:
         {f"checksum of {name}": checksum(value, name) for name, value in values.items()},
         engine.mesh.all,
         f"has other values than the others in the same parameters after {engine.step_count} steps",
-        "change parameters on every rank alike, of what all have (a loss of engine.step, not one of its own rows)",
+        ALIKE,
         [
             x.index
             for name, x in engine.mesh.axes.items()
@@ -165,7 +149,8 @@ def evaluated(engine: Engine, found: Tensor, seen: Tensor) -> Tensor:
     all_reduce(sums, engine.dp, label="evaluation loss and count")
     told = sums[2:].view_as(told)
     if not engine.mesh.all.simulated and (told[1].any() or (told[0] != told[0, 0]).any()):
-        need_same_place(engine, common if engine._agreed.place.get("kind") == Part.__name__ else None)
+        facts = engine._agreed.place | ({"marks of all": common} if rows != common else {})
+        need_alike(facts, engine.mesh.all, f"evaluates other batches after {engine.step_count} steps", ALIKE)
         need_same_rows(engine, rows, f"in an evaluation after {engine.step_count} steps")
     return sums[:2]
 
@@ -198,21 +183,15 @@ def need_same_program(model: nn.Module, optimizer: torch.optim.Optimizer, given:
         # what others write there may be a rank's own
         shown = module.extra_repr() if str(type(module).extra_repr.__module__).startswith("torch.nn.") else ""
         kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        facts |= {
-            f"module {name or 'of all'}": f"{type(module).__qualname__}({shown})",
-            f"mode of {name or 'all'}": "training" if module.training else "evaluation",
-            f"hooks of {name or 'all'}": sum(map(len, kinds)),
-        }
+        found = f"{type(module).__qualname__}({shown}), in {'training' if module.training else 'evaluation'}"
+        facts[f"module {name or 'of all'}"] = f"{found}, {sum(map(len, kinds))} hooks"
     for name, param in model.named_parameters():
-        facts[f"{name}.requires_grad"] = param.requires_grad
-        facts[f"hooks on gradients of {name}"] = len(between.hooks(param))
+        facts[name] = f"requires_grad={param.requires_grad}, {len(between.hooks(param))} hooks"
     names = {id(param): name for name, param in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         facts[f"parameters of group {number}"] = [names.get(id(param), "another's") for param in group["params"]]
     facts |= {"optimizer": type(optimizer).__name__} | _groups(optimizer)
-    need_alike(
-        facts, world, "gave soli.parallelize other things than the others", "build and give the same on every rank"
-    )
+    need_alike(facts, world, "gave soli.parallelize other things than the others", ALIKE)
 
 
 def _code(function: Any) -> tuple[str, int]:
@@ -229,16 +208,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
     return value if isinstance(value, int | float | str | None) else type(value).__name__
-
-
-def need_same_place(engine: Engine, batches: float | None = None) -> None:
-    """SoliError where ranks take their rows from other batches, or other streams. Collective."""
-    need_alike(
-        engine._agreed.place | ({} if batches is None else {"sum of its batches' marks": batches}),
-        engine.mesh.all,
-        f"would read other batches than the others after {engine.step_count} steps, and nothing was updated",
-        "ask engine.batches for the same on every rank, of the same dataset, and take or skip the same batches on all of them",
-    )
 
 
 def need_same_rows(engine: Engine, rows: float, when: str) -> None:
