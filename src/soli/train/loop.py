@@ -136,7 +136,7 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
         engine.load(newest)
         schedule.steps = config.run.steps  # the checkpoint brought its own, and the rate of its next step
         for group in engine.optimizer.param_groups:
-            group["lr"] = optim.lr * schedule(engine.step_count)
+            group["lr"] = optim.lr * schedule(engine.scheduler.last_epoch)  # a skipped step moves no rate
         if world.is_first:
             rundir.forget_after(folder, engine.step_count)
     log = Log(folder, world.rank, world.size, config.run.steps, engine.step_count)

@@ -1,0 +1,55 @@
+"""`soli train --resume` in this process: rates, and settings that a run began with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from soli.parallel import precision
+from soli.train import loop
+
+CONFIG = """
+[model]
+dim = 16
+layers = 1
+heads = 2
+context = 16
+[optim]
+batch = 4
+warmup = 6
+[run]
+sample_tokens = 0
+save_every = 4
+"""
+
+
+def begun(folder: Path, plan: str, steps: int) -> Path:
+    """The directory of a run that was trained on a few tokens."""
+    for name, count in (("train", 1000), ("validation", 100)):
+        (folder / f"{name}.bin").write_bytes((np.arange(count, dtype="<u2") * 7 % 50).tobytes())
+        (folder / f"{name}.json").write_text(json.dumps({"dtype": "uint16", "vocab": 50}))
+    config = folder / "my.toml"
+    config.write_text(f'{CONFIG}folder = "{folder}/runs"\n')
+    loop.main(config, plan=plan, steps=steps, data=str(folder))
+    (run,) = (folder / "runs").glob("*/")
+    return run
+
+
+def rates(run: Path) -> dict[int, float]:
+    rows: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["lr"] for row in rows if row["kind"] == "train"}
+
+
+def test_a_run_that_skipped_its_steps_goes_on_with_the_rate_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = precision.LossScale
+    monkeypatch.setattr(precision, "LossScale", lambda: large(2.0**40))  # every step overflows
+    run = begun(tmp_path, "dp=1,precision=fp16", 4)
+    loop.main(resume=run, steps=6)
+    assert len(rates(run)) == 6
+    assert len(set(rates(run).values())) == 1
