@@ -79,6 +79,16 @@ def test_batches_of_another_size_go_on_with_the_samples_that_are_left(tmp_path: 
             read(engine.batches(dataset, size))
 
 
+@pytest.mark.parametrize("dataset", [DATA, {i: d for i, d in enumerate(DATA)}.values()], ids=["numbered", "stream"])
+def test_two_datasets_that_are_read_by_turns_need_a_name_each(dataset: Any) -> None:
+    engine, shuffle = engine_for("dp=1"), dataset is DATA
+    pairs = zip(engine.batches(dataset, 6, shuffle=shuffle), engine.batches(dataset, 6, shuffle=shuffle), strict=True)
+    with pytest.raises(SoliError, match="two iterators read the stream 'train' by turns"):
+        list(pairs)
+    a, b = (engine.batches(dataset, 6, shuffle=shuffle, name=name) for name in "ab")
+    assert [len(x.data["x"]) for pair in zip(a, b, strict=True) for x in pair] == [6, 6, 6, 6, 6, 6, 5, 5]
+
+
 def test_a_stream_that_gives_nothing_is_no_endless_loop() -> None:
     with pytest.raises(SoliError, match="gave no samples in epoch 1"):
         read(engine_for("dp=1").batches(iter(DATA), 6, epochs=2, shuffle=False))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class Position:
     batch: int = 0
     global_batch: int = 0
     size: int = 0
+    mover = cast(Any, None)  # the order whose iterator moved it last; None: a checkpoint
 
 
 @dataclass
@@ -160,7 +161,7 @@ def _by_number(
         indices = _permutation(size, order)
         starts = list(range(0, size, order.global_batch))[order.position.batch :]
         if not starts:
-            _advance(order.position, True)
+            _advance(order, True)
         spans = [(start, min(start + order.global_batch, size)) for start in starts]
         parts = [even_parts(stop - start, order.ranks)[order.index] for start, stop in spans]
         mine = [indices[s + a : s + b].tolist() for (s, _), (a, b) in zip(spans, parts, strict=True)]
@@ -173,10 +174,9 @@ def _by_number(
         )
         for (start, stop), (a, b) in zip(spans, parts, strict=True):
             data = next(loader) if b > a else None
-            _advance(order.position, start + order.global_batch >= size)
-            here = replace(order.position)
+            here = _advance(order, start + order.global_batch >= size)
             yield Part(data, a, b, stop - start, order.place(epoch, start // order.global_batch, stop - start))
-            if order.position != here:  # a checkpoint was loaded
+            if _moved(order, here):
                 break
 
 
@@ -260,16 +260,28 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
                 fix="give something that can be iterated once for each epoch, or ask for one epoch",
             )
         if not batch:  # it ended exactly where it was resumed
-            _advance(order.position, True)
+            _advance(order, True)
         while batch:
             ahead = list(islice(samples, order.global_batch))
             a, b = even_parts(len(batch), order.ranks)[order.index]
             place = order.place(epoch, order.position.batch, len(batch))
-            _advance(order.position, not ahead)
-            here = replace(order.position)
+            here = _advance(order, not ahead)
             yield Part(collate(batch[a:b]) if b > a else None, a, b, len(batch), place)
-            batch = ahead if order.position == here else []
+            batch = [] if _moved(order, here) else ahead
 
 
-def _advance(position: Position, epoch_ends: bool) -> None:
-    position.epoch, position.batch = (position.epoch + 1, 0) if epoch_ends else (position.epoch, position.batch + 1)
+def _advance(order: Order, epoch_ends: bool) -> Position:
+    """Move the position by a batch; where it stands then."""
+    at = order.position
+    at.epoch, at.batch, at.mover = (at.epoch + 1, 0, order) if epoch_ends else (at.epoch, at.batch + 1, order)
+    return replace(at)
+
+
+def _moved(order: Order, here: Position) -> bool:
+    """Whether a checkpoint was loaded meanwhile. SoliError where another iterator has moved the position."""
+    if order.position.mover is not None and order.position.mover is not order:
+        raise on_all_ranks(
+            f"two iterators read the stream '{order.name}' by turns, and it has one position: each would leave out what the other reads",
+            fix="give engine.batches a name= for each dataset that is read beside another, and go on with one iterator of each",
+        )
+    return order.position != here

@@ -332,7 +332,7 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
         events.note(text, shown=engine.rank == 0)
         engine.step_count = 0
         for position in engine.positions.values():
-            vars(position).update(asdict(Position()))
+            vars(position).update(asdict(Position()), mover=None)
         return {}
     # By place on dp: ranks that share rows draw alike. More places than were saved go on from the first's: random
     # numbers of one's own (in a dataset) then differ.
@@ -433,6 +433,6 @@ def _restore(engine: Engine, state: dict[str, Any]) -> None:
         vars(engine.loss_scale).update(state["loss_scale"])
     for name, position in state["positions"].items():
         # In place: an iterator that the user already holds goes on from here too.
-        vars(engine.positions.setdefault(name, Position())).update(position)
+        vars(engine.positions.setdefault(name, Position())).update(position, mover=None)
     engine.step_count, engine.seed = state["step"], state["seed"]
     engine.randomness.seed = state["seed"]
