@@ -89,6 +89,23 @@ def test_two_datasets_that_are_read_by_turns_need_a_name_each(dataset: Any) -> N
     assert [len(x.data["x"]) for pair in zip(a, b, strict=True) for x in pair] == [6, 6, 6, 6, 6, 6, 5, 5]
 
 
+@pytest.mark.parametrize("plan", ["dp=1", "auto"])
+def test_a_generator_that_is_left_and_asked_again_loses_nothing(tmp_path: Path, plan: str) -> None:
+    engine, endless = engine_for(plan), (d for _ in range(99) for d in DATA)
+    found = [read(engine.batches(endless, 6, shuffle=False), 2) for _ in range(3)]
+    whole = [x for _ in range(2) for x in ALL]
+    assert torch.equal(torch.cat([x for some in found for x in some]), torch.stack(whole[:36]))
+    engine.step(next(engine.batches(endless, 6, shuffle=False)))
+    engine.save(tmp_path / "c")
+    stream = engine.batches(endless, 6, shuffle=False)
+    next(stream)
+    engine.load(tmp_path / "c")
+    with pytest.raises(SoliError, match="cannot be read again"):
+        next(stream)
+    anew = (d for _ in range(99) for d in DATA)
+    assert torch.equal(read(engine.batches(anew, 6, shuffle=False), 1)[0], torch.stack([*ALL, *ALL, *ALL][42:48]))
+
+
 def test_a_stream_that_gives_nothing_is_no_endless_loop() -> None:
     with pytest.raises(SoliError, match="gave no samples in epoch 1"):
         read(engine_for("dp=1").batches(iter(DATA), 6, epochs=2, shuffle=False))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
@@ -36,6 +36,7 @@ class Position:
     global_batch: int = 0
     size: int = 0
     mover = cast(Any, None)  # the order whose iterator moved it last; None: a checkpoint
+    once = cast(tuple[Any, Any], (None, ()))  # what can be iterated only once, and what is left of it
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Order:
     first: bool = True  # whether this rank says what there is to say
     size: int = 0  # samples of an epoch; 0: nobody knows
     sample: str = ""  # a dataset's first, where ranks read rows of their own
+    given: Any = None  # the dataset as the program gave it
 
     def place(self, epoch: int, batch: int, total: int) -> dict[str, Any]:
         """Where a batch stands, and in what."""
@@ -251,7 +253,8 @@ def _alike(stream: Iterable[Any], number: int) -> Iterator[Any]:
 def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], Any]) -> Iterator[Part]:
     while _goes_on(order):
         epoch, before = order.position.epoch, order.position.batch * order.global_batch
-        samples = islice(_alike(stream, generators.hashed("stream", order.seed, epoch)), before, None)
+        samples = _rest(order) if before and isinstance(order.given, Iterator) else None
+        samples = samples or islice(_alike(stream, generators.hashed("stream", order.seed, epoch)), before, None)
         batch = list(islice(samples, order.global_batch))
         if not batch and not before:
             raise on_all_ranks(
@@ -263,11 +266,26 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
             _advance(order, True)
         while batch:
             ahead = list(islice(samples, order.global_batch))
+            order.position.once = (order.given, chain(ahead, samples))
             a, b = even_parts(len(batch), order.ranks)[order.index]
             place = order.place(epoch, order.position.batch, len(batch))
             here = _advance(order, not ahead)
             yield Part(collate(batch[a:b]) if b > a else None, a, b, len(batch), place)
             batch = [] if _moved(order, here) else ahead
+
+
+def _rest(order: Order) -> Iterator[Any] | None:
+    """What is left of a generator of which an epoch's first samples were read before."""
+    given, rest = order.position.once
+    if given is not order.given:
+        return None
+    if order.position.mover is None:
+        raise on_all_ranks(
+            f"a checkpoint has moved the stream '{order.name}' to samples that were read already, and they cannot be read again",
+            got=type(given).__name__,
+            fix="give something that can be iterated anew, or another iterator after engine.load",
+        )
+    return rest
 
 
 def _advance(order: Order, epoch_ends: bool) -> Position:

@@ -400,12 +400,13 @@ class Engine:
         name: str | None = "train",
     ) -> Iterator[Part]:
         """This rank's part of each global batch, until so many epochs are through (None: this one). A named stream's position is kept and saved."""
+        given = dataset
         if self._plan is None:
             dataset, first = deciding.peek(dataset, min(global_batch, deciding.PEEKED), collate)
             self.decide(first, global_batch)
         position = self.positions.setdefault(name, Position()) if name is not None else Position()
         dp, leads = self.dp, self.rank == 0
-        order = Order(global_batch, self.seed, shuffle, epochs, dp.size, dp.index, position, name, leads)
+        order = Order(global_batch, self.seed, shuffle, epochs, dp.size, dp.index, position, name, leads, given=given)
         return Stream(dataset, order, collate, workers)
 
     @noted
