@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pool import Pool
 from soli import losses, parallelize
@@ -104,6 +104,17 @@ def test_a_generator_that_is_left_and_asked_again_loses_nothing(tmp_path: Path, 
         next(stream)
     anew = (d for _ in range(99) for d in DATA)
     assert torch.equal(read(engine.batches(anew, 6, shuffle=False), 1)[0], torch.stack([*ALL, *ALL, *ALL][42:48]))
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "auto"])
+def test_what_gives_no_samples_is_refused(plan: str) -> None:
+    engine = engine_for(plan)
+    with pytest.raises(SoliError, match="a DataLoader gives batches"):
+        engine.batches(DataLoader(DATA, 3), 6, shuffle=False)
+    with pytest.raises(SoliError, match="mapping by names"):
+        engine.batches({"x": ALL, "targets": ALL}, 6)
+    assert alike(read(engine.batches(DataLoader(DATA, None), 6, shuffle=False)), list(ALL.split(6)))
+    assert len(read(engine.batches(dict(enumerate(DATA)), 6, epochs=2))) == 4
 
 
 def test_a_stream_that_gives_nothing_is_no_endless_loop() -> None:

@@ -7,6 +7,7 @@ plan; and it is kept from call to call, so a loop that asks for an epoch at a ti
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from soli.core.errors import SoliError, on_all_ranks
+from soli.core.errors import SoliError, listed, on_all_ranks
 from soli.core.events import events
 from soli.core.layout import even_parts
 from soli.engine.batch import Part, as_dict
@@ -93,6 +94,21 @@ def _collated(collate: Callable[[list[Any]], Any], ranks: int, samples: list[Any
                 fix="draw in the dataset's __getitem__, or in the model's forward",
             )
     return batch
+
+
+def need_samples(dataset: Any) -> None:
+    """Raises SoliError where a dataset gives no samples by number or one after another, but something else."""
+    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+        raise on_all_ranks(
+            "engine.batches makes batches of samples, and a DataLoader gives batches",
+            fix="give loader.dataset, collate=loader.collate_fn and shuffle=; a sampler's order as torch.utils.data.Subset(dataset, order); or each batch of the loader to engine.step",
+        )
+    if isinstance(dataset, dict | UserDict) and dataset and 0 not in dataset:
+        raise on_all_ranks(
+            "a dataset gives a sample for each number from 0 on, and this is a mapping by names",
+            got=listed([str(key) for key in dataset]),
+            fix="give a list of samples: [{name: x[i] for name, x in data.items()} for i in range(rows)], or each batch to engine.step",
+        )
 
 
 def _check(dataset: Any, order: Order) -> None:

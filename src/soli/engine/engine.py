@@ -21,7 +21,7 @@ from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, as_dict, microbatches, need_rows, need_tensors, part_of, rows_of, to_device
 from soli.engine.check import FirstStep
-from soli.engine.data import Order, Position, Stream
+from soli.engine.data import Order, Position, Stream, need_samples
 from soli.engine.deciding import PROBES, Choice, Wish
 from soli.engine.differentiating import looking
 from soli.engine.noted import noted
@@ -400,7 +400,7 @@ class Engine:
         name: str | None = "train",
     ) -> Iterator[Part]:
         """This rank's part of each global batch, until so many epochs are through (None: this one). A named stream's position is kept and saved."""
-        given = dataset
+        need_samples(given := dataset)
         if self._plan is None:
             dataset, first = deciding.peek(dataset, min(global_batch, deciding.PEEKED), collate)
             self.decide(first, global_batch)
