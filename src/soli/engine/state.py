@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from soli import checkpoint
 from soli.core import copies
-from soli.core.errors import Problem, on_all_ranks, raise_all
+from soli.core.errors import Problem, listed, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import rng
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RNG = "rng."
 PAIRS = "pairs by number"
+EXTRA = "._extra_state"  # as torch names what get_extra_state gives
 
 
 def gradient(unit: Unit, slot: Slot) -> Sharded:
@@ -50,7 +51,7 @@ def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
     for names, param in engine.laid.plain:
         value = uncut(engine, param, _whole(param))
         found |= {name: value for name in names}
-    found |= {name: _whole(buffer) for name, buffer in _buffers(engine)}
+    found |= {name: _whole(buffer) for name, buffer in _buffers(engine)} | _of_modules(engine)
     if engine.pipeline is not None:
         found = _from_stages(engine, found)
     order = {name: found[name] for name in engine.model.state_dict(keep_vars=True)}
@@ -92,7 +93,19 @@ def _buffers(engine: Engine) -> list[tuple[str, Tensor]]:
     """The persistent buffers: those that a state_dict of the model has."""
     parameters = {name for name, _ in engine.model.named_parameters(remove_duplicate=False)}
     rest = engine.model.state_dict(keep_vars=True)
-    return [(name, value) for name, value in rest.items() if name not in parameters]
+    return [(n, value) for n, value in rest.items() if n not in parameters and not f".{n}".endswith(EXTRA)]
+
+
+def _of_modules(engine: Engine) -> dict[str, Any]:
+    """What modules save by get_extra_state."""
+    found = {n: value for n, value in engine.model.state_dict(keep_vars=True).items() if f".{n}".endswith(EXTRA)}
+    if found and engine.pipeline is not None:
+        raise on_all_ranks(
+            "modules save something by get_extra_state, and under pp each stage has its own",
+            got=listed(list(found)),
+            fix="keep it in a buffer (register_buffer), or use a plan without pp",
+        )
+    return found
 
 
 def copy_model(engine: Engine) -> nn.Module:
@@ -231,7 +244,8 @@ def model_tensors(engine: Engine, filling: bool = False) -> dict[str, Sharded]:
         mine = whose.get(name, engine.mesh["pp"].index) == engine.mesh["pp"].index
         elsewhere = Sharded(tuple(buffer.shape), buffer.dtype)
         found[f"model.{name}"] = from_whole(buffer.detach()) if mine or filling else elsewhere
-    return found
+    own = {} if filling else _of_modules(engine)
+    return found | {f"model.{n}": from_whole(x.detach()) for n, x in own.items() if isinstance(x, Tensor)}
 
 
 def _finish_saving(engine: Engine) -> None:
@@ -271,6 +285,7 @@ def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
         "scheduler": numbered(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
         "positions": {name: asdict(position) for name, position in engine.positions.items()},
         "loss_scale": asdict(engine.loss_scale) if engine.loss_scale is not None else None,
+        "modules": {name: value for name, value in _of_modules(engine).items() if not isinstance(value, Tensor)},
         "extra": extra,
     }
 
@@ -313,7 +328,7 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     _finish_saving(engine)
     only_weights = not any(name.startswith(("optimizer.", RNG)) for name in manifest.tensors)
     if not only_weights:
-        raise_all(_group_problems(engine, manifest.state), everywhere=True)
+        raise_all(_group_problems(engine, manifest), everywhere=True)
     drawn = {
         name: torch.empty(saved.shape, dtype=saved.dtype)
         for name, saved in manifest.tensors.items()
@@ -349,6 +364,9 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
     fresh: dict[Any, dict[str, Any]] = {}
     wanted = model_tensors(engine, filling=True) | _optimizer_to_fill(engine, manifest, fresh)
     wanted |= {name: from_whole(value) for name, value in (drawn or {}).items()}
+    own = (f"model.{name}" for name in _of_modules(engine))
+    saved = {n: torch.empty(x.shape, dtype=x.dtype) for n in own if (x := manifest.tensors.get(n)) is not None}
+    wanted |= {name: from_whole(value) for name, value in saved.items()}
     if not fresh and engine._given.begun and stepped(engine.optimizer):
         raise on_all_ranks(
             f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} had some when soli.parallelize was given it, which are gone",
@@ -364,6 +382,8 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
         engine.optimizer.state.clear()
         engine.optimizer.state.update(fresh)
         engine._agreed.states = None
+    for name, value in (saved | {f"model.{n}": x for n, x in state.get("modules", {}).items()}).items():
+        engine.model.get_submodule(name.removeprefix("model.").rpartition(".")[0]).set_extra_state(value)
     return state
 
 
@@ -407,8 +427,16 @@ def _place(engine: Engine, param: Tensor, key: str, shape: tuple[int, ...]) -> t
     return torch.device("cpu") if on_host else param.device
 
 
-def _group_problems(engine: Engine, state: dict[str, Any]) -> Iterator[Problem]:
+def _group_problems(engine: Engine, manifest: checkpoint.Manifest) -> Iterator[Problem]:
     """What does not fit besides the tensors, looked at before any of them is touched."""
+    state = manifest.state
+    there = {n.removeprefix("model.") for n in manifest.tensors if n.endswith(EXTRA)} | set(state.get("modules", {}))
+    other = there ^ set(_of_modules(engine))
+    if other and "modules" in state:
+        yield Problem(
+            "modules of the program or of the checkpoint, but not both, have something to save by get_extra_state",
+            got=listed(sorted(other)),
+        )
     groups = len(engine.optimizer.param_groups)
     if groups != len(state["groups"]):
         yield Problem(

@@ -1,0 +1,65 @@
+"""What a checkpoint brings back beside tensors, and what it is not loaded into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pool import Pool
+from soli import losses, parallelize
+from soli.core.errors import SoliError
+from test_engine import DATA, Named, engine_for
+
+BATCH = {name: torch.stack([sample[name] for sample in DATA[:6]]) for name in ("x", "targets")}
+
+
+class Keeping(Named):
+    """A module with something of its own to save."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def keeping(kept: Any, plan: str) -> Any:
+    return parallelize(
+        Keeping(kept), losses.mse("targets"), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), plan=plan
+    )
+
+
+def kept_by(plan: str, folder: str) -> list[Any]:
+    found = []
+    for number, kept in enumerate(({"seen": 3, "by": [0.5, None]}, torch.arange(3))):
+        engine = keeping(kept, plan)
+        engine.step(BATCH)
+        engine.save(f"{folder}/{number}")
+        again = keeping({} if number == 0 else torch.zeros(2), plan)
+        again.load(f"{folder}/{number}")
+        found.append(again.model.kept.tolist() if number else again.model.kept)
+        found.append(set(again.global_state_dict()) == set(engine.copy_model().state_dict()))
+    return found
+
+
+def test_what_modules_save_of_their_own_comes_back(pool: Pool, tmp_path: Path) -> None:
+    expected = [{"seen": 3, "by": [0.5, None]}, True, [0, 1, 2], True]
+    assert kept_by("dp=1", str(tmp_path)) == expected
+    assert pool.run(kept_by, "dp=2,zero=3", str(tmp_path / "two"), ranks=2) == [expected] * 2
+
+
+def test_what_modules_save_that_cannot_come_back_is_refused(tmp_path: Path) -> None:
+    engine = keeping({"deep": torch.zeros(2)}, "dp=1")
+    with pytest.raises(SoliError, match=r"state\['modules'\]\['_extra_state'\]\['deep'\] is not JSON"):
+        engine.save(tmp_path / "c")
+    engine = engine_for("dp=1")
+    engine.save(tmp_path / "c")
+    with pytest.raises(SoliError, match="by get_extra_state"):
+        keeping(1, "dp=1").load(tmp_path / "c")
