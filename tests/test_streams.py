@@ -138,6 +138,20 @@ def test_a_checkpoint_that_a_loop_loads_moves_the_loop(tmp_path: Path, dataset: 
     assert alike(found, [*whole[:6], *whole[1:]])
 
 
+@pytest.mark.parametrize("begun", [0, 1])
+def test_an_iterator_that_is_held_goes_on_in_the_order_of_the_checkpoints_seed(tmp_path: Path, begun: int) -> None:
+    engine = engine_for("dp=1", seed=5)
+    stream = engine.batches(DATA, 6, epochs=2)
+    read(stream, 1)
+    engine.save(tmp_path / "c")
+    other = engine_for("dp=1", seed=6)
+    held = other.batches(DATA, 6, epochs=2)
+    read(held, begun)
+    other.load(tmp_path / "c")
+    assert "the checkpoint's seed 5 goes on" in events.of_kind("note")[-1]["text"]
+    assert alike(read(held), read(stream))
+
+
 def test_what_a_resumed_program_draws_is_what_it_would_have_drawn(tmp_path: Path) -> None:
     torch.manual_seed(4)
     engine = engine_for("dp=1")

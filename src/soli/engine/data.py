@@ -45,7 +45,7 @@ class Order:
     """Everything that decides which samples a batch holds."""
 
     global_batch: int
-    seed: int
+    seed: Callable[[], int]  # a checkpoint brings its own
     shuffle: bool
     epochs: int | None  # None: the rest of the one that it stands in
     ranks: int
@@ -59,8 +59,8 @@ class Order:
 
     def place(self, epoch: int, batch: int, total: int) -> dict[str, Any]:
         """Where a batch stands, and in what."""
-        shown = ("name", "seed", "shuffle", "global_batch", "size", "sample")
-        return {"batch": (epoch, batch), "rows": total} | {name: getattr(self, name) for name in shown}
+        shown = ("name", "shuffle", "global_batch", "size", "sample")
+        return {"batch": (epoch, batch), "rows": total, "seed": self.seed()} | {n: getattr(self, n) for n in shown}
 
 
 class Stream(Iterator[Part]):
@@ -171,7 +171,7 @@ def _batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any], wo
 def _by_number(
     dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]], Any], workers: int
 ) -> Iterator[Part]:
-    drawing = _Drawing(dataset, order.seed, order.ranks)
+    drawing = _Drawing(dataset, order.ranks)
     if order.ranks > 1 and not workers:  # a dataset may open its files where it is read first
         order.sample = drawing.first()
     while _goes_on(order):
@@ -183,9 +183,9 @@ def _by_number(
         spans = [(start, min(start + order.global_batch, size)) for start in starts]
         parts = [even_parts(stop - start, order.ranks)[order.index] for start, stop in spans]
         mine = [indices[s + a : s + b].tolist() for (s, _), (a, b) in zip(spans, parts, strict=True)]
-        drawing.epoch = epoch
+        drawing.epoch, drawing.seed = epoch, (seed := order.seed())
         # Its own numbers: a loader draws one from the program's generator, which a resumed run would do once more.
-        own = torch.Generator().manual_seed(generators.hashed("loader", order.seed, epoch))
+        own = torch.Generator().manual_seed(generators.hashed("loader", seed, epoch))
         samplers = [m for m in mine if m]
         loader = iter(
             DataLoader(drawing, batch_sampler=samplers, collate_fn=collate, num_workers=workers, generator=own)
@@ -202,8 +202,8 @@ class _Drawing(Dataset[Any]):
     """Samples whose Python draws (augmentation) draw by their number: alike whichever rank or worker makes them, and unlike their
     neighbours, whose rank began with the same seed. The first batch that draws is made twice: until then nothing is seeded."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int, ranks: int) -> None:
-        self.dataset, self.seed, self.epoch = dataset, seed, 0
+    def __init__(self, dataset: Dataset[Any], ranks: int) -> None:
+        self.dataset, self.seed, self.epoch = dataset, 0, 0
         self.drew, self.looked = False, ranks == 1
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:
@@ -247,7 +247,7 @@ def _seen(sample: Any) -> list[str]:
 def _permutation(size: int, order: Order) -> torch.Tensor:
     if not order.shuffle:
         return torch.arange(size)
-    generator = torch.Generator().manual_seed(order.seed * 1_000_003 + order.position.epoch)
+    generator = torch.Generator().manual_seed(order.seed() * 1_000_003 + order.position.epoch)
     return torch.randperm(size, generator=generator)
 
 
@@ -270,7 +270,7 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
     while _goes_on(order):
         epoch, before = order.position.epoch, order.position.batch * order.global_batch
         samples = _rest(order) if before and isinstance(order.given, Iterator) else None
-        samples = samples or islice(_alike(stream, generators.hashed("stream", order.seed, epoch)), before, None)
+        samples = samples or islice(_alike(stream, generators.hashed("stream", order.seed(), epoch)), before, None)
         batch = list(islice(samples, order.global_batch))
         if not batch and not before:
             raise on_all_ranks(
@@ -304,18 +304,18 @@ def _rest(order: Order) -> Iterator[Any] | None:
     return rest
 
 
-def _advance(order: Order, epoch_ends: bool) -> Position:
-    """Move the position by a batch; where it stands then."""
+def _advance(order: Order, epoch_ends: bool) -> tuple[Position, int]:
+    """Move the position by a batch; where it stands then, in the order of which seed."""
     at = order.position
     at.epoch, at.batch, at.mover = (at.epoch + 1, 0, order) if epoch_ends else (at.epoch, at.batch + 1, order)
-    return replace(at)
+    return replace(at), order.seed()
 
 
-def _moved(order: Order, here: Position) -> bool:
+def _moved(order: Order, here: tuple[Position, int]) -> bool:
     """Whether a checkpoint was loaded meanwhile. SoliError where another iterator has moved the position."""
     if order.position.mover is not None and order.position.mover is not order:
         raise on_all_ranks(
             f"two iterators read the stream '{order.name}' by turns, and it has one position: each would leave out what the other reads",
             fix="give engine.batches a name= for each dataset that is read beside another, and go on with one iterator of each",
         )
-    return order.position != here
+    return (order.position, order.seed()) != here

@@ -406,7 +406,7 @@ class Engine:
             self.decide(first, global_batch)
         position = self.positions.setdefault(name, Position()) if name is not None else Position()
         dp, leads = self.dp, self.rank == 0
-        order = Order(global_batch, self.seed, shuffle, epochs, dp.size, dp.index, position, name, leads, given=given)
+        order = Order(global_batch, lambda: self.seed, shuffle, epochs, dp.size, dp.index, position, name, leads, given=given)
         return Stream(dataset, order, collate, workers)
 
     @noted

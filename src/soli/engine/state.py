@@ -462,5 +462,8 @@ def _restore(engine: Engine, state: dict[str, Any]) -> None:
     for name, position in state["positions"].items():
         # In place: an iterator that the user already holds goes on from here too.
         vars(engine.positions.setdefault(name, Position())).update(position, mover=None)
+    if engine.seed != state["seed"]:
+        text = f"the checkpoint's seed {state['seed']} goes on, of dropout and of the order of the data, and not the program's {engine.seed}"
+        events.note(text, shown=engine.rank == 0)
     engine.step_count, engine.seed = state["step"], state["seed"]
     engine.randomness.seed = state["seed"]
