@@ -11,6 +11,7 @@ import torch
 from pool import Pool
 from soli import losses, parallelize
 from soli.core.errors import SoliError
+from soli.core.events import events
 from test_engine import DATA, Named, engine_for
 
 BATCH = {name: torch.stack([sample[name] for sample in DATA[:6]]) for name in ("x", "targets")}
@@ -63,3 +64,30 @@ def test_what_modules_save_that_cannot_come_back_is_refused(tmp_path: Path) -> N
     engine.save(tmp_path / "c")
     with pytest.raises(SoliError, match="by get_extra_state"):
         keeping(1, "dp=1").load(tmp_path / "c")
+
+
+def freezing(plan: str, folder: str) -> list[bool]:
+    """Steps with all layers or without the first, then the other way, and back."""
+    found = []
+    for number, frozen in enumerate((False, True, False)):
+        model = Named()
+        model.net[0].requires_grad_(not frozen)
+        engine = parallelize(
+            model, losses.mse("targets"), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), plan=plan, example=BATCH
+        )
+        if number:
+            notes = len(events.of_kind("note"))
+            engine.load(f"{folder}/{number - 1}")
+            said = [note["text"] for note in events.of_kind("note")[notes:]]
+            found.append(frozen == any("that are frozen now are not read: net.0.bias, net.0.weight" in t for t in said))
+        engine.step(BATCH)
+        engine.save(f"{folder}/{number}")
+        found.append(("optimizer.net.0.weight.exp_avg" in engine.global_state_dict(optimizer=True)) is not frozen)
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
+def test_layers_are_frozen_and_unfrozen_by_a_checkpoint_under_every_plan(
+    pool: Pool, tmp_path: Path, plan: str
+) -> None:
+    assert pool.run(freezing, plan, str(tmp_path / "c"), ranks=2) == [[True] * 5] * 2

@@ -397,15 +397,16 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
     The optimizer's own are left alone until everything is read.
     """
     by_name = {slot.name: (unit, slot, param) for unit, slot, param in _held(engine)}
-    known = {names[0] for names, _ in engine.laid.absent.values()}
-    known |= {slot.name for unit in engine.laid.units for slot in unit.slots}
+    trains = {names[0]: param.requires_grad for names, param in named_once(engine.model)}
+    dropped = set()
     found: dict[str, Sharded] = {}
     for name, saved in manifest.tensors.items():
         if not name.startswith("optimizer."):
             continue
         param_name, _, key = name.removeprefix("optimizer.").rpartition(".")
-        if param_name not in known:
+        if param_name not in trains:
             continue  # checkpoint.load reports it as unexpected, with all others
+        dropped |= set() if trains[param_name] else {param_name}
         if param_name not in by_name:
             found[name] = Sharded(tuple(saved.shape), saved.dtype)
             continue
@@ -417,6 +418,9 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
             value = torch.empty(saved.shape, dtype=saved.dtype, device=_place(engine, param, key, saved.shape))
             found[name] = from_whole(value)
         fresh.setdefault(param, {})[key] = value
+    if dropped:
+        text = f"the optimizer's states of parameters that are frozen now are not read: {listed(sorted(dropped))}"
+        events.note(text, shown=engine.rank == 0)
     return found
 
 
