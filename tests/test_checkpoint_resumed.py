@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pool import Pool
-from soli import losses, parallelize
+from soli import checkpoint, losses, parallelize
 from soli.core.errors import SoliError
 from soli.core.events import events
 from test_engine import DATA, Named, engine_for
@@ -91,3 +91,57 @@ def test_layers_are_frozen_and_unfrozen_by_a_checkpoint_under_every_plan(
     pool: Pool, tmp_path: Path, plan: str
 ) -> None:
     assert pool.run(freezing, plan, str(tmp_path / "c"), ranks=2) == [[True] * 5] * 2
+
+
+def grouped(plan: str, kind: type = torch.optim.AdamW, schedule: str = "StepLR", turned: bool = False) -> Any:
+    model = Named()
+    weights, rest = ([p for p in model.parameters() if (p.dim() > 1) is two] for two in (True, False))
+    groups = [{"params": weights, "lr": 0.1}, {"params": rest, "lr": 0.2}]
+    return parallelize(
+        model,
+        losses.mse("targets"),
+        optimizer=kind(groups[::-1] if turned else groups),
+        scheduler=lambda o: getattr(torch.optim.lr_scheduler, schedule)(o, 2),
+        plan=plan,
+    )
+
+
+def refused(plan: str, folder: str) -> list[str]:
+    engine = grouped(plan)
+    engine.step(BATCH)
+    engine.save(folder)
+    said = []
+    for options in ({"kind": torch.optim.SGD}, {"schedule": "CosineAnnealingLR"}, {"turned": True}, {}):
+        other = grouped(plan, **options)
+        before = other.global_state_dict()
+        try:
+            other.load(folder)
+            said.append("")
+        except SoliError as error:
+            said.append(str(error))
+            assert all(torch.equal(x, before[name]) for name, x in other.global_state_dict().items())
+    return said
+
+
+def test_optimizers_schedulers_and_groups_of_another_kind_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for plan in ("dp=2", "dp=2,zero=3"):
+        for kind, schedule, turned, same in pool.run(refused, plan, str(tmp_path / plan), ranks=2):
+            assert "of another optimizer" in kind
+            assert "of another scheduler" in schedule
+            assert "net.0.bias: group 0, saved in 1" in turned
+            assert not same
+
+
+def test_a_checkpoint_that_does_not_say_its_classes_and_groups_loads(tmp_path: Path) -> None:
+    engine = engine_for("dp=1")
+    engine.step(BATCH)
+    saved = checkpoint.save
+    with pytest.MonkeyPatch.context() as patch:
+        old = lambda path, tensors, state, **rest: saved(
+            path, tensors, {k: v for k, v in state.items() if k not in ("members", "classes", "modules")}, **rest
+        )
+        patch.setattr(checkpoint, "save", old)
+        engine.save(tmp_path / "c")
+    again = engine_for("dp=1")
+    again.load(tmp_path / "c")
+    assert float(again.step(BATCH)) == float(engine.step(BATCH))

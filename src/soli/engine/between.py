@@ -43,13 +43,23 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 class Given:
     """A model as `soli.parallelize` was given it, and what it must still be when a step begins."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.named = dict(model.named_parameters())
+        self.groups = self._groups(optimizer)
         self.frozen = [param.requires_grad for param in self.named.values()]
         self.hooks = {name: hooks(param) for name, param in self.named.items()}
         self._said = False
         self.optimizer: tuple[Any, list[int]] | None = None
         self.begun = False  # whether its class makes states when it is built (Adagrad)
+
+    def _groups(self, optimizer: Any) -> list[list[str]]:
+        names = {id(param): name for name, param in self.named.items()}
+        return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+
+    def members(self, optimizer: Any) -> list[list[str]]:
+        """The parameters of each group, by name: as they were given, and where this rank has them whole as they are."""
+        now = self._groups(optimizer)
+        return now if sum(map(len, now)) >= sum(map(len, self.groups)) else self.groups
 
     def check(self, engine: Engine) -> None:
         """Raises SoliError with all that was changed. The program is the same on every rank, and so is this."""

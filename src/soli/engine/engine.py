@@ -138,7 +138,7 @@ class Engine:
         self.step_count, self.last = 0, Last()
         self.positions: dict[str, Position] = {}
         self.numel = sum(param.numel() for param in model.parameters())
-        self._first, self._given, self._agreed = FirstStep(), between.Given(model), agreed.Agreement()
+        self._first, self._given, self._agreed = FirstStep(), between.Given(model, optimizer), agreed.Agreement()
         self._count, self._seed_scale = 0.0, 1.0  # counted targets of the gradients that wait for update()
         self._norm: float | None
         self._norm, self._factor = None, 1.0

@@ -282,12 +282,19 @@ def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
         "seed": engine.seed,
         "tied": engine.tied,
         "groups": [{k: _plain(v) for k, v in g.items()} for g in groups],
+        "members": engine._given.members(engine.optimizer),
+        "classes": _classes(engine),
         "scheduler": numbered(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
         "positions": {name: asdict(position) for name, position in engine.positions.items()},
         "loss_scale": asdict(engine.loss_scale) if engine.loss_scale is not None else None,
         "modules": {name: value for name, value in _of_modules(engine).items() if not isinstance(value, Tensor)},
         "extra": extra,
     }
+
+
+def _classes(engine: Engine) -> dict[str, str]:
+    pair = {"optimizer": engine.optimizer, "scheduler": engine.scheduler}
+    return {what: type(one).__name__ for what, one in pair.items() if one is not None}
 
 
 def _plain(value: Any) -> Any:
@@ -441,11 +448,20 @@ def _group_problems(engine: Engine, manifest: checkpoint.Manifest) -> Iterator[P
             "modules of the program or of the checkpoint, but not both, have something to save by get_extra_state",
             got=listed(sorted(other)),
         )
-    groups = len(engine.optimizer.param_groups)
+    groups, members = len(engine.optimizer.param_groups), engine._given.members(engine.optimizer)
     if groups != len(state["groups"]):
         yield Problem(
             "the optimizer has another number of parameter groups than the checkpoint's",
             got=f"{groups}, saved {len(state['groups'])}",
+            seen="forgotten-on-resume",
+        )
+    then, now = ({n: i for i, names in enumerate(m) for n in names} for m in (state.get("members", []), members))
+    moved = [name for name, group in now.items() if then.get(name, group) != group]
+    if moved:
+        yield Problem(
+            "parameters are in another group of the optimizer than in the checkpoint's, and would have its options",
+            got=listed([f"{name}: group {now[name]}, saved in {then[name]}" for name in moved]),
+            fix="make the groups in the order that the checkpoint was trained with",
             seen="forgotten-on-resume",
         )
     if (engine.scheduler is None) != (state["scheduler"] is None):
@@ -454,6 +470,10 @@ def _group_problems(engine: Engine, manifest: checkpoint.Manifest) -> Iterator[P
             fix="give soli.parallelize the scheduler that the checkpoint was trained with",
             seen="forgotten-on-resume",
         )
+    for what, name in _classes(engine).items():
+        saved = state.get("classes", {}).get(what, name)
+        if saved != name:
+            yield Problem(f"the checkpoint is of another {what}", got=name, allowed=saved, seen="forgotten-on-resume")
 
 
 def _restore(engine: Engine, state: dict[str, Any]) -> None:
