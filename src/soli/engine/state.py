@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +19,7 @@ from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import rng
 from soli.engine.data import Position
 from soli.engine.optimizer import stepped
+from soli.engine.plain import counted, like, numbered, plain
 from soli.mesh.collectives import all_gather, all_reduce, barrier, broadcast, gather_json
 from soli.parallel.tensor.moves import collected
 from soli.parallel.units import Slot, Unit, cut_over, named_once
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
 RNG = "rng."
-PAIRS = "pairs by number"
 EXTRA = "._extra_state"  # as torch names what get_extra_state gives
 
 
@@ -281,7 +279,7 @@ def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
         "plan": str(engine.plan),
         "seed": engine.seed,
         "tied": engine.tied,
-        "groups": [{k: _plain(v) for k, v in g.items()} for g in groups],
+        "groups": [{k: plain(v) for k, v in g.items()} for g in groups],
         "members": engine._given.members(engine.optimizer),
         "classes": _classes(engine),
         "scheduler": numbered(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
@@ -295,38 +293,6 @@ def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
 def _classes(engine: Engine) -> dict[str, str]:
     pair = {"optimizer": engine.optimizer, "scheduler": engine.scheduler}
     return {what: type(one).__name__ for what, one in pair.items() if one is not None}
-
-
-def _plain(value: Any) -> Any:
-    """An option of a group as JSON can hold it: a learning rate may be a tensor, or numpy's."""
-    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _like(old: Any, value: Any) -> Any:
-    """What `_plain` made of an option, in the form that it has here."""
-    if isinstance(old, Tensor):
-        return old.fill_(value)
-    return type(old)(value) if isinstance(old, np.generic | tuple) else value
-
-
-def numbered(value: Any) -> Any:
-    """A scheduler's state as JSON can hold it: dicts by numbers (MultiStepLR's milestones, a Counter) as pairs."""
-    if isinstance(value, dict) and value and all(type(key) is int for key in value):
-        return {PAIRS: [[key, numbered(item)] for key, item in value.items()]}
-    if isinstance(value, dict):
-        return {key: numbered(item) for key, item in value.items()}
-    return [numbered(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def counted(value: Any) -> Any:
-    """What `numbered` was given, whose dicts by numbers are Counters."""
-    if isinstance(value, dict) and value.keys() == {PAIRS}:
-        return Counter({key: counted(item) for key, item in value[PAIRS]})
-    if isinstance(value, dict):
-        return {key: counted(item) for key, item in value.items()}
-    return [counted(item) for item in value] if isinstance(value, list) else value
 
 
 def load(engine: Engine, path: Path) -> dict[str, Any]:
@@ -478,7 +444,7 @@ def _group_problems(engine: Engine, manifest: checkpoint.Manifest) -> Iterator[P
 
 def _restore(engine: Engine, state: dict[str, Any]) -> None:
     for group, saved in zip(engine.optimizer.param_groups, state["groups"], strict=True):
-        group.update({k: _like(group.get(k), v) for k, v in saved.items()})
+        group.update({k: like(group.get(k), v) for k, v in saved.items()})
     if engine.scheduler is not None:
         engine.scheduler.load_state_dict(counted(state["scheduler"]))
     if engine.loss_scale is not None and state["loss_scale"] is not None:

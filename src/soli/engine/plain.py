@@ -1,0 +1,43 @@
+"""Options of an optimizer and states of a scheduler in values that JSON has, and back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+PAIRS = "pairs by number"
+
+
+def plain(value: Any) -> Any:
+    """An option of a group as JSON can hold it: a learning rate may be a tensor, or numpy's."""
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def like(old: Any, value: Any) -> Any:
+    """What `plain` made of an option, in the form that it has here."""
+    if isinstance(old, Tensor):
+        return old.fill_(value)
+    return type(old)(value) if isinstance(old, np.generic | tuple) else value
+
+
+def numbered(value: Any) -> Any:
+    """A scheduler's state as JSON can hold it: dicts by numbers (MultiStepLR's milestones, a Counter) as pairs."""
+    if isinstance(value, dict) and value and all(type(key) is int for key in value):
+        return {PAIRS: [[key, numbered(item)] for key, item in value.items()]}
+    if isinstance(value, dict):
+        return {key: numbered(item) for key, item in value.items()}
+    return [numbered(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def counted(value: Any) -> Any:
+    """What `numbered` was given, whose dicts by numbers are Counters."""
+    if isinstance(value, dict) and value.keys() == {PAIRS}:
+        return Counter({key: counted(item) for key, item in value[PAIRS]})
+    if isinstance(value, dict):
+        return {key: counted(item) for key, item in value.items()}
+    return [counted(item) for item in value] if isinstance(value, list) else value
