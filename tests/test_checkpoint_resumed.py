@@ -145,3 +145,50 @@ def test_a_checkpoint_that_does_not_say_its_classes_and_groups_loads(tmp_path: P
     again = engine_for("dp=1")
     again.load(tmp_path / "c")
     assert float(again.step(BATCH)) == float(engine.step(BATCH))
+
+
+class Counting(torch.optim.Optimizer):
+    """States that are no tensors, and an update that depends on their types."""
+
+    def __init__(self, params: Any, lr: float = 0.1, strange: Any = None) -> None:
+        super().__init__(params, {"lr": lr, "strange": strange})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "on": True, "none": group["strange"], "most": float("inf"), "rate": 0.5}
+                state["step"] += 1
+                for _ in range(state["step"] % 3):
+                    p.mul_(0.999)
+                p.sub_(p.grad, alpha=group["lr"] / state["step"] * state["rate"])
+
+
+def counting(plan: str, folder: str) -> Any:
+    made = lambda strange=None: parallelize(
+        Named(), losses.mse("targets"), optimizer=lambda p: Counting(p, 0.1, strange), plan=plan, example=BATCH
+    )
+    engine, again, strange = made(), made(), made({"a": torch.ones(1)})
+    for _ in range(2):
+        engine.step(BATCH)
+    engine.save(folder)
+    again.load(folder)
+    states = [
+        [(key, value) for p in one.optimizer.param_groups[0]["params"] for key, value in one.optimizer.state[p].items()]
+        for one in (engine, again)
+    ]
+    assert states[0] == states[1]
+    assert [type(value) for _, value in states[0]] == [type(value) for _, value in states[1]]
+    assert [float(engine.step(BATCH)) for _ in range(2)] == [float(again.step(BATCH)) for _ in range(2)]
+    strange.step(BATCH)
+    with pytest.raises(SoliError, match=r"neither tensors nor numbers(.|\n)*\.none: dict"):
+        strange.save(folder + "-strange")
+    return states[1][:5]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "pp=2,microbatches=2"])
+def test_states_of_an_optimizer_that_are_no_tensors_keep_their_types(pool: Pool, tmp_path: Path, plan: str) -> None:
+    for states in pool.run(counting, plan, str(tmp_path / "c"), ranks=2):
+        assert states == [("step", 2), ("on", True), ("none", None), ("most", float("inf")), ("rate", 0.5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from soli.engine import rng
 from soli.engine.data import Position
 from soli.engine.optimizer import stepped
 from soli.engine.plain import counted, like, numbered, plain
-from soli.mesh.collectives import all_gather, all_reduce, barrier, broadcast, gather_json
+from soli.mesh.collectives import all_gather, all_reduce, broadcast, gather_json
 from soli.parallel.tensor.moves import collected
 from soli.parallel.units import Slot, Unit, cut_over, named_once
 from soli.parallel.wrapping import unwrap
@@ -206,11 +207,29 @@ def optimizer_tensors(engine: Engine) -> dict[str, Sharded]:
         for key, value in engine.optimizer.state.get(param, {}).items():
             name = f"optimizer.{slot.name}.{key}"
             if not isinstance(value, Tensor):
-                value = torch.tensor(value, dtype=torch.float64)
+                continue  # see _numbers
             if value.shape == param.shape and value.dim():
                 found[name] = _like_parameter(unit, slot, value.detach())
             else:
                 found[name] = from_whole(value.detach())
+    return found
+
+
+def _numbers(engine: Engine) -> dict[str, str]:
+    """<param>.<key> -> a state of the optimizer that is no tensor but a number or None, as text, of all ranks. Collective."""
+    mine: dict[str, Any] = {}
+    for _, slot, param in _held(engine):
+        for key, value in engine.optimizer.state.get(param, {}).items():
+            if not isinstance(value, Tensor):
+                known = value is None or isinstance(value, int | float)
+                mine[f"{slot.name}.{key}"] = json.dumps(value) if known else [type(value).__name__]
+    found: dict[str, Any] = {}
+    for each in gather_json(mine, engine.mesh.all, label="save(), which every rank calls"):
+        found |= each
+    strange = [f"{name}: {value[0]}" for name, value in found.items() if isinstance(value, list)]
+    if strange:
+        what = "states of the optimizer are neither tensors nor numbers, and could not be brought back"
+        raise on_all_ranks(what, got=listed(strange), allowed="tensors, int, float, bool, None")
     return found
 
 
@@ -257,11 +276,11 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
     if engine._count:
         raise on_all_ranks("save() between forward_backward() and update()", fix="save after the step")
     _finish_saving(engine)
-    barrier(engine.mesh.all, label="save(), which every rank calls")
+    numbers = _numbers(engine)
     tensors = model_tensors(engine) | optimizer_tensors(engine)
     if engine.mesh.leads:  # one for each place on dp
         tensors[f"{RNG}{engine.dp.index}"] = from_whole(rng.state())
-    state = _state(engine, extra)
+    state = _state(engine, extra) | {"numbers": numbers}
     if engine._save_group is None and engine.world > 1:
         # Its own group: on the default one a background save has crashed while training communicates.
         engine._save_group = dist.new_group(backend="gloo")
@@ -391,6 +410,10 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
             value = torch.empty(saved.shape, dtype=saved.dtype, device=_place(engine, param, key, saved.shape))
             found[name] = from_whole(value)
         fresh.setdefault(param, {})[key] = value
+    for name, number in manifest.state.get("numbers", {}).items():
+        param_name, _, key = name.rpartition(".")
+        if param_name in by_name:
+            fresh.setdefault(by_name[param_name][2], {})[key] = json.loads(number)
     if dropped:
         text = f"the optimizer's states of parameters that are frozen now are not read: {listed(sorted(dropped))}"
         events.note(text, shown=engine.rank == 0)
