@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from soli.core.errors import SoliError
 from soli.parallel import precision
 from soli.train import loop
 
@@ -53,3 +54,22 @@ def test_a_run_that_skipped_its_steps_goes_on_with_the_rate_that_it_had(
     loop.main(resume=run, steps=6)
     assert len(rates(run)) == 6
     assert len(set(rates(run).values())) == 1
+
+
+def test_what_a_run_began_with_is_known_when_its_file_was_edited(tmp_path: Path) -> None:
+    run = begun(tmp_path, "dp=1", 4)
+    file = run / "config.toml"
+    text = file.read_text()
+    model = {"dim = 16": "dim = 32", "dropout = 0.0": "dropout = 0.5"}
+    for edits in (model, {"clip = 1.0": "clip = 0.5", "warmup = 6": "warmup = 3"}):
+        changed = text
+        for old, new in edits.items():
+            assert old in changed
+            changed = changed.replace(old, new)
+        file.write_text(changed)
+        with pytest.raises(SoliError) as caught:
+            loop.main(resume=run, steps=6)
+        said = "a run that is resumed has the {} that it began with"
+        assert {p.what for p in caught.value.problems} == {said.format(line.split(" = ")[0]) for line in edits}
+    file.write_text(text)
+    assert loop.main(resume=run, steps=5)["steps"] == 5

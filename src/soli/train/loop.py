@@ -177,7 +177,7 @@ def _steps(job: _Job) -> float:
             log.look(step, _evaluate(job, look), len(look), None)
             log.skip()
         if steps and due(step, steps, run.save_every, SAVES):
-            engine.save(job.folder / "checkpoints" / f"{step:06d}")
+            engine.save(job.folder / "checkpoints" / f"{step:06d}", extra={"config": asdict(job.config)})
             log.skip()
         if steps and step >= steps:
             break

@@ -11,21 +11,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
+from soli.checkpoint import latest, read_manifest
 from soli.core.errors import Problem, SoliError, on_all_ranks, raise_all
 from soli.core.files import write_whole
 from soli.core.package import SOLI
 from soli.train import settings
-from soli.train.config import Config
+from soli.train.config import Config, Model
 from soli.train.tokens import Tokens
 
 CONFIG, METRICS, DATA = "config.toml", "metrics.jsonl", "data.json"
-SAVED = ("lr", "warmup", "floor", "beta1", "beta2", "weight_decay", "seed")
-"""Settings that a checkpoint brings with it."""
+SAVED = ("lr", "warmup", "floor", "beta1", "beta2", "weight_decay", "clip", *get_type_hints(Model), "seed")
+"""Settings of which a checkpoint is, or that it brings with it."""
 
 
 def create(config: Config) -> Path:
@@ -148,8 +150,13 @@ def configuration(
     said = {place.get(key, f"run.{key}"): value for key, value in named.items()}
     config = settings.load(start, said, given)
     if resume is not None:
-        before = settings.load(start, {}, ())
-        then, now = ({**vars(one.optim), "seed": one.run.seed} for one in (before, config))
+        newest = latest(resume / "checkpoints")
+        # what its own file says may have been edited since
+        began = read_manifest(newest).state["extra"].get("config") if newest else None
+        then, now = (
+            {**one["optim"], **one["model"], "seed": one["run"]["seed"]}
+            for one in (began or asdict(settings.load(start)), asdict(config))
+        )
         what = "a run that is resumed has the {} that it began with"
         raise_all(
             Problem(what.format(k), str(now[k]), str(then[k]), "start a new run") for k in SAVED if then[k] != now[k]
