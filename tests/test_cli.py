@@ -59,9 +59,11 @@ def test_train_refuses_all_mistakes_at_once_before_a_rank_starts(tmp_path: Path)
 
 def test_train_checks_the_plan_of_the_file_and_prints_a_problem_once(tmp_path: Path) -> None:
     config = tmp_path / "my.toml"
-    config.write_text('[run]\nplan = "dp=3"\n')
+    config.write_text('[run]\nplan = "dp=3"\n[optim]\nbatch = 2\n')
     done = soli("train", str(config), "-n", "2")
     assert (done.returncode, done.stderr.count("takes 3 ranks")) == (2, 1)
+    done = soli("train", str(config), "-n", "3")
+    assert (done.returncode, done.stderr.count("batch 2, dp=3"), "ranks; rank 0" in done.stdout) == (2, 1, False)
     done = soli("train", "--plan", "zeroo=3", "-n", "2")
     assert (done.returncode, done.stderr.count("no key 'zeroo'")) == (2, 1)
 

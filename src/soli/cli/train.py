@@ -44,14 +44,17 @@ def check(ranks: int, config: Path | None, resume: Path | None, named: dict[str,
     from soli.train import rundir
 
     found: list[Problem] = []
-    plan = named["plan"]
+    plan, batch = named["plan"], 0
     try:
-        plan = rundir.configuration(config, resume, named).run.plan
+        said = rundir.configuration(config, resume, named)
+        plan, batch = said.run.plan, said.optim.batch
     except SoliError as error:
         found += error.problems
     try:
-        if plan not in (None, "auto"):
-            resolve(Plan.parse(plan), ranks)
+        dp = 1 if plan in (None, "auto") else resolve(Plan.parse(plan), ranks).dp or 1
+        if 0 < batch < dp:
+            what = "optim.batch is smaller than the number of data-parallel ranks"
+            found.append(Problem(what, f"batch {batch}, dp={dp}", f"{dp} or more"))
     except SoliError as error:
         found += error.problems
     raise_all(dict.fromkeys(found))  # a plan that does not parse is a problem of both
