@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,49 @@ def test_a_mapping_is_a_batch_and_a_compiled_model_has_its_own_arguments() -> No
     parallelize(
         Named(), losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="auto", example=of(Encoded)
     )
+
+
+@dataclass
+class Closed:
+    """A batch that is no pytree."""
+
+    x: torch.Tensor
+    targets: torch.Tensor
+
+
+def told(plan: str, batch: Any, named: bool = True) -> str:
+    model = Named() if named else nn.Linear(5, 3)
+    engine = parallelize(
+        model, losses.mse("targets" if named else -1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan
+    )
+    try:
+        engine.step(batch(engine) if callable(batch) else batch)
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+def collated(engine: Any) -> Any:
+    pair = lambda samples: Closed(*(torch.stack([d[name] for d in samples]) for name in ("x", "targets")))
+    return next(engine.batches(DATA, 6, collate=pair))
+
+
+def test_objects_that_hide_their_tensors_are_refused_by_name(pool: Pool) -> None:
+    whole = of(dict)
+    for plan, ranks in (("dp=1", 1), ("dp=2", 2)):
+        for said in pool.run(told, plan, (of(Encoded), whole["targets"]), False, ranks=ranks):
+            assert "whose tensors nobody finds" in said
+            assert "[0]: Encoded" in said
+        assert all("batch: Closed" in said for said in pool.run(told, plan, collated, ranks=ranks))
+    held = {"seen": Closed(torch.ones(2), torch.ones(3))}  # the same for all rows
+    assert told("dp=1", whole | held) == "it ran"
+
+
+def test_lists_of_words_or_lists_one_a_row_are_refused_where_rows_are_taken_apart(pool: Pool) -> None:
+    whole = of(dict)
+    for more in ({"ids": [f"id {i}" for i in range(len(DATA))]}, {"ids": [[0] * i for i in range(len(DATA))]}):
+        assert all("lists with one entry a row" in said for said in pool.run(told, "dp=2", whole | more, ranks=2))
+        assert told("dp=1", whole | more) == "it ran"
 
 
 ANEW = """

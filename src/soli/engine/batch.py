@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from soli.core.errors import Problem, listed, on_all_ranks, raise_all
 from soli.core.layout import even_parts
@@ -88,6 +88,12 @@ def _has_rows(x: Any) -> bool:
     return isinstance(x, Tensor | np.ndarray) and x.ndim > 0
 
 
+def _hides(x: Any, rows: int) -> bool:
+    """Whether a leaf is an object that has tensors of so many rows."""
+    inner = as_dict(x) if isinstance(x, Mapping) else {} if isinstance(x, Tensor | type) else getattr(x, "__dict__", {})
+    return any(_has_rows(y) and len(y) == rows for y in tree_leaves(dict(inner)))
+
+
 def few(part: Part, plan: Plan) -> int:
     """Rows that a check runs: as many as a microbatch has, and so no more memory than the step takes; two if there are."""
     return min(part.rows, max(-(-part.rows // (plan.accumulate * plan.microbatches)), 2))
@@ -140,9 +146,18 @@ def need_rows(part: Part, ranks: int, plan: Plan, norms: bool = False) -> None:
 
 
 def need_tensors(batch: Any, part: Part, times: int) -> None:
-    """Raises SoliError where a batch has lists of one number a row: they are not taken apart as its rows are, over ranks and `times` microbatches."""
+    """Raises SoliError where a batch has lists of one number, text or list a row: they are not taken apart as its rows are, over ranks and `times` microbatches."""
     rows = part.rows if isinstance(batch, Part) else part.total
-    flat = lambda x: isinstance(x, list) and len(x) == rows and all(isinstance(y, int | float) for y in x)
+    leaves = tree_flatten_with_path(part.data)[0]
+    closed = [f"{_path(path)}: {type(x).__name__}" for path, x in leaves if _hides(x, rows)]
+    if closed:
+        raise on_all_ranks(
+            "the batch has objects whose tensors nobody finds: they are neither taken apart nor moved",
+            got=listed(closed),
+            fix="give a dict or tuple of their tensors (of a mapping: dict(it); of a dataclass: vars(it)), in the collate of engine.batches too",
+        )
+    same = lambda x: all(not isinstance(y, int | float) and y == x[0] for y in x)  # words that are for all rows
+    flat = lambda x: isinstance(x, list) and len(x) == rows and not any(map(_has_rows, tree_leaves(x))) and not same(x)
     if rows > 1 and (times > 1 or part.rows < rows):
         lists = [_path(path) for path, x in tree_flatten_with_path(part.data, is_leaf=flat)[0] if flat(x)]
         if lists:
