@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pool import Pool
 from soli import checkpoint, losses, parallelize
+from soli.checkpoint.transfer import import_
 from soli.core.errors import SoliError
 from soli.core.events import events
 from test_engine import DATA, Named, engine_for
@@ -192,3 +194,16 @@ def counting(plan: str, folder: str) -> Any:
 def test_states_of_an_optimizer_that_are_no_tensors_keep_their_types(pool: Pool, tmp_path: Path, plan: str) -> None:
     for states in pool.run(counting, plan, str(tmp_path / "c"), ranks=2):
         assert states == [("step", 2), ("on", True), ("none", None), ("most", float("inf")), ("rate", 0.5)]
+
+
+def test_weights_alone_leave_the_rates_and_that_is_said(tmp_path: Path) -> None:
+    engine = engine_for("dp=1")
+    save_file(engine.global_state_dict(), tmp_path / "w.safetensors")
+    import_(tmp_path / "w.safetensors", tmp_path / "c")
+    for _ in range(4):
+        engine.step(BATCH)
+    engine.load(tmp_path / "c")
+    assert engine.step_count == 0
+    assert engine.scheduler.last_epoch == 4
+    said = "step start anew; learning rate, scheduler and loss scale stay as they are"
+    assert events.of_kind("note")[-1]["text"].endswith(said)

@@ -335,7 +335,8 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
             wanted = {name: from_whole(value) for name, value in drawn.items()}
             state = checkpoint.load(path, wanted, group=_everyone(engine), ignore=lambda n: n not in drawn)
     if only_weights:
-        text = f"{path} holds weights alone: optimizer, data position and step start anew"
+        rest = "; learning rate, scheduler and loss scale stay as they are" * bool(engine.step_count)
+        text = f"{path} holds weights alone: the optimizer's states, data positions and step start anew{rest}"
         events.note(text, shown=engine.rank == 0)
         engine.step_count = 0
         for position in engine.positions.values():
