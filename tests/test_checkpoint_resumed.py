@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from pool import Pool
 from soli import checkpoint, losses, parallelize
@@ -207,3 +208,44 @@ def test_weights_alone_leave_the_rates_and_that_is_said(tmp_path: Path) -> None:
     assert engine.scheduler.last_epoch == 4
     said = "step start anew; learning rate, scheduler and loss scale stay as they are"
     assert events.of_kind("note")[-1]["text"].endswith(said)
+
+
+class Tied(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def tied(plan: str, folder: str) -> list[Any]:
+    """What comes of its own state dict: as it is, without the first name, and with two values."""
+    batch = {"tokens": torch.arange(8).view(4, 2), "targets": torch.arange(8).view(4, 2)}
+    options: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "plan": plan, "example": batch}
+    engine = parallelize(Tied(), losses.cross_entropy("targets"), **options)
+    whole, found = engine.global_state_dict(), []
+    for number in range(3):
+        again = parallelize(Tied(1), losses.cross_entropy("targets"), **options)
+        given = {name: value.clone() for name, value in whole.items() if number != 1 or name != "embed.weight"}
+        if number == 2:
+            given["head.weight"][3] += 1
+        name = f"{folder}{number}"
+        if engine.rank == 0:
+            save_file(given, f"{name}.safetensors")
+            import_(f"{name}.safetensors", name)
+        again.global_state_dict()  # the others wait
+        try:
+            again.load(name)
+            found.append(all(torch.equal(x, whole[n]) for n, x in again.global_state_dict().items()))
+        except SoliError as error:
+            found.append(str(error).split(" in the")[0])
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2"])
+def test_tied_weights_load_under_either_name(pool: Pool, tmp_path: Path, plan: str) -> None:
+    expected = [True, True, "a weight that the model has once has two values"]
+    assert pool.run(tied, plan, str(tmp_path / "c"), ranks=2) == [expected] * 2
