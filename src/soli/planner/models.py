@@ -93,7 +93,7 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
         raise SoliError("the model is no config.json", got=f"{file}: no object of JSON")
     for part in PARTS:
         inner = said.get(part)
-        said |= inner if isinstance(inner, Mapping) else {}
+        said = {**said, **(inner if isinstance(inner, Mapping) else {})}
     return _model(file, {key: value for key, value in said.items() if value is not None})
 
 
