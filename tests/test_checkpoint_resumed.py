@@ -215,7 +215,8 @@ class Tied(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
+        self.more = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.more.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.embed(tokens)))

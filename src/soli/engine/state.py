@@ -365,8 +365,7 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
             f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} had some when soli.parallelize was given it, which are gone",
             fix="load it into a new engine, before its first step and with an optimizer that has not stepped",
         )
-    second = _second_names(engine, path, manifest)
-    wanted |= {name: wanted.pop(first) for name, first in second.items() if first not in manifest.tensors}
+    second = _second_names(engine, path, manifest, wanted)
     ignore = lambda name: name in second or (drawn is None and name.startswith(RNG))
     with torch.no_grad():
         state = checkpoint.load(path, wanted, group=_everyone(engine), ignore=ignore)
@@ -382,18 +381,19 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
     return state
 
 
-def _second_names(engine: Engine, path: Path, manifest: checkpoint.Manifest) -> dict[str, str]:
-    """Names of tied weights that a checkpoint has beside or in place of the model's first: name -> first. Collective."""
+def _second_names(engine: Engine, path: Path, manifest: checkpoint.Manifest, wanted: dict[str, Sharded]) -> set[str]:
+    """Names of tied weights that a checkpoint has beside or in place of the model's first, which is asked for by one. Collective."""
     found = {f"model.{n}": f"model.{first}" for n, first in engine.tied.items() if f"model.{n}" in manifest.tensors}
-    both = {name for pair in found.items() for name in pair} & manifest.tensors.keys()
-    read = {name: torch.empty(manifest.tensors[name].shape, dtype=manifest.tensors[name].dtype) for name in both}
+    by = {first: first if first in manifest.tensors else name for name, first in found.items()}
+    read = {n: torch.empty(manifest.tensors[n].shape, dtype=manifest.tensors[n].dtype) for n in {*found, *by.values()}}
     if found:
-        wanted = {name: from_whole(value) for name, value in read.items()}
-        checkpoint.load(path, wanted, group=_everyone(engine), ignore=lambda name: name not in read)
-    unlike = [n for n, first in found.items() if first in read and not torch.equal(read[n], read[first])]
+        both = {name: from_whole(value) for name, value in read.items()}
+        checkpoint.load(path, both, group=_everyone(engine), ignore=lambda name: name not in read)
+    unlike = [name for name, first in found.items() if not torch.equal(read[name], read[by[first]])]
     if unlike:
         raise on_all_ranks("a weight that the model has once has two values in the checkpoint", got=listed(unlike))
-    return found
+    wanted |= {name: wanted.pop(first) for first, name in by.items()}
+    return set(found)
 
 
 def _everyone(engine: Engine) -> Any:
