@@ -34,18 +34,14 @@ class Agreement:
         self.limit: float | None = None  # of the newest clip()
         self.states: int | None = None  # of the optimizer, when it had stepped
         self.wrote = False  # whether the program wrote into parameters since the step before
-        self._versions: list[tuple[int, int]] = []
+        self.versions: list[tuple[int, int]] = []
         self._options: Facts = {}
         self._number = 0.0
 
     def begin(self, engine: Engine, batch: Any) -> None:
         """A step has this batch."""
         self.rows, self.common = marks(engine, batch).tolist()
-        self.wrote = bool(self._versions) and self._versions != _versions(engine)
-
-    def ended(self, engine: Engine) -> None:
-        """A step is through."""
-        self._versions = _versions(engine)
+        self.wrote = bool(self.versions) and self.versions != versions(engine)
 
     def seal(self, engine: Engine) -> float:
         """A number of all that is the same on every rank but the rows."""
@@ -98,7 +94,7 @@ class Agreement:
         need_same_parameters(engine)
 
 
-def _versions(engine: Engine) -> list[tuple[int, int]]:
+def versions(engine: Engine) -> list[tuple[int, int]]:
     """What changes where parameters are written into, or exchanged for other memory."""
     if engine.world == 1 or engine.mesh.all.simulated:
         return []
@@ -112,17 +108,11 @@ def need_same_parameters(engine: Engine) -> None:
     values: Facts = {names[0]: param for names, param in engine.laid.plain}
     for unit in engine.laid.units:
         values |= {unit.name: unit.shard} if unit.zero == 3 else {slot.name: slot.param for slot in unit.slots}
-    need_alike(
-        {f"checksum of {name}": checksum(value, name) for name, value in values.items()},
-        engine.mesh.all,
-        f"has other values than the others in the same parameters after {engine.step_count} steps",
-        ALIKE,
-        [
-            x.index
-            for name, x in engine.mesh.axes.items()
-            if name in (PP, DEPTH, ROW, TP, *[SHARD] * (engine.plan.zero == 3))
-        ],
-    )
+    facts = {f"checksum of {name}": checksum(value, name) for name, value in values.items()}
+    apart = (PP, DEPTH, ROW, TP, *[SHARD] * (engine.plan.zero == 3))
+    place = [axis.index for name, axis in engine.mesh.axes.items() if name in apart]
+    what = f"has other values than the others in the same parameters after {engine.step_count} steps"
+    need_alike(facts, engine.mesh.all, what, ALIKE, place)
 
 
 def marks(engine: Engine, batch: Any) -> Tensor:
@@ -213,14 +203,12 @@ def _plain(value: Any) -> Any:
 def need_same_rows(engine: Engine, rows: float, when: str) -> None:
     """SoliError where ranks that take their rows of one batch, or the same ones, were given different ones. Collective."""
     place = engine.dp.index if engine._agreed.place.get("kind") == Part.__name__ else 0
-    need_alike(
-        {f"mark of the rows {when}": rows},
-        engine.mesh.all,
-        "stands alone: ranks that compute one batch together were given different rows; nothing was updated",
+    what = "stands alone: ranks that compute one batch together were given different rows; nothing was updated"
+    fix = (
         "give the same batch on every rank (engine.batches does; a DataLoader that shuffles, or random data, needs the same seed "
-        "everywhere: torch.manual_seed at the top of the program); seed a dataset's own random numbers with the sample and not with the rank",
-        place,
+        "everywhere: torch.manual_seed at the top of the program); seed a dataset's own random numbers with the sample and not with the rank"
     )
+    need_alike({f"mark of the rows {when}": rows}, engine.mesh.all, what, fix, place)
 
 
 def need_alike(facts: Facts, axis: Axis, what: str, fix: str, group: object = 0) -> None:
@@ -230,7 +218,7 @@ def need_alike(facts: Facts, axis: Axis, what: str, fix: str, group: object = 0)
         return
     told = gather_json(mine, axis, label="what ranks have alike")
     odd, words = set[int](), []
-    for name, place in product(dict.fromkeys(name for _, one in told for name in one), {place for place, _ in told}):
+    for name, place in product(dict.fromkeys(name for _, one in told for name in one), sorted({at for at, _ in told})):
         values = {rank: one.get(name, "not there") for rank, (at, one) in enumerate(told) if at == place}
         usual = max(values.values(), key=list(values.values()).count)
         others = [rank for rank, value in values.items() if value != usual]

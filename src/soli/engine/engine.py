@@ -341,7 +341,7 @@ class Engine:
             self._take_step()
         norm.forget(self)
         self.step_count += 1
-        self._agreed.ended(self)
+        self._agreed.versions = agreed.versions(self)
         same.agree_on_buffers(self)
         if self._watch is not None:
             self._watch.end(self)
