@@ -340,3 +340,23 @@ def test_evaluations_on_other_rows_are_refused(pool: Pool, plan: str) -> None:
         assert "were given different rows" in said
         assert said.startswith("rank 1 ")
         assert "in an evaluation after 0 steps" in said
+
+
+def elsewhere(folder: str) -> tuple[str, str]:
+    engine = parallelize(model(), loss_fn, optimizer=adam, plan="dp=2")
+    own, said = Path(folder) / f"{engine.rank}", list[str]()
+    engine.save(Path(folder) / "same")
+    for call in (engine.save, engine.load):
+        try:
+            call(own)
+        except SoliError as error:
+            said.append(str(error))
+    engine.load(Path(folder) / "." / "same")
+    return said[0], said[1]
+
+
+def test_checkpoints_at_other_paths_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(elsewhere, str(tmp_path), ranks=2):
+        for text in said:
+            assert text.startswith("rank 1 names another checkpoint than the others")
+            assert f"'{tmp_path}/1', and '{tmp_path}/0' on the others" in text

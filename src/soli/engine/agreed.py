@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from soli.core.errors import failure, listed, on_all_ranks
 from soli.engine import between, norm, pipelined, same
 from soli.engine.batch import Part
 from soli.mesh.collectives import Axis, all_reduce, gather_json
+from soli.mesh.mesh import all_ranks
 from soli.parallel.data import checksum
 from soli.parallel.generators import hashed
 
@@ -113,6 +115,12 @@ def need_same_parameters(engine: Engine) -> None:
     place = [axis.index for name, axis in engine.mesh.axes.items() if name in apart]
     what = f"has other values than the others in the same parameters after {engine.step_count} steps"
     need_alike(facts, engine.mesh.all, what, ALIKE, place)
+
+
+def need_same_path(engine: Engine, path: Path) -> None:
+    """SoliError where ranks name different checkpoints. Collective."""
+    facts = {"path": str(path.resolve())}
+    need_alike(facts, all_ranks(engine.world_info), "names another checkpoint than the others", ALIKE)
 
 
 def marks(engine: Engine, batch: Any) -> Tensor:

@@ -469,12 +469,14 @@ class Engine:
     ) -> None:
         """Write a checkpoint that loads under any plan. `wait=False` returns once the values are copied."""
         self._finish_gathers()
+        agreed.need_same_path(self, Path(path))
         agreed.need_same_parameters(self)
         same.say_buffers(self)
         states.save(self, Path(path), extra or {}, overwrite, wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever plan wrote it. Returns the `extra` that was saved with it."""
+        agreed.need_same_path(self, Path(path))
         return states.load(self, Path(path))
 
     def copy_model(self) -> nn.Module:
