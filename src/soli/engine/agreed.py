@@ -100,7 +100,7 @@ def versions(engine: Engine) -> list[tuple[int, int]]:
     """What changes where parameters are written into, or exchanged for other memory."""
     if engine.world == 1 or engine.mesh.all.simulated:
         return []
-    return [(p._version, 0 if engine.plan.zero else p.data_ptr()) for p in engine.model.parameters()]
+    return [(p._version, 0 if engine.plan.zero else p.data_ptr()) for p in engine._given.named.values()]
 
 
 def need_same_parameters(engine: Engine) -> None:
