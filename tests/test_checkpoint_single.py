@@ -211,7 +211,7 @@ def test_foreign_folders_are_recognised(tmp_path: Path) -> None:
     save(tmp_path / "cut", simple(), {})
     (tmp_path / "cut" / "manifest.json").unlink()
     for name, words in {
-        "cut": ["a soli checkpoint that is not whole", "rank-00000.safetensors, and no manifest.json", "copy the whole folder"],
+        "cut": ["a soli checkpoint that is not whole", "it has no manifest.json", "copy the whole folder"],
         "dcp": ["torch.distributed.checkpoint", "pickle", "soli checkpoint import"],
         "m.pt": ["pickle", "soli checkpoint import"],
         "hf": ["Hugging Face", "soli checkpoint import"],

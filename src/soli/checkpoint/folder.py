@@ -64,8 +64,7 @@ def _foreign(path: Path) -> SoliError:
         return SoliError(f"{path} was written by torch.distributed.checkpoint, not by soli", fix=fix)
     if any(map(FILE.fullmatch, names)):
         fix = f"copy the whole folder again from where it was saved, {MANIFEST} with it, or load another checkpoint"
-        got = f"{', '.join(sorted(names)[:8])}, and no {MANIFEST}"
-        return SoliError(f"{path} is a soli checkpoint that is not whole", got=got, fix=fix)
+        return SoliError(f"{path} is a soli checkpoint that is not whole: it has no {MANIFEST}", fix=fix)
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return SoliError(f"{path} is a Hugging Face (safetensors) folder, not a soli checkpoint", fix=then)
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)

@@ -67,27 +67,25 @@ SAY_SECONDS = 0.5
 """How long a rank waits for others before it says so, and then says it again."""
 
 
-def say(call: str, moved: float, looked: float | None) -> None:
-    """For the launcher: the main thread waits in `call`; nothing has come since `moved`, by what it saw at `looked` (None: it is woken)."""
+def say(call: str, moved: float = 0.0, looked: float | None = None) -> None:
+    """For the launcher: the main thread waits in `call` ("": not any more), and is woken or looks itself.
+
+    Nothing has come since `moved`, by what it saw when it `looked`.
+    """
     if path := os.environ.get("SOLI_WAITS_FILE"):
+        told = json.dumps({"call": call, "moved": moved, "looked": looked} if call else None)
         with suppress(OSError):  # the folder is gone or full: no reason for a wait to fail
-            Path(path).write_text(json.dumps({"call": call, "moved": moved, "looked": looked}), encoding="utf-8")
-
-
-def over() -> None:
-    """It does not wait any more."""
-    if path := os.environ.get("SOLI_WAITS_FILE"):
-        Path(path).unlink(missing_ok=True)
+            Path(path).write_text(told, encoding="utf-8")
 
 
 @contextmanager
 def waiting(call: str) -> Iterator[None]:
     """Around what waits for other ranks and does not return before they come."""
-    say(call, time.time(), None)
+    say(call, time.time())
     try:
         yield
     finally:
-        over()
+        say("")
 
 
 def render(error: SoliError, line: str = "", who: str = "") -> str:

@@ -19,7 +19,7 @@ CROSSED = failure(
     "no rank can go on: each waits for others, in a call that they do not make",
     fix="give every rank the same calls, in one order: look for a branch that depends on the rank or on its data",
 )
-LEFT = "fix     every rank makes the same calls: look for a sys.exit(), a return or a shorter loop on that rank alone"
+LEFT = "  fix     every rank makes the same calls: look for a sys.exit(), a return or a shorter loop on that rank alone"
 _BY_ANOTHER = re.compile(
     r"DistBackendError|DistNetworkError|third_party/gloo|Connection (closed by peer|reset by peer|refused)|"
     r"Broken pipe|Timed out waiting|NCCL communicator was aborted"
@@ -80,8 +80,8 @@ def stuck(waits: Iterator[dict[str, Any] | None], ended: float) -> bool:
     found = list(waits)
     if not all(found) or (not ended and any(wait["looked"] is None for wait in found if wait)):
         return False
-    now = time.time() - STUCK_SECONDS  # who is woken may need a while for the rest
-    looked = min(wait["looked"] or now for wait in found if wait)
+    woken = time.time() - STUCK_SECONDS  # they may need a while for the rest
+    looked = min(wait["looked"] or woken for wait in found if wait)
     return looked - max(ended, *(wait["moved"] for wait in found if wait)) > STUCK_SECONDS
 
 
@@ -116,10 +116,8 @@ def _first(cause: Ended, numbers: list[int], alone: bool) -> str:
         return "" if alone else f"soli: {who} {_how(cause.code)}"  # its output is on the screen
     text = f"soli: {who} {_how(cause.code)}" + " while others waited" * (not cause.code)
     tail = cause.tail.rstrip().splitlines()[-TAIL_LINES:] if 0 not in numbers else []
-    if tail:
-        head = f"  the last output of rank {cause.rank}:"
-        text = "\n".join([text, head, *(f"  | {line}" for line in tail)])
-    return text if cause.code else f"{text}\n  {LEFT}"
+    head = [f"  the last output of rank {cause.rank}:"] if tail else []
+    return "\n".join([text, *head, *(f"  | {line}" for line in tail), *([] if cause.code else [LEFT])])
 
 
 def _how(code: int) -> str:
@@ -135,8 +133,8 @@ def _how(code: int) -> str:
 def _other(rank: Ended) -> str:
     """One line for a rank that is not the cause."""
     if rank.killed and rank.error is None:
-        waited = f" in {rank.call}" if rank.call else ""
-        return f"  rank {rank.rank} was still running{waited} and was ended" + _standing(rank.stacks)
+        where = rank.call and f" in {rank.call}"
+        return f"  rank {rank.rank} was still running{where} and was ended" + _standing(rank.stacks)
     soli, line = rank.soli, rank.error["line"] if rank.error else ""
     what = soli.problems[0].what.splitlines()[0] if soli is not None else rank.last_line
     if what:

@@ -84,8 +84,8 @@ class _Rank(Ended):
 def _read(path: Path) -> dict[str, Any] | None:
     """What a rank has written; None: nothing yet, or it is writing, or was killed while it wrote."""
     with suppress(ValueError, FileNotFoundError):
-        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        return found
+        said: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return said
     return None
 
 
@@ -186,9 +186,8 @@ def _run_all(
 def _meeting(port: int, backend: str) -> dict[str, str]:
     """Where and over what the ranks meet, and what they have alike: the order of their sets, and what they draw (draws.py)."""
     seed = _seed()
-    alike = {"SOLI_SEED": seed, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", seed)}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SOLI_JOB": secrets.token_hex(8)}
-    return {**place, "SOLI_BACKEND": backend, **alike}
+    alike = {"SOLI_SEED": seed, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", seed), "SOLI_BACKEND": backend}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SOLI_JOB": secrets.token_hex(8), **alike}
 
 
 def _seed() -> str:

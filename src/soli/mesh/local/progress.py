@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from soli.core.report import SAY_SECONDS, over, say
+from soli.core.report import SAY_SECONDS, say
 from soli.mesh.local.board import Board
 from soli.mesh.local.waiting import SLEEP_SECONDS, Backoff
 from soli.mesh.record import call_site
@@ -183,12 +183,7 @@ class Engine:
     def drive(self, work: LocalWork) -> None:
         """Advance everything until `work` has ended."""
         backoff, said = Backoff(work.board.ranks), 0.0
-
-        def news() -> bool:
-            if moved := self.poll():
-                backoff.reset()
-            return moved or work.done
-
+        news = lambda: (self.poll() and backoff.reset()) or work.done
         with self.lock:
             self._drivers += 1
         try:
@@ -204,7 +199,7 @@ class Engine:
                     work.board.sleep(news, seconds)
         finally:
             if said:
-                over()
+                say("")
             with self.lock:
                 self._drivers -= 1
             if not self._drivers:

@@ -37,9 +37,10 @@ class Backoff:
         self.began = 0.0
         self.slept = SLEEP_SECONDS / 2
 
-    def reset(self) -> None:
-        """There was news: begin with the short waits again."""
+    def reset(self) -> bool:
+        """There was news, which is what this says: begin with the short waits again."""
         self.began, self.slept = 0.0, SLEEP_SECONDS / 2
+        return True
 
     def pause(self) -> bool:
         """Wait a little. True: it is time to sleep in the kernel, which the caller does."""
