@@ -488,6 +488,23 @@ def test_writes_into_one_number_and_copies_of_a_model(pool: Pool, plan: str) -> 
         assert pool.run(averaged, plan, ranks=2) == [pytest.approx(averaged("dp=1"), rel=BOUND)] * 2
 
 
+class Complex(Plain):
+    """Pairs of a weight that stands after an odd number of others are complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.pairs = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.randn(DIM, 2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](self.embed(tokens)))
+        return self.head(x * torch.view_as_complex(self.pairs).abs() + self.odd.sum())
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_weights_lie_where_an_allocation_of_their_own_would(pool: Pool, zero: int) -> None:
+    assert all(error < BOUND for error in pool.run(error_of, Complex, f"dp=2,zero={zero}", ranks=2))
+
+
 class Failing(Plain):
     fails = False
 

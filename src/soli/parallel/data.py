@@ -59,7 +59,7 @@ class _Laying:
     gather: dict[tuple[int, ...], Axis]
 
     def unit(self, name: str, params: list[Named]) -> Unit:
-        first, slots = params[0][1], slots_of(params, self.portions)
+        first, slots = params[0][1], slots_of(params, self.portions, aligned=self.zero > 0)
         replicate, shard = self.mesh.sharing(cut_over(first))
         own = self.gather.get(shard.ranks, shard)
         # A write between steps into one number that is absent (CLIP's logit_scale.clamp_) would be lost: it stays whole.

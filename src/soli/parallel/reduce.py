@@ -50,7 +50,7 @@ class Reducer:
             if unit.zero < 2:  # kept from step to step
                 axis = unit.shard_axis if unit.shard_axis.size > 1 else unit.replicate_axis
                 unit.grad = allocate(unit.padded, unit.dtype, unit.slots[0].param.device, axis)
-                unit.grad[unit.numel :].zero_()
+                _clear(unit, unit.grad)
                 self._places |= {id(s.param): _place(unit.grad, s) for s in unit.slots}
             for slot in unit.slots:
                 slot.param.grad = None  # of a backward before there were ranks
@@ -155,7 +155,7 @@ class Reducer:
     def _buffer(self, unit: Unit) -> Tensor:
         if unit.grad is None:
             unit.grad = torch.empty(unit.padded, dtype=unit.dtype, device=unit.slots[0].param.device)
-            unit.grad[unit.numel :].zero_()
+            _clear(unit, unit.grad)
         return unit.grad
 
     def _launch_ready(self) -> None:
@@ -262,3 +262,9 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
             found(param)
 
     return hook
+
+
+def _clear(unit: Unit, flat: Tensor) -> None:
+    """What is no parameter's is summed too."""
+    for start, stop in unit.gaps:
+        flat[start:stop].zero_()

@@ -35,6 +35,8 @@ Named = tuple[tuple[str, ...], nn.Parameter]
 """A parameter with all its names."""
 BUCKET_BYTES = 25 * 2**20
 """Size of a unit that is not one module: large enough for bandwidth, small enough to overlap (DDP's choice)."""
+ALIGNED = 16
+"""Bytes, as an allocation of its own is: pairs of a parameter may be read as complex numbers."""
 
 
 @dataclass(eq=False)
@@ -86,6 +88,8 @@ class Unit:
         self.numel = slots[-1].stop
         self.padded = math.ceil(self.numel / shard.size) * shard.size
         self.size = self.padded // shard.size
+        starts = [*(slot.start for slot in slots[1:]), self.padded]
+        self.gaps = [(slot.stop, start) for slot, start in zip(slots, starts, strict=True) if slot.stop < start]
         self.low, self.high = shard.index * self.size, (shard.index + 1) * self.size
         first = slots[0].param
         self.dtype = first.dtype
@@ -231,13 +235,14 @@ def become(param: nn.Parameter, values: Tensor) -> None:
         param.data = values.detach()
 
 
-def slots_of(params: Iterable[Named], portions: dict[int, Portion]) -> list[Slot]:
-    """Slots side by side, in the given order. `portions`: of the parameters that are cut, by id."""
+def slots_of(params: Iterable[Named], portions: dict[int, Portion], aligned: bool) -> list[Slot]:
+    """Slots side by side, in the given order. `portions`: of the parameters that are cut, by id. `aligned`: each at a multiple of ALIGNED bytes."""
     slots, at = [], 0
     for names, param in params:
         portion = portions.get(id(param))
         slots.append(Slot(names, param, tuple(param.shape), at, param.numel(), portion=portion))
-        at += param.numel()
+        each = max(ALIGNED // param.element_size(), 1) if aligned else 1
+        at += math.ceil(param.numel() / each) * each
     return slots
 
 
