@@ -417,6 +417,21 @@ class Spelt(Plain):
         return self.head(torch.max(torch.zeros(()).to(x), x))
 
 
+class Pulling(Plain):
+    """Gradients by torch.func, of a forward of its own."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        found, pull = torch.func.vjp(lambda v: torch.tanh(self.layers[0](v)), x)
+        return self.head(x + pull(torch.ones_like(found))[0])
+
+
+def test_gradients_by_torch_func_run_where_those_of_autograd_do(pool: Pool) -> None:
+    assert all(error < BOUND for error in pool.run(error_of, Pulling, "dp=2", ranks=2))
+    for plan in ("dp=2,zero=3", "tp=2", "pp=2"):
+        assert all("takes gradients itself" in said for said in pool.run(first_step, Pulling, plan, ranks=2))
+
+
 class Mapped(Plain):
     """Each sequence's mean, by torch.func.vmap."""
 

@@ -22,18 +22,19 @@ class Differentiating(TorchFunctionMode):
         self.plan = plan
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.grad and not _is_ours(sys._getframe(1)):
-            self._check()
+        caller = _caller(sys._getframe(1)) if func is torch.autograd.grad else "soli"
+        if _transformed() or caller != "soli":
+            self._check(own_graph=caller in ("soli", "torch.func"))
         return func(*args, **(kwargs or {}))
 
-    def _check(self) -> None:
+    def _check(self, own_graph: bool) -> None:
         if self.plan.model_ranks > 1 or self.plan.zero == 3:
             raise on_all_ranks(
-                "the forward or its loss takes gradients itself (torch.autograd.grad), and each rank has a part of what they go through",
+                "the forward or its loss takes gradients itself (torch.autograd.grad, torch.func), and each rank has a part of what they go through",
                 got=str(self.plan),
                 allowed="data parallelism with zero=0, 1 or 2",
             )
-        if not torch.is_grad_enabled():
+        if not own_graph and not torch.is_grad_enabled():
             raise on_all_ranks(
                 "the forward takes gradients itself (torch.autograd.grad), and in evaluation and in the first step's checks "
                 "there is no graph to take them of",
@@ -46,11 +47,20 @@ def looking(plan: Plan, steps: int) -> AbstractContextManager[object]:
     return Differentiating(plan) if steps == 0 and torch.is_grad_enabled() else nullcontext()
 
 
-def _is_ours(frame: FrameType | None) -> bool:
-    """Whether soli differentiates, and not the model."""
+def _transformed() -> bool:
+    """Whether torch.func differentiates what is computed now."""
+    kinds = torch._C._functorch.TransformType
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() in (kinds.Grad, kinds.Jvp) for level in levels)
+
+
+def _caller(frame: FrameType | None) -> str:
+    """The package whose code calls torch's; of torch.func's own calls torch.func."""
     while frame is not None:
-        module = frame.f_globals.get("__name__", "").split(".")[0]
-        if module != "torch" and frame.f_code.co_name != "__torch_function__":
-            return module == "soli"
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith("torch._functorch"):
+            return "torch.func"
+        if name.split(".")[0] != "torch" and frame.f_code.co_name != "__torch_function__":
+            return name.split(".")[0]
         frame = frame.f_back
-    return False
+    return ""
