@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from soli.checkpoint import read_manifest, save
+from soli.checkpoint import load, read_manifest, save
 from soli.checkpoint.tool import check, export, import_, show
 from soli.core.errors import SoliError
 from soli.core.layout import Box, Sharded, from_whole
@@ -99,6 +99,17 @@ def test_export_in_shards_and_import_the_folder(tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "one" / "model.safetensors"), weights())
     import_(tmp_path / "one", tmp_path / "third")
     assert read_manifest(tmp_path / "third").tensors.keys() == read_manifest(tmp_path / "back").tensors.keys()
+
+
+def test_imported_weights_are_of_the_models_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.tensor([1.0, 2.5]).bfloat16(), "n": torch.tensor([7])}, tmp_path / "m.safetensors")
+    import_(tmp_path / "m.safetensors", tmp_path / "c")
+    real, whole = torch.zeros(2), torch.zeros(1, dtype=torch.int64)
+    load(tmp_path / "c", {"model.a": from_whole(real), "model.n": from_whole(whole)})
+    assert (real.tolist(), whole.tolist()) == ([1.0, 2.5], [7])
+    assert "1 of its 2 tensors are cast, model.a from torch.bfloat16 to torch.float32" in capsys.readouterr().out
+    with pytest.raises(SoliError, match=r"model\.n has another shape or dtype"):
+        load(tmp_path / "c", {"model.a": from_whole(real), "model.n": from_whole(torch.zeros(1))})
 
 
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from soli import losses
 from soli.core.errors import SoliError
+from soli.engine.engine import parallelize
 from soli.parallel.randomness import Randomness
 
 
@@ -240,3 +242,27 @@ def test_dropout_that_begins_later_is_refused() -> None:
     parts = [run(model, randomness, X[a:b], a) for a, b in ((0, 2), (2, 6))]
     assert torch.equal(torch.cat(parts), run(model, randomness, X))
     assert (torch.cat(parts) == 0).double().mean() > 0.3
+
+
+class Looking(nn.Module):
+    """Attention with dropout, of which a row may look at nothing: padding that a window leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.made = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.ones(5, 5, dtype=torch.bool).tril()
+        seen[2] = False
+        q, k, v = self.made(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=0.3 if self.training else 0.0)
+
+
+def test_a_row_that_looks_at_nothing_is_nothing() -> None:
+    engine = parallelize(Looking(), losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+    x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
+    first = engine.step((x, torch.zeros(4, 5, 8)))
+    assert math.isfinite(first)
+    assert first > 0
+    assert all(param.isfinite().all() for param in engine.global_state_dict().values())

@@ -277,6 +277,28 @@ def test_a_microbatch_without_targets_leaves_nothing_behind(pool: Pool, name: st
         assert kept[0] == kept[1] == kept[2]
 
 
+def packed(plan: str, use_cache: bool) -> float:
+    """The first loss of two documents a row, of one of Hugging Face's models."""
+    import transformers
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=37, use_cache=use_cache, **sizes))
+    tokens = torch.randint(3, 37, (4, 6), generator=torch.Generator().manual_seed(1))
+    places = torch.tensor([0, 1, 2, 0, 1, 2]).expand(4, 6)
+    engine = parallelize(model, losses.from_model(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    return float(engine.step({"input_ids": tokens, "labels": tokens.clone(), "position_ids": places.clone()}))
+
+
+def test_documents_in_a_row_attend_as_they_do_alone() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(SoliError, match="set model.config.use_cache = False before soli.parallelize"):
+        packed("dp=1,recompute=full", True)
+    apart = packed("dp=1", False)
+    assert packed("dp=1,recompute=full", False) == pytest.approx(apart, rel=1e-6)
+    assert abs(packed("dp=1", True) - apart) > 1e-4  # with a cache a row is one document to transformers
+
+
 def cached_error(kind: str, plan: str) -> tuple[float, bool]:
     """Of a family that keeps keys and values by default, and whether it still does."""
 

@@ -22,6 +22,7 @@ from soli.checkpoint.manifest import FileEntry, Manifest, key_of, read_manifest
 from soli.checkpoint.team import Group, team_of
 from soli.checkpoint.tensorfile import Forms, checksum, dtype_name, reading
 from soli.core.errors import FAILURE, Problem, SoliError, failure, raise_all
+from soli.core.events import events
 from soli.core.layout import Box, Sharded
 from soli.core.progress import Add, busy
 
@@ -42,6 +43,9 @@ def load(
     offers = team.each("looking at what to load", lambda: (bool(adapt(tensors)), offer_of(tensors))[1])
     wanted = merge(offers)
     raise_all(differences(manifest, wanted, ignore), everywhere=True)
+    if cast := [name for name, (_, dtype) in wanted.items() if manifest.tensors[name].dtype != dtype]:
+        one, other = manifest.tensors[cast[0]].dtype, wanted[cast[0]][1]
+        events.note(f"{len(cast)} of its {len(wanted)} tensors are cast, {cast[0]} from {one} to {other}", shown=team.rank == 0)
     files = sorted({chunk.file for name in wanted for chunk in manifest.tensors[name].chunks})
     shares = _shares({name: manifest.files[name] for name in files}, team.size)
     first = team.rank == 0
@@ -53,12 +57,14 @@ def load(
 
 def differences(manifest: Manifest, wanted: Forms, ignore: Callable[[str], bool] | None) -> list[Problem]:
     """Everything that keeps the saved tensors from being the wanted ones."""
-    found = []
+    found, imported = [], "imported_from" in manifest.state
     for name, (shape, dtype) in wanted.items():
         saved = manifest.tensors.get(name)
         if saved is None:
             found.append(Problem(f"{name} is missing in the checkpoint"))
-        elif (saved.shape, saved.dtype) != (shape, dtype):
+        elif saved.shape != shape or (
+            saved.dtype != dtype and not (imported and saved.dtype.is_floating_point and dtype.is_floating_point)
+        ):
             got = f"saved {saved.shape} {dtype_name(saved.dtype)}"
             allowed = f"asked for {shape} {dtype_name(dtype)}"
             found.append(Problem(f"{name} has another shape or dtype in the checkpoint", got, allowed))

@@ -27,7 +27,7 @@ from soli.engine.differentiating import looking
 from soli.engine.noted import noted
 from soli.engine.remembered import Remembering
 from soli.losses import LossFn, from_model
-from soli.mesh.collectives import Axis, Pending, all_gather
+from soli.mesh.collectives import Axis, Pending, all_gather, raise_together
 from soli.mesh.mesh import Mesh, all_ranks, build_mesh
 from soli.mesh.world import join
 from soli.parallel import models, precision, recompute
@@ -137,6 +137,7 @@ class Engine:
         self.loss_fn, self._call = Remembering(loss_fn, blind=world.absent is not None), Caller(model)
         self.step_count, self.last = 0, Last()
         self.positions: dict[str, Position] = {}
+        self._uncached = False  # whether a model's key-value caches were turned off, and no batch was looked at since
         self.numel = sum(param.numel() for param in model.parameters())
         self._first, self._given, self._agreed = FirstStep(), between.Given(model, optimizer), agreed.Agreement()
         self._count, self._seed_scale = 0.0, 1.0  # counted targets of the gradients that wait for update()
@@ -192,7 +193,7 @@ class Engine:
     @rng.kept()
     def _lay(self, example: Any) -> None:
         models.must_be_free(self.model)
-        models.without_caches(self.model, self.plan, shown=self.rank == 0)
+        self._uncached = models.without_caches(self.model, self.plan, shown=self.rank == 0)
         agree_on_weights(self.model, self.optimizer, self.mesh.all)  # before what compares ranks, or computes on them
         if self.plan.model_ranks > 1:
             agreed.marks(self, example)
@@ -275,6 +276,10 @@ class Engine:
         need_rows(part, self.dp.size, self.plan, self.statistics.active)
         need_tensors(batch, part, self.plan.accumulate * self.plan.microbatches)
         self.lay(part)
+        if self._uncached:
+            self._uncached = False
+            one = lambda: models.need_one_document(part.data, self.plan)
+            raise_together(one, self.mesh.all, label="whether rows are packed")
         self._agreed.begin(self, batch)
         pieces = microbatches(part, self.dp.size, self.plan)
         self._given.begin(self)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import jit, nn
 from torch.nn.parameter import is_lazy
 
-from soli.core.errors import Problem, listed, listing, on_all_ranks
+from soli.core.errors import Problem, SoliError, listed, listing, on_all_ranks
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.parallel import hooks, statistics
@@ -54,16 +54,28 @@ def must_be_free(model: nn.Module) -> None:
         )
 
 
-def without_caches(model: nn.Module, plan: Plan, shown: bool) -> None:
+def without_caches(model: nn.Module, plan: Plan, shown: bool) -> bool:
     """Turn off, and say so, what transformers' models keep for generating, and in training for nothing: a block writes keys and values into an
     object, which is not made again with the block, nor handed to the next stage."""
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     found = [one for one in configs if getattr(one, "use_cache", None) is True]
     if not found or (plan.recompute == "none" and plan.pp == 1):
-        return
+        return False
     for config in found:
         config.use_cache = False
     events.note("model.config.use_cache is off now: a key-value cache is for generating", shown=shown)
+    return True
+
+
+def need_one_document(batch: Any, plan: Plan) -> None:
+    """Without caches transformers takes rows apart where position_ids restart (masking_utils.py), and so with them it does not."""
+    positions = batch.get("position_ids") if isinstance(batch, dict) and batch.get("attention_mask") is None else None
+    if positions is not None and bool((positions.diff() != 1).any()):
+        raise SoliError(
+            "documents that position_ids tell apart in a row are so to transformers only where no cache is kept, which this plan turns off",
+            got=f"plan {plan}, and model.config.use_cache=True: the model alone attends over all of a row",
+            fix="set model.config.use_cache = False before soli.parallelize, which your program alone needs as well",
+        )
 
 
 def _is_traced(module: nn.Module) -> bool:

@@ -448,7 +448,8 @@ def attention(
     if attn_mask is not None:
         blocked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, float("-inf")) if blocked else scores + attn_mask
-    weights = scores.softmax(-1)
+    nothing = (scores == float("-inf")).all(-1, keepdim=True)  # to look at: torch's own gives zeros
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
     return randomness.dropped(weights, dropout_p, True, shape) @ value
 
 
