@@ -292,7 +292,7 @@ def packed(plan: str, use_cache: bool) -> float:
 
 def test_documents_in_a_row_attend_as_they_do_alone() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(SoliError, match="set model.config.use_cache = False before soli.parallelize"):
+    with pytest.raises(SoliError, match=r"set model\.config\.use_cache = False before soli\.parallelize"):
         packed("dp=1,recompute=full", True)
     apart = packed("dp=1", False)
     assert packed("dp=1,recompute=full", False) == pytest.approx(apart, rel=1e-6)
