@@ -88,11 +88,9 @@ def running(levels: Sequence[Run]) -> Iterator[None]:
             yield
         written = [name for run in levels for x, version, name in run.lent if x._version != version]
         if written:
-            raise on_all_ranks(
-                "the model writes into a view of a tensor that is cut over ranks: it would write into a copy",
-                got=f"in place, of what {written[0]} gave",
-                fix="x[:, 0] = y in place of x[:, 0].copy_(y), or a new tensor",
-            )
+            what = "the model writes into a view of a tensor that is cut over ranks: it would write into a copy"
+            fix = "x[:, 0] = y in place of x[:, 0].copy_(y), or a new tensor"
+            raise on_all_ranks(what, got=f"in place, of what {written[0]} gave", fix=fix)
     finally:
         for run in levels:
             run.lent.clear()
@@ -247,12 +245,10 @@ def _refuse_transforms(run: Run, func: Any, args: tuple, kwargs: dict) -> None:
     """What torch.func.vmap hands out forgets how it was cut, and what it calls cannot send."""
     if run.finder is not None:
         unknown(run, func, args, kwargs)
-    raise SoliError(
-        "torch.func transforms a function that computes with tensors cut over ranks",
-        got=f"{name_of(func)} of a tensor that is cut along {run.axis.name}",
-        allowed="vmap, grad and the like of whole tensors",
-        fix="write the function for the whole batch (einsum, a loop), or run without " + run.axis.name,
-    )
+    what = "torch.func transforms a function that computes with tensors cut over ranks"
+    got = f"{name_of(func)} of a tensor that is cut along {run.axis.name}"
+    fix = "write the function for the whole batch (einsum, a loop), or run without " + run.axis.name
+    raise SoliError(what, got=got, allowed="vmap, grad and the like of whole tensors", fix=fix)
 
 
 def _refuse_grids(run: Run, name: str, args: tuple) -> None:
@@ -293,11 +289,9 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
         if run.finder.answer(misfit, name_of(func), cuts):
             return call(func, *args, **kwargs)
     elif misfit.flat:
-        raise SoliError(
-            f"{misfit.why}, which it did not on the first batch",
-            got=", ".join(sorted(misfit.origins)),
-            fix='say so before: roles={"that weight": "replicated"}',
-        )
+        what = f"{misfit.why}, which it did not on the first batch"
+        fix = 'say so before: roles={"that weight": "replicated"}'
+        raise SoliError(what, got=", ".join(sorted(misfit.origins)), fix=fix)
     else:
         note(run, f"{name_of(func)}: {misfit.why}; it computes on whole tensors")
     target = kwargs.get("out", args[0] if args and in_place(func) else None)
@@ -439,11 +433,10 @@ def added(run: Run, x: Tensor, *, fresh: bool = False) -> Tensor:
         node = torch._C._current_autograd_node()
         own = isinstance(node, BackwardCFunction) and "Checkpoint" not in type(node).__name__
         if own and not torch.is_grad_enabled():
-            raise on_all_ranks(
-                "the backward of an autograd function of the model's own sums over the sequence, which is cut",
-                got=f"a gradient of a whole tensor, as of a weight, along {run.axis.name}",
-                fix="let the function give gradients of what it computes by positions, and multiply by weights outside of it",
-            )
+            what = "the backward of an autograd function of the model's own sums over the sequence, which is cut"
+            got = f"a gradient of a whole tensor, as of a weight, along {run.axis.name}"
+            fix = "let the function give gradients of what it computes by positions, and multiply by weights outside of it"
+            raise on_all_ranks(what, got=got, fix=fix)
         return across(moves.reduce_both, x, run.axis)
     return across(moves.reduce, x, run.axis, fresh=fresh)
 
