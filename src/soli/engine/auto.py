@@ -320,11 +320,10 @@ class Auto:
         large = [o for o in self.options.values() if o.peak and o.plan not in self.broken]
         if large:
             nearest = min(large, key=self._need)
-            raise on_all_ranks(
-                f"no plan fits: the least takes {size(self._need(nearest))} a rank, and {size(self.memory)} are free",
-                got=f"{nearest.plan} on {self.world.size} ranks" + "".join(f"; {note}" for note in self._unrun()),
-                fix="more ranks, a smaller global batch, or less beside it on these devices",
-            )
+            what = f"no plan fits: the least takes {size(self._need(nearest))} a rank, and {size(self.memory)} are free"
+            got = f"{nearest.plan} on {self.world.size} ranks" + "".join(f"; {note}" for note in self._unrun())
+            fix = "more ranks, a smaller global batch, or less beside it on these devices"
+            raise on_all_ranks(what, got=got, fix=fix)
         if self.broken:
             raise_all([Problem("no plan runs this program as it is"), *self._problems()], everywhere=True)
         plan, line = plain(self.world.size, "the program cannot be rehearsed")

@@ -48,25 +48,17 @@ def rows_of(batch: Any) -> int:
     leaves, _ = tree_flatten_with_path(batch)
     sparse = [_path(path) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout != torch.strided]
     if sparse:
-        raise on_all_ranks(
-            "the batch has sparse tensors, whose rows cannot be taken apart",
-            got=listed(sparse),
-            fix="give their indices and values, padded to the same number a row, and make them in the forward; or to_dense()",
-        )
+        what = "the batch has sparse tensors, whose rows cannot be taken apart"
+        fix = "give their indices and values, padded to the same number a row, and make them in the forward; or to_dense()"
+        raise on_all_ranks(what, got=listed(sparse), fix=fix)
     sizes = {_path(path): leaf.shape[0] for path, leaf in leaves if _has_rows(leaf)}
     if not sizes:
-        raise on_all_ranks(
-            "the batch has no tensor with rows",
-            got=type(batch).__name__,
-            allowed="any pytree of tensors whose dim 0 is the batch",
-        )
+        allowed = "any pytree of tensors whose dim 0 is the batch"
+        raise on_all_ranks("the batch has no tensor with rows", got=type(batch).__name__, allowed=allowed)
     if len(set(sizes.values())) > 1:
-        raise on_all_ranks(
-            "the tensors of the batch do not agree on the number of rows (dim 0)",
-            got=listed([f"{name}: {size}" for name, size in sizes.items()]),
-            fix="give every tensor the batch on dim 0; what is the same for all rows goes in as a 0-d tensor, "
-            "a number, or into the model",
-        )
+        what = "the tensors of the batch do not agree on the number of rows (dim 0)"
+        fix = "give every tensor the batch on dim 0; what is the same for all rows goes in as a 0-d tensor, a number, or into the model"
+        raise on_all_ranks(what, got=listed([f"{name}: {size}" for name, size in sizes.items()]), fix=fix)
     return next(iter(sizes.values()))
 
 
@@ -110,13 +102,10 @@ def part_of(batch: Any, ranks: int, index: int) -> Part:
         return batch
     total = rows_of(batch)
     if total < ranks:
-        raise on_all_ranks(
-            "the global batch has fewer rows than there are data-parallel ranks",
-            got=f"{total} rows, dp={ranks}",
-            allowed=f"at least {ranks} rows",
-            fix="use a larger batch or a smaller dp (a ragged last batch of engine.batches may be this small)",
-            seen="uneven-parts",
-        )
+        what = "the global batch has fewer rows than there are data-parallel ranks"
+        got = f"{total} rows, dp={ranks}"
+        fix = "use a larger batch or a smaller dp (a ragged last batch of engine.batches may be this small)"
+        raise on_all_ranks(what, got=got, allowed=f"at least {ranks} rows", fix=fix, seen="uneven-parts")
     start, stop = even_parts(total, ranks)[index]
     return Part(take(batch, start, stop), start, stop, total)
 
@@ -137,12 +126,10 @@ def need_rows(part: Part, ranks: int, plan: Plan, norms: bool = False) -> None:
     """Raises SoliError where a rank has no row, and others wait for it in every product, or norm of the batch."""
     if (plan.together or norms) and part.total < ranks:
         what = "normalise the batch" if norms else "of a grid compute each product"
-        raise on_all_ranks(
-            f"the ranks {what} together, and some have no row of it",
-            got=f"{part.total} rows, {ranks} parts (dp, copies and rows of the grid), plan {plan}",
-            allowed=f"at least {ranks} rows in every batch, the last and those of an evaluation too",
-            fix="drop or fill the ragged last batch, or use a smaller grid or dp",
-        )
+        got = f"{part.total} rows, {ranks} parts (dp, copies and rows of the grid), plan {plan}"
+        allowed = f"at least {ranks} rows in every batch, the last and those of an evaluation too"
+        fix = "drop or fill the ragged last batch, or use a smaller grid or dp"
+        raise on_all_ranks(f"the ranks {what} together, and some have no row of it", got=got, allowed=allowed, fix=fix)
 
 
 def need_tensors(batch: Any, part: Part, times: int) -> None:
@@ -151,21 +138,17 @@ def need_tensors(batch: Any, part: Part, times: int) -> None:
     leaves = tree_flatten_with_path(part.data)[0]
     closed = [f"{_path(path)}: {type(x).__name__}" for path, x in leaves if _hides(x, rows)]
     if closed:
-        raise on_all_ranks(
-            "the batch has objects whose tensors nobody finds: they are neither taken apart nor moved",
-            got=listed(closed),
-            fix="give a dict or tuple of their tensors (of a mapping: dict(it); of a dataclass: vars(it)), in the collate of engine.batches too",
-        )
+        what = "the batch has objects whose tensors nobody finds: they are neither taken apart nor moved"
+        fix = "give a dict or tuple of their tensors (of a mapping: dict(it); of a dataclass: vars(it)), in the collate of engine.batches too"
+        raise on_all_ranks(what, got=listed(closed), fix=fix)
     same = lambda x: all(not isinstance(y, int | float) and y == x[0] for y in x)  # words that are for all rows
     flat = lambda x: isinstance(x, list) and len(x) == rows and not any(map(_has_rows, tree_leaves(x))) and not same(x)
     if rows > 1 and (times > 1 or part.rows < rows):
         lists = [_path(path) for path, x in tree_flatten_with_path(part.data, is_leaf=flat)[0] if flat(x)]
         if lists:
-            raise on_all_ranks(
-                "the batch has lists with one entry a row, which are not taken apart with the rows",
-                got=listed(lists),
-                fix="give torch.tensor(...) or a numpy array of them, or leave them out of the batch",
-            )
+            what = "the batch has lists with one entry a row, which are not taken apart with the rows"
+            fix = "give torch.tensor(...) or a numpy array of them, or leave them out of the batch"
+            raise on_all_ranks(what, got=listed(lists), fix=fix)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

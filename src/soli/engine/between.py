@@ -71,27 +71,18 @@ class Given:
         now = dict(engine.model.named_parameters())
         strange = sorted(name for name in self.named.keys() | now.keys() if self.named.get(name) is not now.get(name))
         if strange:
-            yield Problem(
-                "parameters were put in, taken out or exchanged for others after soli.parallelize, and no optimizer "
-                "has them",
-                got=listed(strange),
-                fix="change the model before soli.parallelize, or write into the parameters that are there",
-            )
+            what = "parameters were put in, taken out or exchanged for others after soli.parallelize, and no optimizer has them"
+            fix = "change the model before soli.parallelize, or write into the parameters that are there"
+            yield Problem(what, got=listed(strange), fix=fix)
             return
         other = [name for (name, p), was in zip(now.items(), self.frozen, strict=True) if p.requires_grad != was]
         if other:
-            yield Problem(
-                "a parameter was frozen or unfrozen after soli.parallelize",
-                got=listed(other),
-                fix="set requires_grad before, or save, and parallelize the changed model and load",
-            )
+            fix = "set requires_grad before, or save, and parallelize the changed model and load"
+            yield Problem("a parameter was frozen or unfrozen after soli.parallelize", got=listed(other), fix=fix)
         hooked = [name for name, param in now.items() if hooks(param) != self.hooks[name]]
         if hooked:
-            yield Problem(
-                "hooks on gradients were put on or taken off after soli.parallelize, and were not looked at",
-                got=listed(hooked),
-                fix="register them before soli.parallelize",
-            )
+            what = "hooks on gradients were put on or taken off after soli.parallelize, and were not looked at"
+            yield Problem(what, got=listed(hooked), fix="register them before soli.parallelize")
         yield from _replaced(engine)
         yield from self._optimizer(engine)
 
@@ -104,13 +95,14 @@ class Given:
             return
         made, params = self.optimizer
         if engine.optimizer is not made or params != _ids(made):
-            yield Problem(
-                "the optimizer, or which parameters it has, was changed after soli.parallelize",
-                got="another optimizer"
+            what = "the optimizer, or which parameters it has, was changed after soli.parallelize"
+            got = (
+                "another optimizer"
                 if engine.optimizer is not made
-                else f"{len(_ids(made))} parameters, {len(params)} before",
-                fix="give soli.parallelize all parameters that are to train at any time: a group's lr may be 0 until then",
+                else f"{len(_ids(made))} parameters, {len(params)} before"
             )
+            fix = "give soli.parallelize all parameters that are to train at any time: a group's lr may be 0 until then"
+            yield Problem(what, got=got, fix=fix)
         yield from optimizers.hooked(engine.optimizer, plan)
 
     def laid(self, optimizer: Any) -> None:

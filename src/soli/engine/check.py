@@ -304,12 +304,10 @@ def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float) -> 
     if abs(count - count1 - count2) > (rounding(engine, count) * count if count % 1 else 0):
         if engine.plan.pieces == 1:
             return  # what is counted may depend on all rows where they are on one device (the hardest half)
-        raise SoliError(
-            "the loss's count does not add up over the rows of the batch",
-            got=f"{count:g} for {rows[0]} rows, {count1:g} + {count2:g} for its two parts",
-            allowed="the number of targets that were counted",
-            fix="a count of 1 usually means a mean: return the sum and the number of counted targets",
-        )
+        what = "the loss's count does not add up over the rows of the batch"
+        got = f"{count:g} for {rows[0]} rows, {count1:g} + {count2:g} for its two parts"
+        fix = "a count of 1 usually means a mean: return the sum and the number of counted targets"
+        raise SoliError(what, got=got, allowed="the number of targets that were counted", fix=fix)
     if _adds_up(sums, engine, size):
         return
     mean = (first * count1 + second * count2) / max(count, 1)

@@ -31,23 +31,21 @@ def problems(loss_fn: Any) -> list[Problem]:
 def total_and_count(result: Any) -> tuple[Tensor, float]:
     """What a loss function returned, if it kept to its contract."""
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise on_all_ranks(
-            "the loss function returned no (total, count)",
-            got=f"{type(result).__name__}",
-            allowed="the sum over the counted targets, and how many were counted",
-            fix="sum instead of averaging (reduction='sum') and return the count too; soli.losses has the usual ones",
-        )
+        what = "the loss function returned no (total, count)"
+        allowed = "the sum over the counted targets, and how many were counted"
+        fix = "sum instead of averaging (reduction='sum') and return the count too; soli.losses has the usual ones"
+        raise on_all_ranks(what, got=f"{type(result).__name__}", allowed=allowed, fix=fix)
     total, count = result
     if not isinstance(total, Tensor) or total.dim() != 0:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise on_all_ranks("the loss's total is no 0-d tensor", got=shape, fix="return total.sum()")
     if isinstance(count, Tensor) and count.requires_grad:
-        raise on_all_ranks(
-            "the loss's count depends on what is trained, and no gradient goes through it",
-            got="a count that requires gradients",
-            allowed="the number of targets that were counted, or a weight of theirs",
-            fix="return count.detach() if it is meant as a number, or let each row's loss be divided by what is of that row",
+        what = "the loss's count depends on what is trained, and no gradient goes through it"
+        allowed = "the number of targets that were counted, or a weight of theirs"
+        fix = (
+            "return count.detach() if it is meant as a number, or let each row's loss be divided by what is of that row"
         )
+        raise on_all_ranks(what, got="a count that requires gradients", allowed=allowed, fix=fix)
     return total, float(count)
 
 

@@ -104,27 +104,21 @@ def need_samples(dataset: Any) -> None:
             fix="give loader.dataset, collate=loader.collate_fn and shuffle=; a sampler's order as torch.utils.data.Subset(dataset, order); or each batch of the loader to engine.step",
         )
     if isinstance(dataset, dict | UserDict) and dataset and 0 not in dataset:
-        raise on_all_ranks(
-            "a dataset gives a sample for each number from 0 on, and this is a mapping by names",
-            got=listed([str(key) for key in dataset]),
-            fix="give a list of samples: [{name: x[i] for name, x in data.items()} for i in range(rows)], or each batch to engine.step",
-        )
+        what = "a dataset gives a sample for each number from 0 on, and this is a mapping by names"
+        fix = "give a list of samples: [{name: x[i] for name, x in data.items()} for i in range(rows)], or each batch to engine.step"
+        raise on_all_ranks(what, got=listed([str(key) for key in dataset]), fix=fix)
 
 
 def _check(dataset: Any, order: Order) -> None:
     if order.global_batch < order.ranks:
-        raise on_all_ranks(
-            "the global batch is smaller than the number of data-parallel ranks",
-            got=f"global_batch={order.global_batch}, dp={order.ranks}",
-            allowed=f"{order.ranks} or more",
-        )
+        what = "the global batch is smaller than the number of data-parallel ranks"
+        got = f"global_batch={order.global_batch}, dp={order.ranks}"
+        raise on_all_ranks(what, got=got, allowed=f"{order.ranks} or more")
     if _is_stream(dataset):
         if order.shuffle:
-            raise on_all_ranks(
-                "a stream cannot be shuffled by soli: it has no length and no samples by number",
-                got=type(dataset).__name__,
-                fix="pass shuffle=False (and shuffle in the stream), or give a map-style dataset",
-            )
+            what = "a stream cannot be shuffled by soli: it has no length and no samples by number"
+            fix = "pass shuffle=False (and shuffle in the stream), or give a map-style dataset"
+            raise on_all_ranks(what, got=type(dataset).__name__, fix=fix)
     elif len(dataset) == 0:
         raise on_all_ranks("the dataset is empty", got=f"{type(dataset).__name__} of length 0")
     order.size = 0 if _is_stream(dataset) else len(dataset)
@@ -151,12 +145,11 @@ def _goes_on(order: Order) -> bool:
     if at.batch and at.global_batch and (at.global_batch, at.size) != (order.global_batch, order.size):
         read = at.batch * at.global_batch
         if at.size != order.size or read % order.global_batch:
-            raise on_all_ranks(
-                f"the stream '{order.name}' stands in the midst of an epoch of other batches: its position would be of other samples",
-                got=f"batch {at.batch} of {at.global_batch} of {at.size or 'some'} samples, and now {order.global_batch} of {order.size or 'some'}",
-                allowed="the same dataset, and batches of which the samples that were read are a multiple",
-                fix="another name= for another dataset (name=None: from the beginning each time), or the batches of before until the epoch ends",
-            )
+            what = f"the stream '{order.name}' stands in the midst of an epoch of other batches: its position would be of other samples"
+            got = f"batch {at.batch} of {at.global_batch} of {at.size or 'some'} samples, and now {order.global_batch} of {order.size or 'some'}"
+            allowed = "the same dataset, and batches of which the samples that were read are a multiple"
+            fix = "another name= for another dataset (name=None: from the beginning each time), or the batches of before until the epoch ends"
+            raise on_all_ranks(what, got=got, allowed=allowed, fix=fix)
         at.batch = read // order.global_batch
     at.global_batch, at.size = order.global_batch, order.size
     return order.epochs is not None and at.epoch < order.epochs
@@ -222,11 +215,9 @@ class _Drawing(Dataset[Any]):
     def _looked(self, samples: list[Any], number: int) -> list[Any]:
         """Once, where several ranks read: a sample that is another one when it is read again is drawn from what nobody sees."""
         if not self.looked and _seen(samples[0]) != _seen(self._read([number])[0]):
-            raise SoliError(
-                "the dataset gives another sample when it is asked again, and each rank reads its own: they would depend on the ranks",
-                got=f"sample {number} of {type(self.dataset).__name__}",
-                fix="draw from Python's random, numpy or torch (which soli seeds by the sample), not from a generator of the dataset's own",
-            )
+            what = "the dataset gives another sample when it is asked again, and each rank reads its own: they would depend on the ranks"
+            fix = "draw from Python's random, numpy or torch (which soli seeds by the sample), not from a generator of the dataset's own"
+            raise SoliError(what, got=f"sample {number} of {type(self.dataset).__name__}", fix=fix)
         self.looked = True
         return samples
 
@@ -273,11 +264,8 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
         samples = samples or islice(_alike(stream, generators.hashed("stream", order.seed(), epoch)), before, None)
         batch = list(islice(samples, order.global_batch))
         if not batch and not before:
-            raise on_all_ranks(
-                f"the stream gave no samples in epoch {epoch}",
-                got=type(stream).__name__,
-                fix="give something that can be iterated once for each epoch, or ask for one epoch",
-            )
+            fix = "give something that can be iterated once for each epoch, or ask for one epoch"
+            raise on_all_ranks(f"the stream gave no samples in epoch {epoch}", got=type(stream).__name__, fix=fix)
         if not batch:  # it ended exactly where it was resumed
             _advance(order, True)
         while batch:
@@ -296,11 +284,9 @@ def _rest(order: Order) -> Iterator[Any] | None:
     if given is not order.given:
         return None
     if order.position.mover is None:
-        raise on_all_ranks(
-            f"a checkpoint has moved the stream '{order.name}' to samples that were read already, and they cannot be read again",
-            got=type(given).__name__,
-            fix="give something that can be iterated anew, or another iterator after engine.load",
-        )
+        what = f"a checkpoint has moved the stream '{order.name}' to samples that were read already, and they cannot be read again"
+        fix = "give something that can be iterated anew, or another iterator after engine.load"
+        raise on_all_ranks(what, got=type(given).__name__, fix=fix)
     return rest
 
 

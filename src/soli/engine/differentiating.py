@@ -29,11 +29,8 @@ class Differentiating(TorchFunctionMode):
 
     def _check(self, own_graph: bool) -> None:
         if self.plan.model_ranks > 1 or self.plan.zero == 3:
-            raise on_all_ranks(
-                "the forward or its loss takes gradients itself (torch.autograd.grad, torch.func), and each rank has a part of what they go through",
-                got=str(self.plan),
-                allowed="data parallelism with zero=0, 1 or 2",
-            )
+            what = "the forward or its loss takes gradients itself (torch.autograd.grad, torch.func), and each rank has a part of what they go through"
+            raise on_all_ranks(what, got=str(self.plan), allowed="data parallelism with zero=0, 1 or 2")
         if not own_graph and not torch.is_grad_enabled():
             raise on_all_ranks(
                 "the forward takes gradients itself (torch.autograd.grad), and in evaluation and in the first step's checks "

@@ -84,25 +84,18 @@ class Effects(TorchDispatchMode):
         own = [n for n, p in self.model.named_parameters() if n in self.before and p.requires_grad]
         lost = list(self.before) if plan.zero == 3 else own if plan.zero else []
         if lost:
-            raise SoliError(
-                f"the forward writes into parameters, and under zero={plan.zero} they are copies of what ranks have parts of",
-                got=listed(lost),
-                allowed="parameters that only the optimizer changes",
-                fix="leave out max_norm= of embeddings, change weights between steps, or use zero=0",
-            )
+            what = f"the forward writes into parameters, and under zero={plan.zero} they are copies of what ranks have parts of"
+            fix = "leave out max_norm= of embeddings, change weights between steps, or use zero=0"
+            raise SoliError(what, got=listed(lost), allowed="parameters that only the optimizer changes", fix=fix)
         if self.absent and plan.zero == 3:
-            raise SoliError(
-                "parameters are read where their block does not run, and under zero=3 no rank has their values there",
-                got=listed(sorted(self.absent)),
-                allowed="a block's parameters inside of its own forward, and what belongs to no block anywhere",
-                fix="read them inside of their block, between steps from engine.global_state_dict(), or use zero=2",
-            )
+            what = "parameters are read where their block does not run, and under zero=3 no rank has their values there"
+            allowed = "a block's parameters inside of its own forward, and what belongs to no block anywhere"
+            fix = "read them inside of their block, between steps from engine.global_state_dict(), or use zero=2"
+            raise SoliError(what, got=listed(sorted(self.absent)), allowed=allowed, fix=fix)
         if self.by_frequency and plan.pieces * plan.cp > 1:
-            raise SoliError(
-                "gradients are divided by how often a token is in the batch, which no part of it knows",
-                got="an embedding with scale_grad_by_freq=True",
-                fix="leave it out, or run with dp=1, cp=1, tensor=1d and no microbatches",
-            )
+            what = "gradients are divided by how often a token is in the batch, which no part of it knows"
+            fix = "leave it out, or run with dp=1, cp=1, tensor=1d and no microbatches"
+            raise SoliError(what, got="an embedding with scale_grad_by_freq=True", fix=fix)
 
 
 @contextmanager
@@ -110,11 +103,12 @@ def looked_at(model: nn.Module, plan: Plan) -> Iterator[Effects]:
     """Around a forward of `model`. SoliError if it sends where several ranks have the same rows, before they wait for each other."""
 
     def refuse() -> None:
-        raise on_all_ranks(
-            f"the model sends by itself, and under {plan} several ranks have the same rows, which it would count twice",
-            allowed="models that leave sending to the engine; under dp and zero alone, sums over all ranks",
-            fix="turn its own synchronisation off (an option such as sync_codebook=False), or run under dp and zero alone",
+        what = (
+            f"the model sends by itself, and under {plan} several ranks have the same rows, which it would count twice"
         )
+        allowed = "models that leave sending to the engine; under dp and zero alone, sums over all ranks"
+        fix = "turn its own synchronisation off (an option such as sync_codebook=False), or run under dp and zero alone"
+        raise on_all_ranks(what, allowed=allowed, fix=fix)
 
     with Effects(model, plan) as effects, telling(refuse) if plan.model_ranks > 1 else nullcontext():
         yield effects

@@ -64,11 +64,9 @@ def _need_own(engine: Engine, total: Tensor) -> None:
         strange += isinstance(leaf, nn.Parameter) and id(leaf) not in own
         todo += [following for following, _ in node.next_functions]
     if strange:
-        raise on_all_ranks(
-            f"the loss trains {strange} parameters that are not the model's: no rank sums their gradients, which are of its own rows",
-            allowed="parameters of the model that soli.parallelize was given",
-            fix="make the criterion a module of the model, whose forward returns what it makes; its options can be a parameter group's",
-        )
+        what = f"the loss trains {strange} parameters that are not the model's: no rank sums their gradients, which are of its own rows"
+        fix = "make the criterion a module of the model, whose forward returns what it makes; its options can be a parameter group's"
+        raise on_all_ranks(what, allowed="parameters of the model that soli.parallelize was given", fix=fix)
 
 
 def _together(engine: Engine) -> bool:
@@ -88,21 +86,17 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
     if engine.mesh.all.simulated and torch.is_grad_enabled():
         count = count or 1.0  # other rows have targets
     elif not count and not total.is_meta and torch.isfinite(total) and total != 0:
-        raise SoliError(
-            "rows of which no target is counted have a loss, which would be left out",
-            got=f"{float(total.detach()):.6g}",
-            allowed="a total of 0, or one that is not finite, where the count is 0",
-            fix="add only what belongs to counted targets, or count what the loss is of (its tokens)",
-        )
+        what = "rows of which no target is counted have a loss, which would be left out"
+        allowed = "a total of 0, or one that is not finite, where the count is 0"
+        fix = "add only what belongs to counted targets, or count what the loss is of (its tokens)"
+        raise SoliError(what, got=f"{float(total.detach()):.6g}", allowed=allowed, fix=fix)
     if count or not (_together(engine) and torch.is_grad_enabled()):
         return total, count
     kind = type(output).__name__
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad]
     total, output = total.new_zeros(()), None  # the graph of the loss goes before there is another
     if not outputs:
-        raise SoliError(
-            "no target of this rank's rows is counted, and the model returns nothing but its loss to go back from",
-            got=kind,
-            fix="return the logits too, give every row a target, or use tensor=1d and GroupNorm",
-        )
+        what = "no target of this rank's rows is counted, and the model returns nothing but its loss to go back from"
+        fix = "return the logits too, give every row a target, or use tensor=1d and GroupNorm"
+        raise SoliError(what, got=kind, fix=fix)
     return sum(((x * 0).sum() for x in outputs), total), count

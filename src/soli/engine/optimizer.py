@@ -27,11 +27,9 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if not callable(optimizer):
-        raise on_all_ranks(
-            "optimizer is neither a torch optimizer nor a function that makes one",
-            got=type(optimizer).__name__,
-            allowed="torch.optim.AdamW(model.parameters()), or lambda p: torch.optim.AdamW(p)",
-        )
+        what = "optimizer is neither a torch optimizer nor a function that makes one"
+        allowed = "torch.optim.AdamW(model.parameters()), or lambda p: torch.optim.AdamW(p)"
+        raise on_all_ranks(what, got=type(optimizer).__name__, allowed=allowed)
     made = optimizer(list(model.parameters()))
     if not isinstance(made, torch.optim.Optimizer):
         raise on_all_ranks("the optimizer function made no torch optimizer", got=type(made).__name__)
@@ -41,11 +39,9 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
 def scheduled(scheduler: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
     """What a function of the optimizer makes, if there is one; it is stepped once a step, with nothing."""
     if scheduler is not None and not callable(scheduler):
-        raise on_all_ranks(
-            "scheduler is no function that makes one of an optimizer",
-            got=type(scheduler).__name__,
-            allowed="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)",
-        )
+        what = "scheduler is no function that makes one of an optimizer"
+        allowed = "scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)"
+        raise on_all_ranks(what, got=type(scheduler).__name__, allowed=allowed)
     made = scheduler(optimizer) if scheduler is not None else None
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise on_all_ranks(
@@ -77,17 +73,13 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             allowed="an optimizer whose step() needs no closure, such as AdamW or SGD",
         )
     elif (plan.zero > 0 or plan.tp > 1) and not elementwise(optimizer):
-        yield Problem(
-            f"{type(optimizer).__name__} does not update element by element, so its states cannot be cut",
-            got=f"zero={plan.zero}, tp={plan.tp}",
-            allowed="zero=0 and tp=1, or an optimizer such as AdamW or SGD",
-        )
+        what = f"{type(optimizer).__name__} does not update element by element, so its states cannot be cut"
+        allowed = "zero=0 and tp=1, or an optimizer such as AdamW or SGD"
+        yield Problem(what, got=f"zero={plan.zero}, tp={plan.tp}", allowed=allowed)
     elif plan.pp > 1 and separable(optimizer) is False:
-        yield Problem(
-            f"{type(optimizer).__name__} updates a parameter by others, or by random numbers, and a stage has only its own parameters",
-            got=f"pp={plan.pp}",
-            allowed="pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)",
-        )
+        what = f"{type(optimizer).__name__} updates a parameter by others, or by random numbers, and a stage has only its own parameters"
+        allowed = "pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)"
+        yield Problem(what, got=f"pp={plan.pp}", allowed=allowed)
     yield from hooked(optimizer, plan)
 
 
@@ -97,11 +89,9 @@ def hooked(optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Problem]:
     kept = (vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
     hooks = [hook for each in kept for hook in each.values()]
     if hooks and (plan.zero > 0 or plan.tp > 1 or plan.pp > 1):
-        yield Problem(
-            "the optimizer has hooks on its step, which would see a rank's own parts of the parameters",
-            got=", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks),
-            fix="do it between steps (docs/contract.md), clip by soli.parallelize(clip=), or use zero=0, tp=1 and pp=1",
-        )
+        what = "the optimizer has hooks on its step, which would see a rank's own parts of the parameters"
+        fix = "do it between steps (docs/contract.md), clip by soli.parallelize(clip=), or use zero=0, tp=1 and pp=1"
+        yield Problem(what, got=", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks), fix=fix)
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:

@@ -68,12 +68,10 @@ def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watc
         if len(calls) >= wanted:
             return parts, traces
         if not can_be_finer(engine.model, finer):
-            raise on_all_ranks(
-                f"the model has fewer parts to cut between than the pipeline has stages: {len(calls)} < {wanted}",
-                got=f"the first rows call {', '.join(calls) or 'none'} of {len(parts)} parts",
-                allowed=f"pp x stages a rank <= {len(calls)}",
-                fix="use a smaller pp, or fewer chunks",
-            )
+            what = f"the model has fewer parts to cut between than the pipeline has stages: {len(calls)} < {wanted}"
+            got = f"the first rows call {', '.join(calls) or 'none'} of {len(parts)} parts"
+            allowed = f"pp x stages a rank <= {len(calls)}"
+            raise on_all_ranks(what, got=got, allowed=allowed, fix="use a smaller pp, or fewer chunks")
         finer += 1
 
 
@@ -100,26 +98,20 @@ def _agree(engine: Engine, traces: dict[bool, watch.Trace], last: int) -> None:
     """All ranks, in training and in evaluation, must take the same path up to the last stage, which call `last` starts."""
     paths = {training: trace.until(last) for training, trace in traces.items()}
     if traces[False].first_read() <= last:
-        raise on_all_ranks(
-            "the forward looks at a value between its blocks in evaluation, where the last stage has not begun",
-            got=", ".join(sorted({name for gap, name in traces[False].reads if gap <= last})),
-            fix="do it inside a block or after the last one, or use pp=1",
-        )
+        what = "the forward looks at a value between its blocks in evaluation, where the last stage has not begun"
+        got = ", ".join(sorted({name for gap, name in traces[False].reads if gap <= last}))
+        raise on_all_ranks(what, got=got, fix="do it inside a block or after the last one, or use pp=1")
     if paths[True][0] != paths[False][0]:
-        raise on_all_ranks(
-            "the model calls other blocks in evaluation than in training, and has one set of stages for both",
-            got=f"{', '.join(paths[False][0])} and {', '.join(paths[True][0])}",
-            fix="call the same blocks in both, or use pp=1",
-        )
+        what = "the model calls other blocks in evaluation than in training, and has one set of stages for both"
+        got = f"{', '.join(paths[False][0])} and {', '.join(paths[True][0])}"
+        raise on_all_ranks(what, got=got, fix="call the same blocks in both, or use pp=1")
     everyone = gather_json(list(paths.values()), engine.mesh.all, label="traces")
     odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if odd:
-        raise on_all_ranks(
-            "the model's forward takes different paths on the rows of different ranks",
-            got=f"ranks {', '.join(map(str, odd))} took another than rank 0",
-            fix="put what depends on the rows inside a block, or use pp=1",
-            seen="uneven-decision",
-        )
+        what = "the model's forward takes different paths on the rows of different ranks"
+        got = f"ranks {', '.join(map(str, odd))} took another than rank 0"
+        fix = "put what depends on the rows inside a block, or use pp=1"
+        raise on_all_ranks(what, got=got, fix=fix, seen="uneven-decision")
 
 
 def _announce(engine: Engine, cut: stages.Stages, trace: watch.Trace) -> None:

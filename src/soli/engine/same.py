@@ -105,12 +105,10 @@ def agree_on_buffers(engine: Engine) -> None:
     """SoliError where there are such after 1, 3, 7, 15, ... steps: what begins later than a forward was looked at is seen while there are
     few. Collective."""
     if engine.step_count & (engine.step_count + 1) == 0 and (apart := buffers_apart(engine)):
-        raise on_all_ranks(
-            f"ranks that had the same buffers have others after {engine.step_count} steps: a forward changes them by the rows that it sees",
-            got=listed(apart),
-            allowed="buffers that stay as they are, or change alike whatever the rows; the first step is looked at, and this began later",
-            fix="change them between steps (of the loss's batch, alike on every rank), from the first step on, or run with dp=1",
-        )
+        what = f"ranks that had the same buffers have others after {engine.step_count} steps: a forward changes them by the rows that it sees"
+        allowed = "buffers that stay as they are, or change alike whatever the rows; the first step is looked at, and this began later"
+        fix = "change them between steps (of the loss's batch, alike on every rank), from the first step on, or run with dp=1"
+        raise on_all_ranks(what, got=listed(apart), allowed=allowed, fix=fix)
 
 
 def say_buffers(engine: Engine) -> None:

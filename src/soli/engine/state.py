@@ -99,11 +99,9 @@ def _of_modules(engine: Engine) -> dict[str, Any]:
     """What modules save by get_extra_state."""
     found = {n: value for n, value in engine.model.state_dict(keep_vars=True).items() if f".{n}".endswith(EXTRA)}
     if found and engine.pipeline is not None:
-        raise on_all_ranks(
-            "modules save something by get_extra_state, and under pp each stage has its own",
-            got=listed(list(found)),
-            fix="keep it in a buffer (register_buffer), or use a plan without pp",
-        )
+        what = "modules save something by get_extra_state, and under pp each stage has its own"
+        fix = "keep it in a buffer (register_buffer), or use a plan without pp"
+        raise on_all_ranks(what, got=listed(list(found)), fix=fix)
     return found
 
 
