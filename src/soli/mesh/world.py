@@ -131,11 +131,9 @@ def _made_backend() -> str:
     config = str(dist.get_backend_config())
     if "nccl" in made or "nccl" in config:
         if "cpu:" not in config:
-            raise on_all_ranks(
-                "ranks agree on numbers in the host's memory, and this process group has a backend for devices alone",
-                got=f"a process group on {config}",
-                fix='leave it to soli, or make it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")',
-            )
+            what = "ranks agree on numbers in the host's memory, and this process group has a backend for devices alone"
+            fix = 'leave it to soli, or make it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
+            raise on_all_ranks(what, got=f"a process group on {config}", fix=fix)
         return "nccl"
     if made not in ("gloo", "local") and "gloo" not in made:
         raise on_all_ranks("soli knows gloo, local and nccl", got=f"a process group on {made}")
@@ -173,17 +171,11 @@ def make_group(backend: str, rank: int, size: int, seconds: float, **where: Any)
 def _not_started(rank: int, size: int, address: str, error: Exception) -> SoliError:
     port, text = os.environ["MASTER_PORT"], str(error).strip().split("\n")[0]
     if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return SoliError(
-            f"port {port} on {address} is in use, so the ranks cannot meet there",
-            got=f"MASTER_PORT={port}",
-            allowed="a free port",
-            fix="set MASTER_PORT to another, or start with `soli run`, which finds a free one",
-        )
-    return failure(
-        f"rank {rank} could not meet the other {size - 1} at {address}:{port}",
-        got=text,
-        fix="are all ranks started, and is that address reachable from each host?",
-    )
+        what = f"port {port} on {address} is in use, so the ranks cannot meet there"
+        fix = "set MASTER_PORT to another, or start with `soli run`, which finds a free one"
+        return SoliError(what, got=f"MASTER_PORT={port}", allowed="a free port", fix=fix)
+    what = f"rank {rank} could not meet the other {size - 1} at {address}:{port}"
+    return failure(what, got=text, fix="are all ranks started, and is that address reachable from each host?")
 
 
 @contextmanager

@@ -201,11 +201,9 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     counts = gather_json(len(states), world, label="states of the optimizer")
     if len(set(counts)) > 1:
-        raise on_all_ranks(
-            "the ranks' optimizers have not the same states",
-            got=f"tensors by rank: {', '.join(map(str, counts))}",
-            fix="load the optimizer's states on every rank, or on none",
-        )
+        got = f"tensors by rank: {', '.join(map(str, counts))}"
+        fix = "load the optimizer's states on every rank, or on none"
+        raise on_all_ranks("the ranks' optimizers have not the same states", got=got, fix=fix)
     tensors += [(f"state {number} of the optimizer", value) for number, value in enumerate(states)]
     marks = torch.tensor([checksum(tensor, name) for name, tensor in tensors], dtype=torch.int64)
     low, high = marks.clone(), marks.clone()
@@ -215,11 +213,9 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
     if not differ:
         return
     if any(tensor.is_meta for _, tensor in differ):
-        raise on_all_ranks(
-            "the ranks recorded different initial weights under soli.deferred()",
-            got=", ".join(name for name, _ in differ[:4]),
-            fix="call torch.manual_seed with the same number on every rank before building the model",
-        )
+        what = "the ranks recorded different initial weights under soli.deferred()"
+        fix = "call torch.manual_seed with the same number on every rank before building the model"
+        raise on_all_ranks(what, got=", ".join(name for name, _ in differ[:4]), fix=fix)
     for name, tensor in differ:
         broadcast(tensor.detach(), world, label=f"first values of {name}")
     text = f"the ranks built {len(differ)} different tensors (no torch.manual_seed?); all use rank 0's"

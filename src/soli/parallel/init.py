@@ -156,11 +156,9 @@ class _Recorder(TorchDispatchMode):
         try:
             result = func(*meta_args, **meta_kwargs)
         except NotImplementedError as error:
-            raise on_all_ranks(
-                "the constructor does something whose shape depends on values, which are not there yet",
-                got=f"{func}: {str(error).splitlines()[0]}",
-                fix="build this model without soli.deferred(), or rewrite that line (torch.where for a mask)",
-            ) from error
+            what = "the constructor does something whose shape depends on values, which are not there yet"
+            fix = "build this model without soli.deferred(), or rewrite that line (torch.where for a mask)"
+            raise on_all_ranks(what, got=f"{func}: {str(error).splitlines()[0]}", fix=fix) from error
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         self._record(func, seen_args, seen_kwargs, outputs, generator)
         return _as_given(func, args, result)
@@ -191,11 +189,8 @@ def _seen(x: Any) -> Any:
 def _refuse_lost_write(func: Any, args: Any, tensors: list[Tensor]) -> None:
     """A real tensor cannot take values that do not exist yet."""
     if func._schema.is_mutable and tensors and not _on_meta(tensors[0]) and args and args[0] is tensors[0]:
-        raise on_all_ranks(
-            "a constant is changed by a tensor that is deferred",
-            got=str(func),
-            fix="make the constant with torch.zeros or another factory inside the block, and write into that",
-        )
+        fix = "make the constant with torch.zeros or another factory inside the block, and write into that"
+        raise on_all_ranks("a constant is changed by a tensor that is deferred", got=str(func), fix=fix)
 
 
 def _as_given(func: Any, args: Any, result: Any) -> Any:
@@ -209,11 +204,8 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     if any(isinstance(x, torch.Generator) for x in tree_leaves((args, kwargs))):
-        raise on_all_ranks(
-            "the model draws from a generator of its own under soli.deferred()",
-            got=str(func),
-            fix="use torch's default generator (torch.manual_seed), or build the model eagerly",
-        )
+        fix = "use torch's default generator (torch.manual_seed), or build the model eagerly"
+        raise on_all_ranks("the model draws from a generator of its own under soli.deferred()", got=str(func), fix=fix)
     before = torch.get_rng_state()
     # What is only written may hold anything; what is read must be there, for some draws (gamma's, Poisson's)
     # take as many numbers as the values ask for.

@@ -281,13 +281,10 @@ class Changes:
                 "loss's batch, alike on every rank), or run with dp=1, cp=1, tensor=1d and no microbatches",
             )
         if first and plan.runs > 1:
-            raise SoliError(
-                f"the forward changes what the model keeps, and {plan} runs it {plan.runs} times a step",
-                got=listed(first),
-                allowed="buffers and attributes that stay as they are where a step has microbatches or computes again",
-                fix="put the module in eval(), change what is kept between steps, or run without accumulate, microbatches "
-                "and recompute",
-            )
+            what = f"the forward changes what the model keeps, and {plan} runs it {plan.runs} times a step"
+            allowed = "buffers and attributes that stay as they are where a step has microbatches or computes again"
+            fix = "put the module in eval(), change what is kept between steps, or run without accumulate, microbatches and recompute"
+            raise SoliError(what, got=listed(first), allowed=allowed, fix=fix)
 
 
 def _differing(found: list[dict[str, Value]]) -> set[str]:

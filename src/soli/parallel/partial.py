@@ -41,11 +41,9 @@ def calling() -> Iterator[None]:
 
 def _called(module: nn.Module, _: Any) -> None:
     if not _calls:
-        raise SoliError(
-            "the model is called by itself, and each rank has a part of it",
-            got=type(module).__name__,
-            fix="engine.copy_model() is a plain model to sample, act or validate with (every rank calls it); engine.evaluate(batches) is a mean loss",
-        )
+        what = "the model is called by itself, and each rank has a part of it"
+        fix = "engine.copy_model() is a plain model to sample, act or validate with (every rank calls it); engine.evaluate(batches) is a mean loss"
+        raise SoliError(what, got=type(module).__name__, fix=fix)
 
 
 def _asked(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -59,8 +57,6 @@ def _asked(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _given(module: nn.Module, *_: Any) -> None:
-    raise SoliError(
-        "load_state_dict() of a model that lies on several ranks would have to be given this rank's part of it",
-        got=type(module).__name__,
-        fix="load it before soli.parallelize, or a checkpoint by engine.load(path)",
-    )
+    what = "load_state_dict() of a model that lies on several ranks would have to be given this rank's part of it"
+    fix = "load it before soli.parallelize, or a checkpoint by engine.load(path)"
+    raise SoliError(what, got=type(module).__name__, fix=fix)

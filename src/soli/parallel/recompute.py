@@ -121,13 +121,10 @@ class _Given:
         for i, x in zip(self.tensors, tensors, strict=True):
             args[i] = x
         if _weights(self.block) != self.weights:
-            raise SoliError(
-                "a block has other weights when it is recomputed in backward than it had in the forward",
-                got=type(self.block).__name__,
-                allowed="a block that computes with its own parameters",
-                fix="torch.func.functional_call lends weights to a block for one call: let the block's own forward make them, "
-                "or recompute=none",
-            )
+            what = "a block has other weights when it is recomputed in backward than it had in the forward"
+            allowed = "a block that computes with its own parameters"
+            fix = "torch.func.functional_call lends weights to a block for one call: let the block's own forward make them, or recompute=none"
+            raise SoliError(what, got=type(self.block).__name__, allowed=allowed, fix=fix)
         try:
             return forward(*args, **kwargs)
         except (RuntimeError, IndexError, TypeError, ValueError) as error:

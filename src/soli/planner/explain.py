@@ -229,12 +229,8 @@ def _nothing(found: Found) -> SoliError:
     fix = "more memory a device, or a smaller model"
     if nodes is not None:
         fix = f"{nodes} servers of {node} would hold it ({nodes * node} devices)"
-    return SoliError(
-        f"{task.cluster} cannot hold {task.model.name} under any of {found.counted} plans",
-        got=lacking(found),
-        allowed=f"{task.limit / GB:.1f} GB a device",
-        fix=fix,
-    )
+    what = f"{task.cluster} cannot hold {task.model.name} under any of {found.counted} plans"
+    return SoliError(what, got=lacking(found), allowed=f"{task.limit / GB:.1f} GB a device", fix=fix)
 
 
 def assumed(task: Task) -> str:

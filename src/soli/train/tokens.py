@@ -79,12 +79,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # the library raises a bare Exception
         raise SoliError(f"{path} is no tokenizer", got=error, allowed="a tokenizer.json") from error
     if tokenizer.token_to_id(END) != 0:
-        raise SoliError(
-            f"{path} does not end its documents as soli does",
-            got=f"{END} has id {tokenizer.token_to_id(END)}",
-            allowed=f"{END} with id 0",
-            fix="leave tokenizer.path empty, or encode the text yourself into a .bin",
-        )
+        what = f"{path} does not end its documents as soli does"
+        fix = "leave tokenizer.path empty, or encode the text yourself into a .bin"
+        raise SoliError(what, got=f"{END} has id {tokenizer.token_to_id(END)}", allowed=f"{END} with id 0", fix=fix)
     return _plain(tokenizer)
 
 
@@ -174,11 +171,9 @@ def _survey(config: Config, say: Say) -> _Survey:
         while held > room and len(heap) > 1:
             held -= len(heapq.heappop(heap)[2])
     if found.kept in (0, found.documents):
-        raise SoliError(
-            "the split left nothing for " + ("validation" if found.kept == 0 else "training"),
-            got=f"{found.documents} documents, {config.data.validation:g} of them for validation",
-            fix="give more documents, or another data.validation",
-        )
+        what = "the split left nothing for " + ("validation" if found.kept == 0 else "training")
+        got = f"{found.documents} documents, {config.data.validation:g} of them for validation"
+        raise SoliError(what, got=got, fix="give more documents, or another data.validation")
     found.digest = whole.digest()
     found.sample = tuple(text for _, _, text in sorted(heap))
     say(

@@ -209,12 +209,10 @@ def _port(n: int) -> int:
             probe.bind(("127.0.0.1", int(said or 0) if n > 1 else 0))
         except OSError as error:
             why = "is in use" if error.errno == errno.EADDRINUSE else "cannot be used"
-            raise SoliError(
-                f"port {said} on 127.0.0.1 {why}, so the ranks cannot meet there",
-                got=f"MASTER_PORT={said}: {error.strerror}",
-                allowed="a free port",
-                fix="unset MASTER_PORT, and soli finds a free one",
-            ) from error
+            what = f"port {said} on 127.0.0.1 {why}, so the ranks cannot meet there"
+            got = f"MASTER_PORT={said}: {error.strerror}"
+            fix = "unset MASTER_PORT, and soli finds a free one"
+            raise SoliError(what, got=got, allowed="a free port", fix=fix) from error
         return int(said) if said else int(probe.getsockname()[1])
 
 

@@ -17,9 +17,6 @@ def awaited(store: Any, keys: dict[int, str], timeout: timedelta, where: str) ->
         store.wait(list(keys.values()), timeout)
     except RuntimeError as error:  # a DistStoreError, or what a FileStore raises
         missing = [str(rank) for rank, key in keys.items() if not store.check([key])]
-        raise failure(
-            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of {where} did not come in "
-            f"{timeout.total_seconds():g} s",
-            fix="are they started, and do they make the same groups in the same order?",
-        ) from error
+        what = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of {where} did not come in {timeout.total_seconds():g} s"
+        raise failure(what, fix="are they started, and do they make the same groups in the same order?") from error
     return [store.get(key).decode() for key in keys.values()]

@@ -128,9 +128,6 @@ def _open(path: str, rank: int) -> tuple[int, str]:
     try:
         return os.open(path, os.O_RDWR), path
     except OSError as error:
-        raise failure(
-            f"rank {rank} cannot open the memory that rank 0 shares",
-            got=f"{path}: {error.strerror}",
-            fix="run all ranks of a host as one user in one container, give containers names of their own "
-            "with SOLI_HOST, or take SOLI_BACKEND=gloo",
-        ) from error
+        what = f"rank {rank} cannot open the memory that rank 0 shares"
+        fix = "run all ranks of a host as one user in one container, give containers names of their own with SOLI_HOST, or take SOLI_BACKEND=gloo"
+        raise failure(what, got=f"{path}: {error.strerror}", fix=fix) from error

@@ -113,11 +113,10 @@ class StageForward(Watch):
         """torch computes on without a word where one argument has no values (2.13: F.linear of a meta weight)."""
         for x in live:
             if x.is_meta or getattr(x, "_run", self.run) != self.run:
-                raise SoliError(
-                    f"{name_of(func)} reads a value that this stage does not have, {self.trace.place(self.gap)}",
-                    got=f"stage {self.stage}; a value of another stage, or one that an earlier forward left",
-                    fix="hand values from block to block as arguments and results, or use pp=1",
-                )
+                what = f"{name_of(func)} reads a value that this stage does not have, {self.trace.place(self.gap)}"
+                got = f"stage {self.stage}; a value of another stage, or one that an earlier forward left"
+                fix = "hand values from block to block as arguments and results, or use pp=1"
+                raise SoliError(what, got=got, fix=fix)
 
     def _seen(self, func: Any, made: list[Tensor], live: list[Tensor]) -> None:
         for leaf, (name, x) in enumerate(zip(self._names(func, made), made, strict=True)):

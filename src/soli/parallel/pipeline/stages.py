@@ -113,25 +113,22 @@ def check_hidden(trace: Trace, stages: Stages) -> None:
     """Refuse values that go from stage to stage unseen: what computes them would not run."""
     for made, used in sorted(trace.hidden):
         if stages.of_gap(made) != stages.of_gap(used):
-            raise on_all_ranks(
-                f"{trace.calls[used - 1].unit} reads a value that was made in {trace.calls[made - 1].unit} "
-                "and is not among its arguments",
-                got="a tensor in an object or an attribute",
-                allowed="tensors in the arguments of blocks, in tuples, lists and dicts",
-                fix="pass it as an argument (a key-value cache: model.config.use_cache = False), or use pp=1",
-            )
+            what = f"{trace.calls[used - 1].unit} reads a value that was made in {trace.calls[made - 1].unit} and is not among its arguments"
+            allowed = "tensors in the arguments of blocks, in tuples, lists and dicts"
+            fix = "pass it as an argument (a key-value cache: model.config.use_cache = False), or use pp=1"
+            raise on_all_ranks(what, got="a tensor in an object or an attribute", allowed=allowed, fix=fix)
 
 
 def check_aliases(trace: Trace, stages: Stages) -> None:
     """Refuse memory that is written under one name and read under another on another stage."""
     for gaps in sorted(trace.aliased):
         if len({stages.of_gap(gap) for gap in gaps}) > 1:
-            raise on_all_ranks(
-                f"the forward writes into memory that several tensors share, {trace.place(gaps[1])}, between its blocks",
-                got="a view, a tensor of which there is a view, or out=",
-                allowed="x[...] = y and x += y on a tensor of its own",
-                fix="make a new tensor there, or do it inside a block, or use pp=1",
+            what = (
+                f"the forward writes into memory that several tensors share, {trace.place(gaps[1])}, between its blocks"
             )
+            got = "a view, a tensor of which there is a view, or out="
+            fix = "make a new tensor there, or do it inside a block, or use pp=1"
+            raise on_all_ranks(what, got=got, allowed="x[...] = y and x += y on a tensor of its own", fix=fix)
 
 
 def _reads(trace: Trace, limit: int, stages: int) -> SoliError:

@@ -368,11 +368,9 @@ class Tracer(Watch):
 
     def unit(self, name: str, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if in_autograd_function():
-            raise on_all_ranks(
-                f"{name} is called inside a custom autograd function, whose backward is not cut into stages",
-                allowed="blocks that the model's forward calls",
-                fix="torch.utils.checkpoint(..., use_reentrant=False) where that is what does it (a reversible net makes its gradients itself), or pp=1",
-            )
+            what = f"{name} is called inside a custom autograd function, whose backward is not cut into stages"
+            fix = "torch.utils.checkpoint(..., use_reentrant=False) where that is what does it (a reversible net makes its gradients itself), or pp=1"
+            raise on_all_ranks(what, allowed="blocks that the model's forward calls", fix=fix)
         self._count()
         self.gap, self.number = self.gap + 1, 0
         self.trace.operations.append([])
