@@ -266,6 +266,14 @@ SILENT = {name: cell for name, cell in ROW.items() if name not in ("gpus", "tp",
         ({"gpus": "64", "context": "2048"}, {"seq": 2048}, []), ({"gpus": "64", "seq_len": "", "block_size": "1024"}, {"seq": 1024}, []),
         ({"gpus": "64", "global_batch": "", "microbatch": "", "per_device_batch_size": "2", "gas": "3"}, {"microbatch": 2, "global_batch": 384}, []),
         ({"gpus": "64", "length_grouping": "x"}, {}, ["length_grouping=x is not counted"]),
+        *(({"gpus": "64", heading: "8/4/2"}, {"tp": 8, "pp": 4, "dp": 2}, []) for heading in ("TP/PP/DP", "TPxPPxDP", "Parallelism (TP, PP, DP)", "tp_pp_dp")),
+        ({"gpus": "64", "mesh": "dp2 tp8 pp4"}, {"tp": 8, "pp": 4, "dp": 2}, []), ({"gpus": "64", "DP type": "ZeRO-2"}, {"zero": 2}, []),
+        ({"gpus": "64", "framework": "DeepSpeed", "shard": "zero2", "offload": "ZeRO-Offload"}, {"offload": 1}, []),
+        ({"gpus": "64", "global_batch": "", "batch size": "1M tokens", "microbatch": "1"}, {"global_batch": 512}, ["global_batch=512 of 1e+06 tokens"]),
+        ({"gpus": "64", "global_batch": "", "effective batch size": "128"}, {"global_batch": 128}, []),
+        ({"gpus": "64", "global_batch": "", "microbatch": "2", "Local BS": "4"}, {"global_batch": 256}, []),
+        ({"gpus": "64", "pp": "4", "schedule": "interleaved 1F1B (v=4)"}, {"chunks": 4}, []), ({"gpus": "64", "vocab": "32k"}, {"vocab": 32000}, []),
+        ({"gpus": "64", "pp": "4", "schedule": "DualPipe"}, {"schedule": 5}, ["schedule=DualPipe as dualpipev, of one copy of the weights"]),
     ],
 )  # fmt: skip
 def test_whole_plans_and_counts_in_a_cell(changes: dict[str, str], point: dict[str, float], said: list[str]) -> None:
@@ -454,3 +462,28 @@ def test_names_of_published_models() -> None:
         "opt-350m",
     )
     assert [named(name) for name in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Qwen3-Coder-30B-A3B", "it has experts"), ("GLaM 64B/64E", "it has experts"), ("t5-11b", "an encoder and a decoder"),
+        ("UL2 20B", "an encoder and a decoder"), ("Whisper 1.5B", "it hears"), ("ViT-22B", "it sees pictures"), ("DLRM 100B", "it recommends"),
+    ],
+)  # fmt: skip
+def test_names_of_other_models_are_no_sizes_of_a_decoder(name: str, said: str) -> None:
+    row = read({**SILENT, "gpus": "64", "model": name, "layers": "", "hidden": "", "heads": "", "ffn": "", "vocab": ""})
+    assert said in "; ".join(row.refused)
+
+
+def test_deepspeed_beside_tp_is_beside_megatron() -> None:
+    of = lambda **changes: read({**SILENT, "gpus": "64", "framework": "DeepSpeed", "shard": "zero2"} | changes).framework
+    assert (of(), of(tp="4"), of(tp="4", shard="zero3")) == ("deepspeed", "megatron-deepspeed", "deepspeed")
+
+
+def test_states_are_shared_before_anything_is_computed_again() -> None:
+    """Llama 3.1 405B (arXiv 2407.21783, table 4) of which its plan's degrees alone are said."""
+    big = {"model": "llama-3.1-405b", "gpu": "H100", "gpus": "8192", "tp": "8", "pp": "16", "seq_len": "8192", "global_batch": "2048"}
+    inferred = read({**big, "recompute": "", "layers": "126", "vp": ""}).inferred
+    assert {"zero=1", "sp=on"} <= set(inferred)
+    assert any(word.startswith("recompute=full-") for word in inferred)  # not all of it

@@ -13,7 +13,7 @@ from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.parallel.pipeline import table
 from soli.planner import bounds, explain
 from soli.planner.cost import arithmetic, memory, pipeline, schedules
-from soli.planner.cost.points import FULL, GPIPE, NONE, ZBV
+from soli.planner.cost.points import FULL, GPIPE, NONE, ZBH2, ZBV
 from soli.planner.cost.step import layer, running, step
 from soli.planner.offers import SCHEDULES
 from soli.planner.search import plan_of, search, spaces
@@ -57,6 +57,25 @@ def test_a_step_takes_and_keeps_what_a_simulation_does(name: str, pp: int, m: in
         assert (busy + waiting)[0] == pytest.approx(length)
         assert pipeline.in_flight(p)[0] == max(kept)
     assert pipeline.in_flight(p, pp - 1)[0] == kept[-1]
+
+
+@pytest.mark.parametrize(("pp", "m"), [(4, 1), (4, 3), (8, 2), (8, 6), (8, 12)])
+def test_few_microbatches_fill_as_few_waits(pp: int, m: int) -> None:
+    p = point(pp=pp, global_batch=m, schedule=SCHEDULES["zbh1"], layers=pp)
+    for forward, inputs, weights in COSTS:
+        price = {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
+        length, _ = simulated(Plan(pp=pp, microbatches=m, schedule="zbh1"), lambda kind, _, price=price: price[kind])
+        whole, none = np.array([forward + inputs + weights]), np.zeros(1)
+        waits = schedules.waits(p, whole, whole, forward / whole, weights / whole)
+        assert sum(pipeline.spent_otherwise(p, whole, waits, none, none, none, none))[0] == pytest.approx(length)
+
+
+@pytest.mark.parametrize(("m", "waits", "keeps"), [(2, 17.0, 2), (16, 3.5, 15), (64, 3.5, 15)])
+def test_the_second_handmade_order_waits_less_and_keeps_more(m: int, waits: float, keeps: int) -> None:
+    """ZB-H2 (arXiv 2401.10241, table 1): 7 (F + B - 2 W) of 8 stages, 15 microbatches; of two but one W that fills."""
+    p, whole = point(pp=8, global_batch=m, schedule=ZBH2, layers=8), np.array([3.5])
+    assert schedules.waits(p, whole, whole, 1 / whole, 1 / whole)[0] == pytest.approx(7 * 2.5 - (m == 2) * 1.0 - (m > 2) * 14)
+    assert schedules.kept(p)[0] == keeps
 
 
 @pytest.mark.parametrize("name", SPLIT_BACKWARD)

@@ -9,7 +9,6 @@ from soli.planner.columns import PLANS
 from soli.planner.row import Row, Said
 from soli.planner.spellings import sharding
 
-TOGETHER = {name for names in PLANS.values() for name in names}
 NAME = re.compile(r"(?<![a-z])(?:tp|pp|dp|cp|ep|etp|vpp?)(?![a-z])")
 """A heading's names of degrees, of which the cell has as many numbers: "TP/PP/DP", "TPxPP"."""
 DEGREE = re.compile(r"(?<![a-z])(tp|pp|dp|cp|ep|etp|vpp?)(?:[\s_]*[=:]|[\s_]*-(?!1(?!\d)))?\s*(\d+)")
@@ -23,13 +22,8 @@ BETWEEN = " \t,;:+/|&()[]{}_-×*·"
 
 def combined(row: dict[str, str], said: Said, found: Row) -> None:
     """Puts what such cells say where columns of its own are silent."""
-    for column in list(row):
-        names = NAME.findall(column.replace("x", "_"))
-        numbers = re.findall(r"\d+", text(row, column))
-        if len(names) > 1 and len(names) == len(numbers):
-            row[column] = " ".join(f"{name}{size}" for name, size in zip(names, numbers, strict=True))
-        elif column not in TOGETHER:
-            continue
+    _named(row)
+    for column in (name for names in PLANS.values() for name in names):
         cell = text(row, column).lower()
         if SILENT.fullmatch(cell):
             continue
@@ -41,6 +35,15 @@ def combined(row: dict[str, str], said: Said, found: Row) -> None:
             said[name] = own or value
         if column in PLANS["words"]:
             _words(row, column, cell, found)
+
+
+def _named(row: dict[str, str]) -> None:
+    """Puts what a heading of several degrees has in its cell among plans."""
+    for column in list(row):
+        names, sizes = NAME.findall(column.replace("x", "_")), re.findall(r"\d+", row[column])
+        if len(names) > 1 and len(names) == len(sizes):
+            del row[column]
+            row["plan"] = " ".join([row.get("plan", ""), *map("".join, zip(names, sizes, strict=True))]).strip()
 
 
 def _words(row: dict[str, str], column: str, cell: str, found: Row) -> None:
