@@ -60,6 +60,16 @@ class Noisy(Plain):
         return first + 0.5 * second
 
 
+class Coins(Plain):
+    """Stochastic depth as timm and torchvision have it, and masks that are drawn by probabilities."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(tokens))
+        kept = x.new_empty((len(x), 1, 1)).bernoulli_(0.7).div_(0.7)
+        seen = torch.bernoulli(torch.full_like(x, 0.5)) * torch.bernoulli(x.sigmoid().detach())
+        return self.head(x + kept * self.layers[0](x * seen))
+
+
 class Sorted(Dropping):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -68,7 +78,7 @@ class Sorted(Dropping):
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=1,accumulate=2"])
-@pytest.mark.parametrize("kind", [Twice, Stacked, TimeFirst, Noisy])
+@pytest.mark.parametrize("kind", [Twice, Stacked, TimeFirst, Noisy, Coins])
 def test_what_is_drawn_belongs_to_its_rows_in_any_order(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2 if "dp=2" in plan else 1))
 
@@ -84,7 +94,6 @@ def test_rows_that_are_sorted_by_what_they_hold_are_refused(pool: Pool) -> None:
 
 
 DRAWS = {
-    "Tensor.bernoulli": lambda: torch.full((), 0.5).bernoulli(),
     "Tensor.multinomial": lambda: torch.ones(2).multinomial(1)[0],
     "torch.randint_like": lambda: torch.randint_like(torch.zeros(()), 2),
     "torch.binomial": lambda: torch.binomial(torch.ones(()), torch.full((), 0.5)),

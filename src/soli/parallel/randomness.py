@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.frames import owner
 from soli.core.versions import run_backward
-from soli.parallel import generators
+from soli.parallel import draws, generators
 
 Key = tuple[str, int]
 FIRST = "let it draw in every training forward; dropout whose p grows from 0 may begin with 1e-9"
@@ -39,8 +39,8 @@ NO_ROWS = -1
 _sdpa = F.scaled_dot_product_attention
 _dropout, _attention_function = F.dropout, F.multi_head_attention_forward
 _RECURRENT = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
-_DRAWS = ("multinomial", "randint", "randint_like", "randperm", "poisson", "normal", "bernoulli", "binomial")
-_METHODS = ("bernoulli", "multinomial", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_")
+_DRAWS = ("multinomial", "randint", "randint_like", "randperm", "poisson", "normal", "binomial")
+_METHODS = ("multinomial", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_")
 _REFUSED: dict[Any, str] = {
     **{getattr(torch, name): f"torch.{name}" for name in _DRAWS},
     **{getattr(Tensor, name): f"Tensor.{name}" for name in _METHODS},
@@ -52,14 +52,9 @@ _REFUSED: dict[Any, str] = {
     torch._sample_dirichlet: "a Dirichlet distribution",
 }
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
-_FILLS = {
-    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), "uniform_"),
-    **dict.fromkeys((torch.randn, torch.randn_like, Tensor.normal_), "normal_"),
-}
-"""Numbers that a model draws itself (layer drop, stochastic depth, jitter), and how a tensor is filled with them."""
 _FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 BACKWARD = {Tensor.backward, torch.autograd.backward}
-_HANDLED = {_sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *_FILLS, *_REFUSED}
+_HANDLED = {_sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *draws.FILLS, *_REFUSED}
 """Of all that a mode is asked about, which is every call of torch's."""
 
 
@@ -370,8 +365,9 @@ class _Mode(TorchFunctionMode):
                 return backward_of(*args, **kwargs)
         if func in _ELEMENTWISE or func in _FEATURES:
             return _dropped(self.randomness, func, *args, **kwargs)
-        if func in _FILLS and self.randomness._now is not None and kwargs.get("generator") is None:
-            return _drawn(self.randomness, func, args, dict(kwargs))
+        given = kwargs.get("generator") is not None or kwargs.get("out") is not None
+        if func in draws.FILLS and self.randomness._now is not None and not given:
+            return draws.answered(self.randomness, func, args, dict(kwargs))
         if func is _sdpa:
             return attention(self.randomness, *args, **kwargs)
         if func is _attention_function:
@@ -451,26 +447,6 @@ def attention(
     nothing = (scores == float("-inf")).all(-1, keepdim=True)  # to look at: torch's own gives zeros
     weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
     return randomness.dropped(weights, dropout_p, True, shape) @ value
-
-
-def _drawn(randomness: Randomness, func: Any, args: Any, options: dict[str, Any]) -> Tensor:
-    """torch.rand(2, 3, dtype=...), torch.rand_like(x), x.uniform_(-1, 1), and the same of normal numbers."""
-    options.pop("generator", None)
-    how = _FILLS[func]
-    if func in (Tensor.uniform_, Tensor.normal_):
-        names = ("from", "to") if how == "uniform_" else ("mean", "std")
-        given = dict(zip(names, args[1:], strict=False)) | options
-        parameters = [given.get(name, default) for name, default in zip(names, (0.0, 1.0), strict=True)]
-        x: Tensor = args[0]
-        return x.copy_(randomness.drawn(x, tuple(x.shape), how, *parameters))
-    gradient = options.pop("requires_grad", False)
-    if func in (torch.rand_like, torch.randn_like):
-        x = args[0] if args else options.pop("input")
-        like = torch.empty((), dtype=options.get("dtype") or x.dtype, device=options.get("device") or x.device)
-        return randomness.drawn(like, tuple(x.shape), how, beside=x).requires_grad_(gradient)
-    size = options.pop("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
-    like = torch.empty((), **{k: v for k, v in options.items() if k in ("dtype", "device")})
-    return randomness.drawn(like, tuple(size), how).requires_grad_(gradient)
 
 
 def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:
