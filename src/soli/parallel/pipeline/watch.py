@@ -301,6 +301,7 @@ class Tracer(Watch):
         super().__init__()
         self.model = model
         self.buffers = {id(buffer) for buffer in model.buffers()}
+        self._lasting = {storage_of(x) for x in (*model.parameters(), *model.buffers())}
         self._versions = {name: buffer._version for name, buffer in model.named_buffers()}
         self._storages: list[tuple[Name, int, Tensor]] = []  # the tensors too: memory is not used again
         self._writes: list[tuple[int, int, int, set[Any]]] = []
@@ -415,10 +416,12 @@ class Tracer(Watch):
 
         `own`: the names that the tensor had and has.
         """
-        base = target._base
-        if base is not None and not hasattr(base, "_live"):
+        base, memory = target._base, storage_of(target)
+        # a linear layer gives a view of what it computed, which nothing else has
+        given = any(name[1] == OUTPUT and other == memory for name, other, _ in self._storages)
+        if base is not None and not hasattr(base, "_live") and not (given and memory not in self._lasting):
             self.trace.aliased.add((self.gap, self.gap, FOREVER))
-        self._writes.append((self._step, self.gap, storage_of(target), own))
+        self._writes.append((self._step, self.gap, memory, own))
 
     def _aliases(self) -> None:
         for step, gap, storage, own in self._writes:
