@@ -115,17 +115,10 @@ class Engine:
     """See `parallelize`. `step` is the whole of a step; its three parts can be called one by one instead."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Callable[[torch.optim.Optimizer], Any] | None,
-        clip: float | None,
-        plan: Plan | Wish,
-        seed: int,
-        world: Any,
-        roles: dict[str, str],
-    ) -> None:
+        self, model: nn.Module, loss_fn: LossFn, optimizer: torch.optim.Optimizer,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None, clip: float | None, plan: Plan | Wish, seed: int,
+        world: Any, roles: dict[str, str],
+    ) -> None:  # fmt: skip
         self.model, self.world_info, self.seed, self.max_norm = model, world, seed, clip
         self.rank, self.world, self.device = world.rank, world.size, world.device
         self.tied = {n: names[0] for names, _ in named_once(model) for n in names[1:]}

@@ -77,12 +77,9 @@ class Runner:
         return cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan, engine.seed)
 
     def run(
-        self,
-        around: Callable[[Randomness], AbstractContextManager[Any]] | None = None,
-        training: bool = True,
-        leaving: bool = False,
-        gradients: bool = False,
-    ) -> Any:
+        self, around: Callable[[Randomness], AbstractContextManager[Any]] | None = None, training: bool = True,
+        leaving: bool = False, gradients: bool = False,
+    ) -> Any:  # fmt: skip
         """One forward and its loss, which is returned. `around`: a context for them. `leaving`: tensors that the forward
         leaves in attributes stay. `gradients`: the loss can be differentiated."""
         randomness = Randomness(self.model, self.seed)

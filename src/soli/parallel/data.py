@@ -76,13 +76,9 @@ class _Laying:
 
 
 def distribute(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    portions: dict[int, Portion],
-    absent: dict[int, Named],
+    model: nn.Module, plan: Plan, mesh: Mesh, portions: dict[int, Portion], absent: dict[int, Named],
     copies: dict[int, Axis],
-) -> DataParallel:
+) -> DataParallel:  # fmt: skip
     """Lay the model's parameters over the mesh. The modules stay; the parameters are the same objects.
 
     `portions`: of the parameters that tensor parallelism has cut, by id. `absent`: what other stages of a pipeline
