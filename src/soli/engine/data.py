@@ -89,10 +89,8 @@ def _collated(collate: Callable[[list[Any]], Any], ranks: int, samples: list[Any
     with generators.apart(0) as drew:
         batch = as_dict(collate(samples))
         if drew():
-            raise SoliError(
-                "collate draws random numbers, and each rank collates rows of its own: they would be the same for other rows",
-                fix="draw in the dataset's __getitem__, or in the model's forward",
-            )
+            what = "collate draws random numbers, and each rank collates rows of its own: they would be the same for other rows"
+            raise SoliError(what, fix="draw in the dataset's __getitem__, or in the model's forward")
     return batch
 
 
@@ -300,8 +298,7 @@ def _advance(order: Order, epoch_ends: bool) -> tuple[Position, int]:
 def _moved(order: Order, here: tuple[Position, int]) -> bool:
     """Whether a checkpoint was loaded meanwhile. SoliError where another iterator has moved the position."""
     if order.position.mover is not None and order.position.mover is not order:
-        raise on_all_ranks(
-            f"two iterators read the stream '{order.name}' by turns, and it has one position: each would leave out what the other reads",
-            fix="give engine.batches a name= for each dataset that is read beside another, and go on with one iterator of each",
-        )
+        what = f"two iterators read the stream '{order.name}' by turns, and it has one position: each would leave out what the other reads"
+        fix = "give engine.batches a name= for each dataset that is read beside another, and go on with one iterator of each"
+        raise on_all_ranks(what, fix=fix)
     return (order.position, order.seed()) != here

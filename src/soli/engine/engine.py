@@ -216,10 +216,8 @@ class Engine:
         if self._plan is None:
             deciding.without_batch(self)
         if self.parallel is None:
-            raise on_all_ranks(
-                "with tp, pp or cp > 1 the model is laid over the ranks when it has seen a batch, and there was none yet",
-                fix="give soli.parallelize(..., example=batch)",
-            )
+            what = "with tp, pp or cp > 1 the model is laid over the ranks when it has seen a batch, and there was none yet"
+            raise on_all_ranks(what, fix="give soli.parallelize(..., example=batch)")
         return self.parallel.data
 
     @contextmanager
@@ -259,10 +257,8 @@ class Engine:
     def forward_backward(self, batch: Any) -> Tensor:
         """Gradients of the mean loss over the counted targets of the global batch, summed over all ranks."""
         if self._count:
-            raise on_all_ranks(
-                "forward_backward was called twice without update()",
-                fix="to add up gradients over parts of a batch, give the whole batch and plan='accumulate=K'",
-            )
+            fix = "to add up gradients over parts of a batch, give the whole batch and plan='accumulate=K'"
+            raise on_all_ranks("forward_backward was called twice without update()", fix=fix)
         self._given.check(self)
         self.decide(batch := as_dict(batch), batch.total if isinstance(batch, Part) else 0)
         part = part_of(batch, self.dp.size, self.dp.index)

@@ -44,10 +44,8 @@ def scheduled(scheduler: Callable[[Any], Any] | None, optimizer: torch.optim.Opt
         raise on_all_ranks(what, got=type(scheduler).__name__, allowed=allowed)
     made = scheduler(optimizer) if scheduler is not None else None
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise on_all_ranks(
-            "ReduceLROnPlateau goes by a metric, and soli steps its scheduler without one",
-            fix="make it yourself, of engine.optimizer, and step it with what engine.evaluate gives",
-        )
+        fix = "make it yourself, of engine.optimizer, and step it with what engine.evaluate gives"
+        raise on_all_ranks("ReduceLROnPlateau goes by a metric, and soli steps its scheduler without one", fix=fix)
     return made
 
 
@@ -57,10 +55,8 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
     known = {id(p) for p in model.parameters()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strange:
-        yield Problem(
-            f"{strange} parameters of the optimizer are not the model's",
-            fix="build the optimizer on this model, after any change to it, and before soli.parallelize",
-        )
+        fix = "build the optimizer on this model, after any change to it, and before soli.parallelize"
+        yield Problem(f"{strange} parameters of the optimizer are not the model's", fix=fix)
     if any(t.is_meta for state in optimizer.state.values() for t in _tensors(state)):
         yield Problem(
             f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
@@ -209,10 +205,8 @@ def guard(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Let state_dict() and load_state_dict() of an optimizer that has a rank's parts say so."""
 
     def refuse(*_: Any) -> None:
-        raise SoliError(
-            "the optimizer has this rank's part of its states",
-            fix="engine.save(path) and engine.load(path) have them whole, and engine.global_state_dict(optimizer=True)",
-        )
+        fix = "engine.save(path) and engine.load(path) have them whole, and engine.global_state_dict(optimizer=True)"
+        raise SoliError("the optimizer has this rank's part of its states", fix=fix)
 
     if plan.zero or plan.tp > 1 or plan.pp > 1:
         for when in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):

@@ -28,10 +28,8 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
     """Run the whole model on a few rows, in training and in evaluation, and cut it into balanced stages. Collective."""
     part = part_of(batch, 1, 0)
     if not extreme(part.rows, engine.mesh.all, "min", label="rows of the first batch"):
-        raise on_all_ranks(
-            "the model is cut into stages on the first batch, and some ranks have no row of it",
-            fix="give soli.parallelize(..., example=batch), or a first batch with a row for each rank of dp",
-        )
+        fix = "give soli.parallelize(..., example=batch), or a first batch with a row for each rank of dp"
+        raise on_all_ranks("the model is cut into stages on the first batch, and some ranks have no row of it", fix=fix)
     runner = Runner.of(engine, part)
     parts, traces = _traces(engine, runner)
     ranks = schedules.rank_of_stages(engine.plan)
@@ -87,10 +85,8 @@ def _trace(runner: Runner, parts: list[Unit], training: bool) -> watch.Trace:
     with watch.watched(parts):
         runner.run(around, training, leaving=True)
     if versions != [x._version for x in leaves]:
-        raise on_all_ranks(
-            "the forward writes into the batch, which every stage reads",
-            fix="make a new tensor (x = x * 2 and not x *= 2), or use pp=1",
-        )
+        what = "the forward writes into the batch, which every stage reads"
+        raise on_all_ranks(what, fix="make a new tensor (x = x * 2 and not x *= 2), or use pp=1")
     return tracers[0].trace
 
 

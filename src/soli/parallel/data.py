@@ -222,9 +222,7 @@ def checksum(tensor: Tensor, name: str) -> int:
     """Of its bytes."""
     if tensor.is_meta:
         if not is_deferred(tensor):
-            raise on_all_ranks(
-                f"{name} is on the meta device and nothing is known of its values",
-                fix="build and change the model inside `with soli.deferred():`",
-            )
+            what = f"{name} is on the meta device and nothing is known of its values"
+            raise on_all_ranks(what, fix="build and change the model inside `with soli.deferred():`")
         return fingerprint(tensor) & (2**62 - 1)
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
