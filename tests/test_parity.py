@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cases import CASES, WAYS, choices, refused, rows, selection
 from pool import Pool
-from soli.engine import engine as engine_module
+from soli.engine import agreed as engine_module
 from soli.parallel.lift import lifted
 from soli.parallel.reduce import Reducer
 from soli.verify.parity import BOUND, check, compare, expected_of, under_plan
