@@ -18,6 +18,7 @@ from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.engine.engine import parallelize
 from soli.verify.parity import BOUND, Case, adamw, check
+from sweep import swept
 
 DIM = 12
 
@@ -604,7 +605,7 @@ def chosen(kind: type[nn.Module], said: str, folder: str) -> tuple[str, list[str
     return str(engine.plan), engine.choice.lines, refused, found
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Average, "by the rows that it sees"), (Contrast, "couples the rows")])
+@pytest.mark.parametrize(("kind", "said"), [(Average, "by the rows that it sees"), swept(Contrast, "couples the rows")])
 def test_auto_takes_a_plan_that_does_as_one_device(
     pool: Pool, tmp_path: Path, kind: type[nn.Module], said: str
 ) -> None:

@@ -577,6 +577,7 @@ def test_a_shape_is_told_by_several_models_whose_runs_agree_or_by_none() -> None
     assert not layers_of([replace(row, time=row.time * by) for row, by in zip(rows, shaken, strict=True)], law)
 
 
+@pytest.mark.sweep
 def test_intervals_of_what_was_measured_hold_what_was_not() -> None:
     """Of three draws of 48 rows, 85 to 95% of the others lie between, and closer than by what published runs say."""
     rows = [read_measured(row) for row in table("planner_vtrain_single")]
