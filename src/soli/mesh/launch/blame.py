@@ -95,6 +95,8 @@ def report(ranks: list[Ended]) -> tuple[str, int]:
     failed.sort(key=lambda r: (r.consequence, r.when))
     cause = failed[0]
     same = [cause, *(r for r in failed[1:] if r.story == cause.story and not r.consequence)]
+    if cause.soli is not None:  # of one story the lowest rank's words, whoever was the first to write them
+        cause = min(same, key=lambda r: r.rank)
     numbers = sorted(r.rank for r in same)
     lines = [_first(cause, numbers, len(ranks) == 1)]
     lines += [_other(r) for r in ranks if r not in same]
