@@ -9,8 +9,9 @@ from soli.planner.columns import PLANS
 from soli.planner.row import Row, Said
 from soli.planner.spellings import sharding
 
-NAME = re.compile(r"(?<![a-z])(?:tp|pp|dp|cp|ep|etp|vpp?)(?![a-z])")
-"""A heading's names of degrees, of which the cell has as many numbers: "TP/PP/DP", "TPxPP"."""
+NAME = re.compile(r"tp|pp|dp|cp|ep|etp|vpp?")
+AROUND = {"", "parallel", "parallelism", "model", "plan", "mesh", "layout", "strategy", "degree", "degrees", "size", "sizes"}
+"""Words of a heading that has names of degrees and nothing else, and as many numbers in its cell: "TP/PP/DP", "Parallelism (TP, PP)"."""
 DEGREE = re.compile(r"(?<![a-z])(tp|pp|dp|cp|ep|etp|vpp?)(?:[\s_]*[=:]|[\s_]*-(?!1(?!\d)))?\s*(\d+)")
 """A degree; -1 is what is left."""
 SEQUENCE = re.compile(r"\bsp\b(?!\s*[=:]?\s*\d)")
@@ -40,8 +41,9 @@ def combined(row: dict[str, str], said: Said, found: Row) -> None:
 def _named(row: dict[str, str]) -> None:
     """Puts what a heading of several degrees has in its cell among plans."""
     for column in list(row):
-        names, sizes = NAME.findall(column.replace("x", "_")), re.findall(r"\d+", row[column])
-        if len(names) > 1 and len(names) == len(sizes):
+        words, sizes = column.replace("x", "_").split("_"), re.findall(r"\d+", row[column])
+        names = [word for word in words if NAME.fullmatch(word)]
+        if len(names) > 1 and len(names) == len(sizes) and {*words} <= {*names, *AROUND}:
             del row[column]
             row["plan"] = " ".join([row.get("plan", ""), *map("".join, zip(names, sizes, strict=True))]).strip()
 
