@@ -98,6 +98,27 @@ def same_values(engine: Engine) -> None:
         next(engine.model.parameters()).mul_(1.0)
 
 
+def other_optimizer(engine: Engine) -> None:
+    engine.optimizer.__class__ = type("Other", (type(engine.optimizer),), {})
+
+
+def scheduled(engine: Engine) -> None:
+    engine.scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer, factor=1.0)
+
+
+def seeded(engine: Engine) -> None:
+    engine.seed = 5
+
+
+def ahead(engine: Engine) -> None:
+    engine.step_count += 4
+
+
+def looked_up(engine: Engine) -> None:
+    made = engine.optimizer
+    made.state[torch.nn.Parameter(torch.zeros(1))].get("step")
+
+
 def clipped(engine: Engine) -> None:
     engine.forward_backward(batch(9))
     engine.clip(0.01 if engine.rank else 1.0)
@@ -119,6 +140,10 @@ def test_a_rate_of_one_rank_is_refused_and_one_of_all_is_not(pool: Pool, plan: s
         (decay, "weight_decay of group 0: 0.5, and 0.01"),
         (cleared, "states as the newest step left them"),
         (limit, "clip: 0.001, and None"),
+        (other_optimizer, "optimizer: 'Other', and 'AdamW'"),
+        (scheduled, "scheduler: 'ConstantLR', and 'NoneType'"),
+        (seeded, "seed: 5, and 0"),
+        (ahead, "steps before: 6, and 2"),
     ],
 )
 def test_other_options_of_one_rank_are_named(pool: Pool, change: Change, named: str) -> None:
@@ -162,8 +187,57 @@ def test_parameters_are_compared_at_early_steps_and_before_a_save(pool: Pool, tm
             assert said.startswith("rank 1 has other values than the others in the same parameters after 1 steps")
 
 
-def test_values_that_stay_are_no_change(pool: Pool) -> None:
-    assert pool.run(changed, "dp=2", same_values, False, ranks=2) == ["it ran"] * 2
+def written_late() -> str:
+    engine = parallelize(model(), loss_fn, optimizer=adam, plan="dp=2")
+    for number in range(6):
+        if number == 2:
+            next(engine.model.parameters()).data.mul_(1 + engine.rank)
+        try:
+            engine.step(batch(number))
+        except SoliError as error:
+            return f"{number + 1}: {error}"
+    return "it ran"
+
+
+def test_parameters_are_compared_before_the_fourth_step_too(pool: Pool) -> None:
+    for said in pool.run(written_late, ranks=2):
+        assert said.startswith("4: rank 1 has other values than the others in the same parameters after 3 steps")
+
+
+@pytest.mark.parametrize("change", [same_values, looked_up])
+def test_values_that_stay_are_no_change(pool: Pool, change: Change) -> None:
+    assert pool.run(changed, "dp=2", change, False, ranks=2) == ["it ran"] * 2
+
+
+def frozen_stage() -> str:
+    """All of the first stage's parameters are frozen, and every rank lets go of what it has."""
+    made = model()
+    made[0].requires_grad_(False)
+    engine = parallelize(made, loss_fn, optimizer=adam, plan="pp=2,microbatches=2")
+    return steps(engine, cleared)
+
+
+def test_stages_without_states_have_no_other_states(pool: Pool) -> None:
+    assert pool.run(frozen_stage, ranks=2) == ["it ran"] * 2
+
+
+def odd_stream_in_a_grid(evaluated: bool) -> str:
+    engine = parallelize(model(), loss_fn, optimizer=adam, plan="dp=2,tp=2")
+    data = [(torch.randn(8).double(), torch.randn(4).double()) for _ in range(16)]
+    batches = engine.batches(data, 8, shuffle=False, name="other" if engine.rank == 3 else "train")
+    try:
+        engine.evaluate(batches) if evaluated else engine.step(next(iter(batches)))
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_the_odd_rank_of_a_grid_is_named_on_all(pool: Pool, evaluated: bool) -> None:
+    """Though it stands in the data of its own group of dp alone."""
+    for said in pool.run(odd_stream_in_a_grid, evaluated, ranks=4, deadline=20):
+        assert said.startswith("rank 3 ")
+        assert "name: 'other', and 'train' on the others" in said
 
 
 def test_another_limit_of_a_clip_is_refused_at_the_next_step(pool: Pool) -> None:

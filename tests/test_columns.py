@@ -401,6 +401,8 @@ def test_what_nobody_reads_is_said() -> None:
 def test_ways_of_a_program() -> None:
     orders = ("", "1F1B", "Interleaved 1F1B", "GPipe", "AFAB", "zb-h1", "ZBV", "DualPipeV", "DualPipe", "ZB-2p", "some")
     assert [way("schedules", word) for word in orders] == [0, 0, 1, 2, 2, 3, 4, 5, 5, 3.5, None]
+    said = ("1F1B with 2 pipelines", "GPipe with 2 stages", "interleaved 1F1B with 2 chunks", "ZB-H2", "zero bubble 2p")
+    assert [way("schedules", word) for word in said] == [0, 2, 1, 3.5, 3.5]
     assert [way("contexts", word) for word in ("", "p2p", "all_gather", "a2a", "Ulysses", "USP")] == [
         0,
         0,

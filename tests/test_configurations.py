@@ -50,7 +50,8 @@ def test_a_family_has_the_parameters_that_its_dimensions_give(kind: str, tmp_pat
         there = sum(p.numel() for p in build.from_config(config).parameters())
     config.save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    model, _ = read(tmp_path, **said)
+    model, inferred = read(tmp_path, **said)
+    assert "compared with no program" not in str(inferred)
     assert model.parameters == pytest.approx(there, rel=NEAR)
     active = getattr(config, "num_experts_per_tok", 1) if model.experts else 1
     wide = getattr(config, "shared_expert_intermediate_size", 0) // getattr(config, "moe_intermediate_size", 1)
@@ -125,10 +126,17 @@ def test_parts_of_a_configuration_count_as_its_own(tmp_path: Path) -> None:
     model, _ = read(tmp_path, model_type="dbrx", **dbrx)
     assert model.parameters == pytest.approx(132e9, rel=0.01)
     assert (model.kv_heads, model.experts, model.active, model.gated) == (8, 16, 4, True)
+    parts = {"attn_config": {"model_type": "", "tie_word_embeddings": True}, "tie_word_embeddings": False}
+    assert not read(tmp_path, model_type="llama", **DIMENSIONS, **parts)[0].tied  # a part does not say what the whole does
+    two, _ = read(tmp_path, model_type="mixtral", num_local_experts=4, shared_expert_intermediate_size=2 * 14336, **DIMENSIONS)
+    assert two.shared == 2
+    assert read(tmp_path, model_type="llama", moe_layer_interval=1, **DIMENSIONS)[0].layers == 32
     assert read(tmp_path, model_type="llama", interleave_moe_layer_step=1, **DIMENSIONS)[0].layers == 32
     glm = {"padded_vocab_size": 65024, "num_layers": 28, "multi_query_group_num": 2, "kv_channels": 128, "ffn_hidden_size": 13696}
     model, _ = read(tmp_path, model_type="chatglm", hidden_size=4096, num_attention_heads=32, hidden_act="silu", **glm)
     assert (model.kv_heads, model.head_size, model.ffn, model.vocab) == (2, 128, 13696, 65024)
+    whole = {**glm, "multi_query_attention": False}
+    assert read(tmp_path, model_type="chatglm", hidden_size=4096, num_attention_heads=32, **whole)[0].kv_heads == 32
 
 
 def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_understood(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def closed_form(context: str, cp: int, tp: int, rank: int) -> dict[tuple[str, st
     own = [length(spans) for spans in spans_of(LENGTH, cp, context == "ring")]
     first, last = even_parts(HEADS, tp)[column]
     each = 4 * ROWS * (last - first) * (WIDTH // HEADS)  # bytes of a position of queries, keys or values
-    found = ALWAYS | {("all_reduce", "cp", MARKS): (1, 4 * 8 * cp)}
+    found = ALWAYS | {("all_reduce", "cp", MARKS): (1, 5 * 8 * cp)}
     if context == "ulysses":
         of_heads, _ = shared_heads(last - first, last - first, cp)
         some = each * (of_heads[part][1] - of_heads[part][0]) // (last - first)
@@ -143,7 +143,7 @@ def closed_form(context: str, cp: int, tp: int, rank: int) -> dict[tuple[str, st
         found["all_reduce", "tp", "gradient of a column's input"] = hidden
         found["all_reduce", "tp", "largest logit"] = (1, rows)
         found["all_reduce", "tp", "sums of the cross-entropy"] = (1, 3 * rows)
-        found["all_reduce", "tp", MARKS] = (1, 4 * 8 * tp)
+        found["all_reduce", "tp", MARKS] = (1, 5 * 8 * tp)
     return found
 
 

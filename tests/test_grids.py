@@ -136,7 +136,7 @@ def bytes_2d(r: int, c: int) -> dict[tuple[str, str], int]:
     inputs = sum(t * k * FLOAT32 for _, k, _ in PRODUCTS)
     weights = sum(n // c * k * FLOAT32 for n, k, _ in PRODUCTS)
     table, looked_up = V // c * H * FLOAT32, t * H * FLOAT32
-    rows = 4 * 8 * c  # four numbers from each rank of tp, by which rows and options that differ are found
+    rows = 5 * 8 * c  # five numbers from each rank of tp, by which rows and options that differ are found
     found = {
         ("broadcast", "tp"): 2 * inputs,
         ("reduce", "tp"): inputs,
@@ -177,7 +177,7 @@ def bytes_3d(q: int) -> dict[tuple[str, str], int]:
     scatters["depth"] += table
     gathers["tp"] += looked_up
     scatters["tp"] += looked_up
-    own, rows = t // q * whole, 4 * 8 * q
+    own, rows = t // q * whole, 5 * 8 * q
     sums = {
         "row": 4 * NORMS * own + rows + 2 * whole,  # the loss of the parts of the batch, and its gradient
         "tp": (4 + 1) * own + rows,  # the loss of each token, and its gradient

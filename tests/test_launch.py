@@ -318,11 +318,52 @@ def test_a_rank_that_failed_is_the_cause_while_a_thread_of_it_lives(tmp_path: Pa
         2,
     )
     assert job.code == 1
-    assert job.seconds < 12
+    assert job.seconds < 20  # 10 for what it may have to do at its end
     assert "soli: rank 1 failed:\nTraceback" in job.err
     assert "ValueError: the cause" in job.err
     assert "KeyError" not in job.err
     assert ("rank 0 was still running and was ended; it stood at" in job.err) == (other != "pass")
+
+
+def test_what_ranks_do_at_their_end_is_waited_for(tmp_path: Path) -> None:
+    """A checkpoint that an error on all ranks waits for, and a program's atexit, longer than others have; an error that is shown and no end."""
+    text = """
+        import atexit, code, os, sys, time
+        from soli.core.errors import failure
+        from soli.core.report import FINISH
+        def slow():
+            time.sleep(4.5)
+            open(f"{sys.argv[1]}/{sys.argv[2]}{os.environ['RANK']}", "w").close()
+        if sys.argv[2] == "console":
+            code.InteractiveConsole().push("nme + 1")
+            slow()
+        elif sys.argv[2] == "all":
+            FINISH.append(slow)
+            raise failure("on all", everywhere=True)
+        elif os.environ["RANK"] == "0":
+            atexit.register(slow)
+            raise ValueError
+        else:
+            time.sleep(60)
+    """
+    for what, ranks, code in (("console", 1, 0), ("all", 2, 1), ("alone", 2, 1)):
+        assert Job(tmp_path, text, ranks, args=(str(tmp_path), what)).code == code
+    assert {path.name for path in tmp_path.iterdir()} >= {"console0", "all0", "all1", "alone0"}
+
+
+def test_a_childs_wait_is_not_its_ranks(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path,
+        """
+        import json, os, time
+        told = {"pid": os.getpid() + 1, "call": "all_reduce", "moved": 0.0, "looked": time.time()}
+        for _ in range(12):
+            open(os.environ["SOLI_WAITS_FILE"], "w").write(json.dumps(told | {"looked": time.time()}))
+            time.sleep(0.5)
+        """,
+        1,
+    )
+    assert job.code == 0, job.err
 
 
 def test_what_the_ranks_of_a_failed_job_started_ends_with_it(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def sent(plan: str) -> float:
     ],
 )
 def test_the_forms_are_what_is_sent(request: pytest.FixtureRequest, plan: str, ranks: int) -> None:
-    """But for five numbers of each rank, and one or two of each parameter: the loss, what must be alike, the flags of those used."""
+    """But for some numbers of each rank, and one or two of each parameter: the loss, what must be alike, the flags of those used."""
     size = forms.Size(SIZE.layers, SIZE.width, SIZE.vocabulary, SIZE.tokens, SIZE.batch)
     form = 4 * forms.sent(resolve(Plan.parse(plan), ranks), size)
     pool: Pool = request.getfixturevalue("pool" if ranks <= 4 else "many")

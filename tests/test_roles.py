@@ -316,7 +316,7 @@ def test_bytes_of_a_step(pool: Pool, plan: str) -> None:
     b, s, h, layers, float32 = 8, 7, 12, 3, 4
     stream, logits = b * s * h * float32, 4 * b * s * float32  # the largest logit, and three sums
     for found in pool.run(tensor_bytes, plan, ranks=2):
-        marks = 2 * 4 * 8  # four numbers from each rank, by which rows, options and losses that differ are found
+        marks = 2 * 5 * 8  # five numbers from each rank, by which rows, options and losses that differ are found
         assert found == {"all_reduce": (4 * layers + 2) * stream + logits + marks}
 
 
@@ -331,7 +331,7 @@ def test_bytes_of_a_step_with_a_cut_sequence(pool: Pool, recompute: str) -> None
         again = 2 * layers if recompute == "selective" else 0
         assert found["all_gather"] == (4 * layers + 2 + again) * stream + s * h * float32
         whole = (6 * layers + 2) * h * float32  # two norms and two biases a layer, and the last norm
-        assert found["all_reduce"] == whole + 4 * b * 7 * float32 + 2 * 4 * 8
+        assert found["all_reduce"] == whole + 4 * b * 7 * float32 + 2 * 5 * 8
 
 
 def tensors_alive(plan: str) -> tuple[list[int], int]:

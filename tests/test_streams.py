@@ -102,6 +102,9 @@ def test_a_generator_that_is_left_and_asked_again_loses_nothing(tmp_path: Path, 
     engine.load(tmp_path / "c")
     with pytest.raises(SoliError, match="cannot be read again"):
         next(stream)
+    smaller = (d for _ in range(99) for d in DATA)
+    read_so = [read(engine.batches(smaller, size, shuffle=False, name="smaller"), n) for size, n in ((8, 1), (2, 5))]
+    assert torch.equal(torch.cat([x for some in read_so for x in some]), torch.stack(whole[:18]))
     anew = (d for _ in range(99) for d in DATA)
     assert torch.equal(read(engine.batches(anew, 6, shuffle=False), 1)[0], torch.stack([*ALL, *ALL, *ALL][42:48]))
 

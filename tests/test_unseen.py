@@ -70,6 +70,27 @@ class Coins(Plain):
         return self.head(x + kept * self.layers[0](x * seen))
 
 
+def mean_of_coins(plan: str) -> list[float]:
+    engine, batches = engine_of(Half, plan)
+    engine.step(batches[0])
+    engine.step(batches[1])
+    return engine.model.kept
+
+
+class Half(Plain):
+    """Of 16 bits: uniform numbers of that type are never above 0.996."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        coins = tokens.new_empty((len(tokens), 5000), dtype=torch.bfloat16).bernoulli_(0.999)
+        self.kept = [float(coins.float().mean())]
+        return super().forward(tokens)
+
+
+def test_coins_of_16_bits_are_as_likely_as_they_say() -> None:
+    (mean,) = mean_of_coins("dp=1")
+    assert 0.997 < mean < 0.9999
+
+
 class Sorted(Dropping):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

@@ -38,6 +38,8 @@ def install_hook(rank: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         events.emit("error", error=str(error), type=kind.__name__)
         trace = _from_script(trace)
+        for finish in FINISH if isinstance(error, SoliError) and error.everywhere else ():
+            finish()  # before the launcher knows: it ends the rank soon after
         told = _write_for_launcher(rank, kind, error, trace)
         if not isinstance(error, SoliError):
             if not told:
@@ -46,8 +48,6 @@ def install_hook(rank: int) -> None:
         if not told and not (error.everywhere and rank != 0):
             # Not sys.stderr: the hook that torch puts around this one has replaced it.
             print(render(error, user_line(trace)), file=sys.__stderr__, flush=True)
-        for finish in FINISH if error.everywhere else ():
-            finish()
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         # sys.exit has no effect in a hook, and the exit code is part of the message.
@@ -73,7 +73,7 @@ def say(call: str, moved: float = 0.0, looked: float | None = None) -> None:
     Nothing has come since `moved`, by what it saw when it `looked`.
     """
     if path := os.environ.get("SOLI_WAITS_FILE"):
-        told = json.dumps({"call": call, "moved": moved, "looked": looked} if call else None)
+        told = json.dumps({"pid": os.getpid(), "call": call, "moved": moved, "looked": looked} if call else None)
         with suppress(OSError):  # the folder is gone or full: no reason for a wait to fail
             Path(path).write_text(told, encoding="utf-8")
 

@@ -6,7 +6,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +13,7 @@ from soli.core.axes import DEPTH, PP, ROW, SHARD, TP
 from soli.core.errors import failure, listed, on_all_ranks
 from soli.engine import between, norm, pipelined, same
 from soli.engine.batch import Part
+from soli.engine.plain import plain
 from soli.mesh.collectives import Axis, all_reduce, gather_json
 from soli.mesh.mesh import all_ranks
 from soli.parallel.data import checksum
@@ -64,7 +64,7 @@ class Agreement:
         # that of the same rows, up to rounding; a total may be a difference of large terms
         whole = engine.step_count == 0 and engine.plan.tensor == "1d" and 1e-4 * engine._first.size < abs(total) < 1e300
         loss = float(f"{total:.1e}") if whole else 0.0
-        apart = same.apart_along(engine, [self.rows, seal], facts[: 2 * size], loss)
+        apart = same.apart_along(engine, [self.rows, self.common, seal], facts[: 2 * size], loss)
         mine[2:, engine.dp.index] = torch.tensor([self.common, seal, apart], dtype=torch.float64)
         all_reduce(facts, engine.dp, label="loss, count and used parameters")
         if not engine.mesh.all.simulated and (mine[4].any() or (mine[2:4] != mine[2:4, :1]).any()):
@@ -141,7 +141,7 @@ def evaluated(engine: Engine, found: Tensor, seen: Tensor) -> Tensor:
     """An evaluation's total and count, summed over all ranks, which have seen the same batches. Collective."""
     rows, common = seen.tolist()
     told = found.new_zeros(2, engine.dp.size)
-    apart = same.apart_along(engine, [rows], found)
+    apart = same.apart_along(engine, [rows, common], found)
     told[:, engine.dp.index] = torch.tensor([common, apart], dtype=torch.float64)
     sums = torch.cat([found, told.flatten()])
     all_reduce(sums, engine.dp, label="evaluation loss and count")
@@ -162,9 +162,15 @@ def options(engine: Engine) -> Facts:
         "clip": engine.max_norm,
         "the limit of the newest clip()": agreed.limit,
         "seed": engine.seed,
-        "states as the newest step left them": agreed.states in (None, len(made.state)),
+        # under pp a rank's parameters are its own, and may be all frozen
+        "states as the newest step left them": engine.plan.pp > 1 or agreed.states in (None, kept_states(made)),
     }
     return found | _groups(made)
+
+
+def kept_states(optimizer: torch.optim.Optimizer) -> int:
+    """Of how many parameters; to look one up makes an empty one."""
+    return sum(map(bool, optimizer.state.values()))
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> Facts:
@@ -201,9 +207,8 @@ def _code(function: Any) -> tuple[str, int]:
 
 def _plain(value: Any) -> Any:
     """A value that is written alike on every rank that has it."""
-    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-        return value.item()
-    if isinstance(value, tuple | list):
+    value = plain(value)
+    if isinstance(value, list):
         return tuple(map(_plain, value))
     return value if isinstance(value, int | float | str | None) else type(value).__name__
 

@@ -28,8 +28,8 @@ from soli.parallel.statistics import Statistics
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
-LARGEST = 2**27
-"""Parameters of a model that is copied (1 GB, and its gradients)."""
+LARGEST, SMALL = 2**27, 2**24
+"""Parameters of a model that is copied (1 GB, and its gradients); and where there may be no room for a graph, or one part alone is looked at."""
 ROWS, PAIR = 8, 2
 """Of losses, and of gradients, which keep a forward's whole graph in float64."""
 LARGER = 8.0
@@ -58,9 +58,14 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
     """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby, and of two rows with
     gradients, and of a larger loss of theirs (these and the whole's alone where the plan takes no rows apart); none where they cannot be had: the model
     is large, or does not run in float64. Collective where a rank has a part of the weights."""
-    if engine.mesh.all.simulated or engine.numel > LARGEST:
-        return []
     rows, alone, found = min(few(part, engine.plan), ROWS), engine.plan.pieces == 1, list[Sum]()
+    largest = SMALL if alone or engine.plan.recompute != "none" else LARGEST
+    if engine.mesh.all.simulated:
+        return []
+    if engine.numel > largest:
+        text = f"whether rows are coupled, or the size of gradients matters, is not looked at above {largest:,} parameters under this plan"
+        events.note(text, shown=engine.rank == 0 and not alone)
+        return []
     try:
         with between.modes_kept(engine.model), effects.undone(engine.model, engine.plan):
             cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)

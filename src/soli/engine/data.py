@@ -11,13 +11,13 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from soli.core.errors import SoliError, listed, on_all_ranks
@@ -37,7 +37,7 @@ class Position:
     global_batch: int = 0
     size: int = 0
     mover = cast(Any, None)  # the order whose iterator moved it last; None: a checkpoint
-    once = cast(tuple[Any, Any], (None, ()))  # what can be iterated only once, and what is left of it
+    once = cast(tuple[Any, list[Any], Any], (None, [], None))  # what can be iterated only once, and what is left of it
 
 
 @dataclass
@@ -222,7 +222,8 @@ class _Drawing(Dataset[Any]):
     def first(self) -> str:
         """A word for the first sample, whose draws are alike everywhere."""
         with generators.apart(generators.hashed("sample", self.seed, self.epoch, 0)):
-            return f"{generators.hashed(_seen(self._read([0])[0])):x}"
+            sample = tree_map(lambda x: "" if isinstance(x, str) else x, self._read([0])[0])  # a path is a rank's own
+            return f"{generators.hashed(_seen(sample)):x}"
 
     def _by_number(self, number: int) -> Any:
         with generators.apart(generators.hashed("sample", self.seed, self.epoch, number)):
@@ -258,17 +259,17 @@ def _alike(stream: Iterable[Any], number: int) -> Iterator[Any]:
 def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], Any]) -> Iterator[Part]:
     while _goes_on(order):
         epoch, before = order.position.epoch, order.position.batch * order.global_batch
-        samples = _rest(order) if before and isinstance(order.given, Iterator) else None
-        samples = samples or islice(_alike(stream, generators.hashed("stream", order.seed(), epoch)), before, None)
-        batch = list(islice(samples, order.global_batch))
+        held, source = _rest(order) if before and isinstance(order.given, Iterator) else ([], None)
+        source = source or islice(_alike(stream, generators.hashed("stream", order.seed(), epoch)), before, None)
+        batch = _taken(held, source, order.global_batch)
         if not batch and not before:
             fix = "give something that can be iterated once for each epoch, or ask for one epoch"
             raise on_all_ranks(f"the stream gave no samples in epoch {epoch}", got=type(stream).__name__, fix=fix)
         if not batch:  # it ended exactly where it was resumed
             _advance(order, True)
         while batch:
-            ahead = list(islice(samples, order.global_batch))
-            order.position.once = (order.given, chain(ahead, samples))
+            ahead = _taken(held, source, order.global_batch)
+            order.position.once = (order.given, ahead + held, source)
             a, b = even_parts(len(batch), order.ranks)[order.index]
             place = order.place(epoch, order.position.batch, len(batch))
             here = _advance(order, not ahead)
@@ -276,16 +277,23 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
             batch = [] if _moved(order, here) else ahead
 
 
-def _rest(order: Order) -> Iterator[Any] | None:
-    """What is left of a generator of which an epoch's first samples were read before."""
-    given, rest = order.position.once
+def _taken(held: list[Any], source: Iterator[Any], count: int) -> list[Any]:
+    """The next samples, of those that were read before first."""
+    found = held[:count]
+    del held[:count]
+    return found + list(islice(source, count - len(found)))
+
+
+def _rest(order: Order) -> tuple[list[Any], Iterator[Any] | None]:
+    """What is left of a generator of which an epoch's first samples were read before: those read ahead, and it."""
+    given, held, source = order.position.once
     if given is not order.given:
-        return None
+        return [], None
     if order.position.mover is None:
         what = f"a checkpoint has moved the stream '{order.name}' to samples that were read already, and they cannot be read again"
         fix = "give something that can be iterated anew, or another iterator after engine.load"
         raise on_all_ranks(what, got=type(given).__name__, fix=fix)
-    return rest
+    return [*held], source
 
 
 def _advance(order: Order, epoch_ends: bool) -> tuple[Position, int]:

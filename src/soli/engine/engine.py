@@ -353,7 +353,7 @@ class Engine:
                     slot.piece.grad = grad.view(slot.piece.shape)
                     pieces.append(slot.piece)
         optimizers.step(self.optimizer)
-        self._agreed.states = len(self.optimizer.state)
+        self._agreed.states = agreed.kept_states(self.optimizer)
         for piece in pieces:
             piece.grad = None
         if self.scheduler is not None:

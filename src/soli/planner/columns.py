@@ -61,7 +61,7 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
     if flavor := cells.get("flavor"):
         cells["model"] = f"{cells.get('model', '')} {flavor}"
     for column in (*COLUMNS["global_batch"], *COLUMNS["batch"]):
-        if TOKENS.search(cells.get(column, "")):
+        if TOKENS.search(cell := cells.get(column, "")) and not re.search("per|/", cell):
             cells[COLUMNS["batch_tokens"][0]] = cells.pop(column)
     return cells
 

@@ -29,7 +29,7 @@ ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 NARROW = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size")
 PARTS = ("text_config", "attn_config", "ffn_config")
 """Of a configuration, whose keys count as its own."""
-STEPS = ("decoder_sparse_step", "interleave_moe_layer_step")
+STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 TOWER = re.compile(r"(?:vision|audio|speech|image)\w*_config")
 
 
@@ -93,7 +93,8 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
         raise SoliError("the model is no config.json", got=f"{file}: no object of JSON")
     for part in PARTS:
         inner = said.get(part)
-        said = {**said, **(inner if isinstance(inner, Mapping) else {})}
+        inner = inner if isinstance(inner, Mapping) else {}
+        said = {**said, **inner} if part == "text_config" else {**inner, **said}
     return _model(file, {key: value for key, value in said.items() if value is not None})
 
 
@@ -117,6 +118,8 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     experts = 0 if said.get("is_moe") is False else numbers["experts"] or 0
     shared = (numbers["shared"] or _shared(said) or 0) if experts else 0
     kind = str(said.get("model_type", ""))
+    if said.get("multi_query_attention") is False:  # ChatGLM's, which says a number all the same
+        numbers["kv_heads"] = None
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
     family = FAMILIES.get(kind, Family(gated=activation in GATED or (experts > 0 and not activation), tied=True))
@@ -171,8 +174,10 @@ def _compressed(said: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 def _shared(said: Mapping[str, Any]) -> int | None:
     """How many of its experts' widths a shared expert of its own width has; None where that is no whole number."""
-    wide, one = said.get("shared_expert_intermediate_size", 0), said.get("moe_intermediate_size", 1)
-    return wide // one if wide % one == 0 else None
+    wide = said.get("shared_expert_intermediate_size", 0)
+    one = said.get("moe_intermediate_size", said.get("intermediate_size"))
+    whole = isinstance(wide, int) and isinstance(one, int) and one > 0 and wide % one == 0
+    return wide // one if whole else (None if wide else 0)
 
 
 def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Problem]:

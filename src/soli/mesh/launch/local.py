@@ -35,6 +35,8 @@ from soli.mesh.launch.blame import Ended, report, still, stuck
 
 GRACE_SECONDS = 3.0
 """How long the other ranks may take to end by themselves after one has failed."""
+ENDING_SECONDS = 10.0
+"""And how long the one that failed may take for what a program does at its end (atexit), or for threads that do not end."""
 STACKS_SECONDS, TERM_SECONDS, KILL_SECONDS = 0.5, 2.0, 5.0
 """How long they have to write their stacks, then to end on SIGTERM, then on SIGKILL."""
 ASKED_SECONDS = 30.0
@@ -69,12 +71,20 @@ class _Rank(Ended):
                 self.code, self.ended = self.process.returncode, time.time()
         return not self.ended
 
+    def waits(self) -> dict[str, Any] | None:
+        """In what its main thread waits; what a child of it says is the child's."""
+        found = _read(self.file(WAITS))
+        return found if found and found["pid"] == self.process.pid else None
+
     def look(self) -> bool:
         """Note what it wrote down of its end; whether it has failed. While a thread of it lives it runs on after that.
 
-        What a child wrote counts if the rank failed too.
+        What a child wrote counts if the rank failed too; what was shown by a program that went on and ended well is no failure.
         """
-        left = self.ended and self.code != 0
+        if self.ended and self.code == 0:
+            self.error = None
+            return False
+        left = bool(self.ended)
         found = _read(self.file(ERROR))
         if found and (found["pid"] == self.process.pid or (left and not self.killed)):
             self.error = found
@@ -117,7 +127,7 @@ def launch(
         meeting = _meeting(port, chosen)
         with _told_to_end():
             code = _code_of(n, argv, meeting, folder, logged, all_ranks)
-            if code:
+            if code not in (0, INTERRUPTED, TERMINATED):
                 _sweep(meeting["SOLI_JOB"])
             return code
     finally:
@@ -291,10 +301,10 @@ def _watch(ranks: list[_Rank]) -> bool:
     told = False
     while running := _running(ranks):
         failed = any([rank.look() for rank in ranks])
-        if failed:
-            _wait(ranks, GRACE_SECONDS)
+        if failed and len(ranks) > 1:  # one alone keeps nobody waiting
+            _wait(ranks, GRACE_SECONDS if any(rank.ended and rank.code for rank in ranks) else ENDING_SECONDS)
         ended = max(rank.ended for rank in ranks)
-        if failed or stuck((_read(rank.file(WAITS)) for rank in running), ended):
+        if (failed and len(ranks) > 1) or stuck((rank.waits() for rank in running), ended):
             _stop(ranks)
             return True
         if ended and not told and time.time() - ended > LATE_SECONDS:
@@ -322,7 +332,7 @@ def _ask(ranks: list[_Rank]) -> None:
 def _stop(ranks: list[_Rank]) -> None:
     """Ask for stacks, then end what still runs, gently and then not."""
     for rank in _running(ranks):
-        rank.killed, rank.call = True, (_read(rank.file(WAITS)) or {"call": ""})["call"]
+        rank.killed, rank.call = True, (rank.waits() or {"call": ""})["call"]
     _ask(_running(ranks))
     for sent, patience in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         _send(ranks, sent, patience)
@@ -336,11 +346,16 @@ def _send(ranks: list[_Rank], sent: signal.Signals, patience: float) -> None:
 
 
 def _sweep(job: str) -> None:
-    """End what the ranks of a job that failed have started and left: it has their environment, wherever it hangs."""
+    """End what the ranks of a job that failed have started and left, gently and then not: it has their environment, wherever it hangs."""
+    left = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it is gone meanwhile, or another user's
             if process.environ().get("SOLI_JOB") == job:
-                process.kill()
+                process.terminate()
+                left.append(process)
+    for process in psutil.wait_procs(left, TERM_SECONDS)[1]:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def _interrupt(ranks: list[_Rank], signalled: signal.Signals | None) -> None:
