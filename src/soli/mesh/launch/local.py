@@ -302,7 +302,8 @@ def _watch(ranks: list[_Rank]) -> bool:
     while running := _running(ranks):
         failed = any([rank.look() for rank in ranks])
         if failed and len(ranks) > 1:  # one alone keeps nobody waiting
-            _wait(ranks, GRACE_SECONDS if any(rank.ended and rank.code for rank in ranks) else ENDING_SECONDS)
+            _wait([rank for rank in ranks if rank.error], ENDING_SECONDS)
+            _wait(ranks, GRACE_SECONDS)
         ended = max(rank.ended for rank in ranks)
         if (failed and len(ranks) > 1) or stuck((rank.waits() for rank in running), ended):
             _stop(ranks)
