@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ class Job:
 def clean_environment() -> dict[str, str]:
     mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR", "SOLI_ERROR_FILE", "OMP_NUM_THREADS")
     return {key: value for key, value in os.environ.items() if key not in mine}
+
+
+def at_once(folder: Path, text: str, cases: dict[str, int]) -> dict[str, Job]:
+    """The script's jobs, by its argument and their ranks, beside each other: they mostly sleep."""
+    for case in cases:
+        (folder / case).mkdir()
+    with ThreadPoolExecutor() as pool:
+        jobs = {case: pool.submit(Job, folder / case, text, n, "--all-ranks", args=(case,)) for case, n in cases.items()}
+    return {case: job.result() for case, job in jobs.items()}
 
 
 def test_a_rank_knows_its_place(tmp_path: Path) -> None:
@@ -299,13 +309,10 @@ def test_a_hanging_rank_is_ended_and_its_line_named(tmp_path: Path) -> None:
     assert f"rank 0 was still running and was ended; it stood at {job.line_of('# here')} in wait_for_ever" in job.err
 
 
-@pytest.mark.parametrize("other", ["time.sleep(60)", "pass"])
-def test_a_rank_that_failed_is_the_cause_while_a_thread_of_it_lives(tmp_path: Path, other: str) -> None:
+def test_a_rank_that_failed_is_the_cause_while_a_thread_of_it_lives(tmp_path: Path) -> None:
     """A prefetcher is no daemon: Python waits for it after the error. The error of a child that the other caught is not its own."""
-    job = Job(
-        tmp_path,
-        f"""
-        import os, threading, time
+    text = """
+        import os, sys, threading, time
         if os.environ["RANK"] == "1":
             threading.Thread(target=time.sleep, args=(60,)).start()
             time.sleep(0.3)
@@ -313,16 +320,15 @@ def test_a_rank_that_failed_is_the_cause_while_a_thread_of_it_lives(tmp_path: Pa
         if os.fork() == 0:
             raise KeyError("of a child")
         os.wait()
-        {other}
-        """,
-        2,
-    )
-    assert job.code == 1
-    assert job.seconds < 20  # 10 for what it may have to do at its end
-    assert "soli: rank 1 failed:\nTraceback" in job.err
-    assert "ValueError: the cause" in job.err
-    assert "KeyError" not in job.err
-    assert ("rank 0 was still running and was ended; it stood at" in job.err) == (other != "pass")
+        time.sleep(60 * (sys.argv[1] == "waits"))
+    """
+    for other, job in at_once(tmp_path, text, {"waits": 2, "ends": 2}).items():
+        assert job.code == 1
+        assert job.seconds < 20  # 10 for what it may have to do at its end
+        assert "soli: rank 1 failed:\nTraceback" in job.err
+        assert "ValueError: the cause" in job.err
+        assert "KeyError" not in job.err
+        assert ("rank 0 was still running and was ended; it stood at" in job.err) == (other == "waits")
 
 
 def test_what_ranks_do_at_their_end_is_waited_for(tmp_path: Path) -> None:
@@ -333,11 +339,11 @@ def test_what_ranks_do_at_their_end_is_waited_for(tmp_path: Path) -> None:
         from soli.core.report import FINISH
         def slow():
             time.sleep(4.5)
-            open(f"{sys.argv[1]}/{sys.argv[2]}{os.environ['RANK']}", "w").close()
-        if sys.argv[2] == "console":
+            print("did", sys.argv[1])
+        if sys.argv[1] == "console":
             code.InteractiveConsole().push("nme + 1")
             slow()
-        elif sys.argv[2] == "all":
+        elif sys.argv[1] == "all":
             FINISH.append(slow)
             raise failure("on all", everywhere=True)
         elif os.environ["RANK"] == "0":
@@ -346,9 +352,12 @@ def test_what_ranks_do_at_their_end_is_waited_for(tmp_path: Path) -> None:
         else:
             time.sleep(60)
     """
-    for what, ranks, code in (("console", 1, 0), ("all", 2, 1), ("alone", 2, 1)):
-        assert Job(tmp_path, text, ranks, args=(str(tmp_path), what)).code == code
-    assert {path.name for path in tmp_path.iterdir()} >= {"console0", "all0", "all1", "alone0"}
+    ended = at_once(tmp_path, text, {"console": 1, "all": 2, "alone": 2})
+    assert {what: (job.code, job.out.count(f"did {what}")) for what, job in ended.items()} == {
+        "console": (0, 1),
+        "all": (1, 2),
+        "alone": (1, 1),
+    }
 
 
 def test_a_childs_wait_is_not_its_ranks(tmp_path: Path) -> None:
