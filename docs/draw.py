@@ -68,7 +68,7 @@ def units() -> plt.Figure:
     box(axes, 10.5, -0.5, 0.5, "#c3c9cf", "")
     axes.text(11.1, 0, "padding", va="center", fontsize=8)
     for i in range(2):
-        box(axes, 5.5 * i, -2, 5.5, RANKS[i], f"rank {i}: updated by its optimizer")
+        box(axes, 5.5 * i, -2, 5.5, RANKS[i], f"rank {i}'s optimizer updates")
     axes.text(5.5, -2.6, "reduce-scatter brings a rank its range of the gradients,", ha="center", fontsize=8)
     axes.text(5.5, -3.1, "all-gather gives everyone the updated parameters", ha="center", fontsize=8)
     return axes.figure

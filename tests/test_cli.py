@@ -154,6 +154,9 @@ def test_checkpoint_verbs(tmp_path: Path) -> None:
         (["train", "nowhere.toml"], "nowhere.toml"),
         (["train", "--resume", "nowhere"], "there is no run to resume"),
         (["checkpoint", "show", "nowhere"], "nowhere"),
+        (["run", "-n", "2", "--plan", "dp=2", "train.py"], "soli run has no such option"),
+        (["plan", "llama-3-70b"], "Missing option '--cluster'"),
+        (["bugs", "report", "--db", "none.db", "--out", __file__], "a file"),
     ],
 )
 def test_mistakes_have_exit_code_2_and_one_screen(arguments: list[str], words: str) -> None:

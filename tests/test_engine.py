@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import weakref
 from pathlib import Path
 
@@ -257,6 +258,13 @@ def test_what_is_refused_before_training() -> None:
     adafactor = lambda p: torch.optim.Adafactor(p)
     assert "Adafactor does not update element by element" in refused(lambda: (model(), adafactor), {"plan": "zero=1"})
     assert "1 are there" in refused(lambda: (model(), sgd), {"plan": "dp=2"})
+    for options in ({"plan": {"dp": 1}}, {"clip": -1.0}, {"clip": 0}, {"roles": {"0.*": "row", "frist.*": "row"}}):
+        (name,) = options
+        told = refused(lambda: (model(), sgd), {"plan": "dp=1"} | options)
+        assert re.search({"plan": "plan is a text", "clip": "above 0, or None", "roles": r"'frist\.\*' is of no weight"}[name], told)
+        assert told.count("'0.*'") == 0
+    with pytest.raises(SoliError, match="model is a module"):
+        parallelize(3, losses.mse("targets"), optimizer=sgd, plan="dp=1")
     for loss, words in ((losses.mse, r"call it: soli\.losses\.mse\(\)"), (nn.MSELoss(), "MSELoss is no loss function")):
         with pytest.raises(SoliError, match=words):
             parallelize(model(), loss, optimizer=sgd, plan="dp=1")

@@ -10,7 +10,7 @@ import pytest
 
 from soli.core.errors import SoliError
 from soli.train.config import Data
-from soli.train.corpus import Document, documents, for_validation, kind_of
+from soli.train.corpus import Document, documents, kind_of, place
 
 
 def texts(data: Data) -> list[str]:
@@ -92,10 +92,21 @@ def test_what_is_missing_empty_or_not_utf8(tmp_path: Path) -> None:
     assert "0xe9 at 1" in str(caught.value)
 
 
+def test_long_lines_are_cut_after_words_or_anywhere(tmp_path: Path) -> None:
+    for text in ("some words " * 9000, "x" * 99_999, ("y" * 700 + "\n") * 90):
+        (tmp_path / "one.txt").write_text(text)
+        found = texts(Data(path=str(tmp_path / "one.txt")))
+        assert "".join(found) == text
+        assert max(map(len, found)) <= 2 * max(256, len(text) // 64)
+        assert len(found) >= 32
+        ends = {piece[-1] for piece in found}
+        assert ends == {text[-1]}, "after a word, a line, or where all is alike"
+
+
 def test_the_split_depends_on_the_text_alone() -> None:
     digests = [Document(f"{i}", f"document {i}").digest() for i in range(4000)]
-    kept = sum(for_validation(digest, 0.1) for digest in digests)
+    kept = sum(place(digest) < 0.1 for digest in digests)
     assert 320 < kept < 480
     assert Document("a", "same").digest() == Document("b", "same").digest()
     # Fixed: the split must not move between machines or versions.
-    assert [i for i in range(60) if for_validation(digests[i], 0.1)] == [3, 19, 20, 28, 38]
+    assert [i for i in range(60) if place(digests[i]) < 0.1] == [3, 19, 20, 28, 38]

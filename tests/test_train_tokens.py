@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from soli.core.errors import SoliError
 from soli.train import measure, tokens
 from soli.train.config import Config
-from soli.train.corpus import documents, for_validation
+from soli.train.corpus import documents, place
 from soli.train.windows import IGNORED, Span, Spread, Windows, open_tokens, width_for, write_header
 
 TOKENIZER = tokens.train_tokenizer(["def f(x):\n    return x + 1\n", "été 音楽 " * 20], 300)
@@ -52,7 +52,7 @@ def test_prepare_encodes_each_document_once_and_caches(tmp_path: Path) -> None:
     assert found.tokenizer is not None
     tokenizer = tokens.load_tokenizer(found.tokenizer)
     for span, kept in ((found.train, False), (found.validation, True)):
-        mine = [d.text for d in documents(config.data) if for_validation(d.digest(), 0.2) is kept]
+        mine = [d.text for d in documents(config.data) if (place(d.digest()) < 0.2) is kept]
         assert tokens.decode(tokenizer, span.ids().tolist()) == tokens.END + "".join(t + tokens.END for t in mine)
         assert span.bytes == sum(len(text.encode()) for text in mine)
     assert any("tokenizer" in line for line in said)
@@ -89,6 +89,17 @@ def test_a_split_without_validation_is_refused(tmp_path: Path) -> None:
     config = replace(Config(), data=replace(Config().data, path=str(tmp_path)))
     with pytest.raises(SoliError, match="nothing for validation"):
         tokens.prepare(config, tmp_path / "cache", print)
+
+
+def test_of_few_documents_one_is_for_validation(tmp_path: Path) -> None:
+    (tmp_path / "few").mkdir()
+    for i in range(8):
+        (tmp_path / "few" / f"{i}.txt").write_text(f"document {i} " * 20)
+    config = replace(Config(), data=replace(Config().data, path=str(tmp_path / "few"), validation=1e-4))
+    found = tokens.prepare(config, tmp_path / "cache", print)
+    least = min(documents(config.data), key=lambda d: place(d.digest()))
+    assert found.validation.bytes == len(least.text)
+    assert found.train.bytes == sum(len(d.text) for d in documents(config.data)) - len(least.text)
 
 
 def test_a_given_tokenizer_must_be_one(tmp_path: Path) -> None:

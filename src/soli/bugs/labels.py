@@ -103,7 +103,7 @@ def draw(
         rows = [row for row in rows if row[1] not in without]
         if len(rows) < counts[name]:
             raise SoliError(
-                f"there are not so many commits to draw from ({name})", got=str(counts[name]), allowed=str(len(rows))
+                f"there are not so many commits to draw from ({name})", got=str(counts[name]), allowed=str(len(rows)), fix="ask for fewer, or mine more histories"
             )
         drawn[name] = random.sample(rows, counts[name])
     return drawn, population

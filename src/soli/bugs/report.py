@@ -24,7 +24,7 @@ LONG = 25  # characters of a cell that is words and no number
 KINDS = (("fixes", "fixes"), ("no fixes", "others"))  # how tables call them, and study.py
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;font-size:14px;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,td.words{text-align:left}div{overflow-x:auto}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
+td:first-child,th:first-child,.words{text-align:left}div{overflow-x:auto}figure{margin:2em 0}figcaption{color:#555;overflow-wrap:anywhere}svg{max-width:100%;height:auto}"""
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
 
 
@@ -83,7 +83,8 @@ def _html(block: Block) -> str:
     if isinstance(block, Heading):
         return f"<h{block.level}>{escape(block.text)}</h{block.level}>"
     if isinstance(block, Table):
-        titles = "".join(f"<th>{escape(cell)}</th>" for cell in block.titles)
+        words = [any(len(row[i]) > LONG for row in block.rows) for i in range(len(block.titles))]
+        titles = "".join(f"<th{' class=words' * left}>{escape(cell)}</th>" for cell, left in zip(block.titles, words, strict=True))
         cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in block.rows)
         return f"<div><table><tr>{titles}</tr>{cells}</table></div>"
     if isinstance(block, Figure):

@@ -85,7 +85,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     if not path.exists() and (overwrite or not hidden(path, "replaced")):
         return
     if not overwrite:
-        raise SoliError(f"{path} exists", fix="choose another path, or say overwrite=True")
+        raise SoliError(f"{path} exists", fix="choose another path; a save with overwrite=True replaces a checkpoint")
     if not (path / MANIFEST).is_file():
         raise SoliError(f"{path} is not a checkpoint, so it is not replaced", fix="choose another path")
 

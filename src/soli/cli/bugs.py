@@ -143,6 +143,8 @@ def report(
     from soli.bugs import report as written
     from soli.bugs.study import study
 
+    if out.exists() and not out.is_dir():
+        raise SoliError("the report is a folder's", got=f"{out}, a file", fix="name a folder with --out")
     if sample and not labels:
         raise SoliError("a sample says what labels stand for, and there are none", fix="--labels FILE")
     rows = of.read(labels) if labels else []

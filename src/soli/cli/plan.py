@@ -45,7 +45,8 @@ def _meant(args: list[str]) -> str:
     if first.endswith((".csv", ".tsv")):
         return "predict"
     searched = any(word.split("=")[0] in ("--cluster", "--global-batch") for word in args)
-    return "search" if searched or "/" in first or first.endswith(".json") or ".py" in first else "check"
+    named = "=" not in first and first != "auto" and not first.startswith("-")
+    return "search" if searched or named or "/" in first or first.endswith(".json") or ".py" in first else "check"
 
 
 app = Typer(

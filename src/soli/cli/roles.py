@@ -55,7 +55,7 @@ def find(
     from soli.losses import from_model
 
     plan = Plan(tp=tp, sp=sp)
-    raise_all(layout.problems(hints), everywhere=True)
+    raise_all(layout.problems(hints, model), everywhere=True)
     rows = min(rows_of(batch), layout.ROWS)
     data = to_device(take(batch, 0, rows), next(model.parameters()).device)
     runner = layout.Runner(model, Caller(model), loss_fn or from_model(), data, rows, plan)

@@ -22,6 +22,9 @@ def run(
     logs: Annotated[Path | None, Option(help="Folder for the output of ranks 1, 2, ...")] = None,
 ) -> None:
     """Run a script as N ranks on this machine."""
+    if not script.is_file() and str(script).startswith("-"):
+        fix = "soli run --help names them; a plan stands in the script, what comes after the script is the script's"
+        raise SoliError("soli run has no such option", got=script, fix=fix)
     if not script.is_file():
         raise SoliError("there is no such script", got=script, fix="give the path of a Python file")
     argv = [sys.executable, "-m", "soli.mesh.launch.rank", str(script), *(arguments or [])]

@@ -86,8 +86,13 @@ def parallelize(
     `memory`: bytes that a rank may take; left out, what is free. "auto=probe" also runs the best plans for a few steps.
     """
     world = join(deadline)
-    if memory is not None and not memory > 0:
-        raise on_all_ranks("memory is of bytes that a rank may take", got=memory, allowed="above 0")
+    asked = {
+        "model is a module": (isinstance(model, nn.Module), model, "a torch.nn.Module"),
+        "plan is a text or a Plan": (isinstance(plan, str | Plan), plan, "such as dp=2,zero=3"),
+        "memory is of bytes that a rank may take": (memory is None or memory > 0, memory, "above 0"),
+        "clip is the largest norm of the gradient": (clip is None or clip > 0, clip, "above 0, or None: no clipping"),
+    }
+    raise_all((Problem(what, f"{x!r}"[:200], allowed) for what, (fine, x, allowed) in asked.items() if not fine), everywhere=True)
     wish = Wish(PROBES[plan], memory) if isinstance(plan, str) and plan in PROBES else None
     chosen = Plan(dp=1)  # stands for any, where the plan is wished for
     if wish is None:
@@ -108,7 +113,7 @@ def parallelize(
 def problems(model: nn.Module, roles: dict[str, str] | None, plan: Plan) -> list[Problem]:
     """What keeps this model from this plan, all of it."""
     found = models.problems(model, plan) + recompute.problems(model, plan)
-    return found + layout.problems(roles)
+    return found + layout.problems(roles, model)
 
 
 class Engine:
@@ -305,6 +310,8 @@ class Engine:
         """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before."""
         self._need_gradients("clip")
         self._agreed.limit = limit = max_norm if max_norm is not None else self.max_norm
+        if limit is not None and not limit > 0:
+            raise on_all_ranks("gradients are clipped to a norm above 0", got=limit, fix="leave out clip() where nothing is clipped")
         self._factor = 1.0 / (self._count * self._seed_scale)
         if limit is None and self.loss_scale is None:
             return None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from soli.core.errors import Problem
+from soli.core.errors import Problem, listing
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine import between, effects
@@ -18,7 +19,7 @@ from soli.engine.differentiating import Differentiating
 from soli.losses import LossFn
 from soli.parallel.randomness import Randomness
 from soli.parallel.tensor import check, oned
-from soli.parallel.tensor.finder import Finder, Role
+from soli.parallel.tensor.finder import Finder, Role, hinted
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -27,13 +28,16 @@ KINDS = ("column", "row", "vocabulary", "replicated")
 ROWS = 2  # one would hide which dim is the batch's
 
 
-def problems(roles: dict[str, str] | None) -> list[Problem]:
+@listing
+def problems(roles: dict[str, str] | None, model: nn.Module) -> Iterator[Problem]:
     """What is wrong with the roles that the user gave."""
-    return [
-        Problem(f"the role of '{name}' is not known", got=kind, allowed=", ".join(KINDS))
-        for name, kind in (roles or {}).items()
-        if kind not in KINDS
-    ]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern, kind in (roles or {}).items():
+        if kind not in KINDS:
+            yield Problem(f"the role of '{pattern}' is not known", got=kind, allowed=", ".join(KINDS))
+        if not any(hinted(pattern, name) for name in names):
+            near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3]
+            yield Problem(f"the role of '{pattern}' is of no weight", allowed=f"names, * for anything: {', '.join(near)}, ...")
 
 
 def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:

@@ -24,7 +24,7 @@ KINDS = {
 """Colors of memory.kinds."""
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;font-size:14px}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
-td.plan{text-align:left;font-family:monospace;min-width:18em}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
+th:nth-child(2),td.plan{text-align:left}td.plan{font-family:monospace;min-width:18em}figure{margin:2em 0}figcaption{color:#555;overflow-wrap:anywhere}svg{max-width:100%;height:auto}"""
 
 
 def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple[str, ...] = ()) -> str:

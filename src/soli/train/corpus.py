@@ -40,9 +40,9 @@ class Document:
         return hashlib.blake2b(self.text.encode("utf-8"), digest_size=32).digest()
 
 
-def for_validation(digest: bytes, part: float) -> bool:
-    """Whether the document with this digest belongs to the `part` that is kept for validation."""
-    return int.from_bytes(digest[:8], "big") / 2**64 < part
+def place(digest: bytes) -> float:
+    """A number from 0 to 1 that the document's text draws: those below a part are for validation."""
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def kind_of(data: Data) -> str:
@@ -135,7 +135,9 @@ def _pieces(path: Path) -> Iterator[Document]:
     size = max(256, min(PIECE, len(text) // 64))
     start = number = 0
     while start < len(text):
-        end = text.find("\n", start + size) + 1 or len(text)
+        room = min(start + 2 * size, len(text))
+        # after a line; of lines that are longer, after a word; or where there is no room for more
+        end = text.find("\n", start + size, room) + 1 or text.find(" ", start + size, room) + 1 or room
         yield Document(f"{path.name}:{number}", text[start:end])
         start, number = end, number + 1
 

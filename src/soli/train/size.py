@@ -38,9 +38,10 @@ def sized(config: Config, cores: int, accelerators: int) -> tuple[Config, str]:
     lr = config.optim.lr or float(f"{PEAK_AT_128 * (128 / dim) ** 0.5:.2g}")
     if dim % heads:
         raise on_all_ranks("model.dim does not divide into model.heads", got=f"dim {dim}, heads {heads}")
+    how = "as you said" if model.dim else f"64 x 2 x {units:.2g}^(1/6), rounded"
     where = f"{accelerators} accelerators" if accelerators else f"{cores} cores"
     line = (
-        f"sized to {where} and {minutes:g} minutes: dim {dim} (64 x 2 x {units:.2g}^(1/6), rounded), "
+        f"sized to {where} and {minutes:g} minutes: dim {dim} ({how}), "
         f"{layers} layers, {heads} heads, {model.context} tokens a window, "
         f"{config.optim.batch} windows a step, lr {lr:g}"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from soli.core.errors import SoliError
 from soli.train.config import Config
-from soli.train.corpus import Document, documents, for_validation, kind_of, read_text
+from soli.train.corpus import Document, documents, kind_of, place, read_text
 from soli.train.windows import DTYPES, Span, open_tokens, sum_of, width_for, write_header
 
 END = "<|end|>"  # the end of a document, id 0
@@ -148,6 +149,7 @@ class _Survey:
     kept: int = 0  # documents for validation
     bytes: int = 0
     sample: tuple[str, ...] = ()
+    part: float = 0.0  # documents that draw less are for validation
 
 
 def _survey(config: Config, say: Say) -> _Survey:
@@ -155,7 +157,7 @@ def _survey(config: Config, say: Say) -> _Survey:
 
     The sample is the training documents of the smallest hashes: a fair draw, the same in every order.
     """
-    found, whole, tick = _Survey(), hashlib.blake2b(FORMAT), _Ticker(say)
+    found, whole, tick = _Survey(part=config.data.validation), hashlib.blake2b(FORMAT), _Ticker(say)
     heap: list[tuple[int, int, str]] = []
     held, room = 0, config.tokenizer.sample_megabytes * 1e6
     for document in documents(config.data):
@@ -163,13 +165,17 @@ def _survey(config: Config, say: Say) -> _Survey:
         whole.update(digest)
         found.documents, found.bytes = found.documents + 1, found.bytes + size
         tick(f"reading: {found.bytes / 1e6:.1f} MB")
-        if for_validation(digest, config.data.validation):
+        if place(digest) < found.part:
             found.kept += 1
             continue
         heapq.heappush(heap, (-int.from_bytes(digest, "big"), found.documents, document.text))
         held += len(document.text)
         while held > room and len(heap) > 1:
             held -= len(heapq.heappop(heap)[2])
+    if not found.kept and len(heap) > 1:  # as may be of few: then the one that drew least
+        least = max(heap)
+        heap.remove(least)
+        found.kept, found.part = 1, math.nextafter(place((-least[0]).to_bytes(32, "big")), 1.0)
     if found.kept in (0, found.documents):
         what = "the split left nothing for " + ("validation" if found.kept == 0 else "training")
         got = f"{found.documents} documents, {config.data.validation:g} of them for validation"
@@ -194,7 +200,7 @@ def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: 
         size = sum(len(text) for text in survey.sample) / 1e6
         how = "loaded" if given else f"trained on {size:.1f} MB"
         say(f"tokenizer: {tokenizer.get_vocab_size()} tokens, {how}, {time.perf_counter() - start:.1f} s")
-        _encode(config, tokenizer, survey.bytes, work, say)
+        _encode(config, tokenizer, survey, work, say)
         try:
             os.rename(work, home)
         except OSError:
@@ -205,7 +211,7 @@ def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: 
     say(f"tokens: written to {home}, {time.perf_counter() - start:.1f} s")
 
 
-def _encode(config: Config, tokenizer: Tokenizer, total: int, folder: Path, say: Say) -> None:
+def _encode(config: Config, tokenizer: Tokenizer, survey: _Survey, folder: Path, say: Say) -> None:
     vocab = tokenizer.get_vocab_size()
     dtype, tick = width_for(vocab), _Ticker(say)
     writers = {part: _Writer(folder / f"{part}.bin", dtype) for part in ("train", "validation")}
@@ -215,7 +221,7 @@ def _encode(config: Config, tokenizer: Tokenizer, total: int, folder: Path, say:
     def flush() -> None:
         texts = [document.text for document in batch]
         for document, coded in zip(batch, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
-            part = "validation" if for_validation(document.digest(), config.data.validation) else "train"
+            part = "validation" if place(document.digest()) < survey.part else "train"
             writers[part].add(coded.ids, len(document.text.encode("utf-8")))
         batch.clear()
 
@@ -225,7 +231,7 @@ def _encode(config: Config, tokenizer: Tokenizer, total: int, folder: Path, say:
         if held >= BATCH_BYTES:
             flush()
             done, held = done + held, 0
-            tick(f"encoding: {done / 1e6:.1f} of {total / 1e6:.1f} MB")
+            tick(f"encoding: {done / 1e6:.1f} of {survey.bytes / 1e6:.1f} MB")
     flush()
     for writer in writers.values():
         writer.close(vocab)

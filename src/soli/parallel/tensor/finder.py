@@ -318,10 +318,15 @@ class Finder:
     def _hint(self, name: str) -> tuple[str, str]:
         """What somebody says that a weight is, and who."""
         for pattern, said in self.hints.items():
-            text = ".*".join(re.escape(piece) for piece in pattern.split("*"))
-            if re.fullmatch(text + r"(\.weight)?", name):
+            if hinted(pattern, name):
                 return said
         return "", ""
+
+
+def hinted(pattern: str, name: str) -> bool:
+    """Whether a hint's pattern (`*` for anything) is of a weight of this name."""
+    text = ".*".join(re.escape(piece) for piece in pattern.split("*"))
+    return re.fullmatch(text + r"(\.weight)?", name) is not None
 
 
 SAID = {"colwise": "column", "rowwise": "row", "embedding_rowwise": "vocabulary"}
