@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 KEPT = 10_000
 
@@ -33,11 +34,8 @@ class Events:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Within, what is emitted is forgotten: of a program that is run for its shapes alone."""
-        kept, self.recent = self.recent, deque(maxlen=KEPT)
-        try:
+        with patch.object(self, "recent", deque(maxlen=KEPT)):
             yield
-        finally:
-            self.recent = kept
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.recent if event["kind"] == kind]

@@ -81,20 +81,16 @@ def materialise(tensor: Tensor, name: str = "a tensor") -> Tensor:
     """The values of one deferred tensor, on the CPU: bitwise what the eager constructor gives."""
     entries = _needed(tensor, name)
     real: dict[int, Tensor] = {}
-    before = torch.get_rng_state()
-    try:
-        with torch.no_grad():
-            for entry in entries:
-                if entry.generator is not None:
-                    torch.set_rng_state(entry.generator)
-                args, kwargs = tree_map(lambda x: _real(x, real), (entry.args, entry.kwargs))
-                results = [t for t in tree_leaves(entry.func(*args, **kwargs)) if isinstance(t, Tensor)]
-                for meta, result in zip(entry.outputs, results, strict=True):
-                    real.setdefault(meta.storage, result)
-            base = real[_key(tensor)]
-            return torch.as_strided(base, tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
-    finally:
-        torch.set_rng_state(before)
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        for entry in entries:
+            if entry.generator is not None:
+                torch.set_rng_state(entry.generator)
+            args, kwargs = tree_map(lambda x: _real(x, real), (entry.args, entry.kwargs))
+            results = [t for t in tree_leaves(entry.func(*args, **kwargs)) if isinstance(t, Tensor)]
+            for meta, result in zip(entry.outputs, results, strict=True):
+                real.setdefault(meta.storage, result)
+        base = real[_key(tensor)]
+        return torch.as_strided(base, tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
 
 
 def fingerprint(tensor: Tensor) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -102,11 +103,8 @@ class _Keeping(_Mode):
         for result in self.results:
             if alone and _places(result.value) & _places(x):
                 result.value, result.summed = result.value.new_empty(()).expand(result.value.shape), True
-        self.paused = True
-        try:
+        with patch.object(self, "paused", True):
             out = there(x)
-        finally:
-            self.paused = False
         self._keep(SUM, out)
         return out
 

@@ -19,7 +19,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -94,17 +96,11 @@ class Randomness:
     @contextmanager
     def begin(self, step: int, first_row: int, rows: int) -> Iterator[_Microbatch]:
         """One microbatch, forward and backward. torch's default generators are as before at the end."""
-        before = torch.get_rng_state()
-        of_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        generators.seed(generators.hashed(self.seed, step, first_row))
-        self._now = _Microbatch(step, first_row, rows)
-        try:
-            yield self._now
-        finally:
-            self._now = None
-            torch.set_rng_state(before)
-            if of_device is not None:
-                torch.cuda.set_rng_state(of_device)
+        now = _Microbatch(step, first_row, rows)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices), patch.object(self, "_now", now):
+            generators.seed(generators.hashed(self.seed, step, first_row))
+            yield now
 
     @contextmanager
     def evaluating(self, step: int, first_row: int, rows: int) -> Iterator[None]:
@@ -115,12 +111,9 @@ class Randomness:
     @contextmanager
     def resume(self, microbatch: _Microbatch) -> Iterator[None]:
         """The backward of a microbatch that began before others did (in a pipeline)."""
-        self._now = microbatch
         microbatch.backward = True
-        try:
+        with patch.object(self, "_now", microbatch):
             yield
-        finally:
-            self._now = None
 
     def restart(self) -> None:
         """Another stage's part of the same forward begins: calls are numbered from the start."""
@@ -451,12 +444,9 @@ def attention(
 
 def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:
     """nn.MultiheadAttention is one Python function to torch; its own calls are reached by their names."""
-    F.dropout = lambda x, p=0.5, training=True, inplace=False: _dropped(randomness, _dropout, x, p, training, inplace)  # type: ignore[assignment]
-    F.scaled_dot_product_attention = lambda *a, **k: attention(randomness, *a, **k)
-    try:
+    dropout, attend = partial(_dropped, randomness, _dropout), partial(attention, randomness)
+    with patch.multiple(F, dropout=dropout, scaled_dot_product_attention=attend):
         return _attention_function(*args, **kwargs)
-    finally:
-        F.dropout, F.scaled_dot_product_attention = _dropout, _sdpa
 
 
 def _recurrent_dropout(args: Any) -> bool:

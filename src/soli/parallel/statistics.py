@@ -45,7 +45,7 @@ class Statistics:
         self.active = plan.pieces > 1 and can(plan) and bool(training_norms(model))
         self.axis = mesh.another(mesh.dp) if mesh is not None and self.active else Axis("alone")
         self._whole: list[Known] = []  # of the calls of a check's newest forward on all of its rows
-        self._learns, self._repeats = False, iter(self._whole)
+        self._learns, self._repeats = False, iter(self._whole)  # in a check
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -56,12 +56,10 @@ class Statistics:
     @contextmanager
     def check(self, part: bool) -> Iterator[None]:
         """Around a check's forward: of a part of the rows that the one before it had, or of all of them."""
-        self._learns, self._repeats = not part, iter(self._whole if part else ())
+        repeats = iter(self._whole if part else ())
         self._whole = self._whole if part else []
-        try:
+        with patch.multiple(self, _learns=not part, _repeats=repeats):
             yield
-        finally:
-            self._learns, self._repeats = False, iter(())
 
     def _normalised(
         self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
