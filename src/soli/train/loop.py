@@ -38,23 +38,14 @@ MANY_EPOCHS = 1_000_000  # the number of steps ends the run, not the data
 
 
 def main(
-    config_path: Path | None = None,
-    *,
-    plan: str | None = None,
-    steps: int | None = None,
-    minutes: float | None = None,
-    data: str | None = None,
-    name: str | None = None,
-    resume: Path | None = None,
-    seed: int | None = None,
-    given: Sequence[str] = (),
+    config_path: Path | None = None, *, resume: Path | None = None, given: Sequence[str] = (), **named: object
 ) -> dict[str, Any]:
     """Run `soli train` in this rank; returns what summary.json holds.
 
-    config_path: a TOML of settings (`train/config.py`). The named arguments and `given` (texts
-    `table.key=value`) go before it. resume: a run directory; its own configuration is the start then.
+    config_path: a TOML of settings (`train/config.py`). `named` (settings of [run] by name, and data: data.path;
+    None: not said) and `given` (texts `table.key=value`) go before it. resume: a run directory; its own
+    configuration is the start then.
     """
-    named = {"plan": plan, "steps": steps, "minutes": minutes, "data": data, "name": name, "seed": seed}
     return train(rundir.configuration(config_path, resume, named, given), resume)
 
 
