@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,35 +84,26 @@ class PendingSave:
     """A save that goes on in a background thread."""
 
     def __init__(self, job: _Job) -> None:
-        self._error: Exception | None = None
-        self._seen = False
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"soli-save-{job.path.name}")
-        self._thread.start()
-
-    def _run(self, job: _Job) -> None:
-        try:
-            _write(job)
-        except Exception as error:
-            self._error = error
+        self._seen = False  # its error
+        with_one = futures.ThreadPoolExecutor(1, f"soli-save-{job.path.name}")
+        self._end = with_one.submit(_write, job)
+        with_one.shutdown(wait=False)
 
     def done(self) -> bool:
         """True once the save has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._end.done()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete; raise its error if it failed."""
-        self._thread.join()
-        if self._error is not None:
-            self._seen = True
-            raise self._error
+        self._seen = self._end.exception() is not None
+        self._end.result()
 
     def join(self, seconds: float) -> None:
         """Give it so long to end, well or not."""
-        self._thread.join(seconds)
+        futures.wait([self._end], seconds)
 
     def report_unseen(self) -> None:
         """Raise the error of a save that nobody waited for; return once it has ended otherwise."""
-        self._thread.join()
         if not self._seen:
             self.wait()
 
