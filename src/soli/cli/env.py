@@ -14,7 +14,7 @@ from typing import Any
 from soli.cli.options import AsJson
 from soli.core.errors import SoliError
 from soli.core.package import SOLI
-from soli.mesh.backends import cores, cpu_backend
+from soli.mesh.backends import cores, cpu_backend, processor
 
 REQUIREMENT = re.compile(r"([\w.-]+)(?:.*extra == ['\"](\w+))?")
 FEW_FILES, LITTLE_SHM = 1024, 64 * 2**20
@@ -43,7 +43,7 @@ def gather() -> dict[str, Any]:
     memory = psutil.virtual_memory()
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor() or "unknown",
         "cores": f"{cores()} usable of {os.cpu_count()}",
         "memory": f"{_gib(memory.total)}, {_gib(memory.available)} free",
         "/dev/shm": _shm(problems),
@@ -109,15 +109,6 @@ def _try(backend: str, problems: list[str]) -> str:
         problems.append(f"{backend}: a group of one rank fails: {str(error).splitlines()[0]}")
         return "fails"
     return "works (a group of one rank was made, and summed)"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = (line.split(":")[1].strip() for line in file if line.startswith("model name"))
-            return next(names, "unknown")
-    except OSError:
-        return platform.processor() or "unknown"
 
 
 def _shm(problems: list[str]) -> str:

@@ -12,11 +12,10 @@ import ast
 import hashlib
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from soli.core.progress import busy
 from soli.mesh import collectives
+from soli.mesh.backends import processor
 from soli.mesh.collectives import Axis, extreme, gather_json
 from soli.mesh.local.identity import mine
 from soli.mesh.mesh import Mesh, axis_by_key
@@ -62,21 +62,14 @@ def folder() -> Path:
 
 def fingerprint(world: World, mesh: Mesh) -> str:
     """What two jobs have in common that a calibration serves."""
-    hosts = gather_json([mine().host, _device_name(world.device)], mesh.all, label="hosts")
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else processor()
+    hosts = gather_json([mine().host, name], mesh.all, label="hosts")
     places = [[row[0] for row in hosts].index(host) for host, _ in hosts]
     said = {
         "format": FORMAT, "ranks": world.size, "places": places, "devices": [name for _, name in hosts], "backend": world.backend,
         "torch": torch.__version__, "threads": torch.get_num_threads(), "cpus": os.cpu_count(),
     }  # fmt: skip
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def calibrated(world: World, mesh: Mesh, *, fresh: bool = False) -> tuple[Machine, bool]:
@@ -295,7 +288,7 @@ def _hidden(product: Callable[[], Any], once: float, everyone: Axis, device: tor
 # --- the products of a program ----------------------------------------------------------------------------
 
 
-def with_products(world: World, mesh: Mesh, machine: Machine, wanted: dict[str, float]) -> Machine:
+def with_products(world: World, mesh: Mesh, machine: Machine, wanted: Mapping[str, float]) -> Machine:
     """Measure the products (Call.key -> flops of all of them) that are not known, the heaviest first. Collective."""
     new = sorted((key for key in wanted if key not in machine.products), key=lambda key: -wanted[key])
     found: dict[str, float] = {}
