@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -139,14 +140,11 @@ class Auto:
         if self.machine is None:
             self.machine, fresh = calibrated(self.world, self.mesh)
             self.notes.append("this machine was measured now" if fresh else "this machine as it was measured before")
-        wanted: dict[str, float] = {}
-        calls = [call for found in self.rehearsals.values() for run in found.ranks for call in run.calls if call.flops]
-        for call in calls:
-            wanted[call.key] = wanted.get(call.key, 0.0) + call.flops
-        everyone: dict[str, float] = {}
-        for said in gather_json(wanted, self.mesh.all, label="products"):
-            for key, flops in said.items():
-                everyone[key] = everyone.get(key, 0.0) + flops
+        mine, everyone = Counter[str](), Counter[str]()
+        for call in (call for found in self.rehearsals.values() for run in found.ranks for call in run.calls):
+            mine[call.key] += call.flops
+        for said in gather_json(+mine, self.mesh.all, label="products"):  # without those that are no products
+            everyone.update(said)
         machine = with_products(self.world, self.mesh, self.machine, everyone)
         self.machine = machine if self.paced is not None else self._pace(machine)
 
@@ -267,7 +265,8 @@ class Auto:
         try:
             seconds, taken = trial(self.program, Plan.parse(option.plan), self.world, steps)
         except (SoliError, torch.OutOfMemoryError) as error:  # such as a block that computes something else
-            problem, seconds = _problem(error), torch.inf
+            fix = error.problems[0].fix if isinstance(error, SoliError) else ""
+            problem, seconds = Problem(_told(error), fix=fix), torch.inf
             short = float(isinstance(error, torch.OutOfMemoryError))
         if seconds == torch.inf:
             gc.collect()  # with the error go the trial's groups, in which others may wait
@@ -419,11 +418,6 @@ def _told(error: Exception) -> str:
         return f"{first.what} ({first.got})" if first.got else first.what
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
-
-
-def _problem(error: Exception) -> Problem:
-    """An error in a line, and how to mend it."""
-    return Problem(_told(error), fix=error.problems[0].fix if isinstance(error, SoliError) else "")
 
 
 def _seconds(count: float) -> str:

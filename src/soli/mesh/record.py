@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,10 +79,9 @@ class Recorder:
 
     def bytes_by(self) -> dict[tuple[str, str], int]:
         """Total bytes for each (operation, axis)."""
-        total: dict[tuple[str, str], int] = {}
+        total = Counter[tuple[str, str]]()
         for record in self.records:
-            key = (record.operation, record.axis)
-            total[key] = total.get(key, 0) + record.bytes
+            total[record.operation, record.axis] += record.bytes
         return total
 
 
