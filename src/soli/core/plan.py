@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from math import isqrt, prod
 from typing import Any
@@ -148,14 +148,13 @@ class Plan:
                 problems.append(Problem(f"'{key.strip()}' is said twice in the plan", got=text))
             else:
                 pairs[key.strip()] = value.strip()
-        typed, more = _from_pairs(pairs)
-        raise_all([*problems, *more, *_value_problems(typed)], everywhere=True)
-        return cls(**typed)
+        return cls.from_dict(pairs, problems)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        typed, problems = _from_pairs(dict(data))
-        raise_all([*problems, *_value_problems(typed)], everywhere=True)
+    def from_dict(cls, data: Mapping[str, Any], known: Iterable[Problem] = ()) -> Plan:
+        """`known`: problems that are told with those of the values."""
+        typed, problems = _from_pairs(data)
+        raise_all([*known, *problems, *_value_problems(typed)], everywhere=True)
         return cls(**typed)
 
     def to_json(self) -> str:
@@ -184,7 +183,7 @@ def _keys() -> str:
     return "the keys of a plan are " + ", ".join(f.name for f in fields(Plan))
 
 
-def _from_pairs(pairs: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _from_pairs(pairs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Give each value the type of its field; unknown keys and unreadable values become problems."""
     defaults = {f.name: f.default for f in fields(Plan)}
     typed: dict[str, Any] = {}
