@@ -73,7 +73,8 @@ def name(path: Path) -> str:
 
 def summary(base: sqlite3.Connection, repo: str, count: int, new: int) -> Mined:
     """What is known of a repository."""
-    rejected, selected = (_by_rule(base, repo, fix) for fix in (0, 1))
+    by_rule = "SELECT rule, count(*) FROM change WHERE repo = ? AND fix = ? GROUP BY rule ORDER BY 2 DESC"
+    rejected, selected = (dict(base.execute(by_rule, (repo, fix)).fetchall()) for fix in (0, 1))
     rows = base.execute('SELECT source, larger, added, "all" FROM fix WHERE repo = ?', (repo,)).fetchall()
     sizes = {definition: [row[i] for row in rows] for i, definition in enumerate(store.SIZES)}
     head = base.execute("SELECT head FROM history WHERE repo = ?", (repo,)).fetchone()[0]
@@ -81,11 +82,6 @@ def summary(base: sqlite3.Connection, repo: str, count: int, new: int) -> Mined:
         repo, head, count, new, len(rows), selected, rejected, median(sizes["source"]) if rows else 0.0,
         {definition: share(sum(size <= SMALL for size in values), len(values)) for definition, values in sizes.items()},
     )  # fmt: skip
-
-
-def _by_rule(base: sqlite3.Connection, repo: str, fix: int) -> dict[str, int]:
-    query = "SELECT rule, count(*) FROM change WHERE repo = ? AND fix = ? GROUP BY rule ORDER BY 2 DESC"
-    return dict(base.execute(query, (repo, fix)).fetchall())
 
 
 def share(part: int, whole: int) -> tuple[float, float, float]:

@@ -153,8 +153,4 @@ def _from_config(place: Path) -> tuple[Any, Any, Any]:
     else:
         tokens = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % (config.get_text_config().vocab_size - 1) + 1
         batch = {"input_ids": tokens, "labels": tokens.clone()} if "labels" in takes else {"input_ids": tokens}
-    return model, batch, _first_output  # its loss, or what it computes
-
-
-def _first_output(output: Any, batch: Any) -> tuple[Any, int]:
-    return output[0].sum(), 1
+    return model, batch, lambda output, _: (output[0].sum(), 1)  # its loss, or what it computes

@@ -57,7 +57,7 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
     if strange:
         fix = "build the optimizer on this model, after any change to it, and before soli.parallelize"
         yield Problem(f"{strange} parameters of the optimizer are not the model's", fix=fix)
-    if any(t.is_meta for state in optimizer.state.values() for t in _tensors(state)):
+    if any(t.is_meta for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)):
         yield Problem(
             f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
             fix="build the model without soli.deferred()",
@@ -106,10 +106,6 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 def stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has taken a step. Some (Adagrad) have states from the start, with a step number of 0."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
-
-
-def _tensors(state: dict[str, Any]) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)]
 
 
 SMALL, LARGE = (4, 6), (136, 144)

@@ -151,14 +151,11 @@ def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:
             found[slot.name] = uncut(engine, slot.param, _cut(flat, slot)) * factor if slot.used else None
     if engine.pipeline is None:
         return found
-    used = {name for one in gather_json(_used(found), engine.mesh["pp"], label="used parameters") for name in one}
-    whole = _from_stages(engine, {n: value for n, value in found.items() if value is not None}, used)
+    mine = {name: value for name, value in found.items() if value is not None}
+    used = {name for one in gather_json(list(mine), engine.mesh["pp"], label="used parameters") for name in one}
+    whole = _from_stages(engine, mine, used)
     trained = [names[0] for names, param in named_once(engine.model) if param.requires_grad]
     return {name: whole[name] if name in used else None for name in trained}
-
-
-def _used(gradients: dict[str, Tensor | None]) -> list[str]:
-    return [name for name, value in gradients.items() if value is not None]
 
 
 def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
