@@ -434,12 +434,15 @@ def attention(
     if is_causal:
         causal = torch.ones(shape[-2:], dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(~causal, float("-inf"))
-    if attn_mask is not None:
-        blocked = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if blocked else scores + attn_mask
-    nothing = (scores == float("-inf")).all(-1, keepdim=True)  # to look at: torch's own gives zeros
-    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-    return randomness.dropped(weights, dropout_p, True, shape) @ value
+    return randomness.dropped(weights_of(scores, attn_mask), dropout_p, True, shape) @ value
+
+
+def weights_of(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention's weights. Rows that see nothing are zero, as torch's kernels have it."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
 
 def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soli.parallel.context import ring, scores, ulysses
+from soli.parallel.randomness import weights_of
 from soli.parallel.tensor.cut import Run, cut, deeper, marked, part_of, plain, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit, Spans, Split
 
@@ -140,10 +141,4 @@ def _written_out(
     found = scores.ring_qk(q * (scale if scale is not None else 1 / math.sqrt(q.shape[-1])), k, of_k, run.axis)
     if causal:
         found = found.masked_fill(_hidden(of_q, found.shape[-1], run.axis.index, q.device), -math.inf)
-    if mask is not None:
-        blocked = mask.dtype == torch.bool
-        found = found.masked_fill(~mask, -math.inf) if blocked else found + mask
-    # rows that see nothing are zero, as torch's kernels have it
-    blind = (found == -math.inf).all(-1, keepdim=True)
-    weights = found.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    return scores.ring_av(weights, v, of_k, run.axis)
+    return scores.ring_av(weights_of(found, mask), v, of_k, run.axis)

@@ -18,6 +18,7 @@ from soli.core.layout import even_parts
 from soli.mesh.collectives import Axis, all_to_all
 from soli.parallel.tensor.moves import moved
 from soli.parallel.tensor.split import Spans
+from soli.parallel.tensor.summa import put
 
 Heads = list[tuple[int, int]]
 """By rank: the [start, stop) heads that it computes with."""
@@ -51,10 +52,7 @@ def _heads(x: Tensor, heads: Heads, spans: Spans, axis: Axis) -> Tensor:
     found = _exchanged(pieces, [(*lead, own, n, e) for n in sizes], axis, "heads of all positions")
     out = x.new_empty((*lead, own, sum(sizes), e))
     for piece, rows in zip(found, spans, strict=True):
-        at = 0
-        for a, b in rows:
-            out[..., a:b, :] = piece[..., at : at + b - a, :]
-            at += b - a
+        put(out.mT, rows, piece.mT)
     return out
 
 
