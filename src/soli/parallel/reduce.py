@@ -69,13 +69,6 @@ class Reducer:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the backwards of a step, of which an error may leave one open."""
-        self.begin_step()
-        try:
-            yield
-        finally:
-            self._open = False
-
-    def begin_step(self) -> None:
         self._parts.clear()
         self._summing = None
         while self._flying:  # of a step that an error ended
@@ -85,6 +78,10 @@ class Reducer:
         for unit in self.units:
             for slot in unit.slots:
                 slot.arrived = slot.used = False
+        try:
+            yield
+        finally:
+            self._open = False
 
     def begin_backward(self, last: bool) -> None:
         """Before the backward of a microbatch; `last` says that the step's sum is complete after it.
@@ -224,9 +221,8 @@ class Reducer:
         self._open = False
         if not self._last:
             return
-        while self._next < len(self.units):
-            self._launch(self.units[self._next])
-            self._next += 1
+        self._missing = [0] * len(self.units)  # nothing more will come
+        self._launch_ready()
         self._send_summed()
         while self._flying:
             self._land()
