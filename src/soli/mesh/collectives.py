@@ -295,14 +295,12 @@ def gather_json(value: Any, axis: Axis, *, label: str = "") -> list[Any]:
     if axis.size == 1 or axis.simulated:
         return [value] * axis.size
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    longest = torch.tensor([data.numel()])
-    all_reduce(longest, axis, "max", label=label)
     sizes = torch.zeros(axis.size, dtype=torch.int64)
     sizes[axis.index] = data.numel()
     all_reduce(sizes, axis, label=label)
-    padded = torch.zeros(int(longest), dtype=torch.uint8)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     padded[: data.numel()] = data
-    whole = torch.empty(axis.size * int(longest), dtype=torch.uint8)
+    whole = torch.empty(axis.size * padded.numel(), dtype=torch.uint8)
     all_gather(whole, padded, axis, label=label)
     rows = whole.view(axis.size, -1)
     return [json.loads(bytes(rows[i, : int(sizes[i])].tolist())) for i in range(axis.size)]
