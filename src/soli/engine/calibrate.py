@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -300,7 +300,7 @@ def with_products(world: World, mesh: Mesh, machine: Machine, wanted: Mapping[st
         if call is not None:
             found[key] = _timed(call, world.device, mesh.all, SECONDS / 4)
     if found:
-        machine = machine.with_products(found)
+        machine = replace(machine, products=machine.products | found)
         keep(world, machine)
     return machine
 

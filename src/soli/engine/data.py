@@ -68,7 +68,8 @@ class Stream(Iterator[Part]):
 
     def __init__(self, dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int) -> None:
         collated = partial(_collated, collate or default_collate, order.ranks)  # workers may have to pickle it
-        self._make = lambda order: _batches(dataset, order, collated, workers)
+        read = _stream if _is_stream(dataset) else partial(_by_number, workers=workers)
+        self._make = lambda order: read(dataset, order, collated)
         self.order = order
         _check(dataset, order)
         self._parts: Iterator[Part] | None = None
@@ -151,12 +152,6 @@ def _goes_on(order: Order) -> bool:
         at.batch = read // order.global_batch
     at.global_batch, at.size = order.global_batch, order.size
     return order.epochs is not None and at.epoch < order.epochs
-
-
-def _batches(dataset: Any, order: Order, collate: Callable[[list[Any]], Any], workers: int) -> Iterator[Part]:
-    if _is_stream(dataset):
-        return _stream(dataset, order, collate)
-    return _by_number(dataset, order, collate, workers)
 
 
 def _by_number(

@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -84,10 +84,6 @@ class Machine:
         n, s = min(known, key=far)
         scale = ranks / int(n)
         return [[size, seconds * scale] for size, seconds in self.collectives[f"{operation} {n}x{s}"]]
-
-    def with_products(self, more: dict[str, float]) -> Machine:
-        """The machine with more that was measured."""
-        return replace(self, products={**self.products, **more})
 
     def save(self, path: Path) -> None:
         """As JSON."""

@@ -33,7 +33,8 @@ def sized(config: Config, cores: int, accelerators: int) -> tuple[Config, str]:
     if not model.dim and model.heads:
         dim = max(1, round(dim / model.heads)) * model.heads
     layers = model.layers or max(2, dim // 32)
-    heads = model.heads or _heads(dim)
+    # About 32 wide, and a number of them that divides the width.
+    heads = model.heads or next(heads for heads in range(max(1, dim // 32), 0, -1) if dim % heads == 0)
     # The best rate falls about with the square root of the width in this range (tried at 128).
     lr = config.optim.lr or float(f"{PEAK_AT_128 * (128 / dim) ** 0.5:.2g}")
     if dim % heads:
@@ -48,8 +49,3 @@ def sized(config: Config, cores: int, accelerators: int) -> tuple[Config, str]:
     model = replace(model, dim=dim, layers=layers, heads=heads)
     optim = replace(config.optim, lr=lr)
     return replace(config, model=model, optim=optim), line
-
-
-def _heads(dim: int) -> int:
-    """Heads about 32 wide, and a number of them that divides the width."""
-    return next(heads for heads in range(max(1, dim // 32), 0, -1) if dim % heads == 0)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from soli.core.errors import Problem, SoliError, raise_all
 
@@ -132,15 +132,9 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"tokens": tokens, "targets": targets}
 
 
-class Spread(Dataset[dict[str, Tensor]]):
+class Spread(Subset[dict[str, Tensor]]):
     """At most `count` windows of another set, evenly spread over it: for a quick look."""
 
     def __init__(self, whole: Windows, count: int) -> None:
-        self.whole = whole
-        self.places = [i * len(whole) // count for i in range(count)] if count < len(whole) else range(len(whole))
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.whole[self.places[index]]
+        count = min(count, len(whole))
+        super().__init__(whole, [i * len(whole) // count for i in range(count)])
