@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from soli.core.errors import SoliError
-from soli.mesh.collectives import Axis, gather_json
+from soli.mesh.collectives import gather_json
+from soli.mesh.mesh import all_ranks
 from soli.mesh.world import World
 
 BEAT_SECONDS = 0.5
@@ -23,7 +22,7 @@ def from_rank_0(world: World, make: Callable[[], Any], what: str) -> Any:
     """
     if world.size == 1:
         return make()
-    axis = Axis("world", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD, world.backend)
+    axis = all_ranks(world)
     answer: dict[str, Any] = {"state": "working"}
     caught: list[BaseException] = []
 
