@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -31,11 +30,9 @@ class Events:
         if shown:
             print(f"soli: {text}", flush=True)
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> AbstractContextManager[object]:
         """Within, what is emitted is forgotten: of a program that is run for its shapes alone."""
-        with patch.object(self, "recent", deque(maxlen=KEPT)):
-            yield
+        return patch.object(self, "recent", deque(maxlen=KEPT))
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.recent if event["kind"] == kind]

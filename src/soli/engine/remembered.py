@@ -12,7 +12,7 @@ import functools
 import sys
 import sysconfig
 from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
@@ -85,11 +85,9 @@ class Remembering:
                 "accumulate or microbatches",
             )
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[object]:
         """All calls are one: each begins with what was kept before the first, but for what changes by rows."""
-        with patch.multiple(self, _steps=True, _begun=[]):
-            yield
+        return patch.multiple(self, _steps=True, _begun=[])
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -100,11 +98,9 @@ class Remembering:
         finally:
             _give(before)
 
-    @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def going_on(self) -> AbstractContextManager[object]:
         """Each call goes on with what the one before kept, as the program's own would."""
-        with patch.object(self, "_goes_on", True):
-            yield
+        return patch.object(self, "_goes_on", True)
 
 
 class Place:

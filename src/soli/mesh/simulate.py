@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -63,29 +62,23 @@ class Held:
         """Nobody is waited for."""
 
 
-@contextmanager
-def holding(group: Any) -> Iterator[None]:
+def holding(group: Any) -> AbstractContextManager[object]:
     """Within, torch's schedules hold what they would send over an absent group."""
     if not isinstance(group, Absent):
-        yield
-        return
+        return nullcontext()
     held = lambda tensors, desc=None: [Held(tensors)] if tensors else []
     by_peer = lambda tensors, desc=None: {0: held(tensors)} if tensors else {}  # gpipe's
     where = "torch.distributed.pipelining.schedules"  # by name: its import takes two seconds
-    with patch.multiple(where, _batch_p2p=held, _sorted_batch_p2p=by_peer):
-        yield
+    return patch.multiple(where, _batch_p2p=held, _sorted_batch_p2p=by_peer)
 
 
-@contextmanager
-def answering(group: Any, rank: int, size: int) -> Iterator[None]:
+def answering(group: Any, rank: int, size: int) -> AbstractContextManager[object]:
     """Within, torch knows this rank's place in an absent group: its PipelineStage asks for it."""
     if not isinstance(group, Absent):
-        yield
-        return
+        return nullcontext()
     get_rank, get_size = dist.get_rank, dist.get_world_size
-    with patch.multiple(
+    return patch.multiple(
         dist,
         get_rank=lambda asked=None: rank if asked is group else get_rank(asked),
         get_world_size=lambda asked=None: size if asked is group else get_size(asked),
-    ):
-        yield
+    )

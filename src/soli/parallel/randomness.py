@@ -17,7 +17,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -108,12 +108,10 @@ class Randomness:
         with self.begin(-1 - step, first_row, max(rows, 1)), self.forward():
             yield
 
-    @contextmanager
-    def resume(self, microbatch: _Microbatch) -> Iterator[None]:
+    def resume(self, microbatch: _Microbatch) -> AbstractContextManager[object]:
         """The backward of a microbatch that began before others did (in a pipeline)."""
         microbatch.backward = True
-        with patch.object(self, "_now", microbatch):
-            yield
+        return patch.object(self, "_now", microbatch)
 
     def restart(self) -> None:
         """Another stage's part of the same forward begins: calls are numbered from the start."""

@@ -7,8 +7,7 @@ parts what it learnt of the whole, so that what else couples rows is found all t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -47,19 +46,15 @@ class Statistics:
         self._whole: list[Known] = []  # of the calls of a check's newest forward on all of its rows
         self._learns, self._repeats = False, iter(self._whole)  # in a check
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[object]:
         """Around a forward."""
-        with patch.object(F, "batch_norm", self._normalised) if self.active else nullcontext():
-            yield
+        return patch.object(F, "batch_norm", self._normalised) if self.active else nullcontext()
 
-    @contextmanager
-    def check(self, part: bool) -> Iterator[None]:
+    def check(self, part: bool) -> AbstractContextManager[object]:
         """Around a check's forward: of a part of the rows that the one before it had, or of all of them."""
         repeats = iter(self._whole if part else ())
         self._whole = self._whole if part else []
-        with patch.multiple(self, _learns=not part, _repeats=repeats):
-            yield
+        return patch.multiple(self, _learns=not part, _repeats=repeats)
 
     def _normalised(
         self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
