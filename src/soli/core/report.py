@@ -15,8 +15,8 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -78,14 +78,12 @@ def say(call: str, moved: float = 0.0, looked: float | None = None) -> None:
             Path(path).write_text(told, encoding="utf-8")
 
 
-@contextmanager
-def waiting(call: str) -> Iterator[None]:
+def waiting(call: str) -> ExitStack:
     """Around what waits for other ranks and does not return before they come."""
     say(call, time.time())
-    try:
-        yield
-    finally:
-        say("")
+    afterwards = ExitStack()
+    afterwards.callback(say, "")
+    return afterwards
 
 
 def render(error: SoliError, line: str = "", who: str = "") -> str:

@@ -11,7 +11,7 @@ import gc
 import io
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,12 +130,11 @@ def _noting(hollow: Hollow, records: deque[Record], actions: list[Action]) -> An
 def unseen() -> Iterator[None]:
     """Nothing is printed or kept, and the random numbers go on as if nothing had been run."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with events.apart(), redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=devices):
+    quiet, random = redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=devices)
+    with events.apart(), quiet, random, ExitStack() as afterwards:
         gc.freeze()  # so that collecting looks at what is new
-        try:
-            yield
-        finally:
-            gc.unfreeze()
+        afterwards.callback(gc.unfreeze)
+        yield
 
 
 def widened(batch: Any, rows: int) -> Any:

@@ -12,7 +12,7 @@ import functools
 import sys
 import sysconfig
 from collections.abc import Container, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
@@ -89,14 +89,11 @@ class Remembering:
         """All calls are one: each begins with what was kept before the first, but for what changes by rows."""
         return patch.multiple(self, _steps=True, _begun=[])
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def unchanged(self) -> ExitStack:
         """Whatever is called inside, what is kept is as before afterwards."""
-        before = _places(self.function)
-        try:
-            yield
-        finally:
-            _give(before)
+        afterwards = ExitStack()
+        afterwards.callback(_give, _places(self.function))
+        return afterwards
 
     def going_on(self) -> AbstractContextManager[object]:
         """Each call goes on with what the one before kept, as the program's own would."""

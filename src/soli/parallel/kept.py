@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -158,14 +158,11 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
                 vars(module)[key] = _copy(before[name])
 
 
-@contextmanager
-def unchanged(model: nn.Module, tensors: bool = True) -> Iterator[None]:
+def unchanged(model: nn.Module, tensors: bool = True) -> ExitStack:
     """What is kept is as before afterwards. `tensors=False`: but for tensors in attributes."""
-    before = values(model)
-    try:
-        yield
-    finally:
-        restore(model, before, tensors)
+    afterwards = ExitStack()
+    afterwards.callback(restore, model, values(model), tensors)
+    return afterwards
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

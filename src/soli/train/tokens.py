@@ -11,7 +11,6 @@ import heapq
 import json
 import math
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -193,8 +192,8 @@ def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: 
     """Train the tokenizer, encode both parts, and let the folder appear under its name when it is whole."""
     start = time.perf_counter()
     home.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{home.name}.", dir=home.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f"{home.name}.", dir=home.parent, ignore_cleanup_errors=True) as folder:
+        work = Path(folder)
         tokenizer = load_tokenizer(given) if given else train_tokenizer(survey.sample, config.tokenizer.vocab)
         tokenizer.save(str(work / "tokenizer.json"))
         size = sum(len(text) for text in survey.sample) / 1e6
@@ -206,8 +205,6 @@ def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: 
         except OSError:
             if not home.exists():  # else another run made the same at the same time: take that
                 raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     say(f"tokens: written to {home}, {time.perf_counter() - start:.1f} s")
 
 

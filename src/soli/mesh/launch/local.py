@@ -20,8 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -139,22 +139,17 @@ class _Terminated(BaseException):
     """This process was told to end."""
 
 
-@contextmanager
-def _told_to_end() -> Iterator[None]:
+def _told_to_end() -> ExitStack:
     """SIGTERM (a scheduler's, docker's, timeout's) as an exception: without it the launcher ends at once, and with it all ranks."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    afterwards = ExitStack()
 
     def told(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: ranks that are told may be saving
         raise _Terminated
 
-    before = signal.signal(signal.SIGTERM, told)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if threading.current_thread() is threading.main_thread():  # no other one may set it
+        afterwards.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, told))
+    return afterwards
 
 
 def _code_of(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool) -> int:
