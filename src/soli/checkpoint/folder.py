@@ -25,12 +25,8 @@ def hidden(path: Path, kind: str) -> list[Path]:
     """The folders that saves of `path` left, of one kind (`partial`, `replaced`), oldest first."""
     if not path.parent.is_dir():
         return []
-    found = []
-    for entry in path.parent.iterdir():
-        match = HIDDEN.fullmatch(entry.name)
-        if match and match["name"] == path.name and match["kind"] == kind:
-            found.append(entry)
-    return sorted(found, key=lambda entry: entry.stat().st_mtime_ns)
+    left = lambda entry: (found := HIDDEN.fullmatch(entry.name)) and found.groups() == (path.name, kind)
+    return sorted(filter(left, path.parent.iterdir()), key=lambda entry: entry.stat().st_mtime_ns)
 
 
 def locate(path: Path) -> Path:

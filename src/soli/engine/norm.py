@@ -14,7 +14,6 @@ from soli.mesh.collectives import Axis, all_reduce
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
-    from soli.parallel.units import Slot, Unit
 
 
 def gradient_norm(engine: Engine) -> float:
@@ -48,7 +47,8 @@ def forget(engine: Engine) -> None:
 
 def refuse(engine: Engine) -> None:
     """Raise: this step's gradient is not finite."""
-    bad = [s.name for u in engine.laid.reducer.units for s in u.slots if not _finite(u, s)]
+    finite = lambda unit, slot: all(bool(t.isfinite().all()) for _, t in states.gradient(unit, slot).pieces)
+    bad = [s.name for u in engine.laid.reducer.units for s in u.slots if not finite(u, s)]
     forget(engine)
     raise failure(
         f"the gradient of step {engine.step_count + 1} is not finite; nothing was updated",
@@ -69,7 +69,3 @@ def refuse_loss(engine: Engine, bad: list[str], totals: Tensor) -> None:
         + hint * (engine.plan.zero == 3),
         everywhere=True,
     )
-
-
-def _finite(unit: Unit, slot: Slot) -> bool:
-    return all(bool(t.isfinite().all()) for _, t in states.gradient(unit, slot).pieces)

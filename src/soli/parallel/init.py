@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import soli.core.versions  # noqa: F401 (shapes of draws that an older torch does not know)
 from soli.core.errors import on_all_ranks
@@ -146,7 +146,7 @@ class _Recorder(TorchDispatchMode):
         generator = _draw(func, args, kwargs)
         # Before the call: t_() and its like change the tensor that they are given.
         seen_args, seen_kwargs = tree_map(_seen, (args, {k: _on_cpu(k, v) for k, v in kwargs.items()}))
-        meta_args, meta_kwargs = tree_map(_to_meta, (args, kwargs))
+        meta_args, meta_kwargs = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         if "device" in meta_kwargs or not tensors:
             meta_kwargs["device"] = torch.device("meta")
         try:
@@ -217,10 +217,6 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         kwargs["device"] = torch.device("cpu")
     func(*args, **kwargs)
     return before
-
-
-def _to_meta(x: Any) -> Any:
-    return x.to("meta") if isinstance(x, Tensor) and not _on_meta(x) else x
 
 
 def _key(tensor: Tensor) -> int:

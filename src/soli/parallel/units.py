@@ -206,12 +206,8 @@ class Unit:
             return []
         if all(slot.portion is None for slot in self.slots):
             return [(frozenset(), self.grad_shard)]
-        found = []
-        for slot in self.slots:
-            start, stop = self.owned(slot)
-            if start < stop:
-                found.append((frozenset(cut_over(slot.param)), self.grad_shard[start - self.low : stop - self.low]))
-        return found
+        owned = [(frozenset(cut_over(slot.param)), *self.owned(slot)) for slot in self.slots]
+        return [(cut, self.grad_shard[a - self.low : b - self.low]) for cut, a, b in owned if a < b]
 
     def whole(self, flat_shard: Tensor, label: str) -> Tensor:
         """The whole flat buffer [padded] of which every rank holds `flat_shard` [padded / size]."""
