@@ -59,6 +59,8 @@ class SoliError(Exception):
         self.exit_code = exit_code
         self.everywhere = everywhere
         self.consequence = False  # True: another rank's failure is the likely cause of this one
+        self.lost = False  # True: others that this rank talks to are not there any more, and none can go on
+        self.told = False  # True: these are the words of the rank that failed, which says them too
         super().__init__(str(self))
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ def install_hook(rank: int) -> None:
             if not told:
                 sys.__excepthook__(kind, error, trace)
             return
-        if not told and not (error.everywhere and rank != 0):
+        if not told and not ((error.everywhere or error.told) and rank != 0):
             # Not sys.stderr: the hook that torch puts around this one has replaced it.
             print(render(error, user_line(trace)), file=sys.__stderr__, flush=True)
         with suppress(OSError, ValueError):

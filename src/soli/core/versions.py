@@ -49,4 +49,9 @@ def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-__all__ = ["FLOPS", "all_gather_flat", "mode_popped", "process_groups", "reduce_scatter_flat", "run_backward"]
+def job_store() -> Any:
+    """Where the ranks of the job have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+__all__ = ["FLOPS", "all_gather_flat", "job_store", "mode_popped", "process_groups", "reduce_scatter_flat", "run_backward"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from soli.core.errors import SoliError
+from soli.mesh.collectives import end
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -22,7 +23,9 @@ def noted(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[E
     def call(engine: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(engine, *args, **kwargs)
-        except SoliError:
+        except SoliError as error:
+            if error.lost and engine._plan is not None:  # nor are others to wait for this rank
+                end(engine.mesh.every, str(error))
             raise
         except Exception as error:
             text = _note(engine)

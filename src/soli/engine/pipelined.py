@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from soli.core.layout import even_parts
 from soli.engine import microbatch
 from soli.engine.batch import Part, part_of, rows_of, to_device
 from soli.engine.layout import Runner
-from soli.mesh.collectives import all_reduce, extreme, gather_json
+from soli.mesh.collectives import all_reduce, ending, extreme, gather_json
 from soli.parallel.pipeline import schedules, stages, table, watch
 from soli.parallel.pipeline.run import Cutting, Pipeline, needs_of
 from soli.parallel.pipeline.units import Unit, can_be_finer, units
@@ -164,6 +165,12 @@ def _together(engine: Engine, rows: list[int]) -> list[tuple[int, ...]]:
     return [tuple(map(int, count)) for count in found.flatten(0, 1).T.tolist()]
 
 
+def _together_ending(engine: Engine, pipeline: Pipeline) -> AbstractContextManager[None]:
+    """Around what stages compute: where one fails alone none can go on."""
+    mine = ", ".join(str(stage.stage_index) for stage in pipeline.mine)
+    return ending(engine.mesh.every, f"rank {engine.rank} (stage {mine}) failed after {engine.step_count} steps")
+
+
 def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> tuple[float, float]:
     """Total and count of this rank's pieces (zero but on the last stage); the gradients are reduced."""
     reducer, gatherer = engine.laid.reducer, engine.laid.gatherer
@@ -174,7 +181,8 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
         flush = [replace(piece, data=to_device(piece.data, engine.device)) for piece in pieces[a:b]]
         # Shorter than the schedule's: the rest is empty.
         flush += [Part(None, 0, 0, pieces[0].total)] * (pipeline.count - len(flush))
-        more, counted = pipeline.step(flush, engine.step_count, engine.seed_of_loss)
+        with _together_ending(engine, pipeline):
+            more, counted = pipeline.step(flush, engine.step_count, engine.seed_of_loss)
         total, count = total + more, count + counted
     reducer.begin_backward(last=True)
     reducer.finish_backward()
@@ -188,7 +196,8 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
 def forward_only(engine: Engine, pipeline: Pipeline, data: Any) -> tuple[float, float]:
     """See Engine.forward_only."""
     engine.laid.gatherer.hold_all()
-    found = pipeline.forward_only(data, rows_of(data)) if data is not None else (0.0, 0.0)
+    with _together_ending(engine, pipeline):
+        found = pipeline.forward_only(data, rows_of(data)) if data is not None else (0.0, 0.0)
     engine.laid.gatherer.end_pass()
     return found
 

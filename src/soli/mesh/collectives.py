@@ -24,8 +24,10 @@ connections are two: `Axis.turn`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,7 +35,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError, failure
-from soli.core.versions import all_gather_flat, reduce_scatter_flat
+from soli.core.report import user_line
+from soli.core.versions import all_gather_flat, job_store, reduce_scatter_flat
+from soli.mesh.local.group import LocalGroup
 from soli.mesh.record import Record, issuing, recorder
 from soli.mesh.simulate import Absent
 
@@ -41,6 +45,8 @@ Finish = Callable[[], object]
 """What is left to do when a collective has arrived."""
 Collective = Callable[..., Any]
 """One of torch's."""
+LAST = 1 << 20
+"""The tag of a message that nobody sends."""
 OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -79,7 +85,7 @@ class Pending:
         for work in self._works:
             try:
                 work.wait()
-            except RuntimeError as error:
+            except (RuntimeError, SoliError) as error:
                 raise _failed(self.record, error) from error
         if self._finish is not None:
             self._finish()
@@ -326,6 +332,51 @@ def raise_together(check: Callable[[], None], axis: Axis, *, label: str = "") ->
             raise other
 
 
+class Failures:
+    """What the first rank that failed alone has said, for all to find. `trials`: how many worlds of this job have passed."""
+
+    trials = 0
+
+    @classmethod
+    def first(cls, words: str = "") -> str:
+        """`words`: what this rank has to say, where none has before."""
+        key = f"soli: first failure of world {cls.trials}"
+        with suppress(RuntimeError):  # the store is gone with the rank that had it
+            store = job_store()
+            if words or store.check([key]):
+                return str((store.compare_set(key, "", words) if words else store.get(key)).decode())
+        return words
+
+
+@contextmanager
+def ending(axes: Iterable[Axis], who: str) -> Iterator[None]:
+    """Around what a rank computes for others that wait: an error ends it on all of them now, with the words of the first."""
+    try:
+        yield
+    except Exception as error:
+        found: Exception = error
+        if getattr(error, "lost", isinstance(error, dist.DistError) or "third_party/gloo" in str(error)):
+            found = _failed(recorder.records[-1], error)
+        else:
+            at = user_line(error.__traceback__)
+            said = error if isinstance(error, SoliError) else f"{type(error).__name__}: {error}"
+            Failures.first(f"{who}{at and f', at {at}'}: {said}")
+        end(axes, Failures.first() or str(found))
+        if found is error:
+            raise
+        raise found from error
+
+
+def end(axes: Iterable[Axis], words: str) -> None:
+    """Leave the groups of these axes: whoever waits in them for this rank fails now, and not at the deadline."""
+    for group in {id(group): group for axis in axes for group in (axis.group, axis.other)}.values():
+        if isinstance(group, LocalGroup):
+            group.abandon(words)
+        elif isinstance(group, dist.ProcessGroup):
+            with suppress(RuntimeError), issuing():  # gloo closes a group's connections when a receive is late
+                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), LAST).wait(timedelta(milliseconds=1))
+
+
 def extreme(number: float, axis: Axis, op: str, *, label: str) -> float:
     """The largest ("max") or least ("min") of all ranks' numbers, on every rank."""
     found = torch.tensor([number], dtype=torch.float64)
@@ -378,8 +429,14 @@ def _copy_back(tensor: Tensor, moved: Tensor) -> Finish | None:
     return None if moved is tensor else lambda: tensor.copy_(moved)
 
 
-def _failed(record: Record | None, error: RuntimeError) -> Exception:
-    """A collective that did not finish, said in words: what, where, and what the backend saw."""
+def _failed(record: Record | None, error: Exception) -> Exception:
+    """A collective that did not finish, said in words: those of the rank that failed, or what, where, and what the backend saw."""
+    if not getattr(error, "told", False) and (words := Failures.first()):
+        found = failure(words)
+        found.consequence = found.lost = found.told = True
+        return found
+    if isinstance(error, SoliError):
+        return error
     text = str(error).strip().split("\n")[0]
     if text.startswith("DataLoader worker"):  # torch's handler of signals raises wherever this rank is
         return error
@@ -395,5 +452,5 @@ def _failed(record: Record | None, error: RuntimeError) -> Exception:
         fix="look for the first rank that stopped; `soli run` prints it, and where each rank stood",
         seen="uneven-decision" if "deadline" in why else "",
     )
-    found.consequence = True
+    found.consequence = found.lost = True
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +35,10 @@ class Mesh:
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
+
+    @property
+    def every(self) -> list[Axis]:
+        return [self.all, self.dp, *self.axes.values(), *chain(*self.sums.values())]
 
     def summed(self, cut: Iterable[str] = ()) -> frozenset[str]:
         """The axes beside data's over which the gradient of a parameter is summed that is cut over `cut`."""

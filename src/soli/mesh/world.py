@@ -24,6 +24,7 @@ from soli.core.errors import Problem, SoliError, failure, on_all_ranks, raise_al
 from soli.core.report import install_hook, stacks_on_request, waiting
 from soli.core.versions import process_groups
 from soli.mesh.backends import cpu_backend
+from soli.mesh.collectives import Failures
 from soli.mesh.local.group import LocalGroup
 from soli.mesh.simulate import Absent
 
@@ -191,9 +192,10 @@ def passing_groups() -> Iterator[None]:
     except Exception as error:
         for group in passing():
             if isinstance(group, LocalGroup):  # of gloo and NCCL the connections close
-                group.abandon(error)
+                group.abandon(f"a rank ended with an error\n{error}")
         raise
     finally:
+        Failures.trials += 1
         for group in passing():
             dist.destroy_process_group(group)
 

@@ -369,5 +369,5 @@ class Board:
 def _error(text: str) -> SoliError:
     what, _, got = text.partition("\n")
     found = failure(what, got=got, seen="uneven-decision" if DIFFERENT in what else "")
-    found.consequence = "is gone" in what
+    found.consequence, found.lost = "is gone" in what or " failed" in what, True
     return found

@@ -73,9 +73,9 @@ class LocalGroup(_Base):
         """`size` bytes that the ranks of this host share; collectives on tensors in them copy nothing. Collective."""
         return self.board.allocate(size)
 
-    def abandon(self, error: Exception) -> None:
-        """Leave the group after an error: whoever waits in it for this rank raises that error instead."""
-        self.board.breaks(self.board.fail(f"a rank of group {self.board.name} ended with an error\n{error}"))
+    def abandon(self, words: str) -> None:
+        """Leave the group after an error: whoever waits in it for this rank raises an error of these words instead."""
+        self.board.breaks(self.board.fail(words))
 
     # --- reductions -----------------------------------------------------------------------------------
 
