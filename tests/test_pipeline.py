@@ -720,6 +720,17 @@ class Modes(Four):
         return (x[:, :3], x) if self.training else {"out": x[:, :3]}
 
 
+class Ensemble(Four):
+    """Copies of a block that run at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in (self.blocks[:2], self.blocks[2:]):
+            params, buffers = torch.func.stack_module_state(list(pair))
+            call = lambda p, b, x, block=pair[0]: torch.func.functional_call(block, (p, b), (x,))
+            x = torch.func.vmap(call, (0, 0, None))(params, buffers, x).mean(0)
+        return x[:, :3]
+
+
 class Two(nn.Module):
     """Two layers and nothing else."""
 
@@ -748,6 +759,7 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
     ("kind", "plan", "said"),
     [
         (Branching, "pp=2", "looks at a value (__bool__) after blocks.0"),
+        (Ensemble, "pp=2", "one of torch.func.vmap's, of copies that run at once"),
         (Two, "pp=4", "fewer parts to cut between than the pipeline has stages: 2 < 4"),
         (Leaving, "pp=2", "blocks.2 reads a value that was made in blocks.0 and is not among its arguments"),
         (Hidden, "pp=2,microbatches=2", "computes another loss under"),

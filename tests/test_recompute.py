@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -363,3 +364,25 @@ def test_an_error_inside_of_a_recomputation_is_explained() -> None:
     with pytest.raises(SoliError, match="did not compute the same when it was recomputed") as error:
         engine.step({"tokens": tokens, "targets": tokens})
     assert "IndexError: index 3 is out of bounds" in str(error.value)
+
+
+class Slopes(nn.Module):
+    """A block of gradients by its input, which torch.func takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        run = lambda x: self.layers[1](self.layers[0](x).tanh()).sum()
+        return x + torch.func.grad(run)(x)
+
+
+def test_gradients_through_a_block_that_is_recomputed_are_refused() -> None:
+    """torch keeps nothing for a recomputation inside torch.func's transforms, and says so in words of its own."""
+    batch = {"x": torch.randn(4, 5), "targets": torch.randn(4, 5)}
+    sgd = lambda p: torch.optim.SGD(p, lr=0.1)
+    for plan, refused in (("dp=1", False), ("dp=1,recompute=full", True), ("dp=1,recompute=selective", True)):
+        engine = parallelize(Slopes(), losses.mse("targets"), optimizer=sgd, plan=plan)
+        with pytest.raises(SoliError, match="through a block that is recomputed") if refused else nullcontext():
+            engine.step(batch)

@@ -175,7 +175,13 @@ def _again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
         versions = [x._version for x in given]
         held = _Given(block, args, kwargs)
         tensors = [args[i] for i in held.tensors]
-        out = checkpoint(functools.partial(held.call, forward), *tensors, use_reentrant=False, **options)
+        try:
+            out = checkpoint(functools.partial(held.call, forward), *tensors, use_reentrant=False, **options)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            what = "torch.func (grad, vjp, jacrev, hessian) takes gradients through a block that is recomputed, or inside it, which torch does not have"
+            raise SoliError(what, got=type(block).__name__, fix="use recompute=none") from error
         if versions != [x._version for x in given]:
             what = "a block writes into its input, and would write again when it is recomputed"
             fix = "make a new tensor in the block (x = x * 2 and not x *= 2), or recompute=none"

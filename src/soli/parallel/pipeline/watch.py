@@ -280,7 +280,12 @@ class _Within(TorchFunctionMode):
 
 
 def storage_of(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
+    try:
+        return int(x.untyped_storage()._cdata)
+    except NotImplementedError as error:
+        what = "a tensor between the blocks has no memory that stages are told apart by: one of torch.func.vmap's, of copies that run at once, or a sparse one"
+        fix = "do it inside a block, call copies one after the other, or use pp=1"
+        raise on_all_ranks(what, got=str(error).split("\n")[0], fix=fix) from error
 
 
 def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, int]]:
