@@ -209,3 +209,50 @@ def test_export_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
         peaks[way] = int(done.stdout)
     assert peaks["export"] < 24_000_000, peaks
     assert peaks["all at once"] > 100_000_000, peaks
+
+
+def test_experts_are_stacked_as_transformers_has_them_and_published_one_by_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    few = {
+        "vocab_size": 13,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    mixtral = transformers.MixtralConfig(**few, intermediate_size=6, num_local_experts=11)
+    moe = {
+        "num_experts": 3,
+        "moe_intermediate_size": 6,
+        "shared_expert_intermediate_size": 4,
+        "tie_word_embeddings": True,
+    }
+    for number, config in enumerate((mixtral, transformers.Qwen2MoeConfig(**few, **moe))):
+        torch.manual_seed(number)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        published, folder = tmp_path / f"hf{number}", tmp_path / f"c{number}"
+        model.save_pretrained(published, max_shard_size="2KB" if number else "1GB")
+        import_(published, folder)
+        held = {
+            name: tensor for name, tensor in model.state_dict().items() if not (number and name == "lm_head.weight")
+        }
+        export(folder, tmp_path / f"{number}.safetensors")
+        assert same(load_file(tmp_path / f"{number}.safetensors"), held)
+        assert "tensors of" in capsys.readouterr().out
+        export(folder, tmp_path / f"back{number}", format="hf", config=published / "config.json")
+        written = {n: t for file in published.glob("*.safetensors") for n, t in load_file(file).items()}
+        assert same(load_file(tmp_path / f"back{number}" / "model.safetensors"), written)
+        (published / "config.json").unlink()
+        import_(published, tmp_path / f"as{number}")
+        assert read_manifest(tmp_path / f"as{number}").tensors.keys() == {f"model.{name}" for name in written}
+    (tmp_path / "part").mkdir()
+    del written["model.layers.0.mlp.experts.2.up_proj.weight"]
+    save_file(written, tmp_path / "part" / "model.safetensors")
+    (tmp_path / "part" / "config.json").write_bytes((tmp_path / "back1" / "config.json").read_bytes())
+    assert "cannot be made as transformers makes it" in message(import_, tmp_path / "part", tmp_path / "no")
+    del written["model.layers.0.mlp.experts.2.gate_proj.weight"]
+    save_file(written, tmp_path / "part" / "model.safetensors")
+    assert "would be of shape (2, 12, 8)" in message(import_, tmp_path / "part", tmp_path / "no")

@@ -23,6 +23,7 @@ from torch import Tensor
 from soli.checkpoint.folder import PICKLES, flush, locate
 from soli.checkpoint.load import check_files, narrow
 from soli.checkpoint.manifest import Manifest, Saved, key_of, read_manifest
+from soli.checkpoint.published import converted
 from soli.checkpoint.save import save_with
 from soli.checkpoint.team import ALONE, as_soli_error
 from soli.checkpoint.tensorfile import Entry, headers, reading, write_file
@@ -48,8 +49,9 @@ def export(
     """Write the model of a checkpoint as whole tensors; returns the files written.
 
     `format` "safetensors": `out` is one file. "hf": `out` is a folder with `model.safetensors`, or, above
-    `max_shard_bytes`, shards and their index, and a copy of `config` as `config.json`. The checkpoint is
-    verified first; one tensor at a time is held in memory; `out` must not exist, and appears complete.
+    `max_shard_bytes`, shards and their index, and a copy of `config` as `config.json`; with one, weights
+    that transformers converts when it loads them are written as they are published (published.py). The
+    checkpoint is verified first; one tensor at a time, or what it is made of, is held in memory; `out` must not exist, and appears complete.
     """
     out = Path(out).absolute()
     manifest, place = read_manifest(path), locate(Path(path))
@@ -70,6 +72,8 @@ def export(
                 for own, name in names.items()
                 if own not in tied
             ]
+            if config is not None:
+                entries = converted(entries, Path(config), back=True)
             done = stack.enter_context(busy(f"writing {out}", sum(entry.size for entry in entries)))
             if format == "hf":
                 partial.mkdir()
@@ -152,6 +156,7 @@ def _write_hf(folder: Path, entries: list[Entry], limit: int, config: str | Path
 def import_(source: str | Path, out: str | Path, tied: dict[str, str] | None = None) -> None:
     """Make a checkpoint of a .safetensors file or a Hugging Face folder: its tensors, as `model.<name>`.
 
+    Those of a folder whose config.json names a model of transformers' are as its modules have them (published.py).
     `tied` ({alias: canonical}) is kept in the state; an alias that is in the source must equal its canonical
     tensor bit for bit, and is not stored again. Pickles are refused.
     """
@@ -159,16 +164,18 @@ def import_(source: str | Path, out: str | Path, tied: dict[str, str] | None = N
     files = _sources(source)
     with ExitStack() as stack:
         handles = {file: stack.enter_context(reading(file)) for file in dict.fromkeys(files.values())}
-        gets = {name: functools.partial(handles[file].get_tensor, name) for name, file in files.items()}
-        raise_all(_tied_problems(tied or {}, gets))
-        tensors = {}
-        for name in files:
-            if name not in (tied or {}):
-                tensor = gets[name]()  # mapped: read when it is written
-                shape = tuple(tensor.shape)
-                tensors[PREFIX + name] = Sharded(shape, tensor.dtype, [(whole(shape), tensor)])
+        forms = {name: form for file in handles for name, form in headers(file).items()}
+        of = lambda name: functools.partial(handles[files[name]].get_tensor, name)
+        entries = [Entry(name, forms[name][1], forms[name][0], of(name)) for name in files]
+        if (source / "config.json").is_file():
+            entries = converted(entries, source / "config.json", back=False)
+        raise_all(_tied_problems(tied or {}, {entry.key: entry.get for entry in entries}))
+        entries = [entry for entry in entries if entry.key not in (tied or {})]
+        stand_in = lambda e: torch.zeros((), dtype=e.dtype).expand(e.shape)  # what it stands for is read when it is written
+        shown = {PREFIX + e.key: Sharded(e.shape, e.dtype, [(whole(e.shape), stand_in(e))]) for e in entries}
         state: dict[str, Any] = {"step": 0, "imported_from": source.resolve().name}
-        save_with(ALONE, out, tensors, state | ({"tied": tied} if tied else {}))
+        read = {key_of(PREFIX + e.key, whole(e.shape)): e.get for e in entries}
+        save_with(ALONE, out, shown, state | ({"tied": tied} if tied else {}), gets=read)
 
 
 def _sources(source: Path) -> dict[str, Path]:

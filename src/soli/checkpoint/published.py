@@ -1,0 +1,90 @@
+"""The names and forms that a published model has its weights in, and those of transformers' modules: experts one by one, and stacked.
+
+Which becomes which is transformers' own table (its conversion_mapping.py), asked for the model that a config.json names, and worked through as
+its loading and saving do; here one group of tensors at a time: those that become one another have their values made when one is written.
+"""
+
+from __future__ import annotations
+
+import functools
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soli.checkpoint.tensorfile import Entry
+from soli.core.errors import Problem, raise_all
+from soli.core.events import events
+
+
+def converted(entries: list[Entry], config: Path, back: bool) -> list[Entry]:
+    """The same weights as modules of transformers' hold them; `back`: as they are published. As they are where no table is of them."""
+    model = _model(config)
+    if model is None:
+        return entries
+    import transformers.core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    table = get_model_conversion_mapping(model, add_legacy=not back)
+    if back:  # as transformers saves what it has not loaded
+        table = [one.reverse_transform() for one in table[::-1] if not isinstance(one, loading.PrefixChange)]
+    names = [one for one in table if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in table if isinstance(one, loading.WeightConverter)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    known: dict[str, Tensor] = {} if back else model.state_dict()
+    groups: dict[str, tuple[Any, list[tuple[str, Entry]]]] = {}  # what is converted together, by the first name that it gets
+    for entry in sorted(entries, key=lambda one: loading.dot_natural_key(one.key)):
+        if back:
+            key, pattern = loading.apply_converters(entry.key, converters)
+        else:
+            key, pattern = loading.rename_source_key(entry.key, names, converters, model.base_model_prefix, known)
+            key, pattern = (key, pattern) if key in known else (entry.key, None)
+        how = of_pattern.get(pattern) or loading.WeightRenaming(entry.key, key)
+        groups.setdefault(key, (how, []))[1].append((pattern or entry.key, entry))
+
+    def made(key: str, whole: bool = True) -> dict[str, Tensor]:
+        how = deepcopy(groups[key][0])
+        for pattern, e in groups[key][1]:
+            how.add_tensor(key, e.key, pattern, e.get() if whole else torch.empty(e.shape, dtype=e.dtype, device="meta"))
+        return {name: x[0] if isinstance(x, list) else x for name, x in how.convert(key, model=model, config=model.config).items()}
+
+    # of a tensor that becomes several the values are kept until another two are asked for: a file has them by turns
+    values = functools.lru_cache(maxsize=2)(made)
+    result, problems = {}, []
+    for key, (_, sources) in groups.items():
+        got = f"{len(sources)} tensors, {sources[0][1].key} the first"
+        fix = f"copy the folder again, if part of it is missing; without {config.name} beside them weights keep the names that they have"
+        try:
+            forms = made(key, False)
+        except Exception as error:  # what torch and transformers say of tensors that do not fit
+            problems.append(Problem(f"{key} cannot be made as transformers makes it", f"{got}: {error}", fix=fix))
+            continue
+        for name, x in forms.items():
+            to = loading.apply_renamings(name, names) if back else name
+            if (len(sources) > 1 and name in known and known[name].shape != x.shape) or to in result:
+                allowed = f"one of {tuple(known[name].shape)}" if name in known else "one of that name"
+                problems.append(Problem(f"{to} would be of shape {tuple(x.shape)}", got, allowed, fix))
+            result[to] = Entry(to, x.dtype, tuple(x.shape), lambda k=key, n=name: values(k)[n])  # type: ignore[misc]
+    raise_all(problems)
+    if result.keys() != {one.key for one in entries}:
+        way = "as they are published" if back else "as its modules have them"
+        events.note(f"{len(entries)} tensors of {type(model).__name__} become {len(result)}, {way}", shown=True)
+    return list(result.values())
+
+
+def _model(config: Path) -> Any:
+    """The model that a config.json names, without values; None, and why, where transformers builds none."""
+    try:
+        import transformers
+
+        given = transformers.AutoConfig.from_pretrained(config, trust_remote_code=False)
+        if getattr(given, "quantization_config", None) is not None:
+            raise ValueError("they are quantized")
+        with torch.device("meta"):
+            return getattr(transformers, given.architectures[0])(given)
+    except Exception as error:  # no transformers, or what it says of a model that it does not know
+        why = f"{type(error).__name__}: {error}".split("\n")[0]
+        events.note(f"weights keep the names that they have: of {config} transformers builds no model ({why})", shown=True)
+        return None
