@@ -70,6 +70,16 @@ class Coins(Plain):
         return self.head(x + kept * self.layers[0](x * seen))
 
 
+class Shifted(Plain):
+    """torch.normal of tensors, which get zeros as gradients of what is drawn; slopes; and what torch's own initialisation draws."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(tokens))
+        x = x * torch.normal(1.0, x.sigmoid()) + torch.normal(self.layers[0](x), 0.3) + torch.normal(0.0, 1.0, size=(len(x), 1, 1))
+        x = x + nn.init.normal_(torch.empty_like(x), std=0.2) + nn.init.uniform_(torch.empty_like(x), -1, b=2.0)
+        return self.head(F.rrelu(self.layers[1](x), 0.2, 0.4, self.training) + F.rrelu(x))
+
+
 def mean_of_coins(plan: str) -> list[float]:
     engine, batches = engine_of(Half, plan)
     engine.step(batches[0])
@@ -98,8 +108,13 @@ class Sorted(Dropping):
         return self.head(self.drop(torch.tanh(self.layers[0](x[order]))))[order.argsort()]
 
 
+@pytest.mark.parametrize("plan", ["tp=2,sp=on", "cp=2", "pp=2,microbatches=2"])
+def test_numbers_that_are_made_of_draws_are_the_same_under_every_plan(pool: Pool, plan: str) -> None:
+    assert all(error < BOUND for error in pool.run(error_of, Shifted, plan, ranks=2))
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "dp=1,accumulate=2"])
-@pytest.mark.parametrize("kind", [Twice, Stacked, TimeFirst, Noisy, Coins])
+@pytest.mark.parametrize("kind", [Twice, Stacked, TimeFirst, Noisy, Coins, Shifted])
 def test_what_is_drawn_belongs_to_its_rows_in_any_order(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2 if "dp=2" in plan else 1))
 
@@ -121,7 +136,6 @@ DRAWS = {
     "a Dirichlet": lambda: torch.distributions.Beta(torch.ones(()), torch.ones(())).sample(),
     "a Gamma": lambda: torch.distributions.Gamma(torch.ones(()), torch.ones(())).sample(),
     "Tensor.geometric_": lambda: torch.empty(()).geometric_(0.5),
-    "nn.init.normal_": lambda: nn.init.normal_(torch.empty(1))[0],
     "draws by itself": lambda: torch.ops.aten.rand([1])[0],
 }
 

@@ -5,29 +5,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from soli.parallel.randomness import Randomness
 
 COINS = (torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_)
+WRITE: dict[Any, tuple[str, str]] = {
+    Tensor.uniform_: ("from", "to"), nn.init.uniform_: ("a", "b"), Tensor.normal_: ("mean", "std"), nn.init.normal_: ("mean", "std"),
+}  # fmt: skip
+SLOPES = (F.rrelu, torch.rrelu, torch.rrelu_)
 FILLS = {
-    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_, *COINS), "uniform_"),
-    **dict.fromkeys((torch.randn, torch.randn_like, Tensor.normal_), "normal_"),
+    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_, nn.init.uniform_, *COINS, *SLOPES), "uniform_"),
+    **dict.fromkeys((torch.randn, torch.randn_like, torch.normal, Tensor.normal_, nn.init.normal_), "normal_"),
 }
 """Calls that draw, and how a tensor is filled with what they draw; a coin is a number below p."""
 
 
 def answered(randomness: Randomness, func: Any, args: Any, options: dict[str, Any]) -> Tensor:
-    """torch.rand(2, 3, dtype=...), torch.rand_like(x), x.uniform_(-1, 1), the same of normal numbers, and x.bernoulli_(p)."""
+    """torch.rand(2, 3, dtype=...), torch.rand_like(x), x.uniform_(-1, 1), the same of normal numbers, and what is made of either."""
     options.pop("generator", None)
     how = FILLS[func]
-    if func in (Tensor.uniform_, Tensor.normal_):
-        names = ("from", "to") if how == "uniform_" else ("mean", "std")
-        given = dict(zip(names, args[1:], strict=False)) | options
-        parameters = [given.get(name, default) for name, default in zip(names, (0.0, 1.0), strict=True)]
-        x: Tensor = args[0]
+    if func in WRITE:
+        given = dict(zip(("tensor", *WRITE[func]), args, strict=False)) | options
+        parameters = [given.get(name, default) for name, default in zip(WRITE[func], (0.0, 1.0), strict=True)]
+        x: Tensor = given["tensor"]
         return x.copy_(randomness.drawn(x, tuple(x.shape), how, *parameters))
+    if func in SLOPES:
+        return _sloped(randomness, func, *args, **options)
+    if func is torch.normal:
+        return _shifted(randomness, *args, **options)
     gradient = options.pop("requires_grad", False)
     if func in (torch.rand_like, torch.randn_like, *COINS):
         x = args[0] if args else options.pop("input")
@@ -48,3 +56,23 @@ def _tossed(randomness: Randomness, func: Any, x: Tensor, p: Any) -> Tensor:
     like = torch.empty((), dtype=wide, device=x.device)
     heads = randomness.drawn(like, tuple(x.shape), "uniform_", beside=x) < p
     return x.copy_(heads) if func is Tensor.bernoulli_ else heads.to(x.dtype)
+
+
+def _shifted(randomness: Randomness, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
+    """torch.normal. Its tensors get no gradients but zeros."""
+    both = mean + std if size is None else torch.zeros(size, **options)
+    like = torch.empty((), dtype=both.dtype, device=both.device)
+    drawn = (mean + std * randomness.drawn(like, tuple(both.shape), "normal_", beside=both)).detach()
+    return torch.where(torch.ones_like(drawn, dtype=torch.bool), drawn, both) if both.requires_grad else drawn
+
+
+def _sloped(
+    randomness: Randomness, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """F.rrelu: each number below 0 by a slope of its own."""
+    if not training:
+        return func(input, lower, upper, training)
+    like = torch.empty((), dtype=input.dtype, device=input.device)
+    slopes = randomness.drawn(like, tuple(input.shape), "uniform_", lower, upper, beside=input)
+    result = torch.where(input > 0, input, input * slopes)
+    return input.copy_(result) if inplace or func is torch.rrelu_ else result

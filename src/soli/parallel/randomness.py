@@ -41,15 +41,13 @@ NO_ROWS = -1
 _sdpa = F.scaled_dot_product_attention
 _dropout, _attention_function = F.dropout, F.multi_head_attention_forward
 _RECURRENT = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
-_DRAWS = ("multinomial", "randint", "randint_like", "randperm", "poisson", "normal", "binomial")
+_DRAWS = ("multinomial", "randint", "randint_like", "randperm", "poisson", "binomial")
 _METHODS = ("multinomial", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_")
 _REFUSED: dict[Any, str] = {
     **{getattr(torch, name): f"torch.{name}" for name in _DRAWS},
     **{getattr(Tensor, name): f"Tensor.{name}" for name in _METHODS},
-    **{getattr(F, name): name for name in ("alpha_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax")},
+    **{getattr(F, name): name for name in ("alpha_dropout", "feature_alpha_dropout", "gumbel_softmax")},
     **{function: f"{name} with dropout" for function, name in _RECURRENT.items()},
-    nn.init.normal_: "nn.init.normal_",
-    nn.init.uniform_: "nn.init.uniform_",
     torch._standard_gamma: "a Gamma distribution",
     torch._sample_dirichlet: "a Dirichlet distribution",
 }

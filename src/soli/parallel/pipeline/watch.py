@@ -118,7 +118,8 @@ class Watch(TorchFunctionMode, ABC):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        args = args or tuple(kwargs.pop(name) for name in ("tensor",) if name in kwargs)  # nn.init names all that it is given
         live = live_in((args, kwargs))
         if not live:
             return func(*args, **kwargs)
