@@ -701,6 +701,23 @@ class Sometimes(Four):
         return y[:, :3]
 
 
+class Rows(Four):
+    """A list of the rows between two blocks, as Llava has of its images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.stack([*torch.tanh(block(x))])
+        return x[:, :3]
+
+
+class Entries(Rows):
+    """Such a list that is read after the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [*self.blocks[0](x)]
+        return super().forward(x) + torch.stack(rows)[:, :3]
+
+
 class Turning(Four):
     """Another path for other batches, by their values alone."""
 
@@ -763,6 +780,7 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
         (Two, "pp=4", "fewer parts to cut between than the pipeline has stages: 2 < 4"),
         (Leaving, "pp=2", "blocks.2 reads a value that was made in blocks.0 and is not among its arguments"),
         (Hidden, "pp=2,microbatches=2", "computes another loss under"),
+        (Entries, "pp=2,microbatches=2", "another path than on the first batch: after blocks.0 came unbind of"),
         (Turning, "pp=2,microbatches=2", "another path than on the first batch"),
         (Viewing, "pp=2", "writes into memory that several tensors share, after blocks.2"),
         (Room, "pp=2", "writes into memory that several tensors share, after blocks.0"),
@@ -801,7 +819,7 @@ def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
     assert found[0].endswith("True")
 
 
-@pytest.mark.parametrize("kind", [Keeping, Padded])
+@pytest.mark.parametrize("kind", [Keeping, Padded, Rows])
 @pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zbv"])
 def test_results_that_blocks_keep_or_that_are_written_into(pool: Pool, kind: type[nn.Module], plan: str) -> None:
     for worst, tensor in pool.run(worst_of, kind, plan, ranks=2):
