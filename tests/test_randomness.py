@@ -150,6 +150,7 @@ DRAWS = {
     "jitter": (lambda x: torch.empty_like(x).uniform_(0.9, 1.1), (0.9, 1.1, 1.0)),
     "normal": (lambda x: torch.randn(size=x.shape), (-9.0, 9.0, 0.0)),
     "normal like": (lambda x: torch.randn_like(x), (-9.0, 9.0, 0.0)),
+    "times": (lambda x: torch.empty_like(x).exponential_(2.0), (0.0, 9.0, 0.5)),
     "around": (lambda x: torch.normal(torch.full_like(x, 2.0), 0.1), (1.0, 3.0, 2.0)),
     "slopes": (lambda x: -F.rrelu(-torch.ones_like(x), 0.2, 0.4, True), (0.2, 0.4, 0.3)),
     "shifted": (lambda x: torch.empty_like(x).normal_(2.0, std=0.1), (1.0, 3.0, 2.0)),

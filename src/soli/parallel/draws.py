@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from soli.parallel.randomness import Randomness
 
 COINS = (torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_)
-WRITE: dict[Any, tuple[str, str]] = {
-    Tensor.uniform_: ("from", "to"), nn.init.uniform_: ("a", "b"), Tensor.normal_: ("mean", "std"), nn.init.normal_: ("mean", "std"),
-}  # fmt: skip
+INITS = {nn.init.uniform_: "uniform_", nn.init.normal_: "normal_"}
+WRITE = {getattr(Tensor, name): name for name in ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")} | INITS
 SLOPES = (F.rrelu, torch.rrelu, torch.rrelu_)
 FILLS = {
-    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_, nn.init.uniform_, *COINS, *SLOPES), "uniform_"),
-    **dict.fromkeys((torch.randn, torch.randn_like, torch.normal, Tensor.normal_, nn.init.normal_), "normal_"),
+    **dict.fromkeys((torch.rand, torch.rand_like, *COINS, *SLOPES), "uniform_"),
+    **dict.fromkeys((torch.randn, torch.randn_like, torch.normal), "normal_"),
+    **WRITE,
 }
 """Calls that draw, and how a tensor is filled with what they draw; a coin is a number below p."""
 
@@ -28,10 +28,10 @@ def answered(randomness: Randomness, func: Any, args: Any, options: dict[str, An
     options.pop("generator", None)
     how = FILLS[func]
     if func in WRITE:
-        given = dict(zip(("tensor", *WRITE[func]), args, strict=False)) | options
-        parameters = [given.get(name, default) for name, default in zip(WRITE[func], (0.0, 1.0), strict=True)]
-        x: Tensor = given["tensor"]
-        return x.copy_(randomness.drawn(x, tuple(x.shape), how, *parameters))
+        if func in INITS:  # torch names all that it is given, in the order of the method's
+            args, options = (*args, *options.values()), {}
+        x: Tensor = args[0]
+        return x.copy_(randomness.drawn(x, tuple(x.shape), how, *args[1:], **options))
     if func in SLOPES:
         return _sloped(randomness, func, *args, **options)
     if func is torch.normal:

@@ -42,7 +42,7 @@ _sdpa = F.scaled_dot_product_attention
 _dropout, _attention_function = F.dropout, F.multi_head_attention_forward
 _RECURRENT = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
 _DRAWS = ("multinomial", "randint", "randint_like", "randperm", "poisson", "binomial")
-_METHODS = ("multinomial", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_")
+_METHODS = ("multinomial", "random_")
 _REFUSED: dict[Any, str] = {
     **{getattr(torch, name): f"torch.{name}" for name in _DRAWS},
     **{getattr(Tensor, name): f"Tensor.{name}" for name in _METHODS},
@@ -303,7 +303,7 @@ class Randomness:
             )
         return turned and not usual
 
-    def drawn(self, like: Tensor, shape: tuple[int, ...], how: str, *numbers: float, beside: Any = None) -> Tensor:
+    def drawn(self, like: Tensor, shape: tuple[int, ...], how: str, *numbers: Any, beside: Any = None, **more: Any) -> Tensor:
         """A tensor of `shape`, and of the type and device of `like`, filled by a method of Tensor. `beside`: what it is drawn for."""
         key = self._key()
         if self._probing is not None:  # half the numbers are below it: no layer is dropped, none is chosen
@@ -312,12 +312,12 @@ class Randomness:
                 self._marked(key, beside, shape, sure=False)
             self._probing[key], self._draws = shape, True
             self._drew.add(key)
-            middle = 0.5 if how == "uniform_" else 0.0
+            middle = {"uniform_": 0.5, "normal_": 0.0}.get(how, 1.0)
             return torch.full(shape, middle, dtype=like.dtype, device=like.device)
         self._known(key)
         if like.is_meta:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
-        return self._filled(key, shape, lambda part, g: getattr(part, how)(*numbers, generator=g), like)
+        return self._filled(key, shape, lambda part, g: getattr(part, how)(*numbers, generator=g, **more), like)
 
     def _known(self, key: Key) -> None:
         assert self._now is not None, "only inside begin()"

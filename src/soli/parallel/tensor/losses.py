@@ -206,12 +206,26 @@ def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     x, dim, index = given["input"], given["dim"] % given["input"].dim(), given["index"]
     split = split_of(x)
     if split is None or split_of(index) is not None:
-        raise Misfit((split or split_of(index)).origins, "a cut index")  # type: ignore[union-attr]
+        return cut(x.gather(dim, index), _alike([x, index], dim))
     if dim == split.dim:
         return _picked(run, x, split, index)
     if index.shape[split.dim] != split.size:
         raise Misfit(split.origins, "an index that is shorter than the cut dim")
     return cut(x.gather(dim, part_of(run, index, split)), split)
+
+
+def scatter(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """scatter, scatter_add, ... of tensors that are cut alike, along another dim."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
+    return cut(func(*args, **kwargs), _alike(tensors, kwargs.get("dim", (*args, 0)[1]) % tensors[0].dim()))
+
+
+def _alike(tensors: list[Tensor], dim: int) -> Split:
+    """How all of them are cut."""
+    splits = [s for x in tensors if (s := split_of(x)) is not None]
+    if len(splits) < len(tensors) or any(s.dim == dim or (s.dim, s.size) != (splits[0].dim, splits[0].size) or not s.fits(splits[0]) for s in splits):
+        raise Misfit(origins_of(splits), "a cut index")
+    return splits[0]
 
 
 def _picked(run: Run, x: Tensor, split: Split, index: Tensor) -> Tensor:

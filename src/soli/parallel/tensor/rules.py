@@ -69,7 +69,8 @@ CUT: dict[str, Rule] = {
     **dict.fromkeys(NAMES["losses"], losses.elementwise_loss), **dict.fromkeys(NAMES["whole"], shapes.gathered),
     **dict.fromkeys(NAMES["local"], _local), "softmax": losses.softmax, "log_softmax": losses.softmax,
     "logsumexp": losses.logsumexp, "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
-    "where": pointwise.where, "gather": losses.gather, "take_along_dim": losses.gather, "layer_norm": attention.layer_norm,
+    "where": pointwise.where, "gather": losses.gather, "take_along_dim": losses.gather,
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), losses.scatter), "layer_norm": attention.layer_norm,
     "rms_norm": attention.layer_norm, "scaled_dot_product_attention": attention.attention, "size": _size,
     **dict.fromkeys(("to", "type_as"), pointwise.cast), "__len__": _length, **dict.fromkeys(("numel", "nelement"), _count),
     # shapes that are asked for are logical, the result is whole
