@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -517,8 +518,35 @@ class Mapped(Plain):
         return self.head(x + torch.func.vmap(lambda row: row.mean(0))(x)[:, None])
 
 
+class Sharing(Plain):
+    """Blocks that read the keys of the first, in a mapping of its own class (Gemma3n)."""
+
+    class Block(nn.Module):
+        def __init__(self, first: bool) -> None:
+            super().__init__()
+            self.query, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+            self.key = nn.Linear(DIM, DIM) if first else None
+
+        def forward(self, x: Tensor, shared: UserDict[str, Tensor]) -> Tensor:
+            heads = lambda y: y.unflatten(-1, (4, 3)).transpose(1, 2)
+            if self.key is not None:
+                shared["key"] = heads(self.key(x))
+            found = F.scaled_dot_product_attention(heads(self.query(x)), shared["key"], shared["key"])
+            return x + self.out(found.transpose(1, 2).flatten(2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(number == 0) for number in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, shared = self.embed(tokens), UserDict[str, Tensor]()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return self.head(x)
+
+
 @pytest.mark.parametrize("plan", ["tp=2,sp=on", "cp=2"])
-@pytest.mark.parametrize("kind", [OwnNorm, Scaled, Marked, Spelt, Mapped])
+@pytest.mark.parametrize("kind", [OwnNorm, Scaled, Marked, Spelt, Mapped, Sharing])
 def test_cut_tensors_are_whole_to_their_readers(pool: Pool, kind: type, plan: str) -> None:
     """Or it is refused: what an autograd function adds up over a sequence that is cut, and writes into what was gathered."""
     said = pool.run(first_step, kind, plan, ranks=2)

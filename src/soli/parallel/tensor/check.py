@@ -53,7 +53,7 @@ def sampling(model: nn.Module) -> Iterator[dict[str, Sample]]:
 
             def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
                 with torch._C.DisableTorchFunctionSubclass():
-                    found[name] = Sample(name, module, *copy.deepcopy(tree_map(_plain, (args, kwargs))))
+                    found[name] = Sample(name, module, *copy.deepcopy(_mapped(_plain, (args, kwargs))))
 
             hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
         yield found
@@ -165,10 +165,10 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Ru
     generators.seed(0)  # what it draws itself is drawn alike, whole and cut
     block = copies.deep(sample.module).double()
     block.eval()
-    args, kwargs = tree_map(_leaf, copy.deepcopy((sample.args, sample.kwargs)))
-    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    inputs: list[Tensor] = []
+    args, kwargs = _mapped(lambda x: _leaf(x, inputs), copy.deepcopy((sample.args, sample.kwargs)))
     if len(levels) == 1:
-        args, kwargs = tree_map(lambda x: _as_it_was(levels[0], x), (args, kwargs))
+        args, kwargs = _mapped(lambda x: _as_it_was(levels[0], x), (args, kwargs))
     divide(block)
     with torch.enable_grad(), lifted(), running(levels):
         leaves = [x for x in tree_leaves(block(*args, **kwargs)) if isinstance(x, Tensor)]
@@ -181,9 +181,8 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Ru
     found = {f"output {i}": x.detach() for i, x in enumerate(outputs) if x.is_floating_point()}
     found |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
     found |= {f"gradient of {n}": p.grad for n, p in block.named_parameters() if p.grad is not None}
-    for x in tree_leaves((args, kwargs, inputs)):
-        if isinstance(x, Tensor):
-            x.__dict__.pop("_read", None)  # has a graph that has x: nobody else would free the two
+    # what was read of a tensor has a graph that has it: nobody else would free the two
+    _mapped(lambda x: x.__dict__.pop("_read", None) if isinstance(x, Tensor) else x, (args, kwargs, inputs))
     return found
 
 
@@ -197,11 +196,26 @@ def _wholly(x: Tensor, levels: list[Run]) -> Tensor:
         return x.view_as(x) if type(x) is Cut else x
 
 
-def _leaf(x: Any) -> Any:
+def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """tree_map, in the attributes too of objects that hold tensors (a mapping of a class of its own)."""
+
+    def changed(x: Any) -> Any:
+        held = {} if isinstance(x, Tensor | nn.Module | type) else getattr(x, "__dict__", {})
+        if not any(isinstance(value, Tensor) for value in tree_leaves(held)):
+            return change(x)
+        made = copy.copy(x)
+        made.__dict__.update(tree_map(change, held))
+        return made
+
+    return tree_map(changed, values)
+
+
+def _leaf(x: Any, inputs: list[Tensor]) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     leaf = x.detach().double().clone().requires_grad_()
     leaf._was_cut = getattr(x, "_was_cut", None)  # type: ignore[attr-defined]
+    inputs.append(leaf)
     return leaf
 
 
