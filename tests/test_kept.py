@@ -48,6 +48,13 @@ class Spectral(Plain):
         return nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, DIM))
 
 
+class Hooked(Plain):
+    """The same by a hook that makes the weight before the layer runs."""
+
+    def layer(self) -> nn.Module:
+        return nn.utils.spectral_norm(nn.Linear(DIM, DIM))
+
+
 class Average(Plain):
     """A moving average of what the rows are, changed after the last block."""
 
@@ -375,6 +382,7 @@ def error_of(kind: type[nn.Module], plan: str) -> float:
     ("kind", "plan"),
     [
         (Spectral, "dp=2,zero=3"),
+        (Hooked, "dp=2,zero=3"),
         (Spectral, "tp=2"),
         (Spectral, "pp=2,microbatches=1"),
         (Average, "cp=2"),

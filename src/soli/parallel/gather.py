@@ -70,7 +70,7 @@ class Gatherer:
         self._ordered = False
         for block in blocks:
             assert block.module is not None, "only the root has no module"
-            block.module.register_forward_pre_hook(lambda m, a, k, b=block: self._enter(b, (a, k)), with_kwargs=True)
+            block.module.register_forward_pre_hook(lambda m, a, k, b=block: self._enter(b, (a, k)), with_kwargs=True, prepend=True)
             block.module.register_forward_hook(lambda m, a, out, b=block: self._leave(b, out))
 
     # --- one pass -------------------------------------------------------------------------------------
