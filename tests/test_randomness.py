@@ -191,7 +191,7 @@ def test_draws_of_others_are_refused_where_ranks_would_differ(draw: Callable[[],
     randomness = Randomness(nn.Linear(2, 2), seed=1)
     with randomness.probe(2):
         draw()
-    randomness.alone = False
+    randomness.shared = True
     with pytest.raises(SoliError, match="Python's random or from numpy"), randomness.probe(2):
         draw()
 

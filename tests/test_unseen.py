@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import math
+import random
 import subprocess
 import sys
 from collections import UserDict
@@ -81,6 +82,22 @@ class Shifted(Plain):
         return self.head(F.rrelu(self.layers[1](x), 0.2, 0.4, self.training) + F.rrelu(x))
 
 
+class Masking(Plain):
+    """What transformers' SpecAugment draws: by numpy, for all rows at once; and what a block draws that may run again."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * np.random.rand() + random.random()
+
+    def layer(self) -> nn.Module:
+        return self.Block(DIM, DIM)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        seen = torch.from_numpy(np.random.rand(*x.shape[:2]) < 0.7).unsqueeze(-1)
+        return self.head(torch.tanh(self.layers[0](torch.where(seen, x, 0.5))))
+
+
 class Chosen(torch.autograd.Function):
     """Gradients of a choice that has none, as PhiMoE's."""
 
@@ -141,7 +158,7 @@ class Sorted(Dropping):
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [(Shifted, "tp=2,sp=on"), (Shifted, "cp=2"), (Shifted, "pp=2,microbatches=2"), (Routed, "tp=2,sp=on"), (Routed, "cp=2")],
+    [(Shifted, "tp=2,sp=on"), (Shifted, "cp=2"), (Shifted, "pp=2,microbatches=2"), (Routed, "tp=2,sp=on"), (Routed, "cp=2"), (Masking, "tp=2,sp=on"), (Masking, "cp=2,recompute=full")],
 )
 def test_numbers_that_are_made_of_draws_are_the_same_under_every_plan(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))

@@ -157,7 +157,6 @@ class Engine:
         self.randomness = Randomness(self.model, self.seed)
         self.randomness.shared = (plan.dp or 1) * plan.accumulate * plan.pp > 1
         self.randomness.apart = (plan.dp or 1) * plan.accumulate * plan.microbatches > 1
-        self.randomness.alone = self.world * plan.accumulate == 1
         self.statistics = Statistics(self.model, plan, self._mesh)
         self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
         if plan.model_ranks == 1:

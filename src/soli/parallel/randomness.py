@@ -17,7 +17,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -71,12 +71,13 @@ class _Microbatch:
 class Randomness:
     """The random numbers of one model.
 
-    `shared`: rows or stages are spread over ranks or microbatches, `apart`: rows are. `alone`: there is one rank and one microbatch.
+    `shared`: rows or stages are spread over ranks or microbatches, `apart`: rows are.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        self.seed, self.shared, self.alone, self.apart = seed, False, True, False
+        self.seed, self.shared, self.apart = seed, False, False
         self.quiet, self.drawing = False, False  # drawing: something did in the last probe
+        self.foreign = False  # so does Python's random, or numpy's
         self._draws = False  # in a probe
         self._drew: set[Key] = set()  # calls that did, of all that may
         # Weak: a module that a model replaces while it runs must not leave its place to the next one of its address.
@@ -94,10 +95,11 @@ class Randomness:
     @contextmanager
     def begin(self, step: int, first_row: int, rows: int) -> Iterator[_Microbatch]:
         """One microbatch, forward and backward. torch's default generators are as before at the end."""
-        now = _Microbatch(step, first_row, rows)
+        now, number = _Microbatch(step, first_row, rows), generators.hashed(self.seed, step, first_row)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices), patch.object(self, "_now", now):
-            generators.seed(generators.hashed(self.seed, step, first_row))
+        foreign = generators.apart(number) if self.foreign else nullcontext()
+        with torch.random.fork_rng(devices), patch.object(self, "_now", now), foreign:
+            generators.seed(number)
             yield now
 
     @contextmanager
@@ -150,6 +152,7 @@ class Randomness:
     @contextmanager
     def probe(self, rows: int, learn: bool = True) -> Iterator[None]:
         """A forward on `rows` rows in which dropout does nothing but show its shapes, to be learnt."""
+        self.foreign, was = True, self.foreign
         with self.begin(0, 0, rows) as now:
             self._probing, self.drawing, marks = {}, False, dict(self._marks)
             others, start = generators.others(), generators.states()
@@ -160,10 +163,11 @@ class Randomness:
                 self._draws |= unseen
                 if unseen:
                     self.refuse("a function that draws by itself")
-                if not self.alone and generators.others() != others:
+                self.foreign = was or generators.others() != others
+                if self.foreign and self.shared:
                     raise on_all_ranks(
-                        "the model draws random numbers from Python's random or from numpy, which every rank does apart",
-                        fix="draw with torch (dropout), or before the step and pass them in the batch",
+                        "the model draws random numbers from Python's random or from numpy, which parts of a batch and stages do apart",
+                        fix="draw with torch (dropout), or before the step and pass them in the batch; tp and cp alone run it as it is",
                     )
                 if learn:
                     self._logs.append((rows, self._probing))

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from soli.core.errors import Problem, SoliError, listing
 from soli.core.events import events
 from soli.core.plan import SPLIT_BACKWARD, Plan
-from soli.parallel import wrapping
+from soli.parallel import generators, wrapping
 from soli.parallel.keep import contexts
 from soli.parallel.tensor import reads
 from soli.parallel.units import blocks
@@ -106,6 +106,7 @@ class _Given:
 
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.block, self.weights, self.called = block, _weights(block), False
+        self.drawn: generators.Held | None = None  # where generators stood, which torch's checkpoint asks of its own alone
         self.tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         self.args = [None if i in self.tensors else x for i, x in enumerate(args)]
         self.kwargs = kwargs
@@ -115,6 +116,7 @@ class _Given:
     def call(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         """The block with all of its arguments."""
         again, self.called = self.called, True
+        self.drawn = self.drawn or generators.held()
         args, kwargs = list(self.args), self.kwargs
         # Made again with what its lists had then: the model may have gone on to fill them.
         self.args, self.kwargs = _as_they_are(*self.then)
@@ -126,7 +128,8 @@ class _Given:
             fix = "torch.func.functional_call lends weights to a block for one call: let the block's own forward make them, or recompute=none"
             raise SoliError(what, got=type(self.block).__name__, allowed=allowed, fix=fix)
         try:
-            return forward(*args, **kwargs)
+            with generators.apart(0, self.drawn) if again else nullcontext():
+                return forward(*args, **kwargs)
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             if again:
                 raise _other(f"{type(error).__name__}: {error}") from error

@@ -170,7 +170,7 @@ def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Ru
     if len(levels) == 1:
         args, kwargs = _mapped(lambda x: _as_it_was(levels[0], x), (args, kwargs))
     divide(block)
-    with torch.enable_grad(), lifted(), running(levels):
+    with generators.apart(0), torch.enable_grad(), lifted(), running(levels):
         leaves = [x for x in tree_leaves(block(*args, **kwargs)) if isinstance(x, Tensor)]
         outputs = [_wholly(x, levels) for x in leaves]
         floats = [x for x in outputs if x.is_floating_point() and x.requires_grad]
