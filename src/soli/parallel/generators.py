@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+OTHERS = [False]
+"""Whether a forward of this process draws from those that are not torch's; states of theirs take 0.1 ms to read."""
+
 
 def states() -> tuple[bytes, ...]:
     """The states of torch's: of the CPU, and of the GPU in use."""

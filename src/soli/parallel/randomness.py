@@ -164,6 +164,7 @@ class Randomness:
                 if unseen:
                     self.refuse("a function that draws by itself")
                 self.foreign = was or generators.others() != others
+                generators.OTHERS[0] |= self.foreign
                 if self.foreign and self.shared:
                     raise on_all_ranks(
                         "the model draws random numbers from Python's random or from numpy, which parts of a batch and stages do apart",

@@ -116,7 +116,7 @@ class _Given:
     def call(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         """The block with all of its arguments."""
         again, self.called = self.called, True
-        self.drawn = self.drawn or generators.held()
+        self.drawn = self.drawn or (generators.held() if generators.OTHERS[0] else None)
         args, kwargs = list(self.args), self.kwargs
         # Made again with what its lists had then: the model may have gone on to fill them.
         self.args, self.kwargs = _as_they_are(*self.then)
@@ -128,7 +128,7 @@ class _Given:
             fix = "torch.func.functional_call lends weights to a block for one call: let the block's own forward make them, or recompute=none"
             raise SoliError(what, got=type(self.block).__name__, allowed=allowed, fix=fix)
         try:
-            with generators.apart(0, self.drawn) if again else nullcontext():
+            with generators.apart(0, self.drawn) if again and self.drawn else nullcontext():
                 return forward(*args, **kwargs)
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             if again:
