@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from soli.checkpoint.tensorfile import Entry
-from soli.core.errors import Problem, raise_all
+from soli.core.errors import SoliError
 from soli.core.events import events
 
 
 def converted(entries: list[Entry], config: Path, back: bool) -> list[Entry]:
     """The same weights as modules of transformers' hold them; `back`: as they are published. As they are where no table is of them."""
-    model = _model(config)
-    if model is None:
+    try:
+        model = built(config)
+    except SoliError as error:
+        events.note(f"weights keep the names that they have: {error}", shown=True)
         return entries
     import transformers.core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -36,13 +38,9 @@ def converted(entries: list[Entry], config: Path, back: bool) -> list[Entry]:
     known: dict[str, Tensor] = {} if back else model.state_dict()
     groups: dict[str, tuple[Any, list[tuple[str, Entry]]]] = {}  # what is converted together, by the first name that it gets
     for entry in sorted(entries, key=lambda one: loading.dot_natural_key(one.key)):
-        if back:
-            key, pattern = loading.apply_converters(entry.key, converters)
-        else:
-            key, pattern = loading.rename_source_key(entry.key, names, converters, model.base_model_prefix, known)
-            key, pattern = (key, pattern) if key in known else (entry.key, None)
-        how = of_pattern.get(pattern) or loading.WeightRenaming(entry.key, key)
-        groups.setdefault(key, (how, []))[1].append((pattern or entry.key, entry))
+        key, pattern = loading.rename_source_key(entry.key, [] if back else names, converters, model.base_model_prefix, known)
+        key, pattern = (key, pattern) if back or key in known else (entry.key, None)
+        groups.setdefault(key, (of_pattern.get(pattern) or loading.WeightRenaming(entry.key, key), []))[1].append((pattern or entry.key, entry))
 
     def made(key: str, whole: bool = True) -> dict[str, Tensor]:
         how = deepcopy(groups[key][0])
@@ -52,39 +50,33 @@ def converted(entries: list[Entry], config: Path, back: bool) -> list[Entry]:
 
     # of a tensor that becomes several the values are kept until another two are asked for: a file has them by turns
     values = functools.lru_cache(maxsize=2)(made)
-    result, problems = {}, []
+    result: dict[str, Entry] = {}
     for key, (_, sources) in groups.items():
         got = f"{len(sources)} tensors, {sources[0][1].key} the first"
         fix = f"copy the folder again, if part of it is missing; without {config.name} beside them weights keep the names that they have"
         try:
             forms = made(key, False)
         except Exception as error:  # what torch and transformers say of tensors that do not fit
-            problems.append(Problem(f"{key} cannot be made as transformers makes it", f"{got}: {error}", fix=fix))
-            continue
+            raise SoliError(f"{key} cannot be made as transformers makes it", got=f"{got}: {error}", fix=fix) from error
         for name, x in forms.items():
-            to = loading.apply_renamings(name, names) if back else name
-            if (len(sources) > 1 and name in known and known[name].shape != x.shape) or to in result:
-                allowed = f"one of {tuple(known[name].shape)}" if name in known else "one of that name"
-                problems.append(Problem(f"{to} would be of shape {tuple(x.shape)}", got, allowed, fix))
+            to, wanted = loading.apply_renamings(name, names) if back else name, known.get(name, x).shape
+            if (len(sources) > 1 and wanted != x.shape) or to in result:
+                raise SoliError(f"{to} would be of shape {tuple(x.shape)}", got=got, allowed=f"one of {tuple(wanted)}", fix=fix)
             result[to] = Entry(to, x.dtype, tuple(x.shape), lambda k=key, n=name: values(k)[n])  # type: ignore[misc]
-    raise_all(problems)
     if result.keys() != {one.key for one in entries}:
-        way = "as they are published" if back else "as its modules have them"
-        events.note(f"{len(entries)} tensors of {type(model).__name__} become {len(result)}, {way}", shown=True)
+        events.note(f"{len(entries)} tensors of {type(model).__name__} become {len(result)}, as {'they are published' if back else 'its modules have them'}", shown=True)
     return list(result.values())
 
 
-def _model(config: Path) -> Any:
-    """The model that a config.json names, without values; None, and why, where transformers builds none."""
+def built(config: Path) -> Any:
+    """The transformers model that a config.json names, without values."""
     try:
         import transformers
 
         given = transformers.AutoConfig.from_pretrained(config, trust_remote_code=False)
-        if getattr(given, "quantization_config", None) is not None:
-            raise ValueError("they are quantized")
+        names = given.architectures or []
         with torch.device("meta"):
-            return getattr(transformers, given.architectures[0])(given)
-    except Exception as error:  # no transformers, or what it says of a model that it does not know
-        why = f"{type(error).__name__}: {error}".split("\n")[0]
-        events.note(f"weights keep the names that they have: of {config} transformers builds no model ({why})", shown=True)
-        return None
+            return getattr(transformers, names[0])(given) if names else transformers.AutoModelForCausalLM.from_config(given)
+    except Exception as error:  # no transformers, or what a family makes of its numbers
+        why = f"{config}: {type(error).__name__}: {error}".split("\n")[0]
+        raise SoliError("transformers builds no model of this configuration", got=why, fix="pip install transformers, if that is missing") from error

@@ -8,16 +8,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -32,8 +29,6 @@ from soli.core.layout import Box, Sharded
 from soli.core.package import SOLI
 from soli.core.progress import Add, busy
 from soli.core.report import FINISH
-
-Gets = Mapping[str, Callable[[], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -77,12 +72,10 @@ def save(
     save_with(team_of(group), path, tensors, state, overwrite)
 
 
-def save_with(
-    team: Team, path: str | Path, tensors: dict[str, Sharded], state: State, overwrite: bool = False, gets: Gets = MappingProxyType({})
-) -> None:
-    """`save` for a team; ALONE saves in this process, whatever process group there is. `gets`: what is read when it is written, by its key."""
+def save_with(team: Team, path: str | Path, tensors: dict[str, Sharded], state: State, overwrite: bool = False, gets: Any = None) -> None:
+    """`save` for a team; ALONE saves in this process, whatever process group there is. `gets`: functions that read what is written, by its key."""
     job = _plan(team, path, tensors, state, overwrite)
-    job.entries[:] = [Entry(e.key, e.dtype, e.shape, gets.get(e.key, e.get)) for e in job.entries]
+    job.entries[:] = [Entry(e.key, e.dtype, e.shape, (gets or {}).get(e.key, e.get)) for e in job.entries]
     size = sum(entry.size for entry in job.entries)
     with busy(f"writing {path}", size, shown=team.rank == 0) as done:
         _write(job, done)

@@ -51,7 +51,8 @@ def export(
     `format` "safetensors": `out` is one file. "hf": `out` is a folder with `model.safetensors`, or, above
     `max_shard_bytes`, shards and their index, and a copy of `config` as `config.json`; with one, weights
     that transformers converts when it loads them are written as they are published (published.py). The
-    checkpoint is verified first; one tensor at a time, or what it is made of, is held in memory; `out` must not exist, and appears complete.
+    checkpoint is verified first; one tensor at a time, or what it is made of, is held in memory; `out` must not
+    exist, and appears complete.
     """
     out = Path(out).absolute()
     manifest, place = read_manifest(path), locate(Path(path))
@@ -165,17 +166,16 @@ def import_(source: str | Path, out: str | Path, tied: dict[str, str] | None = N
     with ExitStack() as stack:
         handles = {file: stack.enter_context(reading(file)) for file in dict.fromkeys(files.values())}
         forms = {name: form for file in handles for name, form in headers(file).items()}
-        of = lambda name: functools.partial(handles[files[name]].get_tensor, name)
-        entries = [Entry(name, forms[name][1], forms[name][0], of(name)) for name in files]
+        entries = [Entry(name, *forms[name][::-1], functools.partial(handles[file].get_tensor, name)) for name, file in files.items()]
         if (source / "config.json").is_file():
             entries = converted(entries, source / "config.json", back=False)
         raise_all(_tied_problems(tied or {}, {entry.key: entry.get for entry in entries}))
         entries = [entry for entry in entries if entry.key not in (tied or {})]
-        stand_in = lambda e: torch.zeros((), dtype=e.dtype).expand(e.shape)  # what it stands for is read when it is written
-        shown = {PREFIX + e.key: Sharded(e.shape, e.dtype, [(whole(e.shape), stand_in(e))]) for e in entries}
+        # one element stands for what is read when it is written
+        shown = {PREFIX + e.key: Sharded(e.shape, e.dtype, [(whole(e.shape), torch.zeros((), dtype=e.dtype).expand(e.shape))]) for e in entries}
         state: dict[str, Any] = {"step": 0, "imported_from": source.resolve().name}
-        read = {key_of(PREFIX + e.key, whole(e.shape)): e.get for e in entries}
-        save_with(ALONE, out, shown, state | ({"tied": tied} if tied else {}), gets=read)
+        gets = {key_of(PREFIX + e.key, whole(e.shape)): e.get for e in entries}
+        save_with(ALONE, out, shown, state | ({"tied": tied} if tied else {}), gets=gets)
 
 
 def _sources(source: Path) -> dict[str, Path]:

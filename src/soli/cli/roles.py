@@ -125,20 +125,10 @@ def _from_config(place: Path) -> tuple[Any, Any, Any]:
     """A transformers model of random weights, as its configuration names it, and a batch that it takes."""
     import torch
 
-    try:
-        import transformers
-    except ImportError as error:
-        raise SoliError("transformers is not installed", fix="pip install transformers") from error
-    config = transformers.AutoConfig.from_pretrained(place)
-    names = getattr(config, "architectures", None) or []
-    kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
-    if kind is None:
-        raise SoliError("transformers has no such model", got=names[0])
-    try:
-        with torch.device("meta"):  # roles are of shapes, and kernels of experts are of bf16 there
-            model = (kind(config) if names else kind.from_config(config)).bfloat16()
-    except Exception as error:  # whatever a family makes of its numbers
-        raise SoliError("transformers builds no model of this configuration", got=f"{error}") from error
+    from soli.checkpoint.published import built
+
+    model = built(place).bfloat16()  # roles are of shapes, and kernels of experts are of bf16 there
+    config = model.config
     takes = inspect.signature(model.forward).parameters
     if model.main_input_name not in ("pixel_values", "input_ids"):
         got = f"{type(model).__name__}, whose input is {model.main_input_name}"

@@ -12,13 +12,12 @@ if TYPE_CHECKING:
     from soli.parallel.randomness import Randomness
 
 COINS = (torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_)
-INITS = {nn.init.uniform_: "uniform_", nn.init.normal_: "normal_"}
-WRITE = {getattr(Tensor, name): name for name in ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")} | INITS
+WRITE = {getattr(Tensor, name): name for name in ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")}
 SLOPES = (F.rrelu, torch.rrelu, torch.rrelu_)
 FILLS = {
     **dict.fromkeys((torch.rand, torch.rand_like, *COINS, *SLOPES), "uniform_"),
     **dict.fromkeys((torch.randn, torch.randn_like, torch.normal), "normal_"),
-    **WRITE,
+    **{**WRITE, nn.init.uniform_: "uniform_", nn.init.normal_: "normal_"},
 }
 """Calls that draw, and how a tensor is filled with what they draw; a coin is a number below p."""
 
@@ -27,9 +26,9 @@ def answered(randomness: Randomness, func: Any, args: Any, options: dict[str, An
     """torch.rand(2, 3, dtype=...), torch.rand_like(x), x.uniform_(-1, 1), the same of normal numbers, and what is made of either."""
     options.pop("generator", None)
     how = FILLS[func]
+    if func in (nn.init.uniform_, nn.init.normal_):  # torch names all that it is given, in the order of the method's
+        args, options, func = (*args, *options.values()), {}, getattr(Tensor, how)
     if func in WRITE:
-        if func in INITS:  # torch names all that it is given, in the order of the method's
-            args, options = (*args, *options.values()), {}
         x: Tensor = args[0]
         return x.copy_(randomness.drawn(x, tuple(x.shape), how, *args[1:], **options))
     if func in SLOPES:
@@ -61,18 +60,12 @@ def _tossed(randomness: Randomness, func: Any, x: Tensor, p: Any) -> Tensor:
 def _shifted(randomness: Randomness, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
     """torch.normal. Its tensors get no gradients but zeros."""
     both = mean + std if size is None else torch.zeros(size, **options)
-    like = torch.empty((), dtype=both.dtype, device=both.device)
-    drawn = (mean + std * randomness.drawn(like, tuple(both.shape), "normal_", beside=both)).detach()
+    drawn = (mean + std * randomness.drawn(both, tuple(both.shape), "normal_", beside=both)).detach()
     return torch.where(torch.ones_like(drawn, dtype=torch.bool), drawn, both) if both.requires_grad else drawn
 
 
-def _sloped(
-    randomness: Randomness, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
-) -> Tensor:
+def _sloped(randomness: Randomness, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:
     """F.rrelu: each number below 0 by a slope of its own."""
-    if not training:
-        return func(input, lower, upper, training)
-    like = torch.empty((), dtype=input.dtype, device=input.device)
-    slopes = randomness.drawn(like, tuple(input.shape), "uniform_", lower, upper, beside=input)
+    slopes = randomness.drawn(input, tuple(input.shape), "uniform_", lower, upper, beside=input) if training else (lower + upper) / 2
     result = torch.where(input > 0, input, input * slopes)
     return input.copy_(result) if inplace or func is torch.rrelu_ else result

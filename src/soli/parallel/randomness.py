@@ -77,7 +77,6 @@ class Randomness:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.seed, self.shared, self.apart = seed, False, False
         self.quiet, self.drawing = False, False  # drawing: something did in the last probe
-        self.foreign = False  # so does Python's random, or numpy's
         self._draws = False  # in a probe
         self._drew: set[Key] = set()  # calls that did, of all that may
         # Weak: a module that a model replaces while it runs must not leave its place to the next one of its address.
@@ -97,7 +96,7 @@ class Randomness:
         """One microbatch, forward and backward. torch's default generators are as before at the end."""
         now, number = _Microbatch(step, first_row, rows), generators.hashed(self.seed, step, first_row)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        foreign = generators.apart(number) if self.foreign else nullcontext()
+        foreign = generators.apart(number) if generators.OTHERS[0] else nullcontext()
         with torch.random.fork_rng(devices), patch.object(self, "_now", now), foreign:
             generators.seed(number)
             yield now
@@ -152,7 +151,7 @@ class Randomness:
     @contextmanager
     def probe(self, rows: int, learn: bool = True) -> Iterator[None]:
         """A forward on `rows` rows in which dropout does nothing but show its shapes, to be learnt."""
-        self.foreign, was = True, self.foreign
+        was, generators.OTHERS[0] = generators.OTHERS[0], True
         with self.begin(0, 0, rows) as now:
             self._probing, self.drawing, marks = {}, False, dict(self._marks)
             others, start = generators.others(), generators.states()
@@ -163,9 +162,8 @@ class Randomness:
                 self._draws |= unseen
                 if unseen:
                     self.refuse("a function that draws by itself")
-                self.foreign = was or generators.others() != others
-                generators.OTHERS[0] |= self.foreign
-                if self.foreign and self.shared:
+                generators.OTHERS[0] = (drew := generators.others() != others) or was
+                if drew and self.shared:
                     raise on_all_ranks(
                         "the model draws random numbers from Python's random or from numpy, which parts of a batch and stages do apart",
                         fix="draw with torch (dropout), or before the step and pass them in the batch; tp and cp alone run it as it is",

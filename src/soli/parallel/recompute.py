@@ -106,7 +106,7 @@ class _Given:
 
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.block, self.weights, self.called = block, _weights(block), False
-        self.drawn: generators.Held | None = None  # where generators stood, which torch's checkpoint asks of its own alone
+        self.drawn = generators.held() if generators.OTHERS[0] else None  # torch's checkpoint keeps the states of its own alone
         self.tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         self.args = [None if i in self.tensors else x for i, x in enumerate(args)]
         self.kwargs = kwargs
@@ -116,7 +116,6 @@ class _Given:
     def call(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         """The block with all of its arguments."""
         again, self.called = self.called, True
-        self.drawn = self.drawn or (generators.held() if generators.OTHERS[0] else None)
         args, kwargs = list(self.args), self.kwargs
         # Made again with what its lists had then: the model may have gone on to fill them.
         self.args, self.kwargs = _as_they_are(*self.then)

@@ -216,8 +216,8 @@ def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def scatter(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """scatter, scatter_add, ... of tensors that are cut alike, along another dim."""
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
-    return cut(func(*args, **kwargs), _alike(tensors, kwargs.get("dim", (*args, 0)[1]) % tensors[0].dim()))
+    dim = kwargs.get("dim", (*args, 0)[1]) % args[0].dim()
+    return cut(func(*args, **kwargs), _alike([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], dim))
 
 
 def _alike(tensors: list[Tensor], dim: int) -> Split:
