@@ -26,12 +26,13 @@ from crossed import OTHER, fit_crossed
 from scipy.stats import spearmanr
 
 from soli.engine.taken import HEADROOM
-from soli.planner.cost.constants import DEFAULT, SPREADS, chain, constants, repeated
+from soli.planner.cost.constants import DEFAULT, SPREADS, chain, constants, repeated, spread_of
 from soli.planner.cost.step import step
 from soli.planner.fit import fit
 from soli.planner.measured import factors_of, learn, shapes_of, step_with
 from soli.planner.predict import arrays, family_of, learn_family, predict
 from soli.planner.rows import BY_EYE, TESTS, Row, read_measured
+from soli.planner.search import chosen
 
 HERE = Path(__file__).parent
 NO_RUNS = {
@@ -95,7 +96,9 @@ def fit_sets(rows: Sequence[Row], sources: Sequence[str]) -> Sets:
 def layers_of(rows: Sequence[Row], sets: Sets) -> Layers:
     """Shapes whose layers were measured under several models (RUNS), and by which factors the law is off there."""
     found: Layers = {}
-    sure = [r for r in rows if r.time is not None and not any(w.startswith("layers=") or w == BY_EYE for w in r.inferred)]
+    sure = [
+        r for r in rows if r.time is not None and not any(w.startswith("layers=") or w == BY_EYE for w in r.inferred)
+    ]
     for family in sorted({family_of(row) for row in sure}):
         own = [row for row in sure if family_of(row) == family]
         p, measured = arrays(own)
@@ -242,18 +245,14 @@ def write_constants(sets: Sets, of_sets: Sets, counts: dict[str, int]) -> None:
         "# What is fitted: constants of the cost model by framework and generation; `make fit-planner` writes it.",
         "# Names: soli/planner/cost/meanings.toml. Of published measurements: benchmarks/published, `rows` of them.",
         "# time_low ... memory_high: 90% of rows whose model or source was not fitted were measured between low and high,",
-        "# by what was predicted. Sets of no rows are sums of their framework's and their generation's parts. soli's memory is",
+        "# by what was predicted; near: by how much two plans of a sweep are off beside each other, the median. Sets of no rows are sums of",
+        "# their framework's and their generation's parts. soli's memory is",
         "# between those by what was rehearsed and taken: benchmarks/results/memory-formulas.json, gpu.json.",
     ]
     for name, values in sets.items():
         parent = DEFAULT if " " not in name else name.rsplit(" ", 1)[0]
         said = {k: v for k, v in values.items() if name == DEFAULT or v != sets[parent][k]} | of_sets.get(name, {})
-        lines += [
-            "",
-            f'["{name}"]',
-            f"rows = {counts[name]}",
-            *(f"{key} = {value!r}" for key, value in said.items()),
-        ]
+        lines += ["", f'["{name}"]', f"rows = {counts[name]}", *(f"{key} = {value!r}" for key, value in said.items())]
     lines += ["", '["soli"]', *(f"{key} = {value!r}" for key, value in of_soli().items())]
     CONSTANTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -285,9 +284,21 @@ def sweeps(rows: Sequence[Row], sources: Sequence[str], least: int) -> list[list
     return [list(group.values()) for group in groups.values() if len(group) >= least]
 
 
+def between(rows: Sequence[Row], sources: Sequence[str], ratio: np.ndarray) -> float:
+    """By how much two plans of a sweep are off beside each other: the median of sweeps' medians. Tests' times say nothing of it."""
+    found = []
+    for group in sweeps(rows, sources, 3):
+        logs = np.log(ratio[group])
+        if rows[group[0]].framework != TESTS and np.isfinite(logs).all():
+            found.append(np.median(np.abs(logs[:, None] - logs)[np.triu_indices(len(group), 1)]))
+    return float(f"{np.exp(np.median(found)) - 1:.3g}")
+
+
 def ranking(rows: Sequence[Row], ratio: np.ndarray, groups: Iterable[Sequence[int]]) -> dict[str, Any]:
-    """Rank correlation within sweeps, and regret: the best measured of the first k by prediction, over the best."""
-    correlations, regrets = [], {1: [], 3: [], 5: []}
+    """Rank correlation within sweeps, and regret: the best measured of the first k by prediction, over the best; and of the plan that
+    `soli plan` shows first, which may be a simpler one."""
+    correlations, regrets, simple = [], {1: [], 3: [], 5: []}, []
+    near = 1 + spread_of(DEFAULT)["near"]
     for group in groups:
         measured = np.array([rows[i].time for i in group])
         predicted = measured * ratio[list(group)]
@@ -296,11 +307,15 @@ def ranking(rows: Sequence[Row], ratio: np.ndarray, groups: Iterable[Sequence[in
         order = np.argsort(predicted, kind="stable")
         for k, found in regrets.items():
             found.append(measured[order[:k]].min() / measured.min() - 1)
+        close = order[predicted[order] <= predicted.min() * near]
+        first = close[np.argmin(chosen(arrays([rows[group[i]] for i in close])[0]))]
+        simple.append(measured[first] / measured.min() - 1)
     said: dict[str, Any] = {"sweeps": len(correlations)}
     if correlations:
         said["rank correlation"] = round(float(np.mean(correlations)), 3)
         for k, found in regrets.items():
             said[f"regret@{k}"] = [round(float(np.mean(found)), 4), round(float(np.max(found)), 4)]
+        said["regret of the simplest"] = [round(float(np.mean(simple)), 4), round(float(np.max(simple)), 4)]
     return said
 
 
@@ -376,7 +391,9 @@ def main() -> int:
     layers = layers_of(rows, sets)
     if args.fit:
         counts = {name: sum(name in chain(*family_of(row)) for row in rows) for name in sets}
-        write_constants(sets, spreads(rows, sources, by_model, by_source), counts)
+        wide = spreads(rows, sources, by_model, by_source)
+        wide[DEFAULT]["near"] = between(rows, sources, off(rows, sets, layers)[0])
+        write_constants(sets, wide, counts)
         write_layers(layers)
     if args.validate:
         both = by_model, by_source
@@ -414,20 +431,15 @@ def write(
         "fitted": inside, "model left out": by_model, "source left out": by_source,
     }  # fmt: skip
     names = np.array(sources)
-    result: dict[str, Any] = {
-        **record.head(),
-        "tables": {},
-        "coverage of 90%": coverage,
-        "fits": fitting(tables),
-    }
+    result: dict[str, Any] = {**record.head(), "tables": {}, "coverage of 90%": coverage, "fits": fitting(tables)}
     choices: list[tuple[str, Callable[[np.ndarray], np.ndarray]]] = [
         (table.name, lambda at, name=table.name: at == name) for table in tables
     ]
     whole = np.array([complete(row) for row in rows])
     choices.append(("all but tests", lambda at: at != "megatron_ci_golden_values"))
     choices.append(("all but tests, complete", lambda at: (at != "megatron_ci_golden_values") & whole))
-    for name, chosen in choices:
-        at = chosen(names)
+    for name, taken in choices:
+        at = taken(names)
         entry: dict[str, Any] = {
             kind: {"time": errors(found[0][at]), "memory": errors(found[1][at])} for kind, found in kinds.items()
         }
@@ -479,10 +491,7 @@ def page(result: dict[str, Any]) -> str:
         "By the shipped constants: runs that ran and are called infeasible, runs that ran out of memory and are called feasible.",
         "",
     ]
-    lines += [
-        "| table | ran | called infeasible | out of memory | called feasible |",
-        "|---|---|---|---|---|",
-    ]
+    lines += ["| table | ran | called infeasible | out of memory | called feasible |", "|---|---|---|---|---|"]
     lines += [f"| {name} | {' | '.join(map(str, counts))} |" for name, counts in result["fits"].items()]
     lines.append("")
     lines += ["## Choosing: sweeps of one workload under three plans or more", ""]

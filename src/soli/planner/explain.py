@@ -19,7 +19,7 @@ from soli.planner.cost.constants import chain, sets, spread_of
 from soli.planner.cost.points import PRECISIONS, Points
 from soli.planner.cost.step import Step
 from soli.planner.offers import SCHEDULES, SOME
-from soli.planner.search import Found, constants_of, different, enough, plan_of, search
+from soli.planner.search import Found, chosen, constants_of, different, enough, plan_of, search, simplest
 from soli.planner.space import CONTEXTS, LEVELS, OFFLOADS, TENSORS
 from soli.planner.task import FIXED, Task, problems
 
@@ -62,6 +62,7 @@ class Answer:
     """The best plans, why the first one, and on what this stands."""
 
     choices: list[Choice]
+    fastest: Choice  # the first, or what is no quicker than the model is off
     why: str
     counted: int
     looked: int
@@ -72,25 +73,47 @@ class Answer:
     def seen(self) -> str:
         """How many plans there are, and how many were looked at."""
         return (
-            f"{self.counted} plans: these are the best. {self.looked} were computed; the bounds of the others are slower, "
+            f"{self.counted} plans: these are the best{'' if self.choices[0] == self.fastest else ', the simplest first'}. {self.looked} were computed; the bounds of the others are slower, "
             "or larger than the memory."
         )
 
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "plans": self.counted, "looked": self.looked, "fit": self.fit, "best": [one.asdict() for one in self.choices], "why": self.why,
+            "plans": self.counted, "looked": self.looked, "fit": self.fit, "best": [one.asdict() for one in self.choices], "fastest": self.fastest.asdict(), "why": self.why,
             "assumed": self.assumed,
         }  # fmt: skip
 
 
 def answer(task: Task, count: int = 10) -> Answer:
     """The best plans of a task, which differ. SoliError where nothing fits, with what would."""
-    found = search(task, max(count, 2))
+    found = best(task, max(count, 2))
     if not len(found.points):
         raise _nothing(found)
-    best = [choice(task, found.points, found.cost, i) for i in different(found, max(count, 2))]
-    return Answer(best[:count], why(best), found.counted, found.looked, found.fit, assumed(task))
+    shown = [choice(task, found.points, found.cost, i) for i in different(found, max(count, 2))]
+    place = int(found.cost.time.argmin())
+    fastest = choice(task, found.points, found.cost, place) if place else shown[0]
+    words = simpler(task, found, fastest) if place else why(shown)
+    return Answer(shown[:count], fastest, words, found.counted, found.looked, found.fit, assumed(task))
+
+
+def best(task: Task, count: int) -> Found:
+    """What a search finds. First is the simplest of the plans that are no slower than the quickest by what two of one workload are off
+    beside each other; then the quickest."""
+    near = spread_of(task.framework)["near"]
+    found = search(task, count, near)
+    return simplest(found, near) if len(found.points) else found
+
+
+def simpler(task: Task, found: Found, fastest: Choice) -> str:
+    """What the first is quicker than, which is not the quickest."""
+    first, near = choice(task, found.points, found.cost, 0), spread_of(task.framework)["near"]
+    less, few = 1 - fastest.step_time_s / first.step_time_s, chosen(found.points)
+    return (
+        f"The quickest, {fastest.plan}, takes {fastest.step_time_s:.4g} s ({less:.1%} less): {compared(fastest, first)}. Plans of one "
+        f"workload are {near:.1%} off beside each other, and of all that near to it the first has the fewest choices beyond sharing the "
+        f"batch out, {few[0]:g} in place of {few[found.cost.time.argmin()]:g}"
+    )
 
 
 def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
@@ -188,7 +211,7 @@ def compared(a: Choice, b: Choice) -> str:
 
 def why_not(task: Task, wanted: Mapping[str, float]) -> str:
     """Why the best plan is none with what is wanted: what the best of these costs, or what it lacks."""
-    best = answer(task, 1).choices[0]
+    first = answer(task, 1).choices[0]
     said = spelt(wanted)
     if over := {name: value for name, value in (task.fixed or {}).items() if wanted.get(name, value) != value}:
         said += f" (and not the {spelt(over)} that is fixed)"
@@ -197,15 +220,15 @@ def why_not(task: Task, wanted: Mapping[str, float]) -> str:
         return f"{said}: " + "; ".join(problem.what for problem in wrong)
     if not space.counted(asked):
         return f"{said}: no plan has it, with {task.model.heads} heads, {task.model.layers} layers and {task.batch} sequences"
-    seen = search(asked, 1)
+    seen = best(asked, 1)
     if not len(seen.points):
         return f"{said}: does not fit. " + lacking(seen)
     other = choice(asked, seen.points, seen.cost, 0)
-    if other.plan == best.plan:
+    if other.plan == first.plan:
         return f"{said}: the best plan has it"
-    more = other.step_time_s - best.step_time_s
-    share = f"{abs(more) / best.step_time_s:.1%} {'more' if more >= 0 else 'less'}"
-    return f"{said}: at best {other.step_time_s:.4g} s with {other.plan}, {share}: {compared(other, best)}"
+    more = other.step_time_s - first.step_time_s
+    share = f"{abs(more) / first.step_time_s:.1%} {'more' if more >= 0 else 'less'}"
+    return f"{said}: at best {other.step_time_s:.4g} s with {other.plan}, {share}: {compared(other, first)}"
 
 
 def spelt(fixed: Mapping[str, float]) -> str:

@@ -17,7 +17,7 @@ from soli.core.plan import Plan
 from soli.planner import bounds, space
 from soli.planner.bounds import SLACK, constants_of, high
 from soli.planner.cost import memory
-from soli.planner.cost.points import FULL, GRID, INTERLEAVED, NONE, PRECISIONS, Array, Points
+from soli.planner.cost.points import FULL, GRID, INTERLEAVED, NONE, ONE, PRECISIONS, Array, Points
 from soli.planner.cost.step import Step, seconds, step
 from soli.planner.offers import SCHEDULES
 from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Table, points_of, spaces
@@ -35,8 +35,10 @@ FEW_WAYS = {"zero": 1.0, "replicate": 1.0, "offload": 0.0, "microbatch": 1.0}
 SHOWN = 10
 KEY = ("tp", "cp", "pp", "dp", "ep", "tensor", "precision")
 """Plans that differ in one of these, or in whether parameters are sharded, lay the ranks out otherwise."""
+USUAL = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "tensor": 0, "offload": 0}
+"""Of a plan that shares the batch out and does no more; how many copies a state has and how cp crosses is no further choice."""
 
-__all__ = ["FIXED", "LEVELS", "Found", "Task", "constants_of", "costs", "different", "enough", "peaks", "plan_of", "problems", "search", "spaces"]  # fmt: skip
+__all__ = ["FIXED", "LEVELS", "Found", "Task", "constants_of", "costs", "different", "enough", "peaks", "plan_of", "problems", "search", "simplest", "spaces"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class Found:
 class Best:
     """The best value of each layout, and how bad the last of so many is."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, near: float = 0.0) -> None:
         self.of: dict[tuple[float, ...], float] = {}
-        self.count = count
+        self.count, self.near = count, 1 + near
         self.worst = np.inf
 
     def note(self, keys: Array, values: Array) -> None:
@@ -71,17 +73,20 @@ class Best:
         for key, value in zip(map(tuple, each.tolist()), least.tolist(), strict=True):
             self.of[key] = min(self.of.get(key, np.inf), value)
         if len(self.of) >= self.count:
-            self.worst = sorted(self.of.values())[self.count - 1]
+            times = sorted(self.of.values())
+            self.worst = max(times[self.count - 1], times[0] * self.near)
 
 
-def search(task: Task, count: int = SHOWN) -> Found:
-    """The best plans of the task, of so many layouts. SoliError where it contradicts itself, or no plan can be at all."""
+def search(task: Task, count: int = SHOWN, near: float = 0.0) -> Found:
+    """The best plans of the task, of so many layouts, and all that are no slower than the quickest by so large a part.
+
+    SoliError where it contradicts itself, or no plan can be at all."""
     raise_all(problems(task))
     whole = space.counted(task)
     if not whole:
         raise_all([_none(task)])
-    best = Best(count)
-    best.worst = begun(task, count)
+    best = Best(count, near)
+    best.worst = begun(task, count, near)
     kept, looked, fit = _explored(task, best)
     if not fit:
         nearest, least = thriftiest(task)
@@ -90,12 +95,12 @@ def search(task: Task, count: int = SHOWN) -> Found:
     return Found(task, p, costs(task, p), whole, looked, fit, None, float(peaks(task, p).min()))
 
 
-def begun(task: Task, count: int) -> float:
+def begun(task: Task, count: int, near: float = 0.0) -> float:
     """Seconds that no plan has to be slower than: those of the last layout among a few plans of each."""
     few = task.with_fixed(FEW_WAYS)
     if FEW_WAYS.keys() & (task.fixed or {}).keys() or problems(few):
         return float(np.inf)
-    best = Best(count)
+    best = Best(count, near)
     _explored(few, best)
     return best.worst / SLACK
 
@@ -278,6 +283,22 @@ def different(found: Found, count: int) -> list[int]:
     """Places of the quickest plans, no two of which lay the ranks out alike."""
     _, places = np.unique(_keys(found.points), axis=0, return_index=True)
     return sorted(places.tolist())[:count]
+
+
+def chosen(p: Points) -> Array:
+    """How many choices of each plan are not usual, ZeRO-1, 1F1B and 16 bits beside USUAL: what has to be set and measured."""
+    beside = [getattr(p, name) != value for name, value in USUAL.items()]
+    more = [p.zero > 1, p.low < 2, (p.schedule != ONE) | (p.chunks > 1), (p.recompute != NONE) | (p.again > 0)]
+    return sum(beside + more, np.zeros(len(p)))
+
+
+def simplest(found: Found, near: float) -> Found:
+    """The same with that plan first which has the fewest choices, of those no slower than the quickest by so large a part."""
+    close = np.flatnonzero(found.cost.time <= found.cost.time[0] * (1 + near))
+    first = close[np.argmin(chosen(found.points.take(close)))]  # the quickest of several
+    order = np.concatenate([[first], np.delete(np.arange(len(found.points)), first)])
+    cost = Step(**{f.name: getattr(found.cost, f.name)[order] for f in fields(Step)})
+    return replace(found, points=found.points.take(order), cost=cost)
 
 
 def enough(task: Task) -> int | None:

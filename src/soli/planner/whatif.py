@@ -60,13 +60,13 @@ def scaled(model: Model, times: float) -> Model:
 
 
 def devices(task: Task, tokens: float, days: float) -> tuple[int, explain.Choice]:
-    """The fewest servers on which so many tokens take no longer, and the best plan: 1, 2, 3, 4, 6, 8, 12, ... are tried, and those between the
+    """The fewest servers on which so many tokens take no longer, and the quickest plan: 1, 2, 3, 4, 6, 8, 12, ... are tried, and those between the
     first that are enough and the last that are not, halving, as if more never took longer."""
     best, less = 0.0, 0
 
     def quickest(count: int) -> explain.Choice | None:
         larger = replace(task, cluster=replace(task.cluster, nodes=count))
-        return explain.answer(larger, 1).choices[0] if holds(larger) else None
+        return explain.answer(larger, 1).fastest if holds(larger) else None
 
     for count in SERVERS:
         found = quickest(count)
