@@ -60,6 +60,10 @@ NAMES = (
 )
 
 
+DEEP = ("deepspeed", "megatron-deepspeed")
+"""Whose pipeline has one schedule and ZeRO-1 at most, and whose cp is Ulysses beside dp alone."""
+
+
 def lying(asked: Task) -> list[tuple[int, ...]]:
     """tp, cp, pp, dp, ep, the kind of tp's grid and its rows, by loops."""
     n, model = asked.cluster.size, asked.model
@@ -92,7 +96,8 @@ def sharding(asked: Task, tp: int, cp: int, dp: int, ep: int) -> list[tuple[int,
         for zero in range(4)
         for copies in range(1, dp + 1)
         if dp % copies == 0 and (copies == 1 if zero == 0 else dp * cp // copies > 1)
-        for offload in ((0, 1) if zero and asked.framework == "megatron" else (0,))
+        for offload in ((0, 1) if zero and asked.framework in ("megatron", *DEEP) else (0,))
+        if asked.framework not in DEEP or copies == 1 or zero == 3
         if not asked.model.experts or same % copies == 0
     ]
 
@@ -101,8 +106,9 @@ def ordering(asked: Task, pp: int) -> list[tuple[str, int]]:
     """Schedules, and stages of a rank."""
     if pp == 1:
         return [("1f1b", 1)]
-    more = [("gpipe", 1), ("zbh1", 1), ("zbv", 2), ("dualpipev", 2)] * (asked.framework != "megatron")
-    return [("1f1b", 1), *(("interleaved", n) for n in (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)), *more]
+    looped = [("interleaved", n) for n in (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)] * (asked.framework not in DEEP)
+    more = [("gpipe", 1), ("zbv", 2), ("dualpipev", 2)] * (asked.framework in ("soli", "fsdp"))
+    return [("1f1b", 1), *looped, *more, *([("zbh1", 1)] if asked.framework == "soli" else [])]
 
 
 def recomputing(asked: Task) -> list[tuple[float, int]]:
@@ -129,6 +135,12 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
             times = -(-asked.batch // (dp * microbatch))
             if dp * microbatch > asked.batch or (sp and (tp == 1 or asked.seq // cp % tp)):
                 continue
+            if asked.framework in DEEP and (
+                (cp > 1 and (crossing == RING or tp * pp > 1))
+                or (pp > 1 and shards[0] > 1)
+                or (sp and asked.framework == "deepspeed")
+            ):
+                continue
             if tensor and (sp or schedule in ("zbh1", "zbv", "dualpipev")):
                 continue
             if tensor and microbatch % (rows * rows if tensor == CUBE else rows):
@@ -142,6 +154,20 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
             if asked.framework == "soli" or asked.batch % (dp * microbatch) == 0:
                 found.add((tp, cp, pp, dp, ep, tensor, rows, sp, crossing, microbatch, SCHEDULES[schedule], chunks, recompute, again * chunks, *shards))  # fmt: skip
     return found
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_program_is_offered_what_it_has(name: str) -> None:
+    asked = task(replace(MOE, layers=6), "a100:4", batch=8, seq=2048, framework=name, memory=20e9)
+    p = spaces(asked)
+    got = list(zip(*(getattr(p, key).tolist() for key in NAMES), strict=True))
+    assert len(set(got)) == len(got) == space.counted(asked)
+    assert set(got) == brute(asked)
+    times = costs(asked, p).time[peaks(asked, p) <= asked.limit]
+    assert search(asked).cost.time[0] == pytest.approx(times.min(), rel=1e-12)
+    for words in ("pp=2,zero=3", "chunks=2,pp=2", "cp=2,tp=2", "context=ring", "replicate=2,zero=2", "schedule=zbv"):
+        with pytest.raises(SoliError, match=f"{name} does not run"):
+            search(asked.with_fixed(explain.fixed_of(words)))
 
 
 def test_a_stage_that_has_one_layer_more_is_charged() -> None:

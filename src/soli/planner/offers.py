@@ -14,6 +14,7 @@ SOLI = "soli"
 SOME = 3.0
 """Of `recompute`, where it is fixed: some layers of each stage are computed again, and some not."""
 SCHEDULES = {"1f1b": ONE, "interleaved": INTERLEAVED, "gpipe": GPIPE, "zbh1": ZBH1, "zbv": ZBV, "dualpipev": DUALPIPEV}  # fmt: skip
+NAMED = {value: name for name, value in SCHEDULES.items()}
 LACKS = {
     "ep": len(BUILT["ep"]) == 1,
     "some": not any(value not in RECOMPUTE for value in BUILT["recompute"]),
@@ -21,27 +22,40 @@ LACKS = {
     "fp8": "fp8" not in BUILT["precision"],
 }
 """Which choices soli has not built."""
-CHOOSES: dict[str, list[str]] = table(__package__, "offers.toml")
+MORE: dict[str, list[str]] = table(__package__, "offers.toml")["more"]
 """The choices that a program has beside the usual value."""
+LESS: dict[str, list[str]] = table(__package__, "offers.toml")["less"]
+"""And those that it lacks, where others have them."""
 
 
 def chooses(framework: str, name: str) -> bool:
-    """Whether a program has more of a choice than its usual value."""
-    return not LACKS.get(name, False) if framework == SOLI else name in CHOOSES.get(framework, ())
+    """Whether a program has a choice, or more of one than its usual value."""
+    if framework == SOLI:
+        return not LACKS.get(name, False)
+    usual = any(name in words for words in LESS.values())
+    return name in MORE.get(framework, ()) or (usual and name not in LESS.get(framework, ()))
 
 
 def unable(framework: str, fixed: Mapping[str, float], precisions: Sequence[str]) -> list[Problem]:
     """What is fixed that the program does not run."""
+    one = lambda name, usual=1.0: fixed.get(name, usual)
+    order = NAMED[one("schedule", ONE)]
     return [
         Problem(f"{framework} does not run {what} yet", allowed="another --framework")
         for name, what, asked in (
-            ("ep", f"ep={fixed.get('ep', 1):g}", fixed.get("ep", 1) != 1),
-            ("ulysses", "context=ulysses", fixed.get("context", RING) != RING),
-            ("schedules", "schedules beside 1f1b and interleaved", fixed.get("schedule", ONE) > INTERLEAVED),
-            ("offload", "offload=optimizer", fixed.get("offload", 0) != 0),
+            ("ep", f"ep={one('ep'):g}", one("ep") != 1),
+            ("ulysses", "context=ulysses", one("context", RING) != RING),
+            ("ring", "context=ring", fixed.get("context") == RING and one("cp", 2) > 1),
+            ("crossed", "cp beside tp or pp", one("cp") > 1 and max(one("tp"), one("pp")) > 1),
+            ("sp", "sp=on", one("sp", 0) == 1),
+            (order, f"schedule={order}", order != "1f1b"),
+            ("interleaved", f"chunks={one('chunks'):g}", one("chunks") > 1),
+            ("deep", f"zero={one('zero'):g} in a pipeline", one("zero") > 1 and one("pp") > 1),
+            ("copies", f"replicate={one('replicate'):g} with less than zero=3", one("replicate") > 1 and one("zero", 3) < 3),
+            ("offload", "offload=optimizer", one("offload", 0) != 0),
             ("fp8", "precision=fp8", "fp8" in precisions),
-            ("grids", "tensor=2d or 3d", fixed.get("tensor", LINE) != LINE),
-            ("some", "recompute=some", fixed.get("recompute") == SOME),
+            ("grids", "tensor=2d or 3d", one("tensor", LINE) != LINE),
+            ("some", "recompute=some", one("recompute", 0) == SOME),
         )
         if asked and not chooses(framework, name)
-    ]
+    ]  # fmt: skip

@@ -19,7 +19,7 @@ from soli.planner.bounds import SLACK, constants_of, high
 from soli.planner.cost import memory
 from soli.planner.cost.points import FULL, GRID, INTERLEAVED, NONE, ONE, PRECISIONS, Array, Points
 from soli.planner.cost.step import Step, seconds, step
-from soli.planner.offers import SCHEDULES
+from soli.planner.offers import NAMED
 from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Table, points_of, spaces
 from soli.planner.task import FIXED, Task, problems
 
@@ -266,7 +266,7 @@ def plan_of(p: Points, i: int) -> Plan:
     return Plan(
         tensor=next(name for name, value in TENSORS.items() if value == p.tensor[i]), rows=int(p.rows[i]) if p.tensor[i] == GRID and p.rows[i] != p.columns[i] else 0,
         dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
-        chunks=int(p.chunks[i]) if p.schedule[i] <= INTERLEAVED else 1, schedule=next(name for name, value in SCHEDULES.items() if value == p.schedule[i]), ep=int(p.ep[i]), replicate=int(p.replicate[i]),
+        chunks=int(p.chunks[i]) if p.schedule[i] <= INTERLEAVED else 1, schedule=NAMED[p.schedule[i]], ep=int(p.ep[i]), replicate=int(p.replicate[i]),
         offload="optimizer" if p.offload[i] else "none", context=next(name for name, value in CONTEXTS.items() if value == p.context[i]),
         microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=PRECISIONS[int(p.precision[i])],
     )  # fmt: skip

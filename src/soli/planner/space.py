@@ -23,7 +23,7 @@ from soli.planner.cost.points import Array, Points, of_device
 from soli.planner.cost.programs import of_program
 from soli.planner.cost.states import of_states
 from soli.planner.legality import divisors
-from soli.planner.offers import SOLI, SOME, chooses
+from soli.planner.offers import NAMED, SOLI, SOME, chooses
 from soli.planner.task import Task
 
 Table = dict[str, Array]
@@ -92,7 +92,7 @@ def layouts(task: Task) -> Table:
     fixed = dict(task.fixed or {})
     ways = (points.RING, points.ULYSSES) if chooses(task.framework, "ulysses") else (points.RING,)
     asked = tuple(float(points.PRECISIONS.index(name)) for name in task.precisions)
-    values = {"sp": (0.0, 1.0), "context": ways, "microbatch": MICROBATCHES, "precision": asked}
+    values = {"sp": (0.0, 1.0) if chooses(task.framework, "sp") else (0.0,), "context": ways, "microbatch": MICROBATCHES, "precision": asked}
     if "microbatches" in fixed:
         values["microbatch"] = (1.0,)  # what they leave
     axes = [np.array([fixed[name]] if name in fixed else own, dtype=float) for name, own in values.items()]
@@ -114,6 +114,10 @@ def layouts(task: Task) -> Table:
     )
     heads = task.model.heads / np.where(table["tensor"] == points.CUBE, table["rows"], table["tp"] / table["rows"])
     kept &= (table["context"] == points.RING) | ((table["cp"] > 1) & (heads % table["cp"] == 0))
+    if not chooses(task.framework, "ring"):
+        kept &= (table["cp"] == 1) | (table["context"] != points.RING)
+    if not chooses(task.framework, "crossed"):
+        kept &= (table["cp"] == 1) | (table["tp"] * table["pp"] == 1)
     if task.framework != SOLI:  # whose batches need not be equal
         kept &= task.batch % taken == 0
     if not chooses(task.framework, "uneven"):
@@ -195,12 +199,13 @@ def _budgets(task: Task, table: Table) -> Places:
 def _orders(task: Task) -> Array:
     """[n, 2]: schedule and stages of a rank. What a plan calls chunks is 1 in the schedules that lie in a V."""
     said = dict(task.fixed or {})
+    has = lambda schedule: schedule == points.ONE or chooses(task.framework, NAMED[schedule])
     found = [(points.ONE, 1.0), *((points.INTERLEAVED, float(n)) for n in CHUNKS[1:])]
     if "chunks" in said:
         found = [(points.ONE if said["chunks"] == 1 else points.INTERLEAVED, said["chunks"])]
-    if chooses(task.framework, "schedules") and said.get("chunks", 1) == 1:
+    if said.get("chunks", 1) == 1:
         found += [(points.GPIPE, 1.0), (points.ZBH1, 1.0), (points.ZBV, 2.0), (points.DUALPIPEV, 2.0)]
-    kept = [(schedule, n) for schedule, n in found if said.get("schedule", schedule) == schedule]
+    kept = [(schedule, n) for schedule, n in found if said.get("schedule", schedule) == schedule and has(schedule)]
     return np.array(kept, dtype=float).reshape(-1, 2)
 
 
@@ -222,25 +227,25 @@ def _ordered(task: Task, table: Table) -> NDArray[np.bool_]:
 def _sharded(task: Task, table: Table) -> tuple[Array, Places, Places, Places]:
     """All ways to shard; the first and the number of those of each kind of row; the rows' kinds."""
     spread = points_of(task, table).expert_replicas if task.model.experts else np.zeros(size(table))
-    columns = np.stack([table["dp"], table["cp"], spread], axis=1)
+    columns = np.stack([table["dp"], table["cp"], spread, table["pp"] > 1], axis=1)
     kinds, kind = np.unique(columns.astype(np.int64), axis=0, return_inverse=True)
     kind = kind.ravel()
     fixed = tuple((task.fixed or {}).items())
-    moved = (0, 1) if chooses(task.framework, "offload") else (0,)
-    ways = [_ways(*one, moved, fixed) for one in kinds.tolist()]
+    ways = [_ways(*one, task.framework, fixed) for one in kinds.tolist()]
     count = np.array([len(one) for one in ways], dtype=np.int64)
     return np.concatenate(ways), np.cumsum(count) - count, count, kind
 
 
 @cache
-def _ways(dp: int, cp: int, experts: int, moved: tuple[int, ...], fixed: tuple[tuple[str, float], ...]) -> Array:
+def _ways(dp: int, cp: int, experts: int, piped: int, framework: str, fixed: tuple[tuple[str, float], ...]) -> Array:
     """[n, SHARDING] over so many ranks, of which `experts` have the same ones. A group of HSDP has two ranks or more."""
-    said = dict(fixed)
+    said, has = dict(fixed), {name: chooses(framework, name) for name in ("offload", "deep", "copies")}
     found = [
         (zero, copies, offload)
         for copies in divisors(dp)
         for zero in range(min(copies - 1, 1), 4)  # copies are of what is sharded
-        for offload in (moved if zero else (0,))
+        for offload in ((0, 1) if zero and has["offload"] else (0,))
+        if (has["deep"] or zero < 2 or not piped) and (has["copies"] or copies == 1 or zero == 3)
         if (zero == 0 or dp * cp > copies) and experts % copies == 0
         if said.get("zero", zero) == zero
         and said.get("replicate", copies) == copies
