@@ -19,8 +19,8 @@ from soli.planner.cost.points import points
 from soli.planner.cost.ranks import ranks
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.page import page
-from soli.planner.published import named, of_entry, stated
-from soli.planner.search import search
+from soli.planner.published import named, of_entry
+from soli.planner.search import Task, search
 from soli.planner.timeline import order, timeline
 from test_cost import BASE, ONE, point
 from test_search import LLAMA, SMALL, config, task  # noqa: F401  (config is a fixture)
@@ -223,12 +223,20 @@ def test_solis_models_are_planned_by_their_sizes() -> None:
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
-def test_layers_that_are_not_all_alike_are_said_of_a_published_model() -> None:
-    """DeepSeek-V3's first three layers are no mixtures."""
-    assert stated(of_entry("deepseek-v3")) == ", as layers that are all alike, with 703.8 billion parameters of 671"
-    cut = named("deepseek-v3-l4")
+def test_layers_without_experts_are_counted() -> None:
+    """DeepSeek-V3's first three layers are no mixtures: 671 billion parameters, 37 of each token (arXiv 2412.19437)."""
+    model = of_entry("deepseek-v3")
+    assert (model.parameters, model.used) == (pytest.approx(671e9, rel=0.001), pytest.approx(37e9, rel=0.02))
+    cut = named("deepseek-v3-l2")
     assert cut is not None
-    assert stated(cut) == stated(of_entry("llama-3-70b")) == ""
+    assert (cut.layers, cut.plain) == (2, 2)
+    dense = replace(cut, experts=0, active=1, shared=0, ffn=cut.plain_ffn, plain=0)
+    of = [search(Task(one, read_cluster("h100:8"), 16, 4096), 3) for one in (cut, dense)]
+    for name in ("time", "memory", "states"):
+        np.testing.assert_allclose(getattr(of[0].cost, name)[:20], getattr(of[1].cost, name)[:20], rtol=1e-3)
+    none, half, both = (replace(cut, plain=n).parameters for n in (0, 1, 2))
+    assert half == pytest.approx((none + both) / 2)
+    assert "671 billion parameters, 37.55 of a token" in explain.sized(model)
 
 
 def test_a_published_model_is_planned_by_its_name(tmp_path: Path) -> None:

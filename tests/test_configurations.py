@@ -63,6 +63,28 @@ def test_a_family_has_the_parameters_that_its_dimensions_give(kind: str, tmp_pat
     assert read(tmp_path, **{key: value for key, value in said.items() if key not in own})[0] == model
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "plain"),
+    [
+        ("qwen2_moe", {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, 4),
+        ("qwen3_moe", {"num_hidden_layers": 5, "mlp_only_layers": [0, 4], "moe_intermediate_size": 256}, 2),
+        ("dots1", NEEDS["dots1"] | {"first_k_dense_replace": 3, "intermediate_size": 10944}, 3),
+        ("ernie4_5_moe", {"num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_start_index": 2}, 4),
+    ],
+)
+def test_layers_without_experts_have_the_parameters_of_the_program(
+    kind: str, said: dict[str, Any], plain: int, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING[kind](**said)
+    with torch.device("meta"):
+        there = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+    config.save_pretrained(tmp_path)
+    model, _ = read_model(tmp_path)
+    assert model.plain == plain
+    assert model.parameters == pytest.approx(there, rel=NEAR)
+
+
 def test_an_activation_that_nobody_wrote_is_the_family_s(tmp_path: Path) -> None:
     """Llama 3 of 8 billion parameters, 6.2 of them without its gates."""
     model, inferred = read(tmp_path, model_type="llama", **DIMENSIONS)
@@ -88,7 +110,7 @@ def test_a_family_that_nobody_compared_is_said(tmp_path: Path) -> None:
     [
         ({"num_key_value_heads": None}, "num_key_value_heads=32, as many as heads"),
         ({"vision_config": {"hidden_size": 8}}, "vision_config is left out, only text is planned"),
-        ({"num_local_experts": 8, "first_k_dense_replace": 3}, "its first 3 layers have experts as the others"),
+        ({"num_local_experts": 8, "first_k_dense_replace": 3}, "3 of its 32 layers have an MLP of 14336 and no experts, and a stage has as many of both as the model"),
     ],
 )
 def test_what_a_configuration_leaves_out_is_said(said: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -103,7 +125,6 @@ def test_what_a_configuration_leaves_out_is_said(said: dict[str, Any], expected:
         ({"embedding_size": 128}, "a table of another width"),
         ({"word_embed_proj_dim": 128}, "a table of another width"),
         ({"attn_type_list": [0, 1]}, "layers that are no attention"),
-        ({"interleave_moe_layer_step": 2}, "layers of which some have no experts"),
         ({"shared_expert_intermediate_size": 5000, "moe_intermediate_size": 1408}, "a shared expert of another width"),
         ({"num_hidden_groups": 1}, "layers that share their weights"),
         ({"hidden_size_per_layer_input": 256}, "tables beside the first"),

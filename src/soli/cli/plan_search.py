@@ -78,7 +78,7 @@ def search(
         _one_of("framework", framework, FRAMEWORKS),
     )  # fmt: skip
     said: dict[str, Any] = {
-        "model": known.name, "parameters": known.parameters, "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
+        "model": known.name, "parameters": known.parameters, "active_parameters": known.used, "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
         "assumed": explain.assumed(task), "inferred": list(inferred),
     }  # fmt: skip
     if whatif:
@@ -105,9 +105,11 @@ def search(
 
 
 def _shown(task: Task, found: Answer, reasons: list[str]) -> None:
-    model, made, first = task.model, task.cluster, found.choices[0]
+    from soli.planner import explain
+
+    made, first = task.cluster, found.choices[0]
     print(
-        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, {task.batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)"
+        f"{explain.sized(task.model)}, {task.batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)"
     )
     _best(found.choices)
     low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
@@ -123,11 +125,11 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
     made = programs.from_file(*program) if program else programs.own(text)
     if made is None:
         from soli.planner.models import read_model
-        from soli.planner.published import named, near, stated
+        from soli.planner.published import named, near
 
         path = Path(text)
         if not path.exists() and (known := named(text)):
-            return known, (f"its dimensions are those of the published {known.name}{stated(known)}",)
+            return known, (f"its dimensions are those of the published {known.name}",)
         return read_model(path, near(text))
     from soli.engine.batch import Caller, rows_of, take
     from soli.planner.dimensions import read_program

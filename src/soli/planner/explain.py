@@ -18,6 +18,7 @@ from soli.planner.cost import memory
 from soli.planner.cost.constants import chain, sets, spread_of
 from soli.planner.cost.points import PRECISIONS, Points
 from soli.planner.cost.step import Step
+from soli.planner.models import Model
 from soli.planner.offers import SCHEDULES, SOME
 from soli.planner.search import Found, chosen, constants_of, different, enough, plan_of, search, simplest
 from soli.planner.space import CONTEXTS, LEVELS, OFFLOADS, TENSORS
@@ -141,6 +142,12 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
     )
 
 
+def sized(model: Model) -> str:
+    """A model's name and how large it is."""
+    used = f", {model.used / 1e9:.4g} of a token" if model.experts else ""
+    return f"{model.name}, {model.parameters / 1e9:.4g} billion parameters{used}"
+
+
 def note(p: Points, i: int) -> str:
     """What the plan's text does not say."""
     own, again, fewer = int(p.own_layers[i]), int(p.again[i]), int(p.fewer[i])
@@ -157,10 +164,7 @@ def flops(p: Points, i: int) -> float:
     """
     one = p.take([i])
     table = one.vocab * one.hidden
-    whole = memory.parameters(one) - (2 - one.tied) * table
-    away = np.where(one.experts > 0, one.experts + one.shared - one.active, 0.0)
-    unused = one.layers * one.matrices * one.hidden * one.ffn * away
-    return float((6 * (whole - unused + table) + 6 * one.layers * one.seq * one.attention_width)[0])
+    return float((6 * (memory.used(one) - (1 - one.tied) * table) + 6 * one.layers * one.seq * one.attention_width)[0])
 
 
 def why(best: list[Choice]) -> str:

@@ -56,11 +56,18 @@ class Model:
     shared: int = 0  # of the active experts those that each token goes to
     compressed: int = 0  # parameters of a layer's attention, where its keys are compressed
     flash: bool = True  # attention's scores are not kept in memory
+    plain: int = 0  # layers of a mixture that have one MLP in the place of experts
+    plain_ffn: int = 0
 
     @property
     def parameters(self) -> float:
         """Of all layers and tables."""
         return float(memory.parameters(points([{**dict.fromkeys(NEUTRAL, 1.0), **self.point()}]))[0])
+
+    @property
+    def used(self) -> float:
+        """Parameters without the experts that a token does not go to."""
+        return float(memory.used(points([{**dict.fromkeys(NEUTRAL, 1.0), **self.point()}]))[0])
 
     def point(self) -> dict[str, float]:
         """The model's part of a point."""
@@ -139,6 +146,8 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         seq=numbers["seq"] or 0,
         shared=shared,
         compressed=_compressed(said, hidden, heads),
+        plain=_plain(said, layers) if experts else 0,
+        plain_ffn=numbers["plain_ffn"] or numbers["ffn"] or 4 * hidden if experts else 0,
     )
     return model, tuple(_inferred(kind, said, numbers, model))
 
@@ -180,10 +189,22 @@ def _shared(said: Mapping[str, Any]) -> int | None:
     return wide // one if whole else (None if wide else 0)
 
 
+def _plain(said: Mapping[str, Any], layers: int) -> int:
+    """Layers of a mixture without experts, as programs of transformers read it."""
+    whole = lambda key, usual: said[key] if isinstance(said.get(key), int) and said[key] > 0 else usual
+    listed = lambda key: said[key] if isinstance(said.get(key), list) else []
+    if kinds := listed("mlp_layer_types"):
+        return kinds.count("dense")
+    step, every = max(whole(key, 1) for key in STEPS), whole("moe_layer_freq", 1)
+    first, last = whole("first_k_dense_replace", whole("moe_layer_start_index", 0)), whole("moe_layer_end_index", layers)
+    marks = listed("moe_layer_freq") or [i % every == 0 for i in range(layers)]
+    kept = (i for i in range(first, min(last + 1, layers, len(marks))) if marks[i] and i not in listed("mlp_only_layers"))
+    return layers - sum((i + 1) % step == 0 for i in kept)
+
+
 def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Problem]:
     keys = {key: what for what, pattern in STRANGE.items() for key in said if said[key] and re.fullmatch(pattern, key)}
     keys |= {key: "a table of another width" for key in NARROW if hidden and said.get(key, hidden) != hidden}
-    keys |= {key: "layers of which some have no experts" for key in STEPS if said.get(key, 1) not in (0, 1)}
     if _shared(said) is None:
         keys["shared_expert_intermediate_size"] = "a shared expert of another width"
     if said.get("attn_type") == "multiquery_attention":
@@ -211,8 +232,8 @@ def _inferred(kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | No
         )
     if model.gated and numbers["kv_heads"] is None and model.kv_heads > 1:
         found.append(f"num_key_value_heads={model.kv_heads}, as many as heads")
-    if model.experts and (first := said.get("first_k_dense_replace")):
-        found.append(f"its first {first} layers have experts as the others")
+    if model.plain:
+        found.append(f"{model.plain} of its {model.layers} layers have an MLP of {model.plain_ffn} and no experts, and a stage has as many of both as the model")
     found += [f"{key} is left out, only text is planned" for key in said if TOWER.fullmatch(key) and said[key]]
     return found
 

@@ -30,7 +30,7 @@ th:nth-child(2),td.plan{text-align:left}td.plan{font-family:monospace;min-width:
 def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple[str, ...] = ()) -> str:
     """The whole page. `reasons`: answers to why-not. `inferred`: what was read from a model."""
     found = explain.best(task, SHOWN)
-    head = f"{task.model.name} on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
+    head = f"{explain.sized(task.model)}, on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
     figures = [
         ("Memory of a device", "Bars: what is predicted. Line: the upper bound, which must stay below the dashes.", _memory),
         *([("One step of the first plan", _said_of_timeline(found), _timeline)] if found.points.schedule[0] <= INTERLEAVED else []),

@@ -14,9 +14,6 @@ from soli.planner.models import Model
 LAYERS = re.compile(r"(?:^|[-_ ])l(\d+)\b|\b(\d+)[-_ ]?layers?\b", re.I)
 """A name that says of how many layers a part of a model has: deepseek-v2-l4."""
 
-NEAR = 0.02
-"""How far a published model's parameters may be from what is stated of it without a word."""
-
 
 @cache
 def published() -> dict[str, dict[str, Any]]:
@@ -33,17 +30,6 @@ def of_entry(name: str) -> Model:
     return Model(name=name, active=active, **said)
 
 
-def stated(model: Model) -> str:
-    """What is said of a published model whose layers are not all alike: of how many parameters it is taken for."""
-    has, said = model.parameters / 1e9, float(published()[model.name]["billions"])
-    part = model.layers != of_entry(model.name).layers  # as its name says
-    return (
-        ""
-        if part or abs(has / said - 1) < NEAR
-        else f", as layers that are all alike, with {has:.1f} billion parameters of {said:g}"
-    )
-
-
 def plain_name(text: str) -> str:
     """A name as `match` has it: without its publisher, and 1.3B is not 13B."""
     words = re.sub(r"(?<=\d) ?billion", "b", re.sub(r"^[\w.-]+/(?=[a-z])", "", text.lower().replace("×", "x")))
@@ -57,7 +43,8 @@ def named(text: str) -> Model | None:
     if entry is None or re.search(r"distill|vl\d|vl$|vision", plain):  # as large as others, of other programs
         return None
     model, part = of_entry(entry), LAYERS.search(text)
-    return replace(model, layers=int(part[1] or part[2])) if part else model
+    layers = int(part[1] or part[2]) if part else model.layers
+    return replace(model, layers=layers, plain=min(model.plain, layers))
 
 
 def near(text: str) -> list[str]:

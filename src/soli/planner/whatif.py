@@ -48,10 +48,13 @@ def scaled(model: Model, times: float) -> Model:
     group = model.heads // model.kv_heads
     heads = max(round(model.heads * times / group / 8) * 8 * group, group)
     wide = heads / model.heads
+    layers = max(round(model.layers * times**3 / wide**2), 1)
     return replace(
         model,
         name=f"{model.name} x {times:.3g}",
-        layers=max(round(model.layers * times**3 / wide**2), 1),
+        layers=layers,
+        plain=round(model.plain * layers / model.layers),
+        plain_ffn=round(model.plain_ffn * wide / 64) * 64,
         hidden=round(model.hidden * wide / 64) * 64,
         heads=heads,
         kv_heads=heads // group,

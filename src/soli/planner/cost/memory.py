@@ -14,7 +14,7 @@ import numpy as np
 
 from soli.planner.cost import grids
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, LINE, NONE, RING, SELECTIVE, Array, Points
+from soli.planner.cost.points import FULL, LINE, NONE, RING, SELECTIVE, Array, Points, in_the_mean
 from soli.planner.cost.ranks import Rank, ranks
 from soli.planner.cost.schedules import in_a_v
 
@@ -25,6 +25,7 @@ NORMS = 4.0
 """Vectors of a layer's width: two norms' weights and biases, or what others have in their place."""
 
 
+@in_the_mean
 def of_layer(p: Points) -> tuple[Array, Array]:
     """A layer's parameters on a rank: those that dp replicates, and those of experts, which dp / ep ranks have."""
     mlp = p.matrices * p.hidden * p.ffn
@@ -60,6 +61,12 @@ def parameters(p: Points) -> Array:
     dense, experts = of_layer(p)
     norms = p.tp * vectors(p) - NORMS * p.hidden  # which several ranks of tp have
     return p.layers * (p.tp * dense + experts * p.ep * p.expert_tp - norms) + (2 - p.tied) * p.vocab * p.hidden
+
+
+def used(p: Points) -> Array:
+    """Those that a token is multiplied with, and the tables: not experts that it does not go to."""
+    away = np.where(p.experts > 0, p.experts + p.shared - p.active, 0.0)
+    return parameters(p) - (p.layers - p.plain) * p.matrices * p.hidden * p.ffn * away
 
 
 def of_rank(p: Points, rank: Rank) -> tuple[Array, Array]:
@@ -115,6 +122,7 @@ def casts(p: Points, rank: Rank) -> Array:
     return np.where(p.casts > 0, 2.0 * (rank.layers * layer * times + table), 0.0)
 
 
+@in_the_mean
 def activations_of_layer(p: Points) -> Array:
     """Bytes that one layer keeps of one microbatch for its backward."""
     around = p.around

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,9 @@ class Points:
     written: Array = field(metadata={"unsaid": 0.0})
     # flag: a token crosses to a server once, however many of its experts are there
     once: Array = field(metadata={"unsaid": 0.0})
+    # of a mixture's layers those that have one MLP of `plain_ffn` in the place of experts
+    plain: Array = field(metadata={"unsaid": 0.0})
+    plain_ffn: Array = field(metadata={"unsaid": 0.0})
     # bytes a hidden unit that are kept of a token at each of its experts
     routed: Array = field(metadata={"unsaid": 4.0})
     # ranks that share one expert's products; 0: as many of tp's as ep leaves
@@ -221,6 +225,21 @@ class Points:
     @property
     def devices(self) -> Array:
         return self.tp * self.cp * self.pp * self.dp
+
+
+def in_the_mean(of: Callable[..., Any]) -> Callable[..., Any]:
+    """What is said of one layer, in the mean of a mixture's and of those that have no experts."""
+
+    @wraps(of)
+    def mean(p: Points, *more: Any) -> Any:
+        if not p.plain.any():
+            return of(p, *more)
+        alike, none = replace(p, plain=np.zeros(len(p))), np.zeros(len(p))
+        dense = replace(alike, experts=none, active=none + 1, shared=none, ffn=p.plain_ffn)
+        one, other = (np.asarray(of(points, *more)) for points in (alike, dense))
+        return one + p.plain / p.layers * (other - one)
+
+    return mean
 
 
 UNSAID = {f.name: f.metadata["unsaid"] for f in fields(Points) if f.metadata}

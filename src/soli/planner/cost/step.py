@@ -8,7 +8,7 @@ import numpy as np
 
 from soli.planner.cost import arithmetic, communication, context, grids, memory, overlap, pipeline, schedules
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, INTERLEAVED, Amount, Array, Points
+from soli.planner.cost.points import FULL, INTERLEAVED, Amount, Array, Points, in_the_mean
 
 WRITTEN_OUT = 1.15
 """Launches of a layer that makes attention's scores, by those of one with a kernel: what Megatron-LM's test of tp=4 took on one
@@ -32,6 +32,7 @@ class Step:
     states: Array
 
 
+@in_the_mean
 def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     """Seconds of one layer and microbatch, forward and backward; and of the collectives in it that nothing hides.
 
