@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from math import ceil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soli.core.errors import SoliError
+from soli.core.layout import even_parts
 from soli.core.plan import Plan
 from soli.planner import bounds, explain, legality, space
 from soli.planner.cost import arithmetic, communication, context, memory, pipeline
@@ -141,9 +143,10 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
                 or (sp and asked.framework == "deepspeed")
             ):
                 continue
+            part = ceil(ceil(asked.batch / dp) / times) if asked.framework == "soli" else microbatch
             if tensor and (sp or schedule in ("zbh1", "zbv", "dualpipev")):
                 continue
-            if tensor and microbatch % (rows * rows if tensor == CUBE else rows):
+            if tensor and part % (rows * rows if tensor == CUBE else rows):
                 continue
             if pp * chunks > model.layers or (schedule in ("interleaved", "zbh1") and times % pp):
                 continue
@@ -152,7 +155,7 @@ def brute(asked: Task) -> set[tuple[float, ...]]:
             if again and again >= model.layers / pp / chunks:
                 continue
             if asked.framework == "soli" or asked.batch % (dp * microbatch) == 0:
-                found.add((tp, cp, pp, dp, ep, tensor, rows, sp, crossing, microbatch, SCHEDULES[schedule], chunks, recompute, again * chunks, *shards))  # fmt: skip
+                found.add((tp, cp, pp, dp, ep, tensor, rows, sp, crossing, part, SCHEDULES[schedule], chunks, recompute, again * chunks, *shards))  # fmt: skip
     return found
 
 
@@ -168,6 +171,17 @@ def test_a_program_is_offered_what_it_has(name: str) -> None:
     for words in ("pp=2,zero=3", "chunks=2,pp=2", "cp=2,tp=2", "context=ring", "replicate=2,zero=2", "schedule=zbv"):
         with pytest.raises(SoliError, match=f"{name} does not run"):
             search(asked.with_fixed(explain.fixed_of(words)))
+
+
+@pytest.mark.parametrize("batch", [48, 100, 131, 256])
+def test_microbatches_are_as_large_as_the_engine_cuts_them(batch: int) -> None:
+    """100 sequences of 8 replicas in two parts are 7 and 6 of 13, not 8 and 8."""
+    table = space.layouts(task(SMALL, "h100:8x3", batch=batch, seq=2048))
+    for dp, size in {*zip(table["dp"].astype(int).tolist(), table["microbatch"].astype(int).tolist(), strict=True)}:
+        own = max(b - a for a, b in even_parts(batch, dp))
+        assert max(b - a for a, b in even_parts(own, -(-batch // (dp * size)))) == size
+    if batch == 100:
+        assert 7.0 in table["microbatch"][table["dp"] == 8]
 
 
 def test_a_stage_that_has_one_layer_more_is_charged() -> None:

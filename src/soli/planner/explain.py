@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.planner import space
 from soli.planner.cost import memory
