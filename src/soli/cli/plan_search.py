@@ -108,9 +108,7 @@ def _shown(task: Task, found: Answer, reasons: list[str]) -> None:
     from soli.planner import explain
 
     made, first = task.cluster, found.choices[0]
-    print(
-        f"{explain.sized(task.model)}, {task.batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)"
-    )
+    print(f"{explain.sized(task.model)}, {task.batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)")
     _best(found.choices)
     low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
     print(f"{found.seen} {found.why}.")

@@ -122,11 +122,8 @@ def _of_its_own(name: str, stack: Stack, trace: Trace) -> None:
     outside = [one for one in trace.attentions if not set(one.where) & set(stack.names)]
     if outside:
         where = next((part for part in reversed(outside[0].where) if part), "the model itself")
-        raise _no_stack(
-            name,
-            f"attention in {where} too, outside of the {len(stack.blocks)} like blocks from {stack.names[0]}: "
-            "an encoder and a decoder, or blocks that differ",
-        )
+        many = f"the {len(stack.blocks)} like blocks from {stack.names[0]}: an encoder and a decoder, or blocks that differ"
+        raise _no_stack(name, f"attention in {where} too, outside of {many}")
     odd = next((i for i, count in enumerate(times) if count != 1), None)
     if odd is not None:
         raise _no_stack(name, f"the block {stack.names[odd]} attends {times[odd]} times")

@@ -61,11 +61,8 @@ def problems(plan: Plan, world: int) -> Iterator[Problem]:
 def _grid_problems(plan: Plan) -> Iterator[Problem]:
     """What keeps tp's ranks from being the grid that is asked for."""
     if plan.tensor != "2.5d" and plan.depth > 1:
-        yield Problem(
-            f"'depth' counts the copies of a grid, and tensor={plan.tensor} has one",
-            got=f"depth={plan.depth}",
-            fix="tensor=2.5d, or leave depth out",
-        )
+        what = f"'depth' counts the copies of a grid, and tensor={plan.tensor} has one"
+        yield Problem(what, got=f"depth={plan.depth}", fix="tensor=2.5d, or leave depth out")
     if plan.tensor == "1d":
         if plan.rows:
             fix = "tensor=2d, or leave rows out"
@@ -107,9 +104,8 @@ def _grid_problems(plan: Plan) -> Iterator[Problem]:
 def _cube_problems(plan: Plan) -> Iterator[Problem]:
     edge = plan.grid[0]
     if plan.rows:
-        yield Problem(
-            "'rows' are of a grid, and a cube is as wide as it is deep", got=f"rows={plan.rows}", fix="leave rows out"
-        )
+        what = "'rows' are of a grid, and a cube is as wide as it is deep"
+        yield Problem(what, got=f"rows={plan.rows}", fix="leave rows out")
     if edge**3 != plan.tp:
         near = sorted({max(e, 1) ** 3 for e in (int(plan.tp ** (1 / 3) + 1e-9), int(plan.tp ** (1 / 3) + 1e-9) + 1)})
         fix = " or ".join(f"tp={n}" for n in near)
@@ -121,12 +117,9 @@ def _on_grids(plan: Plan) -> Iterator[Problem]:
         what = "'sp' cuts the sequence between products, where a grid has cut rows and hidden sizes already"
         yield Problem(what, got=f"sp=on, tensor={plan.tensor}", fix="leave sp out")
     if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
-        yield Problem(
-            f"'{plan.schedule}' computes gradients of inputs and of weights apart, which a grid's products do at once",
-            got=f"schedule={plan.schedule}, tensor={plan.tensor}",
-            allowed="gpipe, 1f1b, interleaved",
-            fix="schedule=1f1b",
-        )
+        what = f"'{plan.schedule}' computes gradients of inputs and of weights apart, which a grid's products do at once"
+        got, allowed = f"schedule={plan.schedule}, tensor={plan.tensor}", "gpipe, 1f1b, interleaved"
+        yield Problem(what, got=got, allowed=allowed, fix="schedule=1f1b")
 
 
 def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
@@ -145,11 +138,8 @@ def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
     elif plan.schedule in V_SHAPED and plan.chunks > 2:
         yield Problem(f"'{plan.schedule}' has two stages a rank", got=f"chunks={plan.chunks}", fix="leave chunks out")
     elif plan.schedule not in (*V_SHAPED, "interleaved") and plan.chunks > 1:
-        yield Problem(
-            f"'{plan.schedule}' has one stage a rank",
-            got=f"chunks={plan.chunks}",
-            fix=f"schedule=interleaved,chunks={plan.chunks}",
-        )
+        fix = f"schedule=interleaved,chunks={plan.chunks}"
+        yield Problem(f"'{plan.schedule}' has one stage a rank", got=f"chunks={plan.chunks}", fix=fix)
 
 
 def resolve(plan: Plan, world: int) -> Plan:

@@ -62,12 +62,15 @@ class Model:
     @property
     def parameters(self) -> float:
         """Of all layers and tables."""
-        return float(memory.parameters(points([{**dict.fromkeys(NEUTRAL, 1.0), **self.point()}]))[0])
+        return float(memory.parameters(self._alone())[0])
 
     @property
     def used(self) -> float:
         """Parameters without the experts that a token does not go to."""
-        return float(memory.used(points([{**dict.fromkeys(NEUTRAL, 1.0), **self.point()}]))[0])
+        return float(memory.used(self._alone())[0])
+
+    def _alone(self) -> Points:
+        return points([{**dict.fromkeys(NEUTRAL, 1.0), **self.point()}])
 
     def point(self) -> dict[str, float]:
         """The model's part of a point."""
@@ -91,11 +94,8 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
             + (f" ({', '.join(near)})" if near else ""),
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SoliError(
-            "the model is no config.json",
-            got=f"{file}: {error}",
-            allowed="a Hugging Face config.json, or the directory that has one",
-        ) from error
+        allowed = "a Hugging Face config.json, or the directory that has one"
+        raise SoliError("the model is no config.json", got=f"{file}: {error}", allowed=allowed) from error
     if not isinstance(said, Mapping):
         raise SoliError("the model is no config.json", got=f"{file}: no object of JSON")
     for part in PARTS:
@@ -130,25 +130,16 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
     family = FAMILIES.get(kind, Family(gated=activation in GATED or (experts > 0 and not activation), tied=True))
+    wide = numbers["ffn"] or 4 * hidden
     model = Model(
-        name=str(said.get("_name_or_path") or kind or file.parent.name),
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
+        name=str(said.get("_name_or_path") or kind or file.parent.name), layers=layers, hidden=hidden, heads=heads,
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
         head_size=_latent_head(said) or numbers["head_size"] or hidden // heads,
-        ffn=(numbers["expert_ffn"] if experts else None) or numbers["ffn"] or 4 * hidden,
-        gated=family.gated,
-        vocab=vocab,
-        experts=experts,
-        active=(numbers["routed"] or 1) + shared if experts else 1,
-        tied=bool(said.get("tie_word_embeddings", family.tied)),
-        seq=numbers["seq"] or 0,
-        shared=shared,
-        compressed=_compressed(said, hidden, heads),
-        plain=_plain(said, layers) if experts else 0,
-        plain_ffn=numbers["plain_ffn"] or numbers["ffn"] or 4 * hidden if experts else 0,
-    )
+        ffn=(numbers["expert_ffn"] if experts else None) or wide, gated=family.gated, vocab=vocab, experts=experts,
+        active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=numbers["seq"] or 0,
+        tied=bool(said.get("tie_word_embeddings", family.tied)), compressed=_compressed(said, hidden, heads),
+        plain=_plain(said, layers) if experts else 0, plain_ffn=(numbers["plain_ffn"] or wide) if experts else 0,
+    )  # fmt: skip
     return model, tuple(_inferred(kind, said, numbers, model))
 
 

@@ -50,16 +50,10 @@ def scaled(model: Model, times: float) -> Model:
     wide = heads / model.heads
     layers = max(round(model.layers * times**3 / wide**2), 1)
     return replace(
-        model,
-        name=f"{model.name} x {times:.3g}",
-        layers=layers,
-        plain=round(model.plain * layers / model.layers),
-        plain_ffn=round(model.plain_ffn * wide / 64) * 64,
-        hidden=round(model.hidden * wide / 64) * 64,
-        heads=heads,
-        kv_heads=heads // group,
-        ffn=max(round(model.ffn * wide / 64), 1) * 64,
-    )
+        model, name=f"{model.name} x {times:.3g}", layers=layers, plain=round(model.plain * layers / model.layers),
+        plain_ffn=round(model.plain_ffn * wide / 64) * 64, hidden=round(model.hidden * wide / 64) * 64, heads=heads,
+        kv_heads=heads // group, ffn=max(round(model.ffn * wide / 64), 1) * 64,
+    )  # fmt: skip
 
 
 def devices(task: Task, tokens: float, days: float) -> tuple[int, explain.Choice]:

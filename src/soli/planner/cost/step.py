@@ -147,14 +147,8 @@ def update(p: Points, k: Constants) -> Array:
 def step(p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount = 1.0) -> Step:
     """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
     time, run, reduced, spent = seconds(p, k, of_layers, of_tables)
+    m = p.microbatches
     return Step(
-        time=time,
-        layers=p.microbatches * run.layers,
-        tables=p.microbatches * run.tables,
-        exposed=p.microbatches * run.exposed,
-        waiting=run.waiting,
-        gradients=reduced,
-        update=spent,
-        memory=memory.peak(p, k),
-        states=memory.states(p, k),
-    )
+        time=time, layers=m * run.layers, tables=m * run.tables, exposed=m * run.exposed, waiting=run.waiting,
+        gradients=reduced, update=spent, memory=memory.peak(p, k), states=memory.states(p, k),
+    )  # fmt: skip
