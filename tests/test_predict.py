@@ -692,3 +692,16 @@ def test_what_is_no_table_is_refused(tmp_path: Path, text: str | None, said: str
     done = soli("plan", "predict", str(path))
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
+
+
+def test_logits_of_masked_tokens_alone_are_charged_as_such() -> None:
+    """NVIDIA's BERT, whose table says so; transformers' BertForMaskedLM has logits of all tokens."""
+    row = {
+        "framework": "pytorch", "layers": "24", "hidden": "1024", "heads": "16", "ffn": "4096", "seq_len": "512", "vocab": "30528",
+        "gpu": "A100-80GB-SXM", "gpus": "8", "tp": "1", "pp": "1", "microbatch": "32", "global_batch": "4096", "recompute": "none", "precision": "fp16",
+    }  # fmt: skip
+    whole, masked = predict([row, row | {"notes": "logits of the masked positions only (80 of 512)"}])
+    assert whole.predicted_time_s is not None
+    assert masked.predicted_time_s is not None
+    assert 0.85 < masked.predicted_time_s / whole.predicted_time_s < 0.97
+    assert (masked.predicted_memory_gb or 0) < (whole.predicted_memory_gb or 0)

@@ -33,17 +33,15 @@ def problems(plan: Plan, world: int) -> Iterator[Problem]:
             yield Problem(f"'{key}={word(value)}' is not built yet", got=word(value), allowed=allowed)
     if plan.dp is None:
         if world % plan.model_ranks:
-            yield Problem(
-                f"{world} ranks are no multiple of pp x cp x tp = {plan.model_ranks}", got=f"{plan} on {world} ranks"
-            )
+            what = f"{world} ranks are no multiple of pp x cp x tp = {plan.model_ranks}"
+            yield Problem(what, got=f"{plan} on {world} ranks")
     elif plan.dp * plan.model_ranks != world:
         what = f"the plan takes {plan.dp * plan.model_ranks} ranks and {world} are there"
         got = f"dp={plan.dp} x pp={plan.pp} x cp={plan.cp} x tp={plan.tp} = {plan.dp * plan.model_ranks}"
         yield Problem(what, got=got, allowed=f"degrees whose product is {world}")
     if plan.sp and plan.tp == 1:
-        yield Problem(
-            "'sp' cuts the sequence over the ranks of tp, and tp=1 has one", got="sp=on, tp=1", fix="leave sp out"
-        )
+        what = "'sp' cuts the sequence over the ranks of tp, and tp=1 has one"
+        yield Problem(what, got="sp=on, tp=1", fix="leave sp out")
     yield from _grid_problems(plan)
     if plan.cp == 1 and plan.context != Plan.context:
         what = "'context' says how attention crosses the ranks of cp, and cp=1 has one"
@@ -81,12 +79,9 @@ def _grid_problems(plan: Plan) -> Iterator[Problem]:
     near = lambda n: sorted({isqrt(n) ** 2, (isqrt(n) + 1) ** 2} - {0})
     fits = [f"tp={depth * n}" for n in near(max(ranks, 1))]
     if more:
-        yield Problem(
-            f"tp={plan.tp} is no multiple of depth={plan.depth}",
-            got=f"tp={plan.tp}, depth={plan.depth}",
-            allowed="tp = depth x rows x columns",
-            fix=f"{' or '.join(fits)}, or depth={' or '.join(map(str, divisors(plan.tp)))}",
-        )
+        what, got = f"tp={plan.tp} is no multiple of depth={plan.depth}", f"tp={plan.tp}, depth={plan.depth}"
+        fix = f"{' or '.join(fits)}, or depth={' or '.join(map(str, divisors(plan.tp)))}"
+        yield Problem(what, got=got, allowed="tp = depth x rows x columns", fix=fix)
     elif plan.rows and ranks % plan.rows:
         allowed = ", ".join(map(str, divisors(ranks)))
         yield Problem(f"rows={plan.rows} does not divide the {ranks} ranks of a grid", allowed=allowed)

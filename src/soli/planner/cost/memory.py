@@ -217,7 +217,7 @@ def backward(p: Points) -> Array:
 def logits(p: Points, k: Constants) -> Array:
     """Bytes of a microbatch's logits at the loss, in 16 and in 32 bits, and of what the loss makes of them."""
     pieces = np.where(p.pieces > 0, p.pieces, np.maximum(p.vocab / p.hidden, 1.0))
-    return p.tokens * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, k.logit_kept / pieces)
+    return p.tokens * p.scored * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, k.logit_kept / pieces)
 
 
 def kinds(p: Points, k: Constants, bare: bool = False) -> dict[str, Array]:

@@ -106,6 +106,8 @@ class Points:
     late: Array = field(metadata={"unsaid": 0.0})  # flag: gradients take no memory before the backward makes them
     # in which a microbatch's logits are made; 0: each as large as what the last product reads
     pieces: Array = field(metadata={"unsaid": 1.0})
+    # of the tokens those that have logits: all, or an encoder's masked ones
+    scored: Array = field(metadata={"unsaid": 1.0})
     # flag: the loss is one kernel, which has a batch's logits read twice and their gradient written
     one_loss: Array = field(metadata={"unsaid": 0.0})
     moved: Array = field(metadata={"unsaid": 0.0})  # flag: what layers keep for the backward lies in the host's memory
