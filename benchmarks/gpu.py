@@ -25,13 +25,15 @@ from soli.core.plan import Plan
 from soli.engine.rehearse import Program, rehearse
 from soli.models.gpt import GPT, GPTConfig
 from soli.models.llama import Llama, LlamaConfig
-from soli.models.t5 import T5, T5Config
 from soli.planner.explain import Choice, choice
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.legality import resolve
 from soli.planner.models import Model
 from soli.planner.search import costs, spaces
 from soli.planner.task import Task
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from t5 import T5, T5Config
 
 OUT = Path(__file__).resolve().parent / "results" / "gpu"
 PLANS = tuple(f"dp=1,precision=bf16{more}" for more in ("", ",recompute=selective", ",recompute=full", ",accumulate=4"))

@@ -17,9 +17,9 @@ from soli.losses import LossFn
 from soli.models.bert import Bert, BertConfig
 from soli.models.gpt import GPT, GPTConfig
 from soli.models.llama import Llama, LlamaConfig
-from soli.models.t5 import T5, T5Config
 from soli.models.vit import ViT, ViTConfig
 from soli.verify.parity import Case, adamw
+from t5 import T5, T5Config
 
 STEPS = 3
 IGNORE = losses.IGNORE

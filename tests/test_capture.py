@@ -21,7 +21,6 @@ from soli.core.errors import SoliError
 from soli.models.bert import Bert, BertConfig
 from soli.models.gpt import GPT, GPTConfig
 from soli.models.llama import Llama, LlamaConfig
-from soli.models.t5 import T5, T5Config
 from soli.models.vit import ViT, ViTConfig
 from soli.planner import explain
 from soli.planner.capture import capture
@@ -29,6 +28,7 @@ from soli.planner.dimensions import read_program
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.models import Model, read_model
 from soli.planner.task import Task
+from t5 import T5, T5Config
 
 ROOT = Path(__file__).parent.parent
 TOKENS = torch.zeros(1, 64, dtype=torch.int64)

@@ -85,7 +85,7 @@ def search(
         said["whatif"] = [_whatif(task, question) for question in whatif]
     else:
         found = explain.answer(task, count)
-        found = replace(found, why=". ".join(filter(None, (found.why, explain.beyond(task, found.fastest)))))
+        found = replace(found, why=". ".join(filter(None, (found.why, explain.beyond(task, found.choices[0])))))
         reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
         said |= {**found.asdict(), "why_not": reasons}
         if html is not None:

@@ -61,7 +61,7 @@ class Answer:
     """The best plans, why the first one, and on what this stands."""
 
     choices: list[Choice]
-    fastest: Choice  # the first, or what is no quicker than the model is off
+    simplest: Choice  # of all that are no slower than the first by what the model is off
     why: str
     counted: int
     looked: int
@@ -72,46 +72,37 @@ class Answer:
     def seen(self) -> str:
         """How many plans there are, and how many were looked at."""
         return (
-            f"{self.counted} plans: these are the best{'' if self.choices[0] == self.fastest else ', the simplest first'}. {self.looked} were computed; the bounds of the others are slower, "
+            f"{self.counted} plans: these are the best. {self.looked} were computed; the bounds of the others are slower, "
             "or larger than the memory."
         )
 
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "plans": self.counted, "looked": self.looked, "fit": self.fit, "best": [one.asdict() for one in self.choices], "fastest": self.fastest.asdict(), "why": self.why,
+            "plans": self.counted, "looked": self.looked, "fit": self.fit, "best": [one.asdict() for one in self.choices], "simplest": self.simplest.asdict(), "why": self.why,
             "assumed": self.assumed,
         }  # fmt: skip
 
 
 def answer(task: Task, count: int = 10) -> Answer:
     """The best plans of a task, which differ. SoliError where nothing fits, with what would."""
-    found = best(task, max(count, 2))
+    near = spread_of(task.framework)["near"]
+    found = search(task, max(count, 2), near)
     if not len(found.points):
         raise _nothing(found)
-    shown = [choice(task, found.points, found.cost, i) for i in different(found, max(count, 2))]
-    place = int(found.cost.time.argmin())
-    fastest = choice(task, found.points, found.cost, place) if place else shown[0]
-    words = simpler(task, found, fastest) if place else why(shown)
-    return Answer(shown[:count], fastest, words, found.counted, found.looked, found.fit, assumed(task))
+    best, words = [choice(task, found.points, found.cost, i) for i in different(found, max(count, 2))], ""
+    plain = best[0]
+    if place := simplest(found, near):
+        plain, few = choice(task, found.points, found.cost, place), chosen(found.points)
+        words = simpler(plain, best[0], near, (few[place], few[0]))
+    return Answer(best[:count], plain, why(best) + words, found.counted, found.looked, found.fit, assumed(task))
 
 
-def best(task: Task, count: int) -> Found:
-    """What a search finds. First is the simplest of the plans that are no slower than the quickest by what two of one workload are off
-    beside each other; then the quickest."""
-    near = spread_of(task.framework)["near"]
-    found = search(task, count, near)
-    return simplest(found, near) if len(found.points) else found
-
-
-def simpler(task: Task, found: Found, fastest: Choice) -> str:
-    """What the first is quicker than, which is not the quickest."""
-    first, near = choice(task, found.points, found.cost, 0), spread_of(task.framework)["near"]
-    less, few = 1 - fastest.step_time_s / first.step_time_s, chosen(found.points)
+def simpler(plain: Choice, first: Choice, near: float, few: tuple[float, float]) -> str:
+    """What has fewer choices than the first, and is as quick as far as the model knows."""
     return (
-        f"The quickest, {fastest.plan}, takes {fastest.step_time_s:.4g} s ({less:.1%} less): {compared(fastest, first)}. Plans of one "
-        f"workload are {near:.1%} off beside each other, and of all that near to it the first has the fewest choices beyond sharing the "
-        f"batch out, {few[0]:g} in place of {few[found.cost.time.argmin()]:g}"
+        f". {plain.plan} takes {plain.step_time_s / first.step_time_s - 1:.1%} longer, and two plans of one workload are {near:.1%} off beside each "
+        f"other: of all that near it has the fewest choices beyond sharing the batch out, {few[0]:g} in place of {few[1]:g}"
     )
 
 
@@ -215,7 +206,7 @@ def why_not(task: Task, wanted: Mapping[str, float]) -> str:
         return f"{said}: " + "; ".join(problem.what for problem in wrong)
     if not space.counted(asked):
         return f"{said}: no plan has it, with {task.model.heads} heads, {task.model.layers} layers and {task.batch} sequences"
-    seen = best(asked, 1)
+    seen = search(asked, 1)
     if not len(seen.points):
         return f"{said}: does not fit. " + lacking(seen)
     other = choice(asked, seen.points, seen.cost, 0)

@@ -11,7 +11,7 @@ import numpy as np
 from soli.core.picture import svg
 from soli.planner import explain
 from soli.planner.cost.points import INTERLEAVED
-from soli.planner.search import SHOWN, Found, holds, plan_of, search, thriftiest
+from soli.planner.search import Found, holds, plan_of, search, thriftiest
 from soli.planner.task import Task
 from soli.planner.timeline import Work, timeline
 
@@ -29,7 +29,7 @@ th:nth-child(2),td.plan{text-align:left}td.plan{font-family:monospace;min-width:
 
 def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple[str, ...] = ()) -> str:
     """The whole page. `reasons`: answers to why-not. `inferred`: what was read from a model."""
-    found = explain.best(task, SHOWN)
+    found = search(task)
     head = f"{explain.sized(task.model)}, on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
     figures = [
         ("Memory of a device", "Bars: what is predicted. Line: the upper bound, which must stay below the dashes.", _memory),

@@ -63,7 +63,7 @@ def devices(task: Task, tokens: float, days: float) -> tuple[int, explain.Choice
 
     def quickest(count: int) -> explain.Choice | None:
         larger = replace(task, cluster=replace(task.cluster, nodes=count))
-        return explain.answer(larger, 1).fastest if holds(larger) else None
+        return explain.answer(larger, 1).choices[0] if holds(larger) else None
 
     for count in SERVERS:
         found = quickest(count)
