@@ -130,7 +130,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
     family = FAMILIES.get(kind, Family(gated=activation in GATED or (experts > 0 and not activation), tied=True))
-    wide = numbers["ffn"] or 4 * hidden
+    wide, plain = numbers["ffn"] or 4 * hidden, _plain(said, layers) if experts else 0
     model = Model(
         name=str(said.get("_name_or_path") or kind or file.parent.name), layers=layers, hidden=hidden, heads=heads,
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
@@ -138,7 +138,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         ffn=(numbers["expert_ffn"] if experts else None) or wide, gated=family.gated, vocab=vocab, experts=experts,
         active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=numbers["seq"] or 0,
         tied=bool(said.get("tie_word_embeddings", family.tied)), compressed=_compressed(said, hidden, heads),
-        plain=_plain(said, layers) if experts else 0, plain_ffn=(numbers["plain_ffn"] or wide) if experts else 0,
+        plain=plain, plain_ffn=(numbers["plain_ffn"] or wide) if plain else 0,
     )  # fmt: skip
     return model, tuple(_inferred(kind, said, numbers, model))
 
