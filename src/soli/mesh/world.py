@@ -165,7 +165,7 @@ def make_group(backend: str, rank: int, size: int, seconds: float, **where: Any)
     """torch's process group of all ranks over a backend of soli's; `where`: a store, if not the environment's."""
     if backend == "local":
         import soli.mesh.local.register  # noqa: F401 (only who uses it pays for it)
-    name = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    name, Failures.trials = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, 0
     dist.init_process_group(name, rank=rank, world_size=size, timeout=timedelta(seconds=seconds), **where)
 
 

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 COINS = (torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_)
 WRITE = {getattr(Tensor, name): name for name in ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")}
+INITS = {nn.init.uniform_: "uniform_", nn.init.normal_: "normal_"}
 SLOPES = (F.rrelu, torch.rrelu, torch.rrelu_)
 FILLS = {
     **dict.fromkeys((torch.rand, torch.rand_like, *COINS, *SLOPES), "uniform_"),
     **dict.fromkeys((torch.randn, torch.randn_like, torch.normal), "normal_"),
-    **{**WRITE, nn.init.uniform_: "uniform_", nn.init.normal_: "normal_"},
+    **{**WRITE, **INITS},
 }
 """Calls that draw, and how a tensor is filled with what they draw; a coin is a number below p."""
 
@@ -26,7 +27,7 @@ def answered(randomness: Randomness, func: Any, args: Any, options: dict[str, An
     """torch.rand(2, 3, dtype=...), torch.rand_like(x), x.uniform_(-1, 1), the same of normal numbers, and what is made of either."""
     options.pop("generator", None)
     how = FILLS[func]
-    if func in (nn.init.uniform_, nn.init.normal_):  # torch names all that it is given, in the order of the method's
+    if func in INITS:  # torch names all that it is given, in the order of the method's
         args, options, func = (*args, *options.values()), {}, getattr(Tensor, how)
     if func in WRITE:
         x: Tensor = args[0]

@@ -358,14 +358,15 @@ class _Mode(TorchFunctionMode):
         if func in _ELEMENTWISE or func in _FEATURES:
             return _dropped(self.randomness, func, *args, **kwargs)
         given = kwargs.get("generator") is not None or kwargs.get("out") is not None
-        if func in draws.FILLS and self.randomness._now is not None and not given:
+        made = func in draws.INITS and isinstance((*args, *kwargs.values())[0], nn.Parameter)  # of a module that is made here
+        if func in draws.FILLS and self.randomness._now is not None and not given and not made:
             return draws.answered(self.randomness, func, args, dict(kwargs))
         if func is _sdpa:
             return attention(self.randomness, *args, **kwargs)
         if func is _attention_function:
             return _inside_attention(self.randomness, args, kwargs)
-        if func in _REFUSED and (func not in _RECURRENT or _recurrent_dropout(args)):
-            self.randomness.refuse(_REFUSED[func])
+        if made or (func in _REFUSED and (func not in _RECURRENT or _recurrent_dropout(args))):
+            self.randomness.refuse(f"nn.init.{draws.INITS[func]} of a parameter" if made else _REFUSED[func])
         return func(*args, **kwargs)
 
 

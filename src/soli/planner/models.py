@@ -83,8 +83,9 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
     """The model of a config.json, or of the directory that has one, and what was inferred. SoliError with every problem.
 
     `near`: names of published models that may have been meant (published.py)."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path
     try:
+        file = path / "config.json" if path.is_dir() else path
         said = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SoliError(
