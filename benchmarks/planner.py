@@ -295,8 +295,8 @@ def between(rows: Sequence[Row], sources: Sequence[str], ratio: np.ndarray) -> f
 
 
 def ranking(rows: Sequence[Row], ratio: np.ndarray, groups: Iterable[Sequence[int]]) -> dict[str, Any]:
-    """Rank correlation within sweeps, and regret: the best measured of the first k by prediction, over the best; and of the plan that
-    `soli plan` shows first, which may be a simpler one."""
+    """Rank correlation within sweeps, and regret: the best measured of the first k by prediction, over the best; and of the
+    simplest that is near to the first, which `soli plan` names."""
     correlations, regrets, simple = [], {1: [], 3: [], 5: []}, []
     near = 1 + spread_of(DEFAULT)["near"]
     for group in groups:

@@ -156,6 +156,7 @@ def test_checkpoint_verbs(tmp_path: Path) -> None:
         (["checkpoint", "show", "nowhere"], "nowhere"),
         (["run", "-n", "2", "--plan", "dp=2", "train.py"], "soli run has no such option"),
         (["plan", "llama-3-70b"], "Missing option '--cluster'"),
+        (["plan", "zero", "-n", "2"], "'zero' in the plan has no value"),
         (["bugs", "report", "--db", "none.db", "--out", __file__], "a file"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_family_that_nobody_compared_is_said(tmp_path: Path) -> None:
     [
         ({"num_key_value_heads": None}, "num_key_value_heads=32, as many as heads"),
         ({"vision_config": {"hidden_size": 8}}, "vision_config is left out, only text is planned"),
-        ({"num_local_experts": 8, "first_k_dense_replace": 3}, "3 of its 32 layers have an MLP of 14336 and no experts, and a stage has as many of both as the model"),
+        ({"num_local_experts": 8, "num_experts_per_tok": [2, 2], "num_dense_layers": 3}, "3 of its 32 layers have an MLP of 14336 and no experts, and a stage has as many of both as the model"),
     ],
 )
 def test_what_a_configuration_leaves_out_is_said(said: dict[str, Any], expected: str, tmp_path: Path) -> None:

@@ -200,8 +200,8 @@ def test_so_many_microbatches_are_of_each_replica(framework: str, batch: int) ->
     every = spaces(asked)
     for parts in (1, 2, 8, 7)[: 4 if framework == "soli" else 3]:  # whose parts need not be equal
         found = search(asked.with_fixed({"microbatches": float(parts)}))
-        assert set(np.ceil(found.points.microbatches)) == {parts}
-        at = np.flatnonzero((np.ceil(every.microbatches) == parts) & (peaks(asked, every) <= asked.limit))
+        assert set(found.points.microbatches) == {parts}
+        at = np.flatnonzero((every.microbatches == parts) & (peaks(asked, every) <= asked.limit))
         best = costs(asked, every.take(at)).time.min(initial=np.inf)
         assert found.cost.time[0] <= best * (1 + 1e-12)
 

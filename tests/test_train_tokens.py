@@ -100,6 +100,12 @@ def test_of_few_documents_one_is_for_validation(tmp_path: Path) -> None:
     least = min(documents(config.data), key=lambda d: place(d.digest()))
     assert found.validation.bytes == len(least.text)
     assert found.train.bytes == sum(len(d.text) for d in documents(config.data)) - len(least.text)
+    small = replace(config, tokenizer=replace(config.tokenizer, sample_megabytes=1e-5))
+    assert tokens.prepare(small, tmp_path / "cache", print).validation.bytes == len(least.text)
+    for i in range(8):
+        (tmp_path / "few" / f"{i}.txt").write_text("alike " * 20)
+    with pytest.raises(SoliError, match="nothing for validation"):
+        tokens.prepare(config, tmp_path / "cache", print)
 
 
 def test_a_given_tokenizer_must_be_one(tmp_path: Path) -> None:

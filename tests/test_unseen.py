@@ -128,6 +128,26 @@ class Routed(Plain):
         return self.head(x + self.layers[1](x * gates))
 
 
+class Counted(Plain):
+    """What is written into by indices and is no part itself: how often each is chosen, as a buffer of routers; one-hot rows; a broadcast index; `out=`."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(tokens))
+        place = self.layers[0](x).max(-1, keepdim=True)[1]
+        counts = torch.zeros(x.shape[-1], dtype=x.dtype).scatter_add_(0, place.flatten(), torch.ones_like(place.flatten(), dtype=x.dtype))
+        one = torch.scatter(input=torch.zeros(x.shape, dtype=x.dtype), dim=-1, index=place, value=1.0)
+        first = torch.take_along_dim(x, place[:1], -1) + torch.gather(x.detach(), -1, place, out=torch.empty_like(x[..., :1]).detach())
+        return self.head(x * (1 + counts / 100) + self.layers[1](x * one) + first)
+
+
+class Leaving(Plain):
+    """A layer that Python's random leaves out."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(tokens))
+        return self.head(x + self.layers[0](x) * (random.random() > 0.5))
+
+
 def mean_of_coins(plan: str) -> list[float]:
     engine, batches = engine_of(Half, plan)
     engine.step(batches[0])
@@ -158,7 +178,7 @@ class Sorted(Dropping):
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [(Shifted, "tp=2,sp=on"), (Shifted, "cp=2"), (Shifted, "pp=2,microbatches=2"), (Routed, "tp=2,sp=on"), (Routed, "cp=2"), (Masking, "tp=2,sp=on"), (Masking, "cp=2,recompute=full")],
+    [(Shifted, "tp=2,sp=on"), (Shifted, "cp=2"), (Shifted, "pp=2,microbatches=2"), (Routed, "tp=2,sp=on"), (Routed, "cp=2"), (Counted, "tp=2,sp=on"), (Counted, "cp=2"), (Masking, "tp=2,sp=on"), (Masking, "cp=2,recompute=full")],
 )
 def test_numbers_that_are_made_of_draws_are_the_same_under_every_plan(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
@@ -173,6 +193,11 @@ def test_what_is_drawn_belongs_to_its_rows_in_any_order(pool: Pool, kind: type, 
 def first_step(kind: type, plan: str) -> str:
     engine, batches = engine_of(kind, plan)
     return said_by(engine.step, batches[0])
+
+
+def test_rows_of_a_grid_draw_apart(pool: Pool) -> None:
+    said = pool.run(first_step, Leaving, "tp=4,tensor=2d", ranks=4)
+    assert all("which parts of a batch and stages do apart" in words for words in said)
 
 
 def test_rows_that_are_sorted_by_what_they_hold_are_refused(pool: Pool) -> None:

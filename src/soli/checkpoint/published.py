@@ -26,6 +26,9 @@ def converted(entries: list[Entry], config: Path, back: bool) -> list[Entry]:
     except SoliError as error:
         events.note(f"weights keep the names that they have: {error}", shown=True)
         return entries
+    if getattr(model.config, "quantization_config", None) is not None:
+        events.note("weights keep the names that they have: they are quantized", shown=True)
+        return entries
     import transformers.core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -51,7 +54,9 @@ def converted(entries: list[Entry], config: Path, back: bool) -> list[Entry]:
     # of a tensor that becomes several the values are kept until another two are asked for: a file has them by turns
     values = functools.lru_cache(maxsize=2)(made)
     result: dict[str, Entry] = {}
-    for key, (_, sources) in groups.items():
+    for key, (how, sources) in groups.items():
+        if len(sources) > 1 and isinstance(how, loading.WeightRenaming):
+            raise SoliError(f"{key} is there more than once", got=", ".join(e.key for _, e in sources), fix="leave out what is old")
         got = f"{len(sources)} tensors, {sources[0][1].key} the first"
         fix = f"copy the folder again, if part of it is missing; without {config.name} beside them weights keep the names that they have"
         try:

@@ -45,7 +45,7 @@ def _meant(args: list[str]) -> str:
     if first.endswith((".csv", ".tsv")):
         return "predict"
     searched = any(word.split("=")[0] in ("--cluster", "--global-batch") for word in args)
-    named = "=" not in first and first != "auto" and not first.startswith("-")
+    named = re.match(r"[^-=,][^=,]*$|\w+:", first) and first not in ("auto", *Plan.__dataclass_fields__)
     return "search" if searched or named or "/" in first or first.endswith(".json") or ".py" in first else "check"
 
 

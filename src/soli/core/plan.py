@@ -153,7 +153,7 @@ class Plan:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], known: Iterable[Problem] = ()) -> Plan:
         """`known`: problems that are told with those of the values."""
-        typed, problems = _from_pairs(data)
+        typed, problems = _from_pairs(dict(data))
         raise_all([*known, *problems, *_value_problems(typed)], everywhere=True)
         return cls(**typed)
 

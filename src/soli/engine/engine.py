@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,11 +87,12 @@ def parallelize(
     `memory`: bytes that a rank may take; left out, what is free. "auto=probe" also runs the best plans for a few steps.
     """
     world = join(deadline)
+    above_0 = lambda x: x is None or (isinstance(x, Real | Tensor) and bool(x > 0))  # type: ignore[operator]
     asked = {
         "model is a module": (isinstance(model, nn.Module), model, "a torch.nn.Module"),
         "plan is a text or a Plan": (isinstance(plan, str | Plan), plan, "such as dp=2,zero=3"),
-        "memory is of bytes that a rank may take": (memory is None or memory > 0, memory, "above 0"),
-        "clip is the largest norm of the gradient": (clip is None or clip > 0, clip, "above 0, or None: no clipping"),
+        "memory is of bytes that a rank may take": (above_0(memory), memory, "above 0"),
+        "clip is the largest norm of the gradient": (above_0(clip), clip, "above 0, or None: no clipping"),
     }
     raise_all((Problem(what, f"{x!r}"[:200], allowed) for what, (fine, x, allowed) in asked.items() if not fine), everywhere=True)
     wish = Wish(PROBES[plan], memory) if isinstance(plan, str) and plan in PROBES else None
@@ -155,7 +157,7 @@ class Engine:
         self._plan = plan
         self._mesh = build_mesh(plan, self.world_info)
         self.randomness = Randomness(self.model, self.seed)
-        self.randomness.shared = (plan.dp or 1) * plan.accumulate * plan.pp > 1
+        self.randomness.shared = plan.pieces * plan.pp > 1
         self.randomness.apart = (plan.dp or 1) * plan.accumulate * plan.microbatches > 1
         self.statistics = Statistics(self.model, plan, self._mesh)
         self.loss_scale = precision.LossScale() if plan.precision == "fp16" else None
@@ -308,9 +310,10 @@ class Engine:
     def clip(self, max_norm: float | None = None) -> float | None:
         """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before."""
         self._need_gradients("clip")
-        self._agreed.limit = limit = max_norm if max_norm is not None else self.max_norm
+        limit = max_norm if max_norm is not None else self.max_norm
         if limit is not None and not limit > 0:
             raise on_all_ranks("gradients are clipped to a norm above 0", got=limit, fix="leave out clip() where nothing is clipped")
+        self._agreed.limit = limit
         self._factor = 1.0 / (self._count * self._seed_scale)
         if limit is None and self.loss_scale is None:
             return None

@@ -341,7 +341,7 @@ class Failures:
     def first(cls, words: str = "") -> str:
         """`words`: what this rank has to say, where none has before."""
         key = f"soli: first failure of world {cls.trials}"
-        with suppress(RuntimeError):  # the store is gone with the rank that had it
+        with suppress(RuntimeError, ValueError):  # the store is gone with the rank that had it, or there is none
             store = job_store()
             if words or store.check([key]):
                 return str((store.compare_set(key, "", words) if words else store.get(key)).decode())

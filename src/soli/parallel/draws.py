@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +28,12 @@ def answered(randomness: Randomness, func: Any, args: Any, options: dict[str, An
     """torch.rand(2, 3, dtype=...), torch.rand_like(x), x.uniform_(-1, 1), the same of normal numbers, and what is made of either."""
     options.pop("generator", None)
     how = FILLS[func]
-    if func in INITS:  # torch names all that it is given, in the order of the method's
+    if begins := func in INITS:  # torch records nothing of it; torch names all that it is given, in the order of the method's
         args, options, func = (*args, *options.values()), {}, getattr(Tensor, how)
     if func in WRITE:
         x: Tensor = args[0]
-        return x.copy_(randomness.drawn(x, tuple(x.shape), how, *args[1:], **options))
+        with torch.no_grad() if begins else nullcontext():
+            return x.copy_(randomness.drawn(x, tuple(x.shape), how, *args[1:], **options))
     if func in SLOPES:
         return _sloped(randomness, func, *args, **options)
     if func is torch.normal:

@@ -357,7 +357,7 @@ class _Mode(TorchFunctionMode):
                 return backward_of(*args, **kwargs)
         if func in _ELEMENTWISE or func in _FEATURES:
             return _dropped(self.randomness, func, *args, **kwargs)
-        given = kwargs.get("generator") is not None or kwargs.get("out") is not None
+        given = any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())) or kwargs.get("out") is not None
         made = func in draws.INITS and isinstance((*args, *kwargs.values())[0], nn.Parameter)  # of a module that is made here
         if func in draws.FILLS and self.randomness._now is not None and not given and not made:
             return draws.answered(self.randomness, func, args, dict(kwargs))

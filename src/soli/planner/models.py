@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 NARROW = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size")
 PARTS = ("text_config", "attn_config", "ffn_config")
 """Of a configuration, whose keys count as its own."""
+SHARED = ("llama4", "llama4_text")
+"""Whose tokens all go to one expert more, which no key says."""
+BEFORE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 TOWER = re.compile(r"(?:vision|audio|speech|image)\w*_config")
 
@@ -124,8 +128,8 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     raise_all(_contradictions(file, numbers))
     layers, hidden, heads, vocab = (numbers[name] or 0 for name in NEEDED)
     experts = 0 if said.get("is_moe") is False else numbers["experts"] or 0
-    shared = (numbers["shared"] or _shared(said) or 0) if experts else 0
     kind = str(said.get("model_type", ""))
+    shared = (numbers["shared"] or _shared(said) or int(kind in SHARED)) if experts else 0
     if said.get("multi_query_attention") is False:  # ChatGLM's, which says a number all the same
         numbers["kv_heads"] = None
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
@@ -188,7 +192,7 @@ def _plain(said: Mapping[str, Any], layers: int) -> int:
     if kinds := listed("mlp_layer_types"):
         return kinds.count("dense")
     step, every = max(whole(key, 1) for key in STEPS), whole("moe_layer_freq", 1)
-    first, last = whole("first_k_dense_replace", whole("moe_layer_start_index", 0)), whole("moe_layer_end_index", layers)
+    first, last = max(map(partial(whole, usual=0), BEFORE)), whole("moe_layer_end_index", layers)
     marks = listed("moe_layer_freq") or [i % every == 0 for i in range(layers)]
     kept = (i for i in range(first, min(last + 1, layers, len(marks))) if marks[i] and i not in listed("mlp_only_layers"))
     return layers - sum((i + 1) % step == 0 for i in kept)
@@ -224,6 +228,8 @@ def _inferred(kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | No
         )
     if model.gated and numbers["kv_heads"] is None and model.kv_heads > 1:
         found.append(f"num_key_value_heads={model.kv_heads}, as many as heads")
+    if model.experts and numbers["routed"] is None:
+        found.append("each token goes to one expert")
     if model.plain:
         found.append(f"{model.plain} of its {model.layers} layers have an MLP of {model.plain_ffn} and no experts, and a stage has as many of both as the model")
     found += [f"{key} is left out, only text is planned" for key in said if TOWER.fullmatch(key) and said[key]]
@@ -231,7 +237,8 @@ def _inferred(kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | No
 
 
 def _number(said: Mapping[str, Any], keys: Sequence[str]) -> int | None:
-    found = (said[key] for key in keys if key in said)
+    alike = lambda x: x[0] if isinstance(x, list) and x and x.count(x[0]) == len(x) else x  # one of each layer
+    found = (alike(said[key]) for key in keys if key in said)
     whole = (int(n) for n in found if isinstance(n, int | float) and not isinstance(n, bool) and n == n // 1)
     return next((n for n in whole if 0 < n < MOST), None)
 

@@ -85,7 +85,7 @@ def _memory(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None
 def _first(found: Found) -> tuple[int, int, int, int]:
     """Stages, chunks and microbatches of the first plan, and how many of these a timeline shows; with chunks as many as there are
     ranks, or twice, ..."""
-    stages, chunks, times = (int(np.ceil(getattr(found.points, name)[0])) for name in ("pp", "chunks", "microbatches"))
+    stages, chunks, times = (int(getattr(found.points, name)[0]) for name in ("pp", "chunks", "microbatches"))
     return stages, chunks, times, min(times, DRAWN if chunks == 1 else max(DRAWN // chunks // stages, 1) * stages)
 
 

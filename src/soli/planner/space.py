@@ -105,7 +105,7 @@ def layouts(task: Task) -> Table:
     if parts and "microbatch" not in fixed:
         table["microbatch"] = np.ceil(task.batch / (table["dp"] * parts))
     taken = table["dp"] * table["microbatch"]
-    kept = taken <= task.batch
+    kept = taken < 2 * task.batch if task.framework == SOLI else taken <= task.batch
     if parts:
         kept &= np.ceil(task.batch / taken) == parts
     if task.framework == SOLI:  # a replica's sequences are cut into parts that are as equal as can be

@@ -158,6 +158,7 @@ def _survey(config: Config, say: Say) -> _Survey:
     """
     found, whole, tick = _Survey(part=config.data.validation), hashlib.blake2b(FORMAT), _Ticker(say)
     heap: list[tuple[int, int, str]] = []
+    least, alike = b"\xff" * 32, 0  # the training document that drew least, and how often it is there
     held, room = 0, config.tokenizer.sample_megabytes * 1e6
     for document in documents(config.data):
         digest, size = document.digest(), len(document.text.encode("utf-8"))
@@ -169,12 +170,13 @@ def _survey(config: Config, say: Say) -> _Survey:
             continue
         heapq.heappush(heap, (-int.from_bytes(digest, "big"), found.documents, document.text))
         held += len(document.text)
-        while held > room and len(heap) > 1:
+        alike = 1 if digest < least else alike + (digest == least)
+        least = min(least, digest)
+        while held > room and len(heap) > 1 + alike:
             held -= len(heapq.heappop(heap)[2])
-    if not found.kept and len(heap) > 1:  # as may be of few: then the one that drew least
-        least = max(heap)
-        heap.remove(least)
-        found.kept, found.part = 1, math.nextafter(place((-least[0]).to_bytes(32, "big")), 1.0)
+    if not found.kept and 0 < 2 * alike <= found.documents:  # as may be of few: then the one that drew least
+        heap = [one for one in heap if one[0] != -int.from_bytes(least, "big")]
+        found.kept, found.part = alike, math.nextafter(place(least), 1.0)
     if found.kept in (0, found.documents):
         what = "the split left nothing for " + ("validation" if found.kept == 0 else "training")
         got = f"{found.documents} documents, {config.data.validation:g} of them for validation"

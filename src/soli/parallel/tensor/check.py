@@ -200,7 +200,7 @@ def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
     """tree_map, in the attributes too of objects that hold tensors (a mapping of a class of its own)."""
 
     def changed(x: Any) -> Any:
-        held = {} if isinstance(x, Tensor | nn.Module | type) else getattr(x, "__dict__", {})
+        held = {} if isinstance(x, Tensor | nn.Module) or callable(x) else getattr(x, "__dict__", {})
         if not any(isinstance(value, Tensor) for value in tree_leaves(held)):
             return change(x)
         made = copy.copy(x)

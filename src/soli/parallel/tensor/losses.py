@@ -205,8 +205,12 @@ def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         raise Misfit(origins_of(s for x in given.values() if (s := split_of(x))), "elements of a flat tensor")
     x, dim, index = given["input"], given["dim"] % given["input"].dim(), given["index"]
     split = split_of(x)
+    both = dim, dim if split is None else split.dim
+    if given.get("out") is not None or (along and any(a != b for d, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if d not in both)):
+        raise Misfit(origins_of(s for s in (split, split_of(index)) if s), "a tensor to write to, or an index that is broadcast")
     if split is None or split_of(index) is not None:
-        return cut(x.gather(dim, index), _alike([x, index], dim))
+        alike = _alike([x, index], dim)
+        return cut(x.gather(dim, index), alike)
     if dim == split.dim:
         return _picked(run, x, split, index)
     if index.shape[split.dim] != split.size:
@@ -216,8 +220,12 @@ def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def scatter(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """scatter, scatter_add, ... of tensors that are cut alike, along another dim."""
-    dim = kwargs.get("dim", (*args, 0)[1]) % args[0].dim()
-    return cut(func(*args, **kwargs), _alike([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], dim))
+    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    # before it computes, which may write
+    alike = _alike([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], given["dim"] % given["input"].dim())
+    if given.get("out") is not None:
+        raise Misfit(alike.origins, "a tensor to write to")
+    return cut(func(*args, **kwargs), alike)
 
 
 def _alike(tensors: list[Tensor], dim: int) -> Split:

@@ -144,10 +144,8 @@ class Points:
 
     @property
     def microbatches(self) -> Array:
-        """Of a replica in a step; the last may be smaller, and takes as long. soli's are as equal as can be: as many whole ones as theirs
-        are together, 3.25 where 13 sequences are 4, 3, 3 and 3."""
-        whole = np.ceil(self.global_batch / (self.dp * self.microbatch) - 1e-9)
-        return np.maximum(np.where(self.casts > 0, np.ceil(self.global_batch / self.dp) / self.microbatch, whole), 1.0)
+        """Of a replica in a step; the last may be smaller, and takes as long."""
+        return np.maximum(np.ceil(self.global_batch / (self.dp * self.microbatch) - 1e-9), 1.0)
 
     @property
     def own_layers(self) -> Array:
