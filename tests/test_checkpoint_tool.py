@@ -253,6 +253,9 @@ def test_experts_are_stacked_as_transformers_has_them_and_published_one_by_one(
     save_file(written, tmp_path / "part" / "model.safetensors")
     (tmp_path / "part" / "config.json").write_bytes((tmp_path / "back1" / "config.json").read_bytes())
     assert "cannot be made as transformers makes it" in message(import_, tmp_path / "part", tmp_path / "no")
+    twice = written | {"layers.0.input_layernorm.weight": torch.zeros(8)}
+    save_file(twice, tmp_path / "part" / "model.safetensors")
+    assert "model.layers.0.input_layernorm.weight is there more than once" in message(import_, tmp_path / "part", tmp_path / "no")
     del written["model.layers.0.mlp.experts.2.gate_proj.weight"]
     save_file(written, tmp_path / "part" / "model.safetensors")
     assert "would be of shape (2, 12, 8)" in message(import_, tmp_path / "part", tmp_path / "no")
