@@ -263,6 +263,11 @@ def test_what_is_refused_before_training() -> None:
         told = refused(lambda: (model(), sgd), {"plan": "dp=1"} | options)
         assert re.search({"plan": "plan is a text", "clip": "above 0, or None", "roles": r"'frist\.\*' is of no weight"}[name], told)
         assert told.count("'0.*'") == 0
+    for wrong in (0.0, "1"):
+        engine = engine_for("dp=1")
+        engine.forward_backward({"x": torch.randn(4, 5), "targets": torch.randn(4, 3)})
+        with pytest.raises(SoliError, match="clipped to a norm above 0"):
+            engine.clip(wrong)
     with pytest.raises(SoliError, match="model is a module"):
         parallelize(3, losses.mse("targets"), optimizer=sgd, plan="dp=1")
     for loss, words in ((losses.mse, r"call it: soli\.losses\.mse\(\)"), (nn.MSELoss(), "MSELoss is no loss function")):

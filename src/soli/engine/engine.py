@@ -87,12 +87,11 @@ def parallelize(
     `memory`: bytes that a rank may take; left out, what is free. "auto=probe" also runs the best plans for a few steps.
     """
     world = join(deadline)
-    above_0 = lambda x: x is None or (isinstance(x, Real | Tensor) and bool(x > 0))  # type: ignore[operator]
     asked = {
         "model is a module": (isinstance(model, nn.Module), model, "a torch.nn.Module"),
         "plan is a text or a Plan": (isinstance(plan, str | Plan), plan, "such as dp=2,zero=3"),
-        "memory is of bytes that a rank may take": (above_0(memory), memory, "above 0"),
-        "clip is the largest norm of the gradient": (above_0(clip), clip, "above 0, or None: no clipping"),
+        "memory is of bytes that a rank may take": (memory is None or _above_0(memory), memory, "above 0"),
+        "clip is the largest norm of the gradient": (clip is None or _above_0(clip), clip, "above 0, or None: no clipping"),
     }
     raise_all((Problem(what, f"{x!r}"[:200], allowed) for what, (fine, x, allowed) in asked.items() if not fine), everywhere=True)
     wish = Wish(PROBES[plan], memory) if isinstance(plan, str) and plan in PROBES else None
@@ -116,6 +115,10 @@ def problems(model: nn.Module, roles: dict[str, str] | None, plan: Plan) -> list
     """What keeps this model from this plan, all of it."""
     found = models.problems(model, plan) + recompute.problems(model, plan)
     return found + layout.problems(roles, model)
+
+
+def _above_0(number: Any) -> bool:
+    return isinstance(number, Real | Tensor) and bool(number > 0)  # type: ignore[operator]
 
 
 class Engine:
@@ -311,7 +314,7 @@ class Engine:
         """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before."""
         self._need_gradients("clip")
         limit = max_norm if max_norm is not None else self.max_norm
-        if limit is not None and not limit > 0:
+        if limit is not None and not _above_0(limit):
             raise on_all_ranks("gradients are clipped to a norm above 0", got=limit, fix="leave out clip() where nothing is clipped")
         self._agreed.limit = limit
         self._factor = 1.0 / (self._count * self._seed_scale)

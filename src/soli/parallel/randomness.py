@@ -151,7 +151,8 @@ class Randomness:
     @contextmanager
     def probe(self, rows: int, learn: bool = True) -> Iterator[None]:
         """A forward on `rows` rows in which dropout does nothing but show its shapes, to be learnt."""
-        was, generators.OTHERS[0] = generators.OTHERS[0], True
+        drew = was = generators.OTHERS[0]
+        generators.OTHERS[0] = True
         with self.begin(0, 0, rows) as now:
             self._probing, self.drawing, marks = {}, False, dict(self._marks)
             others, start = generators.others(), generators.states()
@@ -162,7 +163,7 @@ class Randomness:
                 self._draws |= unseen
                 if unseen:
                     self.refuse("a function that draws by itself")
-                generators.OTHERS[0] = (drew := generators.others() != others) or was
+                drew = generators.others() != others
                 if drew and self.shared:
                     raise on_all_ranks(
                         "the model draws random numbers from Python's random or from numpy, which parts of a batch and stages do apart",
@@ -172,6 +173,7 @@ class Randomness:
                     self._logs.append((rows, self._probing))
             finally:
                 self._probing, self._marks = None, self._marks if learn else marks
+                generators.OTHERS[0] = drew or was
 
     def forget(self) -> None:
         """Probes that follow begin with other values."""
