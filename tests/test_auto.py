@@ -508,7 +508,7 @@ def begun(folder: str) -> tuple[list[str], str, list[bool]]:
     return plans, said, list(map(torch.equal, *weights))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [swept(1), 2])
 def test_every_plan_is_tried_before_it_is_begun(pool: Pool, tmp_path: Path, ranks: int) -> None:
     """Far below half of what is free by its rehearsal, and above it really: seen on a copy, with both numbers."""
     for plans, said, same in pool.run(begun, str(tmp_path), ranks=ranks, deadline=120):
