@@ -11,40 +11,31 @@ dualpipev    forwards and backwards in pairs over the same V (DeepSeek's DualPip
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from soli.core.plan import Plan
+from soli.core.plan import V_SHAPED, Plan
 
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 """torch logs the whole schedule when a rank fails; the error itself says what is wrong."""
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """`single`: one stage a rank. `style`: how stages lie on the ranks."""
-
-    made_by: Any
-    single: bool = False
-    style: str = "loop"
-
-
-SCHEDULES = {
-    "gpipe": Schedule(torchs.ScheduleGPipe, single=True),
-    "1f1b": Schedule(torchs.Schedule1F1B, single=True),
-    "interleaved": Schedule(torchs.ScheduleInterleaved1F1B),
-    "zbh1": Schedule(torchs.ScheduleInterleavedZeroBubble),
-    "zbv": Schedule(torchs.ScheduleZBVZeroBubble, style="v"),
-    "dualpipev": Schedule(torchs.ScheduleDualPipeV, style="v"),
+SCHEDULES: dict[str, Any] = {
+    "gpipe": torchs.ScheduleGPipe,
+    "1f1b": torchs.Schedule1F1B,
+    "interleaved": torchs.ScheduleInterleaved1F1B,
+    "zbh1": torchs.ScheduleInterleavedZeroBubble,
+    "zbv": torchs.ScheduleZBVZeroBubble,
+    "dualpipev": torchs.ScheduleDualPipeV,
 }
 
 
 def rank_of_stages(plan: Plan) -> list[int]:
     """The pp rank of each stage."""
-    mapping = generate_stage_to_rank_mapping(plan.pp, plan.stages, SCHEDULES[plan.schedule].style)
+    style = "v" if plan.schedule in V_SHAPED else "loop"
+    mapping = generate_stage_to_rank_mapping(plan.pp, plan.stages, style)
     return [mapping[stage] for stage in range(plan.stages)]
 
 
@@ -64,9 +55,8 @@ def microbatches(plan: Plan) -> int:
 def build(plan: Plan, stages: list[Any], count: int) -> Any:
     """torch's schedule over this rank's stages, for `count` microbatches. Gradients are sums."""
     kind = SCHEDULES[plan.schedule]
-    made = kind.made_by(
-        stages[0] if kind.single else stages, count, loss_fn=lambda output, target: None, scale_grads=False
-    )
+    given = stages[0] if issubclass(kind, torchs.PipelineScheduleSingle) else stages
+    made = kind(given, count, loss_fn=lambda output, target: None, scale_grads=False)
     for stage in stages:
         stage.has_backward = True
     # What torch would learn by sending shapes around is known (run.py).

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from soli.core.plan import Plan
-from soli.parallel.pipeline.schedules import SCHEDULES, microbatches, rank_of_stages
+from soli.parallel.pipeline.schedules import build, microbatches, rank_of_stages
 
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """Forward; whole backward; its halves, by what was received and by weights."""
@@ -35,9 +35,7 @@ def order(plan: Plan) -> list[list[tuple[str, int, int]]]:
     count, ranks = microbatches(plan), rank_of_stages(plan)
     if plan.schedule == "1f1b":
         return [_one_f_one_b(stage, plan.pp, count) for stage in range(plan.pp)]
-    kind = SCHEDULES[plan.schedule]
-    stages = [_stage(plan, stage) for stage, owner in enumerate(ranks) if owner == 0]
-    made = kind.made_by(stages[0] if kind.single else stages, count, loss_fn=lambda y, t: y)
+    made = build(plan, [_stage(plan, stage) for stage, owner in enumerate(ranks) if owner == 0], count)
     return [[step for action in made.pipeline_order[rank] for step in _steps(action)] for rank in range(plan.pp)]
 
 
@@ -56,7 +54,7 @@ def _stage(plan: Plan, stage: int) -> Any:
     """What torch's schedules ask of a stage of rank 0 to make the order of all ranks."""
     return SimpleNamespace(
         stage_index=stage, num_stages=plan.stages, group_size=plan.pp, group_rank=0, is_first=stage == 0,
-        is_last=stage == plan.stages - 1, submod=nn.Module(), has_backward=True,
+        is_last=stage == plan.stages - 1, submod=nn.Module(),
     )  # fmt: skip
 
 
