@@ -18,7 +18,7 @@ from soli.engine.layout import Runner
 from soli.mesh.collectives import all_reduce, ending, extreme, gather_json
 from soli.parallel.pipeline import schedules, stages, table, watch
 from soli.parallel.pipeline.run import Cutting, Pipeline, needs_of
-from soli.parallel.pipeline.units import Unit, can_be_finer, units
+from soli.parallel.pipeline.units import Unit, units
 from soli.parallel.units import named_once
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watc
         calls = [call.unit for call in traces[True].calls]
         if len(calls) >= wanted:
             return parts, traces
-        if not can_be_finer(engine.model, finer):
+        if units(engine.model, finer + 1) == parts:  # none can be taken apart
             what = f"the model has fewer parts to cut between than the pipeline has stages: {len(calls)} < {wanted}"
             got = f"the first rows call {', '.join(calls) or 'none'} of {len(parts)} parts"
             allowed = f"pp x stages a rank <= {len(calls)}"

@@ -22,7 +22,7 @@ padding a unit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,8 @@ Named = tuple[tuple[str, ...], nn.Parameter]
 """A parameter with all its names."""
 BUCKET_BYTES = 25 * 2**20
 """Size of a unit that is not one module: large enough for bandwidth, small enough to overlap (DDP's choice)."""
+CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+"""Modules without a forward of their own."""
 ALIGNED = 16
 """Bytes, as an allocation of its own is: pairs of a parameter may be read as complex numbers."""
 
@@ -269,16 +271,26 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     These are what ZeRO-3 gathers one at a time. Containers that have no forward of their own are entered.
     """
-    found: list[tuple[str, nn.Module]] = []
+    return [(path, module) for path, module, in_list in parts(model) if in_list]
 
-    def visit(module: nn.Module, prefix: str, inside_list: bool) -> None:
-        for name, child in module.named_children():
-            path = f"{prefix}.{name}" if prefix else name
-            callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-            if inside_list and callable_child and next(child.parameters(), None) is not None:
-                found.append((path, child))
-            else:
-                visit(child, path, isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict))
 
-    visit(model, "", isinstance(model, nn.Sequential))
-    return found
+def parts(module: nn.Module, path: str = "", in_list: bool | None = None) -> Iterator[tuple[str, nn.Module, bool]]:
+    """What a module is made of: its blocks, and the outermost modules with parameters that hold none; whether each is a block.
+
+    `in_list`: its children are blocks.
+    """
+    in_list = isinstance(module, nn.Sequential) if in_list is None else in_list
+    for name, child in module.named_children():
+        where = f"{path}.{name}" if path else name
+        if next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, CONTAINERS):
+            yield from parts(child, where, True)
+        elif in_list or not _has_blocks(child):
+            yield where, child, in_list
+        else:
+            yield from parts(child, where)
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(m) for m in module.modules())
