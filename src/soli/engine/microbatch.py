@@ -12,6 +12,7 @@ from soli.core.errors import SoliError, on_all_ranks
 from soli.engine.batch import Part, to_device
 from soli.engine.contract import total_and_count
 from soli.parallel import recompute
+from soli.parallel.pipeline.split_backward import children_first
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -53,16 +54,9 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
 
 def _need_own(engine: Engine, total: Tensor) -> None:
     """SoliError where the loss trains parameters that are not the model's: nobody sums their gradients."""
-    own, seen, todo = {id(p) for p in engine.model.parameters()}, set(), [total.grad_fn]
-    strange = 0
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        strange += isinstance(leaf, nn.Parameter) and id(leaf) not in own
-        todo += [following for following, _ in node.next_functions]
+    own = {id(p) for p in engine.model.parameters()}
+    leaves = [getattr(node, "variable", None) for node in children_first([total.grad_fn])]
+    strange = sum(isinstance(leaf, nn.Parameter) and id(leaf) not in own for leaf in leaves)
     if strange:
         what = f"the loss trains {strange} parameters that are not the model's: no rank sums their gradients, which are of its own rows"
         fix = "make the criterion a module of the model, whose forward returns what it makes; its options can be a parameter group's"

@@ -49,7 +49,7 @@ def inputs_first(
     """The gradients of `inputs`, leaves of which some may need none, and what is left for `weights_later`."""
     ends = {get_gradient_edge(x).node for x in inputs if x.requires_grad}
     roots = [get_gradient_edge(x).node for x in outputs]
-    order = _children_first(roots)
+    order = children_first(roots)
     mine = {id(w) for w in weights}
     leaves = {node for node in order if id(getattr(node, "variable", None)) in mine}
     leads = {node: node in ends for node in order}
@@ -107,7 +107,7 @@ def _children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def _children_first(roots: list[Any]) -> list[Node]:
+def children_first(roots: list[Any]) -> list[Node]:
     """Every node below the roots, after all its children; without recursion, for graphs are deep."""
     order: list[Node] = []
     seen: set[Node] = set()
