@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from inspect import CO_OPTIMIZED
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -12,12 +13,8 @@ from torch.autograd import function
 
 def in_autograd_function() -> bool:
     """Whether the code that runs was called by the forward of a torch.autograd.Function."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_code.co_filename == function.__file__:
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame, _ in walk_stack(sys._getframe(1)))
+    return any(code.co_name == "apply" and code.co_filename == function.__file__ for code in codes)
 
 
 def owner(frame: FrameType) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -51,13 +52,12 @@ def _transformed() -> bool:
     return any(level.key() in (kinds.Grad, kinds.Jvp) for level in levels)
 
 
-def _caller(frame: FrameType | None) -> str:
+def _caller(inner: FrameType) -> str:
     """The package whose code calls torch's; of torch.func's own calls torch.func."""
-    while frame is not None:
+    for frame, _ in walk_stack(inner):
         name = str(frame.f_globals.get("__name__", ""))
         if name.startswith("torch._functorch"):
             return "torch.func"
         if name.split(".")[0] != "torch" and frame.f_code.co_name != "__torch_function__":
             return name.split(".")[0]
-        frame = frame.f_back
     return ""

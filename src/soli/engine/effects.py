@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -150,13 +151,12 @@ def _extent(x: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * x.element_size() if x.numel() else begin
 
 
-def _is_gather(frame: FrameType | None) -> bool:
+def _is_gather(inner: FrameType) -> bool:
     """Whether a gather of parameters writes, and not the model."""
-    while frame is not None:
+    for frame, _ in walk_stack(inner):
         module = frame.f_globals.get("__name__", "")
         if module == gather.__name__:
             return True
         if module.split(".")[0] not in ("torch", "soli"):
             return False
-        frame = frame.f_back
     return False
