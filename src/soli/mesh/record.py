@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -94,7 +95,7 @@ def call_site() -> str:
     inside = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        kind = _kinds.get(name) or _kind(name)
+        kind = _kind(name)
         if kind == "user":
             return f"{name}:{frame.f_lineno}" + (f" ({inside})" if inside else "")
         if kind == "soli" and not inside:
@@ -103,17 +104,12 @@ def call_site() -> str:
     return inside or "unknown"
 
 
-_kinds: dict[str, str] = {}
-
-
+@cache
 def _kind(name: str) -> str:
     """Whose file it is, kept: every collective asks for every frame."""
     if name.startswith(_SOLI):
-        kind = "seam" if "/mesh/" in name else "soli"
-    else:
-        kind = "torch" if name.startswith(_TORCH) or not is_users(name) else "user"
-    _kinds[name] = kind
-    return kind
+        return "seam" if "/mesh/" in name else "soli"
+    return "torch" if name.startswith(_TORCH) or not is_users(name) else "user"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,21 +89,15 @@ def written_in_python(func: Any) -> bool:
     return isinstance(func, types.FunctionType) and func.__module__.startswith("torch") and func.__name__ not in CUT
 
 
-_found: dict[Any, Rule | None] = {}
-
-
+@cache
 def rule_of(func: Any, name: str) -> Rule | None:
     """The rule for a function that was called with a cut tensor; None: there is none."""
     if name == "__get__":
         return GETTERS.get(name_of(func))
     if name in ("__set__", "__delete__"):
         return _local
-    if func in _found:
-        return _found[func]
-    rule = CUT.get(name)
-    if rule is None and pointwise.is_pointwise(name):
-        rule = pointwise.pointwise
-    if rule is None and written_in_python(func):
-        rule = _body
-    _found[func] = rule
-    return rule
+    if name in CUT:
+        return CUT[name]
+    if pointwise.is_pointwise(name):
+        return pointwise.pointwise
+    return _body if written_in_python(func) else None
