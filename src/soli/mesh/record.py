@@ -62,6 +62,7 @@ class Recorder:
     def __init__(self) -> None:
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.issued = 0
+        self.watches = False  # what others issue too
 
     def add(self, operation: str, axis: str, nbytes: int, ranks: tuple[int, ...], label: str, by: str) -> Record:
         record = Record(self.issued, operation, axis, nbytes, label, call_site(), by, ranks)
@@ -125,16 +126,10 @@ def issuing() -> Iterator[None]:
 @contextmanager
 def record_torch() -> Iterator[Recorder]:
     """Also record the collectives that PyTorch's own engines issue in this block."""
-    global _watchers
-    _watchers += 1
-    try:
-        with _TorchCollectives():
-            yield recorder
-    finally:
-        _watchers -= 1
+    with patch.object(recorder, "watches", True), _TorchCollectives():
+        yield recorder
 
 
-_watchers = 0
 _told: list[Callable[[], None]] = []
 
 
@@ -151,7 +146,7 @@ def telling(told: Callable[[], None]) -> Iterator[None]:
 
 def watching() -> bool:
     """Whether a backend in Python, whose calls are not dispatched, is to record what it is asked for."""
-    return bool(_watchers) and _of_others()
+    return recorder.watches and _of_others()
 
 
 def _of_others() -> bool:

@@ -7,7 +7,7 @@ given; that noise (1e-8 after a few steps) would hide an error. Both sides of a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,10 +35,7 @@ def _double(argument: Any) -> Any:
 @contextmanager
 def lifted() -> Iterator[None]:
     """Where code asks torch for float32, or for no dtype, it gets float64."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Lift():
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with ExitStack() as afterwards, _Lift():
+        afterwards.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        yield

@@ -3,9 +3,9 @@ word, and a call between steps would compute with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
@@ -25,22 +25,17 @@ def guard(model: nn.Module, plan: Plan) -> None:
             module.register_load_state_dict_pre_hook(_given)
 
 
-_calls = 0
+class _Called:
+    by_engine = False
 
 
-@contextmanager
-def calling() -> Iterator[None]:
+def calling() -> AbstractContextManager[object]:
     """Around a call of the model that the engine makes."""
-    global _calls
-    _calls += 1
-    try:
-        yield
-    finally:
-        _calls -= 1
+    return patch.object(_Called, "by_engine", True)
 
 
 def _called(module: nn.Module, _: Any) -> None:
-    if not _calls:
+    if not _Called.by_engine:
         what = "the model is called by itself, and each rank has a part of it"
         fix = "engine.copy_model() is a plain model to sample, act or validate with (every rank calls it); engine.evaluate(batches) is a mean loss"
         raise SoliError(what, got=type(module).__name__, fix=fix)

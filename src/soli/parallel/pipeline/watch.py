@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -207,12 +208,8 @@ def _told(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable
 @contextmanager
 def inside(watch: Watch) -> Iterator[None]:
     """A unit computes: its own operations are not looked at."""
-    watch.inside = True
-    try:
-        with mode_popped():
-            yield
-    finally:
-        watch.inside = False
+    with patch.object(watch, "inside", True), mode_popped():
+        yield
 
 
 def standing_for(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
