@@ -44,7 +44,7 @@ def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
     for unit in engine.laid.units:
         flat = unit.whole(unit.shard, "parameters") if unit.zero and unit.shard is not None else None
         for slot in unit.slots:
-            value = _whole(slot.param) if flat is None else _cut(flat, slot)
+            value = _whole(slot.param if flat is None else slot.within(flat))
             value = uncut(engine, slot.param, value)
             found |= {name: value for name in slot.names}
     for names, param in engine.laid.plain:
@@ -82,10 +82,6 @@ def _from_stages(engine: Engine, found: dict[str, Tensor], only: set[str] | None
 def _whole(value: Tensor) -> Tensor:
     """A copy row by row, as stages send it and receive it, however it lies in memory (channels_last)."""
     return value.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _cut(flat: Tensor, slot: Slot) -> Tensor:
-    return flat[slot.start : slot.stop].view(slot.shape).clone()
 
 
 def _buffers(engine: Engine) -> list[tuple[str, Tensor]]:
@@ -148,7 +144,7 @@ def global_gradients(engine: Engine, factor: float) -> dict[str, Tensor | None]:
         assert unit.grad_shard is not None, "every unit was reduced"
         flat = unit.whole(unit.grad_shard, "gradients")
         for slot in unit.slots:
-            found[slot.name] = uncut(engine, slot.param, _cut(flat, slot)) * factor if slot.used else None
+            found[slot.name] = uncut(engine, slot.param, slot.within(flat)) * factor if slot.used else None
     if engine.pipeline is None:
         return found
     mine = {name: value for name, value in found.items() if value is not None}

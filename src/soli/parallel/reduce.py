@@ -33,8 +33,6 @@ class Reducer:
 
     def __init__(self, units: list[Unit], tensor_axis: Axis) -> None:
         self.tensor_axis = tensor_axis
-        self.units = [unit for unit in units if unit.trainable]
-        self._unit_of: dict[int, tuple[int, Slot]] = {}
         self.early = True  # units are sent while the backward goes on
         self._next = 0
         self._last = False
@@ -45,13 +43,13 @@ class Reducer:
         self.on_complete: list = []  # called with a unit once its own gradients are all there
         self._places: dict[int, Tensor] = {}  # of gradients in buffers that are kept, by the parameter's id
         arrive = _weakly(self.arrive)
-        self.reorder(self.units)
+        self.reorder(units)
         for unit in self.units:
             if unit.zero < 2:  # kept from step to step
                 axis = unit.shard_axis if unit.shard_axis.size > 1 else unit.replicate_axis
                 unit.grad = allocate(unit.padded, unit.dtype, unit.slots[0].param.device, axis)
                 _clear(unit, unit.grad)
-                self._places |= {id(s.param): _place(unit.grad, s) for s in unit.slots}
+                self._places |= {id(s.param): s.within(unit.grad) for s in unit.slots}
             for slot in unit.slots:
                 slot.param.grad = None  # of a backward before there were ranks
                 slot.param.register_post_accumulate_grad_hook(arrive)
@@ -115,7 +113,7 @@ class Reducer:
             raise SoliError(f"a second gradient of {slot.name} came after its sum was sent", fix=fix)
         place = self._places.get(id(param))
         if place is None:
-            place = _place(self._buffer(unit), slot)
+            place = slot.within(self._buffer(unit))
         if slot.arrived:
             place.add_(grad)
         else:
@@ -241,11 +239,6 @@ class Reducer:
         slots = [slot for unit in self.units for slot in unit.slots]
         for slot, used in zip(slots, flags, strict=True):
             slot.used = used
-
-
-def _place(flat: Tensor, slot: Slot) -> Tensor:
-    """Where the gradient of a parameter lies in its unit's."""
-    return flat[slot.start : slot.stop].view(slot.shape)
 
 
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:

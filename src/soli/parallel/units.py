@@ -67,6 +67,10 @@ class Slot:
     def stop(self) -> int:
         return self.start + self.numel
 
+    def within(self, flat: Tensor) -> Tensor:
+        """What the unit's flat buffer has of it."""
+        return flat[self.start : self.stop].view(self.shape)
+
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Of the model's parameter."""
@@ -152,7 +156,7 @@ class Unit:
         """Point the model's parameters at the gathered values."""
         assert self.full is not None, "a replicated unit has nothing to show"
         for slot in self.slots:
-            become(slot.param, self.full[slot.start : slot.stop].view(slot.shape))
+            become(slot.param, slot.within(self.full))
         self.gathered = True
 
     def release(self) -> None:
