@@ -53,11 +53,7 @@ class Mesh:
 
         Collective over the whole world: every rank calls it, for the same axes in the same order.
         """
-        if axis.size == 1:
-            return axis
-        families = self._families(axis)
-        mine = [_group(axis, family, self.world) for family in families][families.index(axis.ranks)]
-        return Axis(axis.name, axis.size, axis.index, axis.ranks, mine, axis.backend)
+        return axis if axis.size == 1 else _made(axis, self._families(axis), axis.ranks, self.world)
 
     def subset(self, axis: Axis, members: tuple[int, ...]) -> Axis:
         """Those ranks of an axis whose numbers on it are `members`, as an axis; size 1 for the others.
@@ -66,13 +62,8 @@ class Mesh:
         """
         if len(members) == axis.size or axis.size == 1:
             return axis
-        families = [tuple(family[member] for member in members) for family in self._families(axis)]
-        groups = [_group(axis, family, self.world) for family in families]
-        if axis.index not in members:
-            return Axis(axis.name, ranks=(self.world.rank,))
-        mine = tuple(axis.ranks[member] for member in members)
-        index = members.index(axis.index)
-        return Axis(axis.name, len(members), index, mine, groups[families.index(mine)], axis.backend)
+        some = lambda ranks: tuple(ranks[member] for member in members)
+        return _made(axis, [some(family) for family in self._families(axis)], some(axis.ranks), self.world)
 
     def _families(self, axis: Axis) -> list[tuple[int, ...]]:
         """The ranks of each rank's axis of this kind, in order. Collective over the whole world."""
@@ -120,8 +111,7 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     along = lambda name: lambda rank: tuple(peers(rank, name, sizes))
     axes: dict[str, Axis] = {}
     for name in AXES:
-        alone = Axis(name, ranks=(world.rank,))
-        axes[name] = axis_by_key(name, axes, everyone, along(name), world) if sizes[name] > 1 else alone
+        axes[name] = axis_by_key(name, axes, everyone, along(name), world)
 
     def fixed(rank: int, *free: str) -> tuple[int, ...]:
         """What ranks have in common that differ along `free` alone; along cp or dp, which are one number of data."""
@@ -156,24 +146,23 @@ def axis_by_key(
     name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int], tuple[int, ...]], world: World
 ) -> Axis:
     """The ranks with the same key as one axis, over the group of an axis that has these ranks. Collective."""
-    families: dict[tuple[int, ...], tuple[int, ...]] = {}
+    families: dict[tuple[int, ...], list[int]] = {}
     for rank in range(everyone.size):
-        families[key(rank)] = (*families.get(key(rank), ()), rank)
-    mine = families[key(everyone.ranks[everyone.index])]
+        families.setdefault(key(rank), []).append(rank)
+    mine = tuple(families[key(everyone.ranks[everyone.index])])
     if len(mine) == 1:
         return Axis(name, ranks=mine)
-    index = mine.index(everyone.ranks[everyone.index])
     for known in (*axes.values(), everyone):
         if known.ranks == mine:
-            return Axis(name, len(mine), index, mine, known.group, known.backend)
-    named = replace(everyone, name=name)
-    groups = [_group(named, ranks, world) for ranks in sorted(families.values())]
-    group = groups[sorted(families.values()).index(mine)]
-    return Axis(name, len(mine), index, mine, group, everyone.backend)
+            return replace(known, name=name)
+    return _made(replace(everyone, name=name), sorted(map(tuple, families.values())), mine, world)
 
 
-def _group(of: Axis, ranks: tuple[int, ...], world: World) -> Any:
-    """A process group of these ranks, some of an axis', and named as it is. Collective."""
-    if of.simulated:
-        return of.group
-    return dist.new_group(list(ranks), timedelta(seconds=world.deadline), group_desc=of.name)
+def _made(of: Axis, families: list[tuple[int, ...]], mine: tuple[int, ...], world: World) -> Axis:
+    """The ranks of `mine` as an axis, named as the one that they are of is; size 1 for others. Each family has a group. Collective."""
+    deadline = timedelta(seconds=world.deadline)
+    make = lambda ranks: of.group if of.simulated else dist.new_group(list(ranks), deadline, group_desc=of.name)
+    groups = [make(ranks) for ranks in families]
+    if world.rank not in mine:
+        return Axis(of.name, ranks=(world.rank,))
+    return Axis(of.name, len(mine), mine.index(world.rank), mine, groups[families.index(mine)], of.backend)
