@@ -51,14 +51,9 @@ def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         blamed = origins_of(inner or splits)
         raise Misfit(blamed, "it cannot be cut inside a head: too few heads for the ranks")
     heads = splits[0].dim == dims - 3
-    if split_of(k) is None and split_of(v) is None:
-        if gqa and heads:
-            k, v = (x.repeat_interleave(shape_of(q)[-3] // x.shape[-3], -3) for x in (k, v))
-            gqa = False
-    elif split_of(k) is None:
-        k = cut(part_of(run, k, split_of(v)), split_of(v))  # type: ignore[arg-type]
-    elif split_of(v) is None:
-        v = cut(part_of(run, v, split_of(k)), split_of(k))  # type: ignore[arg-type]
+    if gqa and heads and split_of(k) is None and split_of(v) is None:
+        k, v = (x.repeat_interleave(shape_of(q)[-3] // x.shape[-3], -3) for x in (k, v))
+        gqa = False
     split = agreed(run, splits)
     local = [x if split_of(x) is not None else part_of(run, x, _sized(split, x)) for x in (q, k, v)]
     known = split_of(mask)
