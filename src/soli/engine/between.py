@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from soli.core.errors import Problem, listed, listing, raise_all
+from soli.core.errors import Problem, listed, listing
 from soli.core.events import events
 from soli.engine import optimizer as optimizers
 
@@ -61,13 +61,9 @@ class Given:
         now = self._groups(optimizer)
         return now if sum(map(len, now)) >= sum(map(len, self.groups)) else self.groups
 
-    def check(self, engine: Engine) -> None:
-        """Raises SoliError with all that was changed. The program is the same on every rank, and so is this."""
-        raise_all(self.problems(engine), everywhere=True)
-
     @listing
     def problems(self, engine: Engine) -> Iterator[Problem]:
-        """What was changed since, and training could not follow."""
+        """What was changed since, and training could not follow. The program is the same on every rank, and so is this."""
         now = dict(engine.model.named_parameters())
         strange = sorted(name for name in self.named.keys() | now.keys() if self.named.get(name) is not now.get(name))
         if strange:

@@ -268,7 +268,7 @@ class Engine:
         if self._count:
             fix = "to add up gradients over parts of a batch, give the whole batch and plan='accumulate=K'"
             raise on_all_ranks("forward_backward was called twice without update()", fix=fix)
-        self._given.check(self)
+        raise_all(self._given.problems(self), everywhere=True)
         self.decide(batch := as_dict(batch), batch.total if isinstance(batch, Part) else 0)
         part = part_of(batch, self.dp.size, self.dp.index)
         need_rows(part, self.dp.size, self.plan, self.statistics.active)

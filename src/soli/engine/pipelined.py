@@ -42,19 +42,16 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
         stages.check_hidden(trace, cut)
         stages.check_aliases(trace, cut)
         stages.check_buffers(engine.model, trace, cut)
-    found = {training: stages.owners(engine.model, trace, cut) for training, trace in traces.items()}
+    trained, evaluated = (stages.users(traces[training], cut) for training in (True, False))
+    # A unit that was not called may be called by another batch, in the last stage.
+    unused = {cut.rank_of[-1]}
     owners = {
-        names[0]: sorted(found[True][id(param)] | _used(traces[False], param, found[False]))
+        names[0]: sorted(trained.get(id(param), unused) | evaluated.get(id(param), set()))
         for names, param in named_once(engine.model)
     }
     buffers = stages.buffer_owners(engine.model, traces[True], parts, cut)
     _announce(engine, cut, traces[True])
     return Cutting(cut, parts, traces, owners, buffers, needs_of(engine.model, cut, traces))
-
-
-def _used(trace: watch.Trace, param: torch.nn.Parameter, owners: dict[int, set[int]]) -> set[int]:
-    """The ranks that use a parameter in evaluation; that nobody uses it there makes no owner."""
-    return owners[id(param)] if id(param) in trace.uses_of else set()
 
 
 def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watch.Trace]]:

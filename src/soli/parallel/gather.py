@@ -137,7 +137,9 @@ class Gatherer:
                 self._join(self.order.index(block) + 1)
             elif not block.gathered and block.pending is None:
                 self._issue(block)  # a block that runs again; every rank runs it again
-                self._note_repeat(block)
+                block.repeats = True
+                text = f"{block.name} runs more than once a forward: kept gathered until the forward ends"
+                events.emit("note", text=text)
             self._join(min(self._cursor + 1, len(self.order)))  # one ahead, while this one computes
             self._wait(block)
             block.given = max((node._sequence_nr() for node in _made_by(inputs)), default=OVER)
@@ -215,11 +217,6 @@ class Gatherer:
         block.pending = None
         for unit in block.units:
             unit.show()
-
-    def _note_repeat(self, block: Block) -> None:
-        block.repeats = True
-        text = f"{block.name} runs more than once a forward: kept gathered until the forward ends"
-        events.emit("note", text=text)
 
     def _agree_on_order(self) -> None:
         """After the first forward in which rank 0 ran blocks: their order there, those it did not run last. Sums go in the backward's order, those

@@ -59,15 +59,14 @@ def spans_of(size: int, ranks: int, zigzag: bool) -> Spans:
     return tuple(found)
 
 
-def check_begun(levels: list[Run], rows: int, stages: Axis | None = None) -> None:
+def check_begun(levels: list[Run], rows: int, stages: Axis) -> None:
     """Raises SoliError where a forward went by and no sequence was cut.
 
     `stages`: the ranks of pp, of which one is enough: what it cut the later ones get cut. Collective over them.
     """
     for run in levels:
         found = torch.tensor([int(run.begun), run.longest])
-        if stages is not None:
-            all_reduce(found, stages, "max", label="the sequence that is cut")
+        all_reduce(found, stages, "max", label="the sequence that is cut")
         begun, longest = found.tolist()
         if rows and not begun:
             raise on_all_ranks(

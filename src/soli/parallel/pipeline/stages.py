@@ -140,15 +140,9 @@ def _reads(trace: Trace, limit: int, stages: int) -> SoliError:
     return on_all_ranks(what, got=f"{limit + 1} stages at most, {stages} wanted", allowed=allowed, fix=fix)
 
 
-def owners(model: nn.Module, trace: Trace, stages: Stages) -> dict[int, set[int]]:
-    """The pp ranks that have each parameter, by its id: those that use it; unused ones, the last stage's.
-
-    A unit that was not called may be called by another batch, in the last stage.
-    """
-    found = {key: {stages.rank_of[stages.of_gap(gap)] for gap in gaps} for key, gaps in trace.uses_of.items()}
-    for param in model.parameters():
-        found.setdefault(id(param), {stages.rank_of[-1]})
-    return found
+def users(trace: Trace, stages: Stages) -> dict[int, set[int]]:
+    """The pp ranks that use each parameter, by its id."""
+    return {key: {stages.rank_of[stages.of_gap(gap)] for gap in gaps} for key, gaps in trace.uses_of.items()}
 
 
 def buffer_owners(model: nn.Module, trace: Trace, units: list[Unit], stages: Stages) -> dict[str, int]:
