@@ -21,7 +21,7 @@ from soli.parallel.context.blocks import sums
 from soli.parallel.context.ring import length, passed_on, rings, travel
 from soli.parallel.precision import lowered
 from soli.parallel.tensor.split import Spans
-from soli.parallel.tensor.summa import Range, put
+from soli.parallel.tensor.summa import columns, put
 
 KEYS = "keys or values of a ring"
 GRADIENTS = "gradient of keys or values of a ring"
@@ -73,7 +73,7 @@ def _with_all(a: Tensor, y: Tensor, spans: Spans, axis: Axis) -> Tensor:
     """The sum over ranks of their columns of a [.., l, S] with their y [.., s, e] -> [.., l, e]."""
     total = a.new_zeros((*a.shape[:-1], y.shape[-1]), dtype=sums(a.dtype))
     for owner, block in _blocks(y, spans, axis):
-        total += _columns(a, spans[owner]) @ block
+        total += columns(a, spans[owner]) @ block
     return total.to(a.dtype)
 
 
@@ -87,7 +87,7 @@ def _sent_home(a: Tensor, x: Tensor, spans: Spans, axis: Axis) -> Tensor:
     coming = None
     for turn in range(axis.size):
         owner = (axis.index - 1 - turn) % axis.size
-        part = (_columns(a, spans[owner]).mT @ x).to(sums(x.dtype))
+        part = (columns(a, spans[owner]).mT @ x).to(sums(x.dtype))
         total = part if coming is None else part + coming().view(part.shape)
         if turn + 1 < axis.size:
             size = each * length(spans[owner - 1])
@@ -101,9 +101,3 @@ def _blocks(y: Tensor, spans: Spans, axis: Axis) -> Iterator[tuple[int, Tensor]]
     sizes = [each * length(own) for own in spans]
     for step in travel(y.reshape(-1), sizes, rings(axis), KEYS):
         yield step.owner, step.block.view(*y.shape[:-2], length(spans[step.owner]), y.shape[-1])
-
-
-def _columns(a: Tensor, own: tuple[Range, ...]) -> Tensor:
-    """a [.., l, S] -> [.., l, s], a rank's own."""
-    parts = [a[..., start:stop] for start, stop in own]
-    return torch.cat(parts, -1) if parts else a[..., :0]

@@ -140,8 +140,8 @@ def append(ranges: list[Range], start: int, stop: int) -> None:
 
 
 def columns(block: Tensor, ranges: Iterable[Range]) -> Tensor:
-    """These columns of a block [.., k], side by side. A view where they are one range."""
-    pieces = [block[..., start:stop] for start, stop in ranges]
+    """These columns of a block [.., k], side by side; maybe none. A view where they are one range."""
+    pieces = [block[..., start:stop] for start, stop in ranges] or [block[..., :0]]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
