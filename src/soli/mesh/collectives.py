@@ -233,20 +233,20 @@ def wire(axis: Axis, device: torch.device) -> torch.device:
     return device if axis.backend == "nccl" else torch.device("cpu")
 
 
-def send_later(tensor: Tensor, axis: Axis, to: int, label: str) -> list[Any]:
+def send_later(tensor: Tensor, axis: Axis, to: int, label: str) -> Any:
     """For a batch of torch's: send `tensor` to rank number `to` of the axis."""
     _record("send", axis, tensor, label)
     if axis.simulated:
-        return [tensor]
-    return [dist.P2POp(dist.isend, tensor.to(wire(axis, tensor.device)), group=axis.group, group_peer=to)]
+        return tensor
+    return dist.P2POp(dist.isend, tensor.to(wire(axis, tensor.device)), group=axis.group, group_peer=to)
 
 
-def receive_later(tensor: Tensor, axis: Axis, source: int, label: str) -> list[Any]:
+def receive_later(tensor: Tensor, axis: Axis, source: int, label: str) -> Any:
     """For a batch of torch's: receive `tensor`, which lies on the wire's device, from rank number `source`."""
     _record("recv", axis, tensor, label)
     if axis.simulated:
-        return [tensor]
-    return [dist.P2POp(dist.irecv, tensor, group=axis.group, group_peer=source)]
+        return tensor
+    return dist.P2POp(dist.irecv, tensor, group=axis.group, group_peer=source)
 
 
 def send(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = True) -> Pending:

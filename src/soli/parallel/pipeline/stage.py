@@ -91,7 +91,7 @@ class Stage(PipelineStage):
             return []
         leaves = [value.empty(self.axis, self.pipeline.device) for value in self._known(fwd_chunk_id).incoming]
         self.flights[fwd_chunk_id] = Flight(leaves)
-        return [op for x in leaves for op in receive_later(x, self.axis, self.peer(self.stage_index - 1), "activation")]
+        return [receive_later(x, self.axis, self.peer(self.stage_index - 1), "activation") for x in leaves]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         if not self._empty(mb_index):
@@ -114,7 +114,7 @@ class Stage(PipelineStage):
             return []
         outputs = self.flights[fwd_chunk_id].outputs
         to = self.peer(self.stage_index + 1)
-        return [op for x in outputs for op in send_later(x.detach().contiguous(), self.axis, to, "activation")]
+        return [send_later(x.detach().contiguous(), self.axis, to, "activation") for x in outputs]
 
     # --- gradients ------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class Stage(PipelineStage):
         found = [value.empty(self.axis, self.pipeline.device) if value.requires else None for value in outgoing]
         self.flights[bwd_chunk_id].gradients = list(found)
         source = self.peer(self.stage_index + 1)
-        return [op for x in found if x is not None for op in receive_later(x, self.axis, source, "gradient")]
+        return [receive_later(x, self.axis, source, "gradient") for x in found if x is not None]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if not self._empty(mb_index):
@@ -176,7 +176,7 @@ class Stage(PipelineStage):
             return []
         to, passed = self.peer(self.stage_index - 1), self.flights[bwd_chunk_id].passed
         self._land(bwd_chunk_id)
-        return [op for x in passed if x is not None for op in send_later(x.contiguous(), self.axis, to, "gradient")]
+        return [send_later(x.contiguous(), self.axis, to, "gradient") for x in passed if x is not None]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         if self._empty(mb_index):
