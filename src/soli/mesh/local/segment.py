@@ -12,7 +12,7 @@ import ctypes
 import json
 import mmap
 import os
-import uuid
+import tempfile
 from datetime import timedelta
 from typing import Any
 
@@ -109,9 +109,8 @@ def _create(size: int) -> tuple[int, str]:
 
 
 def _create_file(folder: str, size: int) -> tuple[int, str]:
-    path = os.path.join(folder, f"soli-{uuid.uuid4().hex}")
     try:
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        file, path = tempfile.mkstemp(prefix="soli-", dir=folder)
         try:
             os.posix_fallocate(file, 0, size)
         except OSError:
