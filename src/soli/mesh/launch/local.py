@@ -155,7 +155,13 @@ def _told_to_end() -> ExitStack:
 def _code_of(n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool) -> int:
     ranks: list[_Rank] = []
     try:
-        failed = _run_all(ranks, n, argv, meeting, folder, logged, prefixed)
+        for number in range(n):
+            log = folder / f"rank{number}.log" if logged and number else None
+            ranks.append(_start(number, n, argv, meeting, folder, log, prefixed))
+        relays = [relay for rank in ranks for relay in _relays(rank)] if prefixed else []
+        failed = _watch(ranks)
+        for relay in relays:
+            relay.join(timeout=1.0)
     except (KeyboardInterrupt, _Terminated) as told:
         told_to = isinstance(told, _Terminated)
         _interrupt(ranks, signal.SIGTERM if told_to else None)
@@ -172,20 +178,6 @@ def _code_of(n: int, argv: list[str], meeting: dict[str, str], folder: Path, log
     if text:
         print(text, file=sys.stderr, flush=True)
     return code
-
-
-def _run_all(
-    ranks: list[_Rank], n: int, argv: list[str], meeting: dict[str, str], folder: Path, logged: bool, prefixed: bool
-) -> bool:
-    """Start the ranks, and put them into the list; whether one failed."""
-    for number in range(n):
-        log = folder / f"rank{number}.log" if logged and number else None
-        ranks.append(_start(number, n, argv, meeting, folder, log, prefixed))
-    relays = [relay for rank in ranks for relay in _relays(rank)] if prefixed else []
-    failed = _watch(ranks)
-    for relay in relays:
-        relay.join(timeout=1.0)
-    return failed
 
 
 def _meeting(port: int, backend: str) -> dict[str, str]:
