@@ -238,12 +238,10 @@ def _spelt(equation: str, dims: list[int]) -> tuple[list[str], str]:
     left, arrow, out = equation.partition("->")
     words = left.split(",")
     free = [c for c in string.ascii_letters if c not in equation]
-    more = max([d - len(w.replace("...", "")) for w, d in zip(words, dims, strict=True) if "..." in w] or [0])
+    left_out = [d - len(w.replace("...", "")) if "..." in w else 0 for w, d in zip(words, dims, strict=True)]
+    more = max(left_out)
     dots = "".join(free[:more])
-    full = [
-        w.replace("...", dots[more - (d - len(w.replace("...", ""))) :] if d - len(w.replace("...", "")) else "")
-        for w, d in zip(words, dims, strict=True)
-    ]
+    full = [w.replace("...", dots[more - n :]) for w, n in zip(words, left_out, strict=True)]
     if arrow:
         return full, out.replace("...", dots)
     once = sorted(c for c in set("".join(full)) if "".join(full).count(c) == 1 and c not in dots)
