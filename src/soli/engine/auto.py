@@ -206,7 +206,7 @@ class Auto:
             order = self._fitting()
             best = next((o for o in order if o.measured), None)
             open_ = [o for o in order if best and not o.measured and o.seconds <= CHANGED * best.measured]
-            beside = [o for o in open_ if best and differences(_asked(o), _asked(best)) == 1]
+            beside = [o for o in open_ if best and differences(Plan.parse(o.plan), Plan.parse(best.plan)) == 1]
             if not beside:
                 return
             self._holds(min(beside, key=lambda o: o.seconds), PROBE_STEPS)
@@ -235,7 +235,7 @@ class Auto:
         near = [one for one in near if (one[1].measured or one[1].seconds) <= limit]
         new = [(name, o) for name, o in dict([*near, *usual]).items() if name not in self.varied]
         self.varied.update(name for name, _ in new)
-        self._look([v for _, o in new for v in variants(_asked(o), self.world.size, self.rows)])
+        self._look([v for _, o in new for v in variants(Plan.parse(o.plan), self.world.size, self.rows)])
 
     def _next(self, number: int) -> Option | None:
         """What to run: data parallelism, in all its forms where plans are probed, and `probes` different layouts; then
@@ -395,10 +395,6 @@ def _copied(program: Program) -> Any:
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in program.model.parameters() if is_deferred(p)
     }
     return copies.deep((program.model, program.optimizer), memo)
-
-
-def _asked(option: Option) -> Plan:
-    return Plan.parse(option.plan)
 
 
 def _layout(option: Option) -> tuple[Any, ...]:

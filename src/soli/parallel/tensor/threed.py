@@ -88,15 +88,12 @@ def _arranged(levels: tuple[Run, ...], x: Tensor, wanted: dict[str, Split]) -> T
         name = run.axis.name
         if name not in wanted or (type(x) is Cut and name in x.cuts):
             continue
-        outer = {n: s for n, s in (x.cuts.items() if type(x) is Cut else ()) if n in _names(levels[:level])}
+        before = {run.axis.name for run in levels[:level]}
+        outer = {n: s for n, s in (x.cuts.items() if type(x) is Cut else ()) if n in before}
         with inside(levels, level):
             x = cut(part_of(run, x, wanted[name]), wanted[name])
         x = marked(x, {**outer, **x.cuts})  # type: ignore[attr-defined]
     return x
-
-
-def _names(levels: tuple[Run, ...]) -> set[str]:
-    return {run.axis.name for run in levels}
 
 
 def _lookup(levels: tuple[Run, ...], args: tuple, kwargs: dict) -> Tensor:
