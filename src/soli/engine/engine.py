@@ -28,7 +28,7 @@ from soli.engine.differentiating import looking
 from soli.engine.noted import noted
 from soli.engine.remembered import Remembering
 from soli.losses import LossFn, from_model
-from soli.mesh.collectives import Axis, Pending, all_gather, raise_together
+from soli.mesh.collectives import Axis, Pending, raise_together
 from soli.mesh.mesh import Mesh, all_ranks, build_mesh
 from soli.mesh.world import join
 from soli.parallel import models, precision, recompute
@@ -144,8 +144,8 @@ class Engine:
         self.numel = sum(param.numel() for param in model.parameters())
         self._first, self._given, self._agreed = FirstStep(), between.Given(model, optimizer), agreed.Agreement()
         self._count, self._seed_scale = 0.0, 1.0  # counted targets of the gradients that wait for update()
-        self._norm: float | None
-        self._norm, self._factor = None, 1.0
+        self._norm: float | None = None
+        self._factor = 1.0
         self._gathers: list[Pending] = []
         self._save_group: Any = None
         self.saving: Any = None
@@ -370,11 +370,7 @@ class Engine:
             piece.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
-        if self.plan.zero:
-            for unit in self.laid.units:
-                if unit.zero < 3 and unit.full is not None and unit.shard is not None:
-                    full, part, label = unit.full, unit.shard, f"parameters of {unit.name}"
-                    self._gathers.append(all_gather(full, part, unit.shard_axis, label=label, wait=False))
+        self._gathers += [unit.spread() for unit in self.laid.units]
         self._finish_gathers()
 
     def _finish_gathers(self) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from soli.core.axes import DEPTH, ROW, TP
 from soli.core.errors import failure
-from soli.engine import state as states
 from soli.mesh.collectives import Axis, all_reduce
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def gradient_norm(engine: Engine) -> float:
     mesh, kinds = engine.mesh, engine.plan.cuts
     squares = torch.zeros(len(kinds), dtype=torch.float64)
     for unit in engine.laid.reducer.units:
-        for cut, part in unit.norm_parts() if unit.counted else []:
+        for cut, part in unit.norm_parts():
             squares[kinds.index(cut)] += torch.linalg.vector_norm(part).double().cpu() ** 2
 
     def add_up(axis: Axis, among: list[int]) -> None:
@@ -47,7 +46,8 @@ def forget(engine: Engine) -> None:
 
 def refuse(engine: Engine) -> None:
     """Raise: this step's gradient is not finite."""
-    finite = lambda unit, slot: all(bool(t.isfinite().all()) for _, t in states.gradient(unit, slot).pieces)
+    mine = lambda unit, slot: unit.owned_tensor(slot, unit.grad_shard, unit.low).pieces
+    finite = lambda unit, slot: all(bool(t.isfinite().all()) for _, t in mine(unit, slot))
     bad = [s.name for u in engine.laid.reducer.units for s in u.slots if not finite(u, s)]
     forget(engine)
     raise failure(

@@ -21,7 +21,7 @@ from soli.engine import rng
 from soli.engine.data import Position
 from soli.engine.optimizer import stepped
 from soli.engine.plain import counted, like, numbered, plain
-from soli.mesh.collectives import all_gather, all_reduce, broadcast, gather_json
+from soli.mesh.collectives import all_reduce, broadcast, gather_json
 from soli.parallel.tensor.moves import collected
 from soli.parallel.units import Slot, Unit, cut_over, named_once
 from soli.parallel.wrapping import unwrap
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 
 RNG = "rng."
 EXTRA = "._extra_state"  # as torch names what get_extra_state gives
-
-
-def gradient(unit: Unit, slot: Slot) -> Sharded:
-    """This rank's part of a reduced gradient."""
-    return unit.owned_tensor(slot, unit.grad_shard, unit.low)
 
 
 def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
@@ -361,8 +356,7 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
     with torch.no_grad():
         state = checkpoint.load(path, wanted, group=_everyone(engine), ignore=ignore)
         for unit in engine.laid.units:
-            if unit.zero in (1, 2) and unit.full is not None and unit.shard is not None:
-                all_gather(unit.full, unit.shard, unit.shard_axis, label=f"parameters of {unit.name}")
+            unit.spread().wait()
     if fresh or not engine._given.begun:  # also where the checkpoint is of before the first step, or of weights alone
         engine.optimizer.state.clear()
         engine.optimizer.state.update(fresh)

@@ -62,7 +62,7 @@ class Gatherer:
     def __init__(self, root: Block, blocks: list[Block], world: Axis, reducer: Reducer) -> None:
         self.root, self.order = root, list(blocks)
         self.world, self.reducer = world, reducer
-        reducer.on_complete.append(self.grads_complete)
+        reducer.on_complete = self.grads_complete
         self.phase = "idle"
         self.keep_last = False
         self._cursor = 0

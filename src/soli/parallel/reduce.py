@@ -40,7 +40,7 @@ class Reducer:
         self._flying: deque[tuple[Unit, Pending]] = deque()
         self._parts: dict[int, Tensor | None] = {}  # of sums over tp, by the parameter's id
         self._summing: tuple[Unit, list[Slot], Tensor, Pending | None] | None = None
-        self.on_complete: list = []  # called with a unit once its own gradients are all there
+        self.on_complete = lambda unit: None  # called with a unit once its own gradients are all there
         self._places: dict[int, Tensor] = {}  # of gradients in buffers that are kept, by the parameter's id
         arrive = _weakly(self.arrive)
         self.reorder(units)
@@ -135,8 +135,7 @@ class Reducer:
     def _complete(self, unit: Unit) -> None:
         if self._last and self.early:
             self._launch_ready()
-        for call in self.on_complete:
-            call(unit)
+        self.on_complete(unit)
 
     def expect_parts(self, param: nn.Parameter) -> None:
         """In the forward: the gradient of a parameter, or some of it, will come as parts of a sum over tp."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from soli.core.layout import Portion, Sharded, from_flat, from_whole
-from soli.mesh.collectives import Axis, all_gather, allocate
+from soli.mesh.collectives import NOTHING, Axis, Pending, all_gather, allocate
 
 Named = tuple[tuple[str, ...], nn.Parameter]
 """A parameter with all its names."""
@@ -106,11 +106,6 @@ class Unit:
         self.gathered = zero < 3
         self.copies = Axis("copies")  # the stages of a pipeline that have these parameters too
 
-    @property
-    def counted(self) -> bool:
-        """Whether this rank's copy is the one that the gradient norm counts."""
-        return self.copies.index == 0
-
     # --- building -------------------------------------------------------------------------------------
 
     def fill(self, source: Callable[[Slot], Tensor], device: torch.device) -> None:
@@ -158,6 +153,12 @@ class Unit:
         for slot in self.slots:
             become(slot.param, slot.within(self.full))
         self.gathered = True
+
+    def spread(self) -> Pending:
+        """Begin to give every rank the others' shards, where each keeps all parameters."""
+        if self.zero == 3 or self.full is None or self.shard is None:
+            return NOTHING
+        return all_gather(self.full, self.shard, self.shard_axis, label=f"parameters of {self.name}", wait=False)
 
     def release(self) -> None:
         """Drop the gathered values. The storage object stays: views saved for backward find them again."""
@@ -207,8 +208,8 @@ class Unit:
         return self.owned_tensor(slot, self.shard, self.low)
 
     def norm_parts(self) -> list[tuple[frozenset[str], Tensor]]:
-        """The reduced gradient in runs: (the axes over which tensor parallelism cut it, this rank's elements)."""
-        if self.grad_shard is None:
+        """The reduced gradient in runs: (the axes over which tensor parallelism cut it, this rank's elements). Of copies one has it."""
+        if self.grad_shard is None or self.copies.index:
             return []
         if all(slot.portion is None for slot in self.slots):
             return [(frozenset(), self.grad_shard)]
