@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,14 @@ EXAMPLE = 8  # windows from which a layout is learnt
 MANY_EPOCHS = 1_000_000  # the number of steps ends the run, not the data
 
 
-def main(
-    config_path: Path | None = None, *, resume: Path | None = None, given: Sequence[str] = (), **named: object
-) -> dict[str, Any]:
+def main(config_path: Path | None = None, *, resume: Path | None = None, **named: object) -> dict[str, Any]:
     """Run `soli train` in this rank; returns what summary.json holds.
 
     config_path: a TOML of settings (`train/config.py`). `named` (settings of [run] by name, and data: data.path;
-    None: not said) and `given` (texts `table.key=value`) go before it. resume: a run directory; its own
+    None: not said) go before it. resume: a run directory; its own
     configuration is the start then.
     """
-    return train(rundir.configuration(config_path, resume, named, given), resume)
+    return train(rundir.configuration(config_path, resume, named), resume)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -139,16 +139,14 @@ def forget_after(folder: Path, step: int) -> int:
     return len(rows) - len(kept)
 
 
-def configuration(
-    config_path: Path | None, resume: Path | None, named: Mapping[str, object], given: Sequence[str] = ()
-) -> Config:
+def configuration(config_path: Path | None, resume: Path | None, named: Mapping[str, object]) -> Config:
     """The configuration that a command line asks for: a TOML or a run's own, then what was said beside it."""
     if resume is not None and config_path is not None:
         raise on_all_ranks("--resume takes the configuration of the run", got=config_path, fix="leave one out")
     start = config_path if resume is None else existing(resume) / CONFIG
     place = {"data": "data.path"}
     said = {place.get(key, f"run.{key}"): value for key, value in named.items()}
-    config = settings.load(start, said, given)
+    config = settings.load(start, said)
     if resume is not None:
         newest = latest(resume / "checkpoints")
         # what its own file says may have been edited since

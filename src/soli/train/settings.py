@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,17 +20,16 @@ from soli.train.schedule import MEASURED_TO
 KIND_WORDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
 
-def load(path: Path | None, overrides: Mapping[str, object] | None = None, given: Sequence[str] = ()) -> Config:
-    """The configuration: defaults, then the TOML at `path`, then `given`, then `overrides`.
+def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Config:
+    """The configuration: defaults, then the TOML at `path`, then `overrides`.
 
-    given: what the command line says in general, each a text `table.key=value`.
-    overrides: `table.key` -> value; a value None says nothing.
+    overrides: what the command line says, `table.key` -> value; a value None says nothing.
     Raises one SoliError with every unknown table and key, wrong type and impossible value.
     """
     problems: list[Problem] = []
     tables: dict[str, dict[str, Any]] = {}
     source: dict[str, str] = {}
-    for table, key, value, place in (*_from_file(path, problems), *_from_texts(given, problems)):
+    for table, key, value, place in _from_file(path, problems):
         tables.setdefault(table, {})[key] = value
         source[f"{table}.{key}"] = place
     for name, value in (overrides or {}).items():
@@ -80,29 +79,6 @@ def _from_file(path: Path | None, problems: list[Problem]) -> list[tuple[str, st
             fix = f"put it under {' or '.join(homes)}" if homes else "put it under its table"
             problems.append(Problem(f"{table} stands outside a table", f"{table} = {entries!r} in {path}", "", fix))
     return rows
-
-
-def _from_texts(given: Sequence[str], problems: list[Problem]) -> list[tuple[str, str, Any, str]]:
-    rows = []
-    for text in given:
-        name, equals, value = text.partition("=")
-        table, dot, key = name.strip().partition(".")
-        if not (equals and dot and key):
-            problems.append(Problem("a setting does not parse", text, "table.key=value", "e.g. optim.lr=0.001"))
-            continue
-        rows.append((table, key, _value(table, key, value.strip()), "command line"))
-    return rows
-
-
-def _value(table: str, key: str, text: str) -> object:
-    """A text of the command line as a TOML value; what is no TOML value is the text itself."""
-    home = get_type_hints(Config).get(table)
-    if home is not None and get_type_hints(home).get(key) is str and text[:1] not in "\"'":
-        return text
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _build(tables: dict[str, dict[str, Any]], source: dict[str, str], problems: list[Problem]) -> Config:
