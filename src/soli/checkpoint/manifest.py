@@ -43,11 +43,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, the file it lies in, and that file's checksum."""
+    """A box of a tensor, and the file it lies in."""
 
     box: Box
     file: str
-    checksum: str
 
 
 @dataclass(frozen=True)
@@ -171,11 +170,13 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     for name in files:
         if not FILE.fullmatch(name):  # a manifest from elsewhere must not lead out of its folder
             raise ValueError(f"file name {name!r}")
-    chunk = lambda c: Chunk(Box(tuple(c["offsets"]), tuple(c["sizes"])), c["file"], files[c["file"]].checksum)
+    chunk = lambda c: Chunk(Box(tuple(c["offsets"]), tuple(c["sizes"])), c["file"])
     tensors = {
         name: Saved(tuple(saved["shape"]), NAMES[saved["dtype"]], tuple(map(chunk, saved["chunks"])))
         for name, saved in body["tensors"].items()
     }
+    for name in {chunk.file for saved in tensors.values() for chunk in saved.chunks} - files.keys():
+        raise KeyError(name)
     created = float(body["created"])
     return Manifest(tensors, files, body["state"], int(body["version"]), body["soli"], body["torch"], created)
 

@@ -33,31 +33,22 @@ from soli.core.report import FINISH
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank brings: DCP's local plan, every tensor it knows of, and the state as JSON."""
+    """What one rank brings: DCP's local plan, and every tensor it knows of."""
 
     plan: SavePlan
     tensors: Forms
-    state: str
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """The manifest as far as it is known before the files are written (on the first rank)."""
-
-    tensors: Forms
-    chunks: dict[str, list[tuple[Box, int]]]
-    state: State
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A planned save: what this rank writes, and on the first rank the draft of the manifest."""
+    """A planned save: what this rank writes; and of the manifest, which the first rank writes, what is known before the files are."""
 
     path: Path
     overwrite: bool
     team: Team
     entries: list[Entry]
-    draft: _Draft | None
+    saved: dict[str, Saved]
+    state: State
 
 
 def save(
@@ -172,22 +163,24 @@ def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: Stat
     """Agree on which rank writes what. The live tensors are looked up when they are written."""
     target = Path(path).absolute()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    drafts: list[_Draft] = []
+    saved: dict[str, Saved] = {}
+    copied: State = {}
 
     def local() -> _Offer:
         planner.set_up_planner(adapt(tensors), is_coordinator=team.rank == 0)
-        return _Offer(planner.create_local_plan(), offer_of(tensors), dump_state(state))
+        copied.update(json.loads(dump_state(state)))
+        return _Offer(planner.create_local_plan(), offer_of(tensors))
 
     def decide(offers: list[_Offer]) -> list[SavePlan]:
         refuse_existing(target, overwrite)
         merged = merge([offer.tensors for offer in offers])
         _check_cover(merged, [offer.plan for offer in offers])
         plans, _ = planner.create_global_plan([offer.plan for offer in offers])
-        chunks: dict[str, list[tuple[Box, int]]] = {name: [] for name in merged}
+        chunks: dict[str, list[Chunk]] = {name: [] for name in merged}
         for rank, plan in enumerate(plans):
             for item in plan.items:
-                chunks[item.index.fqn].append((_box(item), rank))
-        drafts.append(_Draft(merged, chunks, json.loads(offers[0].state)))
+                chunks[item.index.fqn].append(Chunk(_box(item), _file_name(rank)))
+        saved.update({name: Saved(shape, dtype, tuple(chunks[name])) for name, (shape, dtype) in merged.items()})
         return plans
 
     mine = planner.finish_plan(team.plan("planning the checkpoint", local, decide))
@@ -196,7 +189,7 @@ def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: Stat
         box, dtype = _box(item), tensors[item.index.fqn].dtype
         get = lambda item=item: planner.lookup_object(item.index)
         entries.append(Entry(key_of(item.index.fqn, box), dtype, box.sizes, get))
-    return _Job(target, overwrite, team, entries, drafts[0] if drafts else None)
+    return _Job(target, overwrite, team, entries, saved, copied)
 
 
 def _box(item: Any) -> Box:
@@ -249,12 +242,5 @@ def _write_mine(partial: Path, job: _Job, done: Add) -> FileEntry | None:
 
 
 def _manifest(job: _Job, written: list[FileEntry | None]) -> Manifest:
-    assert job.draft is not None  # only the first rank asks
     files = {_file_name(rank): entry for rank, entry in enumerate(written) if entry is not None}
-    tensors = {}
-    for name, (shape, dtype) in job.draft.tensors.items():
-        chunks = [
-            Chunk(box, _file_name(rank), files[_file_name(rank)].checksum) for box, rank in job.draft.chunks[name]
-        ]
-        tensors[name] = Saved(shape, dtype, tuple(chunks))
-    return Manifest(tensors, files, job.draft.state, VERSION, SOLI, str(torch.__version__), time.time())
+    return Manifest(job.saved, files, job.state, VERSION, SOLI, str(torch.__version__), time.time())
