@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -100,15 +101,8 @@ def _stack(name: str, model: nn.Module, trace: Trace) -> Stack:
 def _runs(modules: list[nn.Module]) -> list[list[int]]:
     """Neighbours of one type whose parameters have the same names and shapes."""
     kinds = [(type(m), tuple((n, tuple(p.shape)) for n, p in m.named_parameters())) for m in modules]
-    found: list[list[int]] = []
-    for i, kind in enumerate(kinds):
-        if not kind[1]:
-            continue
-        if i and kind == kinds[i - 1]:
-            found[-1].append(i)
-        else:
-            found.append([i])
-    return found
+    runs = groupby(range(len(kinds)), key=kinds.__getitem__)
+    return [list(places) for (_, parameters), places in runs if parameters]
 
 
 def _of_its_own(name: str, stack: Stack, trace: Trace) -> None:
