@@ -130,7 +130,7 @@ def fit_crossed(
     own = np.unique(np.array(sources), return_inverse=True)[1]
 
     def rows_off(at: Array) -> Array:
-        one = Constants({name: np.exp(at[:, c]) for c, name in enumerate(NAMES)})
+        one = Constants(**{name: np.exp(at[:, c]) for c, name in enumerate(NAMES)})
         return residuals_of(step(points, one), points, measured)
 
     def loss(parts: Array) -> float:

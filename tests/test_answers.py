@@ -66,7 +66,7 @@ def test_kinds_of_memory_are_the_peak() -> None:
     }  # fmt: skip
     rows = [{name: float(dice.choice(of)) for name, of in one_of.items()} for _ in range(2000)]
     p = points([BASE | {"global_batch": 256, "weight": 4, "moments": 8} | row for row in rows])
-    k = repeated(dict(zip(MEANINGS, (float(ONE.values[name][0]) for name in MEANINGS), strict=True)), len(p))
+    k = repeated(dict(zip(MEANINGS, (float(getattr(ONE, name)[0]) for name in MEANINGS), strict=True)), len(p))
     kinds = memory.kinds(p, k)
     assert [*kinds] == ["parameters", "gradients", "optimizer", "activations", "logits", "gathered", "workspace"]
     assert all((part >= 0).all() for part in kinds.values())

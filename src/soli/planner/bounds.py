@@ -26,7 +26,7 @@ SLACK = 1 - 1e-9
 def constants_of(task: Task, count: int) -> Constants:
     """What the search assumes."""
     one = known(task.framework, task.cluster.device.generation)
-    return Constants({name: np.broadcast_to(value, (count,)) for name, value in one.items()})
+    return Constants(**{name: np.broadcast_to(value, (count,)) for name, value in one.items()})
 
 
 def high(task: Task) -> float:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 
 from soli.core.tables import table
-from soli.planner.cost.points import Array
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,8 @@ SPREADS = {"time_low": 0.5, "time_high": 2.0, "memory_low": 0.5, "memory_high": 
 of one workload are off beside each other, the median. And where nothing is known of it."""
 
 
-@dataclass(frozen=True)
-class Constants:
+class Constants(SimpleNamespace):
     """Each constant as an array [N], beside Points. The names are those of MEANINGS."""
-
-    values: dict[str, Array]
-
-    def __getattr__(self, name: str) -> Array:
-        try:
-            return self.__dict__["values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 @cache
@@ -85,9 +76,9 @@ def spread_of(framework: str) -> dict[str, float]:
 
 def constants(of: Sequence[dict[str, float]]) -> Constants:
     """One set a place."""
-    return Constants({name: np.array([one[name] for one in of], dtype=np.float64) for name in NAMES})
+    return Constants(**{name: np.array([one[name] for one in of], dtype=np.float64) for name in NAMES})
 
 
 def repeated(one: Mapping[str, float], count: int) -> Constants:
     """The same constants at every place."""
-    return Constants({name: np.full(count, one[name], dtype=np.float64) for name in NAMES})
+    return Constants(**{name: np.full(count, one[name], dtype=np.float64) for name in NAMES})
