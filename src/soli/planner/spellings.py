@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
 
 from soli.core.tables import table
@@ -12,6 +11,7 @@ from soli.planner.cells import SILENT
 from soli.planner.hardware import devices
 from soli.planner.hardware.devices import Device
 
+TABLES: dict[str, dict[str, Any]] = table(__package__, "spellings.toml")
 OTHER, NANOTRON, FSDP, DEEPSPEED, PYTORCH = "other", "nanotron", "fsdp", "deepspeed", "pytorch"
 DENIED = re.compile(
     r"\b(?:no|non|not|without|w/o)[\s_-]+(?:yet\s+)?[a-z]+(?:\.[a-z]+)*(?:[\s_-]?\d\b)?|\b[a-z_.]+\d?[\s=:]+(?:off|false|disabled)\b"
@@ -33,14 +33,9 @@ def affirmed(said: str) -> str:
     return DENIED.sub(" none ", said.lower())
 
 
-@cache
-def _tables() -> dict[str, dict[str, Any]]:
-    return table(__package__, "spellings.toml")
-
-
 def meant(table: str, said: str) -> Any:
     """What the first pattern of a table of spellings.toml that is there says; None where none is."""
-    return next((value for pattern, value in _tables()[table].items() if re.search(pattern, said)), None)
+    return next((value for pattern, value in TABLES[table].items() if re.search(pattern, said)), None)
 
 
 @dataclass(frozen=True)

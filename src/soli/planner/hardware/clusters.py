@@ -60,17 +60,13 @@ def read_cluster(text: str) -> Cluster:
     if device is None:
         problems.append(unknown(name))
     else:
-        device, problems = _joined(replace(device, node=int(per_node or device.node) or device.node), network)
+        device, problems = joined(replace(device, node=int(per_node or device.node) or device.node), network)
     for what, number in (("devices a server", per_node), ("servers", nodes)):
         if number and int(number) == 0:
             problems.append(Problem(f"a cluster of no {what}", got=text, allowed="1, 2, 3, ..."))
     raise_all(problems)
     assert device is not None
     return Cluster(device, int(nodes or 1), network)
-
-
-def _joined(device: Device, network: str) -> tuple[Device, list[Problem]]:
-    return joined(device, [name.strip() for name in network.split(",")] if network else [])
 
 
 def unknown(name: str, given: str = "--cluster mine.toml") -> Problem:
@@ -105,7 +101,7 @@ def _of_file(path: Path) -> Cluster:
     fields |= {key: value for key, value in own.items() if key != "tflops"}
     fields["tflops"] = {**(base.tflops if base else {}), **said.get("tflops", {})}
     network = said.get("network", "")
-    device, problems = _joined(Device(**{**fields, "source": str(path)}), network)
+    device, problems = joined(Device(**{**fields, "source": str(path)}), network)
     raise_all(problems)
     # which count beside a network's name
     numbers = {key: value for key, value in own.items() if key in NUMBERS}

@@ -9,45 +9,39 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 from soli.core.tables import table
 from soli.planner.hardware.devices import Device
 from soli.planner.hardware.networks import networks
 
 RATE = re.compile(r"(\d+(?:\.\d+)?)[ -]?([TGtg])(?:(B/s|Bps)|b(?:its?)?(?:/s|ps|E|e)?|BE|)(?![A-Za-z])")
-
-
-@cache
-def _words() -> dict[str, Any]:
-    return table(__package__, "interconnect.toml")
+WORDS = table(__package__, "interconnect.toml")
 
 
 def _has(name: str, clause: str) -> re.Match[str] | None:
-    return re.search(_words()[name], clause, re.I)
+    return re.search(WORDS[name], clause, re.I)
 
 
 def _named(table: str, clause: str) -> dict[str, float]:
     """The network that a clause names, by its name here or as people write it."""
     if (own := clause.strip().lower()) in networks():
         return networks()[own]
-    found = (name for name, words in _words()[table].items() if re.search(words, clause, re.I))
+    found = (name for name, words in WORDS[table].items() if re.search(words, clause, re.I))
     return networks().get(next(found, ""), {})
 
 
 def server(said: str) -> int:
     """Devices of a server; 0: not said."""
     said = re.sub(r"\bone(?= [\w-]+ (?:an?|per) (?:node|server|machine))", "1", said)
-    sizes = [int(match[1]) for pattern in _words()["sizes"] if (match := re.search(pattern, said, re.I))]
+    sizes = [int(match[1]) for pattern in WORDS["sizes"] if (match := re.search(pattern, said, re.I))]
     return max(sizes[0], 1) if sizes else 16 if "dgx-2" in said.lower() else 0
 
 
 def joined(device: Device, said: str, beside: str = "") -> tuple[Device, list[str]]:
     """A device as these words join it, and what of them is guessed or not understood. `beside`: words that are not all of networks."""
     odd, usual = [], device
-    own = _has("own", re.sub(_words()["denied"], " ", said, flags=re.I))
-    said = re.sub(_words()["adapters"], " ", said, flags=re.I)
+    own = _has("own", re.sub(WORDS["denied"], " ", said, flags=re.I))
+    said = re.sub(WORDS["adapters"], " ", said, flags=re.I)
     for clause in filter(None, map(str.strip, re.split(r"[;,+&|]| / |\band\b|\bwith\b", f"{said};{beside}"))):
         link = _has("inside", clause)
         rate, sure = _between(clause, usual)
@@ -72,7 +66,7 @@ def _between(clause: str, device: Device) -> tuple[float, bool]:
     """Gbit/s of a device to other servers, 0 where none is said; and whether nothing of it is guessed."""
     if _has("denied", clause) and not RATE.search(clause):
         return 0.0, True
-    clause, named = re.sub(_words()["link_rate"], "", clause, flags=re.I), _named("named", clause)
+    clause, named = re.sub(WORDS["link_rate"], "", clause, flags=re.I), _named("named", clause)
     rate = next((m for m in RATE.finditer(clause) if m[0][-1] not in "GgT" or _has("between", clause)), None)
     glued = _has("glued", clause)
     if rate:

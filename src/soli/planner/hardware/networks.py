@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -21,18 +20,18 @@ def networks() -> dict[str, dict[str, float]]:
     return table(__package__, "networks.toml")
 
 
-def joined(device: Device, names: Sequence[str]) -> tuple[Device, list[Problem]]:
-    """A device with these in place of its usual link and network; and what is wrong with them."""
+def joined(device: Device, said: str) -> tuple[Device, list[Problem]]:
+    """A device with these, "ib-hdr,nvlink3", in place of its usual link and network; and what is wrong with them."""
     problems = []
-    for name in names:
-        said = networks().get(name.lower())
-        if said is None:
+    for name in map(str.strip, said.split(",") if said else ()):
+        found = networks().get(name.lower())
+        if found is None:
             near = difflib.get_close_matches(name.lower(), networks(), n=3, cutoff=0.3)
             fix = "describe it in a file, --cluster mine.toml: net_gbits or link_gbs of a device"
             problems.append(Problem(f"no network '{name}' is known", allowed=", ".join(near or networks()), fix=fix))
             continue
-        own: dict[str, Any] = {key: value for key, value in said.items() if key != SHARED}
-        if SHARED in said:
-            own["net_gbits"] = said[SHARED] / device.node
+        own: dict[str, Any] = {key: value for key, value in found.items() if key != SHARED}
+        if SHARED in found:
+            own["net_gbits"] = found[SHARED] / device.node
         device = replace(device, **own)
     return device, problems
