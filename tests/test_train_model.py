@@ -105,7 +105,7 @@ def test_a_run_directory_and_its_metrics(tmp_path: Path) -> None:
     assert rows[0]["loss"] == 4.0
     with (folder / rundir.METRICS).open("a") as file:
         file.write('{"kind": "tr')  # a killed run
-    assert rundir.forget_after(folder, 2) == 1
+    rundir.forget_after(folder, 2)
     assert [row["step"] for row in rundir.read_metrics(folder)] == [1, 2, 2]
     assert any((folder / "tensorboard").iterdir())
     picture.draw(rows, 4.5, "title", folder / "loss.png")

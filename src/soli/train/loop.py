@@ -38,13 +38,16 @@ MANY_EPOCHS = 1_000_000  # the number of steps ends the run, not the data
 
 
 def main(config_path: Path | None = None, *, resume: Path | None = None, **named: object) -> dict[str, Any]:
-    """Run `soli train` in this rank; returns what summary.json holds.
+    """Run `soli train` in this rank; returns what summary.json holds, the same on every rank.
 
     config_path: a TOML of settings (`train/config.py`). `named` (settings of [run] by name, and data: data.path;
-    None: not said) go before it. resume: a run directory; its own
-    configuration is the start then.
+    None: not said) go before it. resume: a run directory; its own configuration is the start then.
     """
-    return train(rundir.configuration(config_path, resume, named), resume)
+    job = _set_up(rundir.configuration(config_path, resume, named), resume)
+    try:
+        return _finish(job, _steps(job))
+    finally:
+        job.log.close()
 
 
 @dataclass
@@ -67,15 +70,6 @@ class _Job:
         """Mean nats per validation target -> bits per byte; None where the bytes are not known."""
         span = self.tokens.validation
         return None if span.bytes is None else measure.bits_per_byte(nats * (len(span) - 1), span.bytes)
-
-
-def train(config: Config, resume: Path | None = None) -> dict[str, Any]:
-    """Train as configured, in this rank; returns the summary, which is the same on every rank."""
-    job = _set_up(config, resume)
-    try:
-        return _finish(job, _steps(job))
-    finally:
-        job.log.close()
 
 
 def _set_up(config: Config, resume: Path | None) -> _Job:

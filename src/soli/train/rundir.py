@@ -129,14 +129,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def forget_after(folder: Path, step: int) -> int:
-    """Drop the metrics of steps after `step`, which a resumed run takes again, and what saves left half. Returns how many rows."""
-    rows = read_metrics(folder)
-    kept = [row for row in rows if row["step"] <= step]
+def forget_after(folder: Path, step: int) -> None:
+    """Drop the metrics of steps after `step`, which a resumed run takes again, and what saves left half."""
+    kept = [row for row in read_metrics(folder) if row["step"] <= step]
     write_whole(folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
     for dead in (folder / "checkpoints").glob(".*.partial-*"):  # of a save that was killed
         shutil.rmtree(dead)
-    return len(rows) - len(kept)
 
 
 def configuration(config_path: Path | None, resume: Path | None, named: Mapping[str, object]) -> Config:

@@ -17,6 +17,8 @@ from soli.core.plan import Plan
 from soli.train.config import Config
 from soli.train.schedule import MEASURED_TO
 
+Tables = dict[str, dict[str, tuple[Any, str]]]
+"""By table and key what was said, and where."""
 KIND_WORDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
 
@@ -27,17 +29,12 @@ def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Co
     Raises one SoliError with every unknown table and key, wrong type and impossible value.
     """
     problems: list[Problem] = []
-    tables: dict[str, dict[str, Any]] = {}
-    source: dict[str, str] = {}
-    for table, key, value, place in _from_file(path, problems):
-        tables.setdefault(table, {})[key] = value
-        source[f"{table}.{key}"] = place
+    tables = _from_file(path, problems)
     for name, value in (overrides or {}).items():
         if value is not None:
             table, key = name.split(".")
-            tables.setdefault(table, {})[key] = value
-            source[name] = "command line"
-    config = _build(tables, source, problems)
+            tables.setdefault(table, {})[key] = (value, "command line")
+    config = _build(tables, problems)
     raise_all(problems, everywhere=True)
     return config
 
@@ -61,27 +58,28 @@ def _toml(value: object) -> str:
     return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _from_file(path: Path | None, problems: list[Problem]) -> list[tuple[str, str, Any, str]]:
+def _from_file(path: Path | None, problems: list[Problem]) -> Tables:
     if path is None:
-        return []
+        return {}
     if not path.is_file():
         raise on_all_ranks("there is no such configuration file", got=path, fix="check the path")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise on_all_ranks(f"{path} is not TOML", got=error, allowed="[table] and key = value lines") from error
-    rows = []
+    tables: Tables = {}
     for table, entries in data.items():
         if isinstance(entries, dict):
-            rows += [(table, key, value, str(path)) for key, value in entries.items()]
+            for key, value in entries.items():
+                tables.setdefault(table, {})[key] = (value, str(path))
         else:
             homes = [f"[{name}]" for name, one in get_type_hints(Config).items() if table in get_type_hints(one)]
             fix = f"put it under {' or '.join(homes)}" if homes else "put it under its table"
             problems.append(Problem(f"{table} stands outside a table", f"{table} = {entries!r} in {path}", "", fix))
-    return rows
+    return tables
 
 
-def _build(tables: dict[str, dict[str, Any]], source: dict[str, str], problems: list[Problem]) -> Config:
+def _build(tables: Tables, problems: list[Problem]) -> Config:
     known = get_type_hints(Config)
     sections: dict[str, Any] = {}
     for table, entries in tables.items():
@@ -91,8 +89,7 @@ def _build(tables: dict[str, dict[str, Any]], source: dict[str, str], problems: 
         hints = get_type_hints(known[table])
         entry_of = {entry.name: entry for entry in fields(known[table])}
         good: dict[str, Any] = {}
-        for key, value in entries.items():
-            place = source[f"{table}.{key}"]
+        for key, (value, place) in entries.items():
             if key not in entry_of:
                 problems.append(_unknown(f"setting {table}.{key}", key, list(entry_of), place))
                 continue
