@@ -6,7 +6,7 @@ import csv
 import json
 import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -636,7 +636,7 @@ def test_the_command_gives_a_list_in_order(tmp_path: Path) -> None:
     done = soli("plan", "predict", str(path), "--json")
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)
-    assert first == {**predict([ROW])[0].asdict(), "inferred": []}
+    assert first == {**asdict(predict([ROW])[0]), "inferred": []}
     assert second["refused"] == "it names no gpu"
     assert second["predicted_time_s"] is None
     shown = soli("plan", "predict", str(path))

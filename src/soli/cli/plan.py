@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import sys
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,7 +100,7 @@ def predict(
         raise SoliError("the table has no rows", got=str(table))
     found = planner.predict(rows, [] if measured is None else _rows(measured))
     if as_json:
-        print(json.dumps([one.asdict() for one in found], indent=1, allow_nan=False))
+        print(json.dumps([asdict(one) for one in found], indent=1, allow_nan=False))
     else:
         _show(found)
 

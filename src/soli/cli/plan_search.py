@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -156,7 +156,7 @@ def _whatif(task: Task, question: str) -> dict[str, Any]:
     """One question, its answer in words, and the best plan for it."""
     from soli.planner import whatif
 
-    told = lambda text, choice, **more: {"question": question, **more, "answer": text, "choice": choice.asdict()}
+    told = lambda text, choice, **more: {"question": question, **more, "answer": text, "choice": asdict(choice)}
     if question == "seq":
         length, choice = whatif.longest(task)
         return told(f"The longest sequence: {length} tokens.", choice, seq=length)

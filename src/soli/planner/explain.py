@@ -6,7 +6,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -51,10 +51,6 @@ class Choice:
     parts_s: dict[str, float]
     note: str  # what the plan's text does not say
 
-    def asdict(self) -> dict[str, Any]:
-        """For JSON."""
-        return dict(self.__dict__)
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -79,7 +75,7 @@ class Answer:
     def asdict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "plans": self.counted, "looked": self.looked, "fit": self.fit, "best": [one.asdict() for one in self.choices], "simplest": self.simplest.asdict(), "why": self.why,
+            "plans": self.counted, "looked": self.looked, "fit": self.fit, "best": [asdict(one) for one in self.choices], "simplest": asdict(self.simplest), "why": self.why,
             "assumed": self.assumed,
         }  # fmt: skip
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,10 +35,6 @@ class Prediction:
     feasible: bool | None = None  # what is predicted of memory is there; memory_high_gb says how sure that is
     inferred: tuple[str, ...] = ()
     refused: str | None = None
-
-    def asdict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
