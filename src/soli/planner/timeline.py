@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 
@@ -28,8 +29,6 @@ def order(rank: int, stages: int, chunks: int, microbatches: int) -> list[tuple[
     total = chunks * microbatches
 
     def place(i: int, backward: bool) -> tuple[int, int]:
-        if chunks == 1:
-            return 0, i
         group, within = divmod(i, stages * chunks)
         chunk, one = divmod(within, stages)
         return (chunks - 1 - chunk if backward else chunk), group * stages + one
@@ -46,16 +45,14 @@ def order(rank: int, stages: int, chunks: int, microbatches: int) -> list[tuple[
 
 def timeline(stages: int, chunks: int, microbatches: int, forward: float, backward: float) -> list[Work]:
     """All of a step. `forward`, `backward`: seconds of one chunk and microbatch."""
-    orders = [order(rank, stages, chunks, microbatches) for rank in range(stages)]
+    orders = [deque(order(rank, stages, chunks, microbatches)) for rank in range(stages)]
     done: dict[tuple[str, int, int], float] = {}  # by (kind, stage of the whole model, microbatch)
-    at, clock, found = [0] * stages, [0.0] * stages, []
+    clock, found = [0.0] * stages, []
     last = stages * chunks - 1
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(stages):
-            while at[rank] < len(orders[rank]):
-                kind, chunk, number = orders[rank][at[rank]]
+    while left := sum(map(len, orders)):
+        for rank, actions in enumerate(orders):
+            while actions:
+                kind, chunk, number = actions[0]
                 stage = chunk * stages + rank
                 if kind == "F":
                     needs = ("F", stage - 1, number) if stage else None
@@ -67,8 +64,7 @@ def timeline(stages: int, chunks: int, microbatches: int, forward: float, backwa
                 clock[rank] = start + (forward if kind == "F" else backward)
                 done[kind, stage, number] = clock[rank]
                 found.append(Work(kind, rank, chunk, number, start, clock[rank]))
-                at[rank] += 1
-                moved = True
-    if any(at[rank] < len(orders[rank]) for rank in range(stages)):
-        raise AssertionError("the order of a rank waits for itself")
+                actions.popleft()
+        if sum(map(len, orders)) == left:
+            raise AssertionError("the order of a rank waits for itself")
     return found
