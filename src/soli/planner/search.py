@@ -182,8 +182,6 @@ def settled(task: Task, table: Table) -> Table:
     Layers are alike, so that of the sets of so many all are the same: bisection finds what a search over sets would.
     """
     open_rows = np.flatnonzero(table["most"] > 0)
-    if not len(open_rows):
-        return table
     some = space.rows_of(table, open_rows)
     low, high_ = some["again"] / some["chunks"] - 1, some["most"] / some["chunks"]
     while (low + 1 < high_).any():

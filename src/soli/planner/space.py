@@ -143,8 +143,6 @@ def stages(task: Task, table: Table, each: bool = False) -> Table:
     whole |= {"recompute": np.tile(np.array(levels), len(place)), "again": np.zeros(len(place) * len(levels))}
     whole["most"] = whole["again"]
     own = _budgets(task, found)
-    if not own.any():
-        return whole
     times = own if each else np.minimum(own, 1)
     mixed = {name: np.repeat(column, times) for name, column in found.items()}
     first = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times) + 1.0
