@@ -96,12 +96,10 @@ def _of_file(path: Path) -> Cluster:
         fix = 'say them, or start from a known device with like = "h100"'
         problems.append(Problem(f"{path} describes a device and leaves out {', '.join(needed)}", fix=fix))
     raise_all(problems)
-    fields: dict[str, Any] = {"source": str(path), "generation": "unknown", **(asdict(base) if base else {})}
+    usual: dict[str, Any] = asdict(base) if base else {"generation": "unknown", "tflops": {}}
     own = {key: value for key, value in said.items() if key not in ("like", "nodes", "network")}
-    fields |= {key: value for key, value in own.items() if key != "tflops"}
-    fields["tflops"] = {**(base.tflops if base else {}), **said.get("tflops", {})}
-    network = said.get("network", "")
-    device, problems = joined(Device(**{**fields, "source": str(path)}), network)
+    tflops, network = {**usual["tflops"], **said.get("tflops", {})}, said.get("network", "")
+    device, problems = joined(Device(**{**usual, **own, "tflops": tflops, "source": str(path)}), network)
     raise_all(problems)
     # which count beside a network's name
     numbers = {key: value for key, value in own.items() if key in NUMBERS}
