@@ -24,14 +24,12 @@ def placed(p: Points) -> Points:
     for n in (np.floor(middle), np.ceil(middle)):
         n = np.maximum(n, least)
         best = np.where(_worst(p, n, ends) < _worst(p, best, ends), n, best)
-    one = stages <= 1
     # Of borders whose longest stage is the same, those whose squares add up to least.
     least, most = _last(p, best), np.minimum(best, np.floor(_worst(p, best, ends) - ends + 1e-9))
     last = least
     for n in (np.floor(middle - ends), np.ceil(middle - ends)):
         n = np.clip(n, least, np.maximum(most, least))
         last = np.where(_squares(p, n, ends) < _squares(p, last, ends), n, last)
-    best, last = np.where(one, p.layers, best), np.where(one, p.layers, last)
     return replace(p, longest=p.chunks * best, fewer=best - last)
 
 
