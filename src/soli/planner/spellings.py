@@ -145,9 +145,7 @@ def device(said: str) -> tuple[Device | None, float]:
 def mentioned(*cells: str) -> Device | None:
     """The first known device that any of these names with a letter; None if none does."""
     words = re.sub(r"[\s_]", "-", " ; ".join(filter(None, cells)).lower())
-    names = [
-        name for one in devices.devices().values() for name in (one.name, *one.aliases) if not CLOUD.fullmatch(name)
-    ]
-    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name != "cpu")
+    names = [name for name in devices.names() if not CLOUD.fullmatch(name) and name != "cpu"]
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     match = re.search(rf"(?<![a-z0-9])({pattern})(?![a-z0-9])", words)
     return devices.named(match[0]) if match else None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from soli.core.errors import Problem, SoliError, raise_all
-from soli.planner.hardware.devices import NUMBERS, PRECISIONS, Device, devices, named
+from soli.planner.hardware.devices import NUMBERS, PRECISIONS, Device, devices, named, names
 from soli.planner.hardware.networks import joined
 
 SHORT = re.compile(r"([^:@]+?)(?::(\d+)(?:x(\d+))?)?(?:@(.+))?")
@@ -71,9 +71,8 @@ def read_cluster(text: str) -> Cluster:
 
 def unknown(name: str, given: str = "--cluster mine.toml") -> Problem:
     """What to say of a device that the table has not. `given`: how a file is, that describes one."""
-    every = [word for device in devices().values() for word in (device.name, *device.aliases)]
-    near = difflib.get_close_matches(name.lower(), every, n=3, cutoff=0.3)
-    known = dict.fromkeys(device.name for word in near if (device := named(word)))
+    near = difflib.get_close_matches(name.lower(), names(), n=3, cutoff=0.3)
+    known = dict.fromkeys(names()[word].name for word in near)
     allowed = "the nearest are " + ", ".join(known) if known else ", ".join(devices())
     fix = DESCRIBE.format(given, next(iter(known), "h100"))
     return Problem(f"no device '{name}' is known", got=name, allowed=allowed, fix=fix)

@@ -59,11 +59,11 @@ def devices() -> dict[str, Device]:
 def named(name: str) -> Device | None:
     """The device of this name or alias, whatever the case; None if there is none."""
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    return _names().get(wanted)
+    return names().get(wanted)
 
 
 @cache
-def _names() -> dict[str, Device]:
+def names() -> dict[str, Device]:
     """Every name and alias."""
     return {word: device for device in devices().values() for word in (device.name, *device.aliases)}
 
