@@ -29,7 +29,7 @@ from soli.engine.taken import HEADROOM
 from soli.planner.cost.constants import DEFAULT, SPREADS, chain, constants, repeated, spread_of
 from soli.planner.cost.step import step
 from soli.planner.fit import fit
-from soli.planner.measured import factors_of, learn, shapes_of, step_with
+from soli.planner.measured import factors_of, learn, shapes_of
 from soli.planner.predict import arrays, family_of, learn_family, predict
 from soli.planner.rows import BY_EYE, TESTS, Row, read_measured
 from soli.planner.search import chosen
@@ -111,7 +111,7 @@ def layers_of(rows: Sequence[Row], sets: Sets) -> Layers:
         p, measured = arrays([own[i] for i in at])
         constants_of = repeated(of(sets, own[0]), len(at))
         factors = learn(p, constants_of, measured.times)
-        wrong = np.abs(np.log(step_with(p, constants_of, factors).time / measured.times))
+        wrong = np.abs(np.log(step(p, constants_of, *factors.at(p)).time / measured.times))
         both = np.stack(factors.at(p), axis=1)
         firsts = [(np.flatnonzero(place[at] == i)[0], np.median(wrong[place[at] == i])) for i in told]
         kept = [first for first, median in firsts if median <= AGREE]
@@ -327,7 +327,7 @@ def calibrated(rows: Sequence[Row], sets: Sets) -> list[dict[str, Any]]:
     for seed in range(SEEDS):
         known = np.random.default_rng(seed).choice(len(rows), CALIBRATION, replace=False)
         learnt = learn_family([rows[i] for i in known], of(sets, rows[0]))
-        ratio = step_with(p, repeated(learnt.constants, len(rows)), learnt.factors).time / measured.times
+        ratio = step(p, repeated(learnt.constants, len(rows)), *learnt.factors.at(p)).time / measured.times
         rest = np.setdiff1d(np.arange(len(rows)), known)
         found.append({"seed": seed, **errors(ratio[rest]), **ranking(rows, ratio, groups)})
     return found

@@ -18,7 +18,7 @@ from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points
 from soli.planner.cost.step import step
 from soli.planner.fit import Measured, fit
 from soli.planner.hardware.devices import USABLE
-from soli.planner.measured import SHARED, covariance, shapes_of, step_with
+from soli.planner.measured import SHARED, covariance, shapes_of
 from soli.planner.measured import published as published_layers
 from soli.planner.predict import Prediction, arrays, learn_family, predict
 from soli.planner.published import named, near, of_entry, published
@@ -541,10 +541,10 @@ def test_measured_rows_teach() -> None:
     error = lambda cost: float(np.abs(cost.time / measured.times - 1).mean())
     before = error(step(p, repeated(parent, len(p))))
     law = error(step(p, repeated(learnt.constants, len(p))))
-    shapes = error(step_with(p, repeated(learnt.constants, len(p)), learnt.factors))
+    shapes = error(step(p, repeated(learnt.constants, len(p)), *learnt.factors.at(p)))
     assert shapes < 0.8 * law < 0.8 * before
     at = arrays([rows[i] for i in given])
-    there = step_with(at[0], repeated(learnt.constants, 48), learnt.factors)
+    there = step(at[0], repeated(learnt.constants, 48), *learnt.factors.at(at[0]))
     alone = step(at[0], repeated(learnt.constants, 48))
     there, alone = (np.median(np.abs(cost.time / at[1].times - 1)) for cost in (there, alone))
     assert there < alone / 2  # of what it was given it knows more than half; without factors: nothing

@@ -108,8 +108,3 @@ def published(framework: str, generation: str) -> Factors | None:
     """Of layers.toml; None where no published run says them."""
     said = table(__package__, "layers.toml").get(f"{framework} {generation}")
     return factors_of(np.array(said["layers"], dtype=np.float64)) if said else None
-
-
-def step_with(points: Points, constants: Constants, factors: Factors) -> Step:
-    """A step, with what was measured."""
-    return step(points, constants, *factors.at(points))

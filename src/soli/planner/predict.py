@@ -81,7 +81,7 @@ def costs(p: Points, family: tuple[str, str], learnt: Mapping[tuple[str, str], L
         low, high = (np.full(len(p), spread[name]) for name in ("time_low", "time_high"))
         factors = measured.published(*family)
         return step(p, repeated(known(*family), len(p)), *(factors.at(p) if factors else ())), low, high
-    cost = measured.step_with(p, repeated(mine.constants, len(p)), mine.factors)
+    cost = step(p, repeated(mine.constants, len(p)), *mine.factors.at(p))
     return cost, *measured.between(mine.factors, p, cost)
 
 
