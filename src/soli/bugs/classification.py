@@ -146,22 +146,15 @@ def _hints(name: str, words: Iterable[str], said: Any, wrong: list[Problem]) -> 
     ]
     if not given:
         wrong.append(Problem("nothing is said of a dimension", got=name, fix=f'[{name}."{known[-1]}"]'))
-    prior = {word: -np.inf for word in known}  # of a word that is not there: it is never said
-    for word in known:
-        told = given.get(word)
-        if told is None:
-            continue
-        fits = (
-            isinstance(told, dict) and isinstance(told.get("prior"), int | float) and not set(told) - {"prior", "rules"}
-        )
-        if not fits:
-            wrong.append(Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(told)[:200]))
+    prior = dict.fromkeys(known, -np.inf)  # of a word that is not there: it is never said
+    told = {word: given[word] for word in known if word in given}
+    for word, one in told.items():
+        if isinstance(one, dict) and isinstance(one.get("prior"), int | float) and not set(one) - {"prior", "rules"}:
+            prior[word] = float(one["prior"])
         else:
-            prior[word] = float(told["prior"])
-    given = {word: told for word, told in given.items() if isinstance(told, dict)}
-    return Hints(
-        prior, tuple(_hint(name, word, one, wrong) for word in known for one in given.get(word, {}).get("rules", ()))
-    )
+            wrong.append(Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(one)[:200]))
+    rules = ((word, rule) for word, one in told.items() if isinstance(one, dict) for rule in one.get("rules", ()))
+    return Hints(prior, tuple(_hint(name, word, rule, wrong) for word, rule in rules))
 
 
 def _hint(dimension: str, word: str, one: Mapping[str, Any], wrong: list[Problem]) -> Hint:
