@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
 
 from soli.core.tables import table
 
@@ -33,7 +32,7 @@ class Device:
     net_gbits: float
     net_us: float
     host_gbs: float
-    aliases: tuple[str, ...] = ()
+    aliases: Sequence[str] = ()
 
     @property
     def memory(self) -> float:
@@ -53,7 +52,7 @@ NUMBERS = tuple(field.name for field in fields(Device) if field.type in ("float"
 @cache
 def devices() -> dict[str, Device]:
     """All that are known, by name, in the order of the table."""
-    return {name: _device(name, entry) for name, entry in table(__package__, "devices.toml").items()}
+    return {name: Device(name=name, **entry) for name, entry in table(__package__, "devices.toml").items()}
 
 
 def named(name: str) -> Device | None:
@@ -66,7 +65,3 @@ def named(name: str) -> Device | None:
 def names() -> dict[str, Device]:
     """Every name and alias."""
     return {word: device for device in devices().values() for word in (device.name, *device.aliases)}
-
-
-def _device(name: str, entry: dict[str, Any]) -> Device:
-    return Device(**{**entry, "name": name, "aliases": tuple(entry.get("aliases", ()))})
