@@ -26,7 +26,7 @@ from crossed import OTHER, fit_crossed
 from scipy.stats import spearmanr
 
 from soli.engine.taken import HEADROOM
-from soli.planner.cost.constants import DEFAULT, SPREADS, chain, constants, repeated, spread_of
+from soli.planner.cost.constants import DEFAULT, NAMES, SPREADS, Constants, chain, repeated, spread_of
 from soli.planner.cost.step import step
 from soli.planner.fit import fit
 from soli.planner.measured import factors_of, learn, shapes_of
@@ -147,7 +147,8 @@ def off(rows: Sequence[Row], sets: Sets, layers: Layers) -> tuple[np.ndarray, np
         at = np.flatnonzero(families == family)
         if len(at):
             parts[:, at] = factors_of(known).at(p.take(at))
-    cost = step(p, constants([of(sets, row) for row in rows]), *parts)
+    each = [of(sets, row) for row in rows]
+    cost = step(p, Constants(**{name: np.array([one[name] for one in each]) for name in NAMES}), *parts)
     return cost.time / measured.times, cost.memory / measured.memories
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soli.planner.cost import arithmetic, communication, context, memory, pipeline, rings
-from soli.planner.cost.constants import MEANINGS, Constants, constants, known
+from soli.planner.cost.constants import MEANINGS, Constants, known, repeated
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points, points
 from soli.planner.cost.programs import blocks, of_program
 from soli.planner.cost.states import of_states
@@ -34,7 +34,7 @@ def point(**changes: float) -> Points:
 
 
 def usual(**changes: float) -> Constants:
-    return constants([{name: meaning.default for name, meaning in MEANINGS.items()} | changes])
+    return repeated({name: meaning.default for name, meaning in MEANINGS.items()} | changes, 1)
 
 
 ONE = usual()
@@ -499,7 +499,7 @@ def test_a_product_is_a_roofline() -> None:
 
 def test_published_anomalies_come_out() -> None:
     """BigScience's 100B: heads of 108 against heads of 144; and 14400 wide against 13824, with 7% fewer parameters."""
-    k = constants([known("megatron-deepspeed", "ampere")])
+    k = repeated(known("megatron-deepspeed", "ampere"), 1)
     wide = {"layers": 78, "seq": 2048, "microbatch": 2, "global_batch": 128, "tp": 4, "pp": 13, "recompute": FULL}
     shape = lambda h, heads: {"hidden": h, "ffn": 4 * h, "heads": heads, "kv_heads": heads, "head_size": h / heads}
     took = lambda h, heads: step(point(**wide, **shape(h, heads)), k).time[0]
@@ -586,9 +586,9 @@ def test_alone_nothing_is_sent_or_waited_for(plan: dict[str, float]) -> None:
 def test_arrays_are_points_one_by_one() -> None:
     plans = [{"tp": 2, "pp": 4}, {"dp": 8, "zero": 3, "recompute": FULL}, {"experts": 8, "active": 2, "ep": 4, "dp": 4}]
     rows = points([BASE | plan for plan in plans])
-    many = step(rows, constants([known("megatron", "ampere")] * 3))
+    many = step(rows, repeated(known("megatron", "ampere"), 3))
     for i, plan in enumerate(plans):
-        one = step(point(**plan), constants([known("megatron", "ampere")]))
+        one = step(point(**plan), repeated(known("megatron", "ampere"), 1))
         for field in fields(one):
             assert getattr(many, field.name)[i] == getattr(one, field.name)[0], field.name
     assert len(rows.take(np.array([0, 2]))) == 2

@@ -7,7 +7,7 @@ model or a row; what several models' runs say of layers of a shape is in layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -72,11 +72,6 @@ def spread_of(framework: str) -> dict[str, float]:
     return SPREADS | {
         key: value for name in (DEFAULT, framework) for key, value in sets().get(name, {}).items() if key in SPREADS
     }
-
-
-def constants(of: Sequence[dict[str, float]]) -> Constants:
-    """One set a place."""
-    return Constants(**{name: np.array([one[name] for one in of], dtype=np.float64) for name in NAMES})
 
 
 def repeated(one: Mapping[str, float], count: int) -> Constants:
