@@ -90,16 +90,11 @@ def answer(task: Task, count: int = 10) -> Answer:
     plain = best[0]
     if place := simplest(found, near):
         plain, few = choice(task, found.points, found.cost, place), chosen(found.points)
-        words = simpler(plain, best[0], near, (few[place], few[0]))
+        words = (
+            f". {plain.plan} takes {plain.step_time_s / best[0].step_time_s - 1:.1%} longer, and two plans of one workload are {near:.1%} off beside each "
+            f"other: of all that near it has the fewest choices beyond sharing the batch out, {few[place]:g} in place of {few[0]:g}"
+        )
     return Answer(best[:count], plain, why(best) + words, found.counted, found.looked, found.fit, assumed(task))
-
-
-def simpler(plain: Choice, first: Choice, near: float, few: tuple[float, float]) -> str:
-    """What has fewer choices than the first, and is as quick as far as the model knows."""
-    return (
-        f". {plain.plan} takes {plain.step_time_s / first.step_time_s - 1:.1%} longer, and two plans of one workload are {near:.1%} off beside each "
-        f"other: of all that near it has the fewest choices beyond sharing the batch out, {few[0]:g} in place of {few[1]:g}"
-    )
 
 
 def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:

@@ -37,9 +37,6 @@ STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval
 TOWER = re.compile(r"(?:vision|audio|speech|image)\w*_config")
 
 
-NEUTRAL = tuple(field.name for field in fields(Points))
-
-
 @dataclass(frozen=True)
 class Model:
     """A stack of like layers between an embedding and logits."""
@@ -74,7 +71,7 @@ class Model:
         return float(memory.used(self._alone())[0])
 
     def _alone(self) -> Points:
-        return points([{**dict.fromkeys(NEUTRAL, 1.0), **self.point()}])
+        return points([{**dict.fromkeys((field.name for field in fields(Points)), 1.0), **self.point()}])
 
     def point(self) -> dict[str, float]:
         """The model's part of a point."""
