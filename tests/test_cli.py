@@ -68,6 +68,10 @@ def test_train_checks_the_plan_of_the_file_and_prints_a_problem_once(tmp_path: P
     assert (done.returncode, done.stderr.count("no key 'zeroo'")) == (2, 1)
 
 
+def test_it_says_its_version() -> None:
+    assert soli("--version").stdout == f"soli {SOLI}\n"
+
+
 def test_train_trains(tmp_path: Path) -> None:
     """Two ranks, three steps; and a mistake that only a rank can find is printed once, without traceback."""
     (tmp_path / "text").mkdir()
@@ -89,6 +93,7 @@ def test_train_trains(tmp_path: Path) -> None:
     assert done.stderr.count("soli: ") == 2  # where the logs are, and the report
     assert str(tmp_path / "none") in done.stderr
     assert "Traceback" not in done.stderr
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {run.name, "tokens"}  # no folder of a run that was none
 
 
 def test_env_says_what_works_and_what_does_not() -> None:
@@ -140,8 +145,9 @@ def test_checkpoint_verbs(tmp_path: Path) -> None:
     raw = bytearray(data.read_bytes())
     raw[-1] ^= 1
     data.write_bytes(raw)
+    assert soli("checkpoint", "check", str(tmp_path)).returncode == 2
     done = soli("checkpoint", "check", made)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert data.name in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -72,6 +72,8 @@ def test_a_broken_or_missing_file(tmp_path: Path) -> None:
     assert "line 1" in str(caught.value)
     with pytest.raises(SoliError, match="no such configuration file"):
         settings.load(tmp_path / "other.toml")
+    with pytest.raises(SoliError, match="run.folder is no folder"):
+        settings.load(None, {"run.folder": str(path / "runs")})
 
 
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option, Typer
 
-from soli.core.errors import raise_all
+from soli.core.errors import failure
 
 app = Typer(help="Look at, check, export and import checkpoints.", no_args_is_help=True)
 
@@ -23,9 +23,11 @@ def show(path: Path) -> None:
 @app.command("check")
 def check(path: Path) -> None:
     """Verify every checksum, and that the parts tile every tensor."""
-    from soli.checkpoint import tool
+    from soli.checkpoint import read_manifest, tool
 
-    raise_all(tool.check(path))
+    read_manifest(path)  # what is no checkpoint is the user's mistake, as elsewhere
+    if found := tool.check(path):
+        raise failure(found)
     print(f"{path}: complete, every checksum right")
 
 

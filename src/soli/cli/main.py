@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
-from typer import Typer
+from typer import Exit, Option, Typer
 
 from soli.cli import bugs, calibrate, checkpoint, env, hardware, plan, roles, run, train
 from soli.core.errors import SoliError
+from soli.core.package import SOLI
 from soli.core.report import render
 
-app = Typer(
-    help="Your sequential PyTorch program on N devices, with a proof that it computes the same thing.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _version(said: bool) -> None:
+    if said:
+        print(f"soli {SOLI}")
+        raise Exit
+
+
+@app.callback()
+def soli(version: Annotated[bool, Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    """Your sequential PyTorch program on N devices, with a proof that it computes the same thing."""
+
+
 app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run.run)
 app.command("train")(train.train)
 app.add_typer(plan.app, name="plan")

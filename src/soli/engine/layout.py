@@ -31,13 +31,18 @@ ROWS = 2  # one would hide which dim is the batch's
 @listing
 def problems(roles: dict[str, str] | None, model: nn.Module) -> Iterator[Problem]:
     """What is wrong with the roles that the user gave."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = list(named)
     for pattern, kind in (roles or {}).items():
         if kind not in KINDS:
             yield Problem(f"the role of '{pattern}' is not known", got=kind, allowed=", ".join(KINDS))
-        if not any(hinted(pattern, name) for name in names):
+        of = [name for name in names if hinted(pattern, name)]
+        if not of:
             near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3]
             yield Problem(f"the role of '{pattern}' is of no weight", allowed=f"names, * for anything: {', '.join(near)}, ...")
+        elif kind != "replicated" and all(named[name].dim() < 2 for name in of):
+            got, fix = f"{kind}, of vectors alone: {', '.join(of[:3])}", "say it of the weight that they are added to"
+            yield Problem(f"the role of '{pattern}' is of no matrix", got, "replicated", fix)
 
 
 def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:

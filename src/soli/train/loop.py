@@ -81,12 +81,12 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
 
     config, reason = sized(config, *machine())
     say(reason)
-    folder = resume or Path(from_rank_0(world, lambda: str(rundir.create(config)), "the run directory"))
     cache = Path(config.data.cache or Path(config.run.folder) / "tokens")
     found = tokens.from_json(
         from_rank_0(world, lambda: tokens.to_json(tokens.prepare(config, cache, say)), "the token files")
     )
     unigram = measure.unigram(found.train, found.validation)
+    folder = resume or Path(from_rank_0(world, lambda: str(rundir.create(config)), "the run directory"))
     from_rank_0(world, lambda: rundir.begin(folder, config, found), "the records of the run")
     size = GPTConfig(vocab=found.train.vocab, **asdict(config.model))
     torch.manual_seed(config.run.seed)

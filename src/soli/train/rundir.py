@@ -41,8 +41,6 @@ def create(config: Config) -> Path:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            if not folder.is_dir():
-                raise SoliError("run.folder is no folder", got=config.run.folder, fix="name another") from None
             number += 1
             folder = stem.with_name(f"{stem.name}-{number}")
 

@@ -132,6 +132,9 @@ def _check(name: str, value: object, kind: type, entry: Field[Any], place: str) 
 def _together(config: Config) -> Iterator[Problem]:
     """What single settings allow but not their combination."""
     model, run = config.model, config.run
+    folder = Path(run.folder)
+    if any(place.exists() and not place.is_dir() for place in (folder, *folder.parents)):
+        yield Problem("run.folder is no folder", run.folder, "", "name another")
     if run.plan != "auto":
         try:
             Plan.parse(run.plan)

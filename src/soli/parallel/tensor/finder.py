@@ -199,7 +199,7 @@ class Finder:
         if column is not None and column.dim == 0 and bias.dim() == 1 and column.size == bias.shape[0]:
             self._decide(bias, name, "bias", column, "of a column")
         else:
-            self._replicate(name, "a bias that is added to a sum over the ranks")
+            self._replicate(name, "what it is added to is not cut along it")
 
     def choose_embedding(self, indices: Tensor, weight: Tensor) -> None:
         name = self._open(weight)
