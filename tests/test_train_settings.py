@@ -72,7 +72,7 @@ def test_a_broken_or_missing_file(tmp_path: Path) -> None:
     assert "line 1" in str(caught.value)
     with pytest.raises(SoliError, match="no such configuration file"):
         settings.load(tmp_path / "other.toml")
-    with pytest.raises(SoliError, match="run.folder is no folder"):
+    with pytest.raises(SoliError, match="folder is no folder"):
         settings.load(None, {"run.folder": str(path / "runs")})
 
 
