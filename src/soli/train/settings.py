@@ -7,7 +7,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -110,9 +110,9 @@ def _unknown(what: str, name: str, known: list[str], place: str) -> Problem:
     return Problem(f"unknown {what}", f"{name} ({place})" if place else name, ", ".join(known), fix)
 
 
-def _check(name: str, value: object, kind: type, entry: Field[Any], place: str) -> Problem | None:
+def _check(name: str, value: Any, kind: type, entry: Field[Any], place: str) -> Problem | None:
     low, high, choices = (entry.metadata[key] for key in ("low", "high", "choices"))
-    default = "" if entry.default is MISSING else f"the default is {entry.default!r}"
+    default = f"the default is {entry.default!r}"
     got = f"{value!r} ({place})"
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if type(value) is not kind and not (kind is float and number):
@@ -121,11 +121,9 @@ def _check(name: str, value: object, kind: type, entry: Field[Any], place: str) 
         near = difflib.get_close_matches(str(value), choices, 1, 0.5)
         fix = f"did you mean {near[0]}?" if near else default
         return Problem(f"{name} is none of its choices", got, ", ".join(choices), fix)
-    if isinstance(value, int | float) and number:
-        inside = math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)
-        if not inside:
-            allowed = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
-            return Problem(f"{name} is out of range", got, allowed, default)
+    if number and not (math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)):
+        allowed = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
+        return Problem(f"{name} is out of range", got, allowed, default)
     return None
 
 
