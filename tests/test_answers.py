@@ -179,6 +179,16 @@ def test_the_largest_model_fits_and_the_next_does_not() -> None:
             assert inner(one) == pytest.approx(inner(LLAMA) * whatif.STEP ** (3 * k), rel=0.05)
 
 
+def test_what_is_smaller_need_not_fit() -> None:
+    """Of one sequence a step on twelve devices: no small model has layers for so many stages, and lengths between long ones do not divide."""
+    asked = Task(named("llama-3-8b"), read_cluster("a100-40gb:4x3"), 1, 8192)
+    assert not whatif.holds(replace(asked, model=whatif.scaled(asked.model, whatif.STEP**-40)))
+    assert whatif.largest(asked)[1] > 2 * asked.model.parameters
+    assert not whatif.holds(replace(asked, seq=90112))
+    assert whatif.holds(replace(asked, seq=98304))
+    assert whatif.longest(asked)[0] >= 98304
+
+
 def test_enough_devices_are_the_fewest() -> None:
     asked = task(SMALL, batch=256, seq=2048)
     nodes, choice = whatif.devices(asked, 1e12, 5)

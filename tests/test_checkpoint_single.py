@@ -253,6 +253,7 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     text = message(save, tmp_path / "file" / "100", simple(), {})
     assert "the operating system refused" in text
+    assert "File name too long" in message(save, tmp_path / ("x" * 300), simple(), {})
     save(tmp_path / "c", simple(), {"step": 1})
     assert "exists" in message(save, tmp_path / "c", simple(), {"step": 2})
     assert "exists" in message(save_async, tmp_path / "c", simple(), {"step": 2})

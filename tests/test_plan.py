@@ -53,6 +53,12 @@ def test_all_problems_of_a_text_at_once() -> None:
     assert caught.value.exit_code == 2
 
 
+def test_what_is_no_switch_in_a_file() -> None:
+    for text in ("sp = [1]", "sp = 1", "sp = {}"):
+        with pytest.raises(SoliError, match="'sp' of the plan cannot be read"):
+            Plan.from_toml(text)
+
+
 def test_all_problems_for_a_world_at_once_with_the_nearest_plan() -> None:
     with pytest.raises(SoliError) as caught:
         resolve(Plan.parse("dp=3,tp=2,zero=2,replicate=2,precision=fp8"), 4)

@@ -74,6 +74,9 @@ def test_a_broken_or_missing_file(tmp_path: Path) -> None:
         settings.load(tmp_path / "other.toml")
     with pytest.raises(SoliError, match="folder is no folder"):
         settings.load(None, {"run.folder": str(path / "runs")})
+    path.write_text("[modle]")
+    with pytest.raises(SoliError, match=r"unknown table \[modle\]"):
+        settings.load(path)
 
 
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ class Team:
         """Gather `local()` of every rank, let the first rank `decide`, and give each rank its part."""
         outcome, error = _attempt(what, local)
         if self.size == 1:
-            return decide(self._results([outcome], error))[0]
+            decided, mine = _attempt(what, lambda: decide(self._results([outcome])))
+            return self._results([decided], error or mine)[0][0]
         outcomes: list[Any] | None = [None] * self.size if self.rank == 0 else None
         self._talk(what, lambda: dist.gather_object(outcome, outcomes, group=self.group, group_dst=0))
         answers: list[Any] | None = None

@@ -205,10 +205,10 @@ def _read(key: str, value: Any, default: Any) -> Any:
     if key == "dp" and value in (None, "auto"):
         return None
     if isinstance(default, bool):
-        words = {"on": True, "true": True, "off": False, "false": False, True: True, False: False}
-        if (value.lower() if isinstance(value, str) else value) not in words:
+        said = {"on": True, "true": True, "off": False, "false": False}.get(str(value).lower())
+        if said is None:
             raise ValueError("on or off")
-        return words[value.lower() if isinstance(value, str) else value]
+        return said
     if isinstance(default, int) or key == "dp":
         try:
             if isinstance(value, bool | float):

@@ -86,17 +86,10 @@ def devices(task: Task, tokens: float, days: float) -> tuple[int, explain.Choice
 
 
 def _last(fits: Callable[[int], bool], most: int) -> int:
-    """The last of 1 .. most that fits, where all before it do; 0 if none."""
-    if not fits(1):
-        return 0
-    low = 1
-    while low * 2 <= most and fits(low * 2):
-        low *= 2
-    high = min(low * 2, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    """The last of 1 .. most that fits; 0 if none. What is smaller need not fit where what is larger does (its layers may not divide into
+    stages): of every eighth, from the last, the first that fits, and what is up to fifteen beyond it."""
+    coarse = next((n for n in range(most, 0, -8) if fits(n)), 0)
+    return next((n for n in range(min(coarse + 15, most), coarse, -1) if fits(n)), coarse)
 
 
 def _none(task: Task, why: str) -> SoliError:

@@ -70,8 +70,7 @@ def _from_file(path: Path | None, problems: list[Problem]) -> Tables:
     tables: Tables = {}
     for table, entries in data.items():
         if isinstance(entries, dict):
-            for key, value in entries.items():
-                tables.setdefault(table, {})[key] = (value, str(path))
+            tables[table] = {key: (value, str(path)) for key, value in entries.items()}
         else:
             homes = [f"[{name}]" for name, one in get_type_hints(Config).items() if table in get_type_hints(one)]
             fix = f"put it under {' or '.join(homes)}" if homes else "put it under its table"
