@@ -325,6 +325,14 @@ class Changed(Plain):
         return self.head(torch.tanh(x))
 
 
+class Normed(Changed):
+    """Its backward needs buffers that its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = nn.Sequential(self.layers[0], nn.Flatten(0, 1), nn.BatchNorm1d(DIM), nn.Unflatten(0, (-1, 6)))
+
+
 OF_SIZE = {
     "clamp": lambda grad: grad.clamp(-1e-2, 1e-2),
     "sign": torch.sign,
@@ -337,9 +345,9 @@ LINEAR = {
 }
 
 
-def changed(name: str, plan: str) -> str:
+def changed(name: str, plan: str, kind: type = Changed) -> str:
     Changed.change = staticmethod((OF_SIZE | LINEAR)[name])
-    return first_step(Changed, plan)
+    return first_step(kind, plan)
 
 
 @pytest.mark.parametrize("name", [*OF_SIZE, *LINEAR])
@@ -347,6 +355,12 @@ def test_gradients_that_are_treated_by_their_size_are_refused(pool: Pool, name: 
     for said in (changed(name, "dp=1"), *pool.run(changed, name, "tp=2", ranks=2)):
         assert ("gradients do not grow with the loss" in said) == (name in OF_SIZE), said
         assert name in OF_SIZE or said == "it ran"
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "tp=2", "pp=2,microbatches=1"])
+def test_they_are_where_backward_needs_what_a_forward_changes(pool: Pool, plan: str) -> None:
+    for name, said in (("sign", "gradients do not grow with the loss"), ("turned", "it ran")):
+        assert all(said in found for found in pool.run(changed, name, plan, Normed, ranks=1 if plan == "dp=1" else 2))
 
 
 class Deviating(Plain):

@@ -126,14 +126,14 @@ def _total(engine: Engine, model: nn.Module, norms: Statistics, piece: tuple[Any
     data, rows, part = piece
     runner = Runner(model, Caller(model), engine.loss_fn, data, rows, engine.plan)
     with norms.check(part), norms.computing():
-        total, count = total_and_count(runner.run(around=lambda _: lifted(), gradients=scale > 0))
-        if not count:
-            return Sum()
-        return _pulled(model, total, scale) if scale and total.requires_grad else Sum(float(total.detach()))
+        pulled = lambda found: _pulled(model, *total_and_count(found), scale)
+        return runner.run(around=lambda _: lifted(), gradients=scale > 0, then=pulled)
 
 
-def _pulled(model: nn.Module, total: Tensor, scale: float) -> Sum:
+def _pulled(model: nn.Module, total: Tensor, count: float, scale: float) -> Sum:
     """A loss and its gradient along one direction, the same at every call."""
+    if not (count and scale and total.requires_grad):
+        return Sum(float(total.detach())) if count else Sum()
     params = [p for p in model.parameters() if p.requires_grad]
     found, generator = torch.autograd.grad(total * scale, params, allow_unused=True), torch.Generator().manual_seed(1)
     size = along = along_size = 0.0

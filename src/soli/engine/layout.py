@@ -87,10 +87,11 @@ class Runner:
 
     def run(
         self, around: Callable[[Randomness], AbstractContextManager[Any]] | None = None, training: bool = True,
-        leaving: bool = False, gradients: bool = False,
+        leaving: bool = False, gradients: bool = False, then: Callable[[Any], Any] = lambda found: found,
     ) -> Any:  # fmt: skip
         """One forward and its loss, which is returned. `around`: a context for them. `leaving`: tensors that the forward
-        leaves in attributes stay. `gradients`: the loss can be differentiated."""
+        leaves in attributes stay. `gradients`: the loss can be differentiated, by `then`: a backward may need buffers as the forward
+        left them."""
         randomness = Randomness(self.model, self.seed)
         with (
             torch.set_grad_enabled(gradients),
@@ -104,7 +105,7 @@ class Runner:
                 between.training(self.model)
             else:
                 self.model.eval()
-            return self.loss_fn(self.call(self.data), self.data)
+            return then(self.loss_fn(self.call(self.data), self.data))
 
     def search(
         self, ranks: int, sequence: bool, hints: dict[str, str], rows: int = 0, cube: bool = False
