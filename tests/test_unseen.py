@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.test_kept import DIM, Plain, case_of, error_of
+from tests.test_kept import DIM, Normal, Plain, case_of, error_of
 from tests.test_scripts import engine_of, said_by
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -249,8 +249,8 @@ def policy(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return -((chosen - chosen.detach()).exp() * batch["advantage"]).sum(), len(out)
 
 
-def trained(loss_fn: Any, plan: str) -> str | list[float]:
-    engine, batches = engine_of(Plain, plan, loss_fn=loss_fn)
+def trained(loss_fn: Any, plan: str, kind: type = Plain) -> str | list[float]:
+    engine, batches = engine_of(kind, plan, loss_fn=loss_fn)
     batch: dict[str, Tensor] = {name: torch.cat([x, batches[1][name][:8]]) for name, x in batches[0].items()}
     rewards = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     advantage = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
@@ -262,6 +262,11 @@ def trained(loss_fn: Any, plan: str) -> str | list[float]:
 def test_gradients_that_do_not_add_up_are_refused(pool: Pool, plan: str) -> None:
     assert all("the gradient of a batch's loss" in said for said in pool.run(trained, balanced, plan, ranks=2))
     assert isinstance(trained(balanced, "dp=1"), list)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+def test_they_are_beside_a_norm_of_the_batch(pool: Pool, plan: str) -> None:
+    assert all("the gradient of a batch's loss" in said for said in pool.run(trained, balanced, plan, Normal, ranks=2))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "tp=2", "pp=2,microbatches=2"])

@@ -8,6 +8,7 @@ parts what it learnt of the whole, so that what else couples rows is found all t
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -21,8 +22,16 @@ from soli.mesh.mesh import Mesh
 
 LABEL = "statistics of the batch"
 _function = F.batch_norm
-Known = tuple[Tensor, Tensor, Tensor]
-"""Mean and (biased) variance of each channel, and how many values each is of."""
+
+
+@dataclass
+class Known:
+    """Mean and (biased) variance of each channel, and how many values each is of; what backward of all rows summed, for that of parts."""
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+    back: Tensor | None = None
 
 
 def training_norms(model: nn.Module) -> list[str]:
@@ -62,7 +71,8 @@ class Statistics:
     ) -> Tensor:  # fmt: skip
         if not training:
             return _function(input, running_mean, running_var, weight, bias, False, momentum, eps)
-        mean, var, count = known = next(self._repeats, None) or self._sums(input)
+        known = next(self._repeats, None) or self._sums(input)
+        mean, var, count = known.mean, known.var, known.count
         if self._learns:
             self._whole.append(known)
         if input.numel() == input.shape[1] and count <= 1:
@@ -83,7 +93,7 @@ class Statistics:
         mean = sums[:-1] / count
         squares = (x - _along(mean, x)).square().sum(dims)
         all_reduce(squares, self.axis, label=LABEL)
-        return mean, squares / count, count
+        return Known(mean, squares / count, count)
 
 
 class _Normalised(torch.autograd.Function):
@@ -91,20 +101,23 @@ class _Normalised(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, known: Known, eps: float, axis: Axis
     ) -> Tensor:
-        mean, var, count = known
-        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), count)
-        ctx.axis, ctx.has_bias = axis, bias is not None
-        return _function(x, mean, var, weight, bias, False, 0.0, eps)
+        ctx.save_for_backward(x, weight, torch.rsqrt(known.var + eps))
+        ctx.known, ctx.back, ctx.axis, ctx.has_bias = known, known.back, axis, bias is not None
+        return _function(x, known.mean, known.var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, mean, scale, count = ctx.saved_tensors
+        x, weight, scale = ctx.saved_tensors
+        known: Known = ctx.known
         dims = [d for d in range(x.dim()) if d != 1]
-        normal = (x - _along(mean, x)) * _along(scale, x)
+        normal = (x - _along(known.mean, x)) * _along(scale, x)
         of_bias, of_weight = grad.sum(dims), (grad * normal).sum(dims)
-        both = torch.stack([of_bias, of_weight]).to(mean.dtype)
-        all_reduce(both, ctx.axis, label=LABEL)
-        means = both / count
+        both = ctx.back
+        if both is None:
+            both = torch.stack([of_bias, of_weight]).to(scale.dtype)
+            all_reduce(both, ctx.axis, label=LABEL)
+            known.back = both.detach()
+        means = both / known.count
         of_x = (grad - _along(means[0], x) - normal * _along(means[1], x)) * _along(scale, x)
         of_x = of_x if weight is None else of_x * _along(weight, x)
         found = None if weight is None else of_weight.to(weight.dtype)
