@@ -162,6 +162,11 @@ RULES = {
     "layer norm": (lambda x: F.layer_norm(x, (6,), W[:6], W[6:12]), ["middle"]),
     "rms norm": (lambda x: F.rms_norm(x, (6,), W[:6]), ["middle"]),
     "mse": (lambda x: F.mse_loss(x, W.repeat(5)[:60].view(2, 5, 6), reduction="sum"), CUTS),
+    "pools": (lambda x: F.max_pool1d(x, 3, 1, 1) + F.adaptive_max_pool2d(x[:, None], (5, 6), return_indices=True)[0][:, 0], CUTS),
+    "pools of parts": (
+        lambda x: x + F.fractional_max_pool2d(x[:, None], 2, (2, 2), _random_samples=torch.full((2, 1, 2), 0.5, dtype=x.dtype)).sum(), CUTS,
+    ),
+    "in its own name": (lambda x: x * torch.unique_consecutive(x.round(), return_counts=True)[1].sum() + torch.meshgrid(x[:, 0, 0], x[1, :, 1], indexing="ij")[0].sum(), CUTS),
     "no rule": (lambda x: torch.fft.rfft(x, dim=1).abs(), CUTS),
     "attention": (
         lambda x: F.scaled_dot_product_attention(*[x.view(2, 5, 3, 2).transpose(1, 2) * i for i in (1, 2, 3)], is_causal=True),

@@ -48,12 +48,28 @@ def _items(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _body(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     """A function that torch writes in Python: its own lines, on cut tensors."""
-    never = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
-    copy = types.FunctionType(
-        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
-    )
+    return body(_lines(func), args, kwargs)
+
+
+def _lines(func: types.FunctionType) -> types.FunctionType:
+    """A copy that does not ask again who answers it. Nor do helpers of it, and what it chooses among: they ask in its name."""
+    names: dict[str, Any] = dict(func.__globals__)
+    for name, value in func.__globals__.items():
+        if name.startswith("has_torch_function"):
+            names[name] = lambda *_: False
+        elif name.startswith("_") and getattr(value, "__globals__", None) is func.__globals__:
+            names[name] = _with(value, names, value.__closure__)
+    cells = func.__closure__ or ()
+    inner = [_lines(cell.cell_contents) if written_in_python(cell.cell_contents) else None for cell in cells]
+    return _with(func, names, tuple(types.CellType(f) if f else c for c, f in zip(cells, inner, strict=True)))
+
+
+def _with(
+    func: types.FunctionType, names: dict[str, Any], cells: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, cells or None)
     copy.__kwdefaults__ = func.__kwdefaults__
-    return body(copy, args, kwargs)
+    return copy
 
 
 CUT: dict[str, Rule] = {
