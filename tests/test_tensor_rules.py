@@ -145,6 +145,7 @@ RULES = {
     "flip": (lambda x: x.flip(0, 2), CUTS),
     "norm": (lambda x: x.norm(2, 1), CUTS),
     "variance": (lambda x: x.var(0, False, True) + x.std(0, True), CUTS),
+    "variance of all": (lambda x: x.var() + x.std(False) * x.flatten().var(unbiased=False) + x.sum((0, 1)).var(correction=0), CUTS),
     "larger of two": (lambda x: torch.max(x, -x), CUTS),
     "data": (lambda x: x * x.data, CUTS),
     "as another": (lambda x: x + torch.eye(6)[:5].type_as(x)[None], CUTS),

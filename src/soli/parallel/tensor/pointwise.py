@@ -103,8 +103,9 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         return pointwise(run, func, args, kwargs)
     if split is None:
         return func(*args, **kwargs)
-    spread = getattr(func, "__name__", "") in ("var", "std") and rest[1:]
-    names = ("dim", "unbiased", "keepdim") if spread else ("dim", "keepdim")
+    flat = bool(rest) and isinstance(rest[0], bool)  # x.std(False): unbiased, and no dim
+    spread = getattr(func, "__name__", "") in ("var", "std") and (rest[1:] or flat)
+    names = ("dim", "unbiased", "keepdim")[flat:] if spread else ("dim", "keepdim")
     given = dict(zip(names, rest, strict=False)) | {("dim" if k == "axis" else k): v for k, v in kwargs.items()}
     dim, keep = given.get("dim"), bool(given.get("keepdim", False))
     count = x.dim()
@@ -118,7 +119,7 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         return cut(result, at) if isinstance(result, Tensor) else type(result)(cut(r, at) for r in result)
     name = getattr(func, "__name__", "")
     if name == "var" and len(over) == 1:
-        return _variance(x, given, keep)
+        return _variance(x, *over, given, keep)
     if name not in ("sum", "mean"):
         raise Misfit(split.origins, f"{name} over the dim that is cut")
     total = added(run, torch.sum(x, dim=tuple(over), keepdim=keep, dtype=given.get("dtype")))
@@ -128,9 +129,8 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     return total / prod(shape[d] for d in over)
 
 
-def _variance(x: Tensor, given: dict[str, Any], keep: bool) -> Tensor:
+def _variance(x: Tensor, dim: int, given: dict[str, Any], keep: bool) -> Tensor:
     """torch.var along the dim that is cut, from two means."""
-    (dim,) = [given["dim"]] if isinstance(given["dim"], int) else given["dim"]
     less = given.get("correction", int(given.get("unbiased", True)))
     centred = call(torch.sub, x, call(torch.mean, x, dim=dim, keepdim=True))
     return call(torch.sum, call(torch.mul, centred, centred), dim=dim, keepdim=keep) / (shape_of(x)[dim] - less)
