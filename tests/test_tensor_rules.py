@@ -108,6 +108,11 @@ RULES = {
     "where": (lambda x: torch.where(x > 0, x, -x).masked_fill(x > 0.5, 0.0), CUTS),
     "to and back": (lambda x: x.float().to(torch.float64).contiguous().clone(), ["last"]),
     "transpose": (lambda x: x.transpose(1, 2).mT.permute(2, 0, 1).movedim(0, 1), CUTS),
+    "by names": (
+        lambda x: torch.tanh(x.movedim(1, destination=2)).transpose(0, dim1=1).transpose(dim1=0, dim0=1).movedim(source=2, destination=1)
+        .view(size=(2, 5, 6)).view_as(other=x).reshape(shape=(2, 5, 6)).repeat(repeats=(1, 1, 1)).flatten(start_dim=0, end_dim=1).unflatten(0, sizes=(2, 5))
+        + x.select(0, index=1) + torch.sum(input=x, dim=1, keepdim=True) + torch.cat(tensors=[x], dim=0), CUTS,
+    ),
     "heads": (lambda x: x.view(2, 5, 3, 2).transpose(1, 2).unflatten(3, (2, 1)).flatten(2), ["last", "middle"]),
     "merge heads": (lambda x: x.view(2, 5, 3, 2).reshape(2, 5, -1).unsqueeze(0).squeeze(0), ["last", "middle"]),
     "batch and heads": (lambda x: x.view(10, 6).view(2, 5, 6).transpose(0, 1).reshape(5, 2, 3, 2), ["last"]),

@@ -202,6 +202,8 @@ def _reads_cut(run: Run, args: tuple, kwargs: dict) -> bool:
 def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     from soli.parallel.tensor import rules  # they are made of what stands here
 
+    if not args:
+        args, kwargs = rules.placed(name, kwargs)
     try:
         if run.hidden and name not in rules.GRID_READS and not rules.written_in_python(func):
             _refuse_grids(run, name, args)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soli.core.axes import ROW
+from soli.core.functions import bound
 from soli.parallel.context import attention as context
 from soli.parallel.tensor import cut as cutting
 from soli.parallel.tensor import moves, overlap, summa
@@ -225,12 +226,6 @@ def einsum(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         raise Misfit(_origins(inputs), "an einsum with a diagonal")
     text = ",".join(words) + "->" + out
     return finished(run, *contraction(run, inputs, words, out, lambda *xs: torch.einsum(text, *xs)))
-
-
-def bound(names: tuple[str, ...], args: tuple, kwargs: dict) -> tuple[Any, ...]:
-    """Arguments by position or by name, in the order of the names."""
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return tuple(given[name] for name in names)
 
 
 def _spelt(equation: str, dims: list[int]) -> tuple[list[str], str]:

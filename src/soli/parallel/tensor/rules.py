@@ -100,6 +100,12 @@ GETTERS: dict[str, Rule] = {
 }  # fmt: skip
 
 
+def placed(name: str, kwargs: dict) -> tuple[tuple, dict]:
+    """Arguments of which a program names all, as torch.sum(input=x): rules have the first by its place, but that of torch.where."""
+    first = kwargs.keys() & {"input", "tensors", "tensor"} if name in CUT and name != "where" else ()
+    return tuple(kwargs[n] for n in first), {n: x for n, x in kwargs.items() if n not in first}
+
+
 def written_in_python(func: Any) -> bool:
     """Whether torch wrote it in Python, of functions that have no rule of their own."""
     return isinstance(func, types.FunctionType) and func.__module__.startswith("torch") and func.__name__ not in CUT

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soli.core.functions import bound
 from soli.parallel.tensor.cut import Run, agreed, call, cut, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit, Split, origins_of, sliced, viewed
 
@@ -17,15 +18,15 @@ from soli.parallel.tensor.split import Misfit, Split, origins_of, sliced, viewed
 def view(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """view, reshape: to a logical shape."""
     x, *sizes = args
-    if not sizes and "shape" in kwargs:
-        sizes = [kwargs["shape"]]
+    sizes = sizes or list(kwargs.values())
     if sizes and isinstance(sizes[0], torch.dtype):
         raise Misfit(_split(x).origins, "a view as another type")
     return reshaped(run, x, _sizes(sizes), reshape=func is not Tensor.view)
 
 
 def view_as(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    return reshaped(run, args[0], shape_of(args[1]), reshape=func is not Tensor.view_as)
+    x, other = bound(("input", "other"), args, kwargs)
+    return reshaped(run, x, shape_of(other), reshape=func is not Tensor.view_as)
 
 
 def reshaped(run: Run, x: Tensor, shape: tuple[int, ...], reshape: bool = True) -> Tensor:
@@ -64,7 +65,7 @@ def flatten(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def unflatten(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, dim, sizes = args if len(args) == 3 else (args[0], kwargs["dim"], kwargs["sizes"])
+    x, dim, sizes = bound(("input", "dim", "sizes"), args, kwargs)
     shape = shape_of(x)
     dim %= len(shape)
     sizes = tuple(sizes)
@@ -108,7 +109,7 @@ def transpose(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     name = getattr(func, "__name__", "")
     order = list(range(x.dim()))
     if name in ("transpose", "swapaxes", "swapdims"):
-        a, b = dims or list(kwargs.values())
+        a, b = (*dims, *kwargs.values())  # in either order it is the same
     elif name == "t":
         if x.dim() < 2:
             return x
@@ -122,7 +123,7 @@ def transpose(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def movedim(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, source, target = args if len(args) == 3 else (args[0], kwargs["source"], kwargs["destination"])
+    x, source, target = bound(("input", "source", "destination"), args, kwargs)
     n = x.dim()
     sources = [source % n] if isinstance(source, int) else [s % n for s in source]
     targets = [target % n] if isinstance(target, int) else [t % n for t in target]
@@ -163,7 +164,7 @@ def repeat_interleave(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 def repeat(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     x, *times = args
     split = _split(x)
-    counts = _sizes(times)
+    counts = _sizes(times or [kwargs["repeats"]])
     at = split.at(split.dim + len(counts) - x.dim())
     # the parts come again, one after the other
     return cut(x.repeat(counts), replace(at, parts=at.parts * counts[at.dim]))
@@ -229,7 +230,7 @@ def select(run: Run, x: Tensor, dim: int, index: int) -> Tensor:
 
 
 def select_(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, dim, index = args if len(args) == 3 else (args[0], kwargs["dim"], kwargs["index"])
+    x, dim, index = bound(("input", "dim", "index"), args, kwargs)
     return select(run, x, dim % x.dim(), index)
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from soli.core.axes import DEPTH, ROW, TP
+from soli.core.functions import bound
 from soli.parallel.tensor import cube, moves
 from soli.parallel.tensor.cut import Cut, CutParameter, Run, cut, inside, marked, part_of, plain, whole_at
-from soli.parallel.tensor.products import bound, looked_up
+from soli.parallel.tensor.products import looked_up
 from soli.parallel.tensor.split import Misfit, Split
 
 PRODUCTS = {"linear", "addmm", "mm", "matmul", "__matmul__", "embedding"}
