@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,6 +124,10 @@ RULES = {
     "last token": (lambda x: x[:, -1], ["last", "parts"]),
     "steps": (lambda x: x[..., ::2] - x[..., 1::2], ["last", "middle"]),
     "indexed": (lambda x: x[:, torch.tensor([0, 0, 4])], ["last", "parts"]),
+    "indexed by numbers in a row": (
+        lambda x: x[:, [[0, 1], [1, 2]]].sum(1) * x[..., range(2), :] + x[:, np.arange(2)] + x[[0, 1]][:, (1, 3)] + x[:, [True] * 2 + [False] * 3], CUTS,
+    ),
+    "a mask of no dim": (lambda x: x[True] + x[:, np.int64(1)][:, None] * x[:, np.array(2)][:, None] + x[[]].sum() + x[[[0, 1], [1, 0]]].sum(), CUTS),
     "repeat": (lambda x: x.view(2, 5, 3, 2).transpose(1, 2).repeat_interleave(2, 1), ["last"]),
     "expand": (lambda x: x.view(2, 5, 3, 1, 2).expand(2, 5, 3, 4, 2).reshape(2, 5, 12, 2), ["last", "middle"]),
     "rows added": (

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import gcd, prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -240,15 +241,17 @@ def getitem(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     split = split_of(x)
     if split is None:
         raise Misfit(frozenset(), "a whole tensor indexed by a cut one")
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(i, Tensor) and i.dtype == torch.bool and i.dim() > 1 for i in items):
-        raise Misfit(split.origins, "a mask over several dims")
+    if isinstance(index, list) and not all(isinstance(i, int) for i in index):
+        raise Misfit(split.origins, "a list of indices")  # torch reads some as a tuple
+    items = [_indices(i) for i in index] if isinstance(index, tuple) else [_indices(index)]
+    if any(isinstance(i, bool) or (isinstance(i, Tensor) and i.dtype == torch.bool and i.dim() != 1) for i in items):
+        raise Misfit(split.origins, "a mask over several dims or none")
     used = sum(i is not None and i is not Ellipsis for i in items)
     if Ellipsis not in [i for i in items if not isinstance(i, Tensor)]:
         items.append(Ellipsis)
     place = next(n for n, i in enumerate(items) if i is Ellipsis)
     items[place : place + 1] = [slice(None)] * (x.dim() - used)
-    tensors = [n for n, i in enumerate(items) if isinstance(i, Tensor | list)]
+    tensors = [n for n, i in enumerate(items) if isinstance(i, Tensor)]
     if tensors:
         return _advanced(x, split, items, tensors)
     dim, result = 0, x
@@ -263,6 +266,14 @@ def getitem(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
             size = shape_of(result)[dim]
             result = select(run, result, dim, int(item) % size)
     return result
+
+
+def _indices(item: Any) -> Any:
+    """Numbers in a row as the tensor that torch makes of them."""
+    if not isinstance(item, list | tuple | range | np.ndarray):
+        return item
+    found = torch.as_tensor(item)
+    return found if found.numel() else found.long()
 
 
 def _sliced(run: Run, x: Tensor, dim: int, item: slice) -> Tensor:
