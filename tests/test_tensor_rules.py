@@ -152,6 +152,7 @@ RULES = {
     "logsumexp": (lambda x: torch.logsumexp(x, -1), CUTS),
     "cumsum": (lambda x: x.cumsum(0), CUTS),
     "topk": (lambda x: x.topk(1)[0] + x.topk(2, 0)[0].sum(), CUTS),
+    "two of each": (lambda x: torch.frexp(x.detach())[0] * x + torch.frexp(x)[1], CUTS),
     "flip": (lambda x: x.flip(0, 2), CUTS),
     "norm": (lambda x: x.norm(2, 1), CUTS),
     "variance": (lambda x: x.var(0, False, True) + x.std(0, True), CUTS),

@@ -66,7 +66,12 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         # contiguous() of a part that is so already. Other ranks' parts may not be: what is remembered of a tensor
         # (that it was gathered) must be of the same one everywhere.
         result = result.view_as(result)
-    return cut(result, split)
+    return _cut_all(result, split)
+
+
+def _cut_all(result: Any, split: Split) -> Any:
+    """One tensor, or each of several."""
+    return cut(result, split) if isinstance(result, Tensor) else type(result)(cut(x, split) for x in result)
 
 
 def where(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -116,7 +121,7 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         first = result if isinstance(result, Tensor) else result[0]
         gone = sum(d < split.dim for d in over) if first.dim() < count else 0
         at = split.at(split.dim - gone)
-        return cut(result, at) if isinstance(result, Tensor) else type(result)(cut(r, at) for r in result)
+        return _cut_all(result, at)
     name = getattr(func, "__name__", "")
     if name == "var" and len(over) == 1:
         return _variance(x, *over, given, keep)
@@ -145,6 +150,5 @@ def along(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     place = 1 if getattr(func, "__name__", "") == "topk" else 0  # after k
     dim = kwargs.get("dim", kwargs.get("axis", rest[place] if len(rest) > place else -1))
     if isinstance(dim, int) and dim % x.dim() != split.dim:
-        result = func(*args, **kwargs)
-        return cut(result, split) if isinstance(result, Tensor) else type(result)(cut(r, split) for r in result)
+        return _cut_all(func(*args, **kwargs), split)
     raise Misfit(split.origins, f"{getattr(func, '__name__', func)} along the dim that is cut")
