@@ -619,6 +619,19 @@ class Otherwise(nn.Module):
         return self.summed(back) * torch.tanh(self.summed.weight.sum())
 
 
+class Multiplied(nn.Module):
+    """Weights that are multiplied with each other, after the products in which they are cut both ways."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.other, self.down = nn.Linear(dim, 2 * dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(torch.tanh(self.up(x)) * torch.tanh(self.other(x)))
+        scale = torch.tanh(F.linear(self.down.weight, self.other.weight.mT).sum())
+        return F.linear(x, self.up.weight.T @ self.other.weight) * scale
+
+
 class InPlace(nn.Module):
     """Residuals that are added in place."""
 
@@ -638,7 +651,7 @@ class Odd(nn.Module):
     def __init__(self, dim: int, time_first: bool = False) -> None:
         super().__init__()
         self.embedding, self.time_first = nn.Embedding(11, dim), time_first
-        kinds = (Router, OddNumber, OddNumber, Matrices, Otherwise, InPlace)
+        kinds = (Router, OddNumber, OddNumber, Matrices, Otherwise, Multiplied, InPlace)
         normed = [nn.Sequential(norm(dim), nn.Linear(dim, dim)) for norm in (RootMeanSquare, ByHand)]
         self.blocks = nn.ModuleList([*normed, *(kind(dim) for kind in kinds)])
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 7)

@@ -206,7 +206,7 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         args, kwargs = rules.placed(name, kwargs)
     try:
         if run.hidden and name not in rules.GRID_READS and not rules.written_in_python(func):
-            _refuse_grids(run, name, args)
+            refuse_grids(run, name, args)
         if name in rules.ALWAYS:
             return rules.ALWAYS[name](run, func, args, kwargs)
         if not _reads_cut(run, args, kwargs):
@@ -253,7 +253,7 @@ def _refuse_transforms(run: Run, func: Any, args: tuple, kwargs: dict) -> None:
     raise SoliError(what, got=got, allowed="vmap, grad and the like of whole tensors", fix=fix)
 
 
-def _refuse_grids(run: Run, name: str, args: tuple) -> None:
+def refuse_grids(run: Run, name: str, args: Sequence[Any]) -> None:
     """A weight that a grid has cut both ways is for products and lookups alone."""
     leaves = [x for x in tree_leaves(args) if type(x) is CutParameter]
     found = [x.cuts for x in leaves if DEPTH in x.cuts or (run.row is not None and ROW in x.cuts)]

@@ -34,6 +34,8 @@ def contraction(
     """The local result, how it is cut, and whether it is a part of a sum. `compute` takes the local inputs."""
     if run.finder is not None:
         run.finder.choose(inputs, letters, out)
+    if run.hidden:
+        cutting.refuse_grids(run, "a product", inputs)
     inputs = _one_letter(run, list(inputs), letters, out)
     cuts = [(word[s.dim], s) for x, word in zip(inputs, letters, strict=True) if (s := split_of(x))]
     if not cuts:
@@ -159,8 +161,9 @@ def _on_grid(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight
     split, rows = weight.cuts["tp"], weight.cuts[ROW]  # type: ignore[attr-defined]
     last = len(shape_of(x)) - 1
     found = split_of(x)
-    if found is not None and found.dim != last:
-        raise Misfit(rows.origins | found.origins, "its input is not cut along the summed dim", flat=True)
+    if split.dim != of_weight or (found is not None and found.dim != last):
+        everyone = split.origins if found is None else split.origins | found.origins
+        raise Misfit(everyone, "a weight or its input is not cut along the summed dim", flat=True)
     local = weight.t() if of_weight else weight
     if run.finder is not None:
         run.finder.choose_bias(bias, split.at(0)) if bias is not None else None
