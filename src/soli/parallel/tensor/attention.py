@@ -9,8 +9,8 @@ from torch import Tensor
 
 from soli.parallel.context import attention as context
 from soli.parallel.tensor import norms
-from soli.parallel.tensor.cut import Run, agreed, cut, entered, part_of, shape_of, split_of, whole
-from soli.parallel.tensor.split import Misfit, origins_of
+from soli.parallel.tensor.cut import Run, cut, entered, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.split import Misfit, agreed, origins_of
 
 
 def layer_norm(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -54,7 +54,7 @@ def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if gqa and heads and split_of(k) is None and split_of(v) is None:
         k, v = (x.repeat_interleave(shape_of(q)[-3] // x.shape[-3], -3) for x in (k, v))
         gqa = False
-    split = agreed(run, splits)
+    split = agreed(splits, run.ranks)
     local = [x if split_of(x) is not None else part_of(run, x, _sized(split, x)) for x in (q, k, v)]
     known = split_of(mask)
     if mask is not None and known and not (known.dim + dims - mask.dim() == split.dim and known.fits(split)):

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from math import gcd
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -304,10 +303,14 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
             views = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x._is_view()]
             run.lent += [(x, x._version, name_of(func)) for x in views]
         return found
-    total = whole(run, target).clone()
+    source = whole(run, target)
+    total = source.clone()
     args, kwargs = tree_map(lambda x: total if x is target else whole(run, x), (args, kwargs))
     result = func(*args, **kwargs)
     target.copy_(part_of(run, total, split))  # what was written is this rank's part of it
+    if name_of(func) == "__setitem__":  # x[i] += y wrote into a view of the source, and here puts that back
+        place = source.untyped_storage().data_ptr()
+        run.lent = [x for x in run.lent if x[0] is not args[2] or x[0].untyped_storage().data_ptr() != place]
     return target if result is total else result
 
 
@@ -473,26 +476,3 @@ def part_of(run: Run, x: Tensor, split: Split) -> Tensor:
     if shape_of(x)[split.dim] == 1 and split.size != 1:
         return entered(run, x)
     return across(moves.own_part if run.partial else moves.pick, x, split, run.axis)
-
-
-def agreed(run: Run, splits: list[Split]) -> Split:
-    """The cut of tensors that meet in one dim (which may have several sizes). Misfit where they differ."""
-    first = splits[0]
-    for other in splits[1:]:
-        if first.fits(other):
-            first = first.join(other)
-            continue
-        atoms = [s.atoms for s in splits]
-        same = all(tuple(p * s.size for p in first.parts) == tuple(p * first.size for p in s.parts) for s in splits)
-        everyone = origins_of(splits)
-        if not same:
-            raise Misfit(everyone, "tensors meet that are cut in other places")
-        least = gcd(*atoms)
-        if least >= run.ranks:
-            raise Misfit(everyone, f"tensors meet that have {least} units in common", atoms=least)
-        coarse = min(splits, key=lambda s: s.atoms)
-        raise Misfit(
-            coarse.origins or everyone,
-            f"it has {coarse.atoms} units and meets tensors of {max(atoms)}, and {run.ranks} ranks share them",
-        )
-    return first

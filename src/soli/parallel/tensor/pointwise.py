@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from soli.core.functions import in_place
 from soli.core.tables import table
-from soli.parallel.tensor.cut import Run, added, agreed, call, cut, entered, part_of, shape_of, split_of, whole
-from soli.parallel.tensor.split import Misfit, Split, origins_of
+from soli.parallel.tensor.cut import Run, added, call, cut, entered, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.split import Misfit, Split, agreed, origins_of
 
 NAMES = table("soli.parallel", "functions.toml")
 """Functions of torch by what answers them, for rules.py too."""
@@ -87,7 +87,7 @@ def met(leaves: list[Tensor], dims: int, run: Run) -> Split | None:
     owned = [s for s in splits if s.origins] or splits[:1]
     if len({s.dim for s in owned}) > 1:
         raise Misfit(origins_of(owned), "tensors meet that are cut along different dims")
-    return agreed(run, owned) if owned else None
+    return agreed(owned, run.ranks) if owned else None
 
 
 def cast(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:

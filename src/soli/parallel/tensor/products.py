@@ -25,7 +25,7 @@ from soli.parallel.tensor import cut as cutting
 from soli.parallel.tensor import moves, overlap, summa
 from soli.parallel.tensor.cut import Cut, CutParameter, Run, call, cut, shape_of, split_of
 from soli.parallel.tensor.reads import first_by, keep_read, was_read
-from soli.parallel.tensor.split import Misfit, Split, origins_of
+from soli.parallel.tensor.split import Misfit, Split, agreed, origins_of
 
 
 def contraction(
@@ -41,7 +41,7 @@ def contraction(
     if not cuts:
         return compute(*inputs), None, False
     letter = cuts[0][0]
-    split = cutting.agreed(run, [s for _, s in cuts])
+    split = agreed([s for _, s in cuts], run.ranks)
     locals_ = []
     for x, word in zip(inputs, letters, strict=True):
         if split_of(x) is not None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from soli.core.functions import bound
-from soli.parallel.tensor.cut import Run, agreed, call, cut, part_of, shape_of, split_of, whole
-from soli.parallel.tensor.split import Misfit, Split, origins_of, sliced, viewed
+from soli.parallel.tensor.cut import Run, call, cut, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.split import Misfit, Split, agreed, origins_of, sliced, viewed
 
 
 def view(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -323,7 +323,7 @@ def cat(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if len(dims) > 1:
         raise Misfit(origins, "tensors are joined that are cut along different dims")
     if dims != {dim}:
-        split = agreed(run, splits)
+        split = agreed(splits, run.ranks)
         return cut(torch.cat([_like(run, x, split) for x in tensors], dim), split)
     if len(splits) < len(tensors) or len({(s.atoms, s.spans) for s in splits}) > 1:
         raise Misfit(origins, "cut and whole tensors are joined along the cut dim")
@@ -337,7 +337,7 @@ def stack(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     splits = [s for x in tensors if (s := split_of(x))]
     if len({s.dim for s in splits}) > 1:
         raise Misfit(origins_of(splits), "tensors are stacked that are cut along different dims")
-    split = agreed(run, splits)
+    split = agreed(splits, run.ranks)
     local = torch.stack([_like(run, x, split) for x in tensors], dim)
     return cut(local, split.at(split.dim + (dim <= split.dim)))
 

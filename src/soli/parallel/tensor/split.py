@@ -107,6 +107,29 @@ class Misfit(Exception):  # noqa: N818 - it is no error: a finder answers it wit
         self.origins, self.why, self.atoms, self.borders = origins, why, atoms, borders
 
 
+def agreed(splits: list[Split], ranks: int) -> Split:
+    """The cut of tensors that meet in one dim (which may have several sizes). Misfit where they differ."""
+    first = splits[0]
+    for other in splits[1:]:
+        if first.fits(other):
+            first = first.join(other)
+            continue
+        atoms = [s.atoms for s in splits]
+        same = all(tuple(p * s.size for p in first.parts) == tuple(p * first.size for p in s.parts) for s in splits)
+        everyone = origins_of(splits)
+        if not same:
+            raise Misfit(everyone, "tensors meet that are cut in other places")
+        least = gcd(*atoms)
+        if least >= ranks:
+            raise Misfit(everyone, f"tensors meet that have {least} units in common", atoms=least)
+        coarse = min(splits, key=lambda s: s.atoms)
+        raise Misfit(
+            coarse.origins or everyone,
+            f"it has {coarse.atoms} units and meets tensors of {max(atoms)}, and {ranks} ranks share them",
+        )
+    return first
+
+
 def taken(whole: Tensor, split: Split, ranks: int, rank: int) -> Tensor:
     """A rank's part of a whole tensor. A view where it is one piece."""
     if ranks == 1:
