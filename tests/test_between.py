@@ -204,6 +204,89 @@ def test_what_every_rank_does_to_its_own_stages_weights_is_done(pool: Pool) -> N
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+MIXING = {
+    "mean": lambda model: model.embed.weight.sub_(model.embed.weight.mean(0)),
+    "norm": lambda model: model.head.weight.div_(model.head.weight.norm(2, 1, True)),
+    "std": lambda model: model.head.weight.mul_(model.head.weight.std(False)),
+    "linalg_qr": lambda model: model.head.weight.copy_(torch.linalg.qr(model.head.weight)[0]),
+    "renorm": lambda model: model.head.weight.copy_(torch.renorm(model.head.weight, 2, 0, 0.1)),
+    "matmul": lambda model: model.head.weight.copy_(model.head.weight @ model.layers[0].weight),
+    "_foreach_norm": lambda model: torch._foreach_mul_([model.head.weight], torch._foreach_norm([model.head.weight])),
+    "__setitem__": lambda model: model.embed.weight.__setitem__(3, 0.0),
+    "__getitem__": lambda model: model.embed.weight[torch.tensor([3])].sum(),
+}
+
+
+def mixed(name: str, plan: str) -> str:
+    return weights_used(lambda _, model: MIXING[name](model), plan)[0]
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_takes_elements_together_that_ranks_have_apart_is_refused(pool: Pool, name: str) -> None:
+    assert mixed(name, "dp=1") == ""
+    for said in pool.run(mixed, name, "tp=2", ranks=2):
+        assert f"{name} of " in said, said
+        assert "which is cut along dim" in said
+
+
+def by_parts(kept: nn.Module, model: nn.Module) -> None:
+    """What parts have as the whole has it, and what is no computation."""
+    for x in model.parameters():
+        x[x.abs() < 0.05] = 0.0
+        x.copy_(torch.where(x > 0.2, 0.2, x) + x.data.clamp(max=0.1))
+    for x, dim in ((model.embed.weight, 1), (model.head.weight, 0)):  # cut along the other
+        x.div_(x.norm(dim=dim, keepdim=True)).sub_(x.mean(dim, True))
+        x.mul_(nn.functional.normalize(x, dim=dim))
+    model.embed.weight[:, 0] += model.embed.weight.sum(-1)
+    model.head.weight[3] = 0.0
+    torch._foreach_mul_(list(model.parameters()), 0.5)
+    torch._foreach_add_(list(model.parameters()), torch._foreach_abs(list(model.parameters())))
+    nn.init.constant_(model.layers[0].bias, 0.25)
+    model.zero_grad()
+    torch.save(list(model.parameters()), io.BytesIO())
+    copied = copy.deepcopy(model)
+    assert "Parameter" in f"{model.head.weight}"
+    assert model.head.weight.numpy().ndim == 2
+    assert float(copied.head.weight.norm()) > 0
+    assert nn.utils.parameters_to_vector(model.parameters()).numel() > 0
+    smaller(model, model)
+
+
+def test_what_parts_have_as_the_whole_has_it_is_done(pool: Pool) -> None:
+    (said, expected), *_ = pool.run(weights_used, by_parts, "dp=1", ranks=1)
+    assert not said
+    for text, found in pool.run(weights_used, by_parts, "tp=2", ranks=2):
+        assert not text
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw, at once": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd, at once": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True),
+    "rmsprop, at once": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.1, weight_decay=0.1, foreach=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "nadam, at once": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "asgd, at once": lambda p: torch.optim.ASGD(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def trained(name: str, plan: str) -> dict[str, Tensor]:
+    model, loss_fn, batches = case_of(Plain).make()
+    engine = parallelize(model.double(), loss_fn, optimizer=OPTIMIZERS[name], clip=0.5, plan=plan)
+    for batch in batches:
+        engine.step(batch)
+    return engine.global_state_dict()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_update_parts(pool: Pool, name: str) -> None:
+    expected = trained(name, "dp=1")
+    for found in pool.run(trained, name, "tp=2", ranks=2):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=3", "dp=2,zero=1", "dp=1"])
 @pytest.mark.parametrize("use", [asked, part_asked, given])
 def test_a_state_of_parts_is_not_taken_for_the_whole(

@@ -160,7 +160,9 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         while level < last and levels[level].finder is None and not _reads_cut(levels[level], args, kwargs):
             level += 1
         if level > last:
-            return func(*args, **kwargs)
+            from soli.parallel.tensor import rules  # they are made of what stands here
+
+            return func(*args, **kwargs) if levels else rules.of_parts(func, name, args, kwargs)
         _State.levels, _State.level = levels, level
         try:
             if level == last:

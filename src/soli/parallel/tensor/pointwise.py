@@ -103,14 +103,13 @@ def cast(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     """sum, mean, any, all, amax, amin, ... over dims: local unless the cut dim is among them."""
     x, *rest = args
-    split = split_of(x)
+    split, name = split_of(x), getattr(func, "__name__", "")
     if any(isinstance(y, Tensor) for y in (*rest[:1], kwargs.get("other"))):  # torch.max of two tensors
         return pointwise(run, func, args, kwargs)
     if split is None:
         return func(*args, **kwargs)
     flat = bool(rest) and isinstance(rest[0], bool)  # x.std(False): unbiased, and no dim
-    spread = getattr(func, "__name__", "") in ("var", "std") and (rest[1:] or flat)
-    names = ("dim", "unbiased", "keepdim")[flat:] if spread else ("dim", "keepdim")
+    names = ("dim", "unbiased", "keepdim")[flat:] if name in ("var", "std") else ("dim", "keepdim")
     given = dict(zip(names, rest, strict=False)) | {("dim" if k == "axis" else k): v for k, v in kwargs.items()}
     dim, keep = given.get("dim"), bool(given.get("keepdim", False))
     count = x.dim()
@@ -122,9 +121,8 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         gone = sum(d < split.dim for d in over) if first.dim() < count else 0
         at = split.at(split.dim - gone)
         return _cut_all(result, at)
-    name = getattr(func, "__name__", "")
     if name == "var" and len(over) == 1:
-        return _variance(x, *over, given, keep)
+        return _variance(x, split.dim, given, keep)
     if name not in ("sum", "mean"):
         raise Misfit(split.origins, f"{name} over the dim that is cut")
     total = added(run, torch.sum(x, dim=tuple(over), keepdim=keep, dtype=given.get("dtype")))

@@ -162,8 +162,7 @@ def _on_grid(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight
     last = len(shape_of(x)) - 1
     found = split_of(x)
     if split.dim != of_weight or (found is not None and found.dim != last):
-        everyone = split.origins if found is None else split.origins | found.origins
-        raise Misfit(everyone, "a weight or its input is not cut along the summed dim", flat=True)
+        raise Misfit(origins_of(s for s in (split, found) if s), "a weight or its input is not cut along the summed dim", flat=True)
     local = weight.t() if of_weight else weight
     if run.finder is not None:
         run.finder.choose_bias(bias, split.at(0)) if bias is not None else None

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from soli.core.functions import name_of
+from soli.core.errors import SoliError
+from soli.core.functions import name_of, tensors_in
 from soli.parallel.tensor import attention, losses, pointwise, products, shapes
-from soli.parallel.tensor.cut import Rule, Run, body, shape_of
+from soli.parallel.tensor.cut import CutParameter, Rule, Run, body, shape_of
 from soli.parallel.tensor.pointwise import NAMES
 
 ALWAYS: dict[str, Rule] = {
@@ -53,20 +54,15 @@ def _body(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _lines(func: types.FunctionType) -> types.FunctionType:
     """A copy that does not ask again who answers it. Nor do helpers of it, and what it chooses among: they ask in its name."""
-    names: dict[str, Any] = dict(func.__globals__)
+    names = {n: (lambda *_: False) if n.startswith("has_torch_function") else x for n, x in func.__globals__.items()}
     for name, value in func.__globals__.items():
-        if name.startswith("has_torch_function"):
-            names[name] = lambda *_: False
-        elif name.startswith("_") and getattr(value, "__globals__", None) is func.__globals__:
+        if name.startswith("_") and getattr(value, "__globals__", None) is func.__globals__:
             names[name] = _with(value, names, value.__closure__)
-    cells = func.__closure__ or ()
-    inner = [_lines(cell.cell_contents) if written_in_python(cell.cell_contents) else None for cell in cells]
-    return _with(func, names, tuple(types.CellType(f) if f else c for c, f in zip(cells, inner, strict=True)))
+    renewed = lambda cell: types.CellType(_lines(cell.cell_contents)) if written_in_python(cell.cell_contents) else cell
+    return _with(func, names, tuple(map(renewed, func.__closure__ or ())))
 
 
-def _with(
-    func: types.FunctionType, names: dict[str, Any], cells: tuple[types.CellType, ...] | None
-) -> types.FunctionType:
+def _with(func: Any, names: dict[str, Any], cells: tuple[Any, ...] | None) -> types.FunctionType:
     copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, cells or None)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
@@ -123,3 +119,38 @@ def rule_of(func: Any, name: str) -> Rule | None:
     if pointwise.is_pointwise(name):
         return pointwise.pointwise
     return _body if written_in_python(func) else None
+
+
+# --- between steps --------------------------------------------------------------------------------------
+
+BY_ELEMENTS = (_local, pointwise.pointwise, pointwise.cast, pointwise.where, shapes.cat, shapes.stack, shapes.repeat)
+"""Rules of functions of which parts give parts: each element of the result is of one element of an argument."""
+
+
+def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
+    """The dims along which elements are chosen, or come together. None: it does not say."""
+    if name in ("__getitem__", "__setitem__"):
+        index = enumerate(args[1] if isinstance(args[1], tuple) else (args[1],))
+        some = [(d, getattr(i, "dtype", i)) for d, i in index if isinstance(i, int | slice | list | torch.Tensor)]
+        return {d for d, i in some if i not in (slice(None), torch.bool)}
+    place = {"norm": 2, "normalize": 2}.get(name, int(name in NAMES["reductions"]))
+    dims = kwargs.get("dim", args[place] if place < len(args) else None) if place else None
+    return {d % count for d in dims} if isinstance(dims, tuple | list) else {dims % count} if type(dims) is int else None
+
+
+def of_parts(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """Outside of a forward, where a weight is what this rank has of it. Refused where others' elements would belong to the result."""
+    weight = next((x for x in tensors_in(args) if type(x) is CutParameter and hasattr(x, "cuts")), None)  # a copy has none
+    rule, backward = rule_of(func, name.removeprefix("_foreach_")), torch._C._current_autograd_node()
+    if weight is None or not weight.cuts or rule in BY_ELEMENTS or backward is not None:
+        return func(*args, **kwargs)
+    along = _along(name, args, kwargs, weight.dim())
+    if along is None or all(split.dim not in along for split in weight.cuts.values()):
+        result, place = func(*args, **kwargs), weight.untyped_storage().data_ptr()
+        # what is no view of a weight was computed of all that the rank has
+        if along is not None or all(x.untyped_storage().data_ptr() == place for x in tensors_in((result,))):
+            return result
+    what, split = "a weight is computed with between steps, of which each rank has a part", next(iter(weight.cuts.values()))
+    got = f"{name_of(func)} of {', '.join(sorted(split.origins))}, which is cut along dim {split.dim}"
+    fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
+    raise SoliError(what, got=got, allowed="what is done element by element, or along other dims", fix=fix)

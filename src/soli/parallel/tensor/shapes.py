@@ -270,10 +270,8 @@ def getitem(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def _indices(item: Any) -> Any:
     """Numbers in a row as the tensor that torch makes of them."""
-    if not isinstance(item, list | tuple | range | np.ndarray):
-        return item
-    found = torch.as_tensor(item)
-    return found if found.numel() else found.long()
+    in_a_row = isinstance(item, list | tuple | range | np.ndarray)
+    return torch.as_tensor(item, dtype=torch.int64 if isinstance(item, list) and not item else None) if in_a_row else item
 
 
 def _sliced(run: Run, x: Tensor, dim: int, item: slice) -> Tensor:
