@@ -46,5 +46,5 @@ def _note(engine: Engine) -> str:
     )
     return (
         f"soli: rank {engine.rank}, step {engine.step_count + 1}, under plan {plan}.{ran} Under dp alone, with zero below 3, a model's "
-        "code runs as it is: if this does not come there, it is the plan that cannot run that line (docs/symptoms.md)."
+        "code runs as it is: if this does not come there, it is soli that cannot run that line under the plan (docs/symptoms.md)."
     )
