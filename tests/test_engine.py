@@ -363,6 +363,66 @@ def hooked(params):
     return made
 
 
+def normed(grad):
+    return grad / grad.norm()
+
+
+class Changed(torch.optim.SGD):
+    """By what an attribute says that no argument is named as, or a key of a group without a default."""
+
+    def __init__(self, params, change=None):
+        super().__init__(params, lr=0.1)
+        self._change = change
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                change = group.get("change", self._change)
+                p.grad = change(p.grad) if change else p.grad
+        return super().step(closure)
+
+
+class Bounded(Clipped):
+    """Clips where it is told to."""
+
+    def __init__(self, params, most=None):
+        super().__init__(params, lr=0.1)
+        self.limit = most
+
+    def step(self, closure=None):
+        return super().step(closure) if self.limit else torch.optim.SGD.step(self, closure)
+
+
+def set_later(params):
+    made = Changed(params)
+    made._change = normed
+    return made
+
+
+def patched(params):
+    made = torch.optim.SGD(params, lr=0.1)
+    of_class = made.step
+    made.step = lambda closure=None: (torch.nn.utils.clip_grad_norm_(params, 0.1), of_class())
+    return made
+
+
+class Ahead(torch.optim.Optimizer):
+    """As Lookahead (arXiv 1907.08610): a wrapper that does not call Optimizer.__init__, and keeps slow weights."""
+
+    def __init__(self, base):
+        self.base, self.steps = base, 0
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        self.steps += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[p].setdefault("slow", p.clone())
+            if self.steps % 2 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
 @pytest.mark.parametrize(
     ("make", "plan", "words"),
     [
@@ -377,6 +437,15 @@ def hooked(params):
         (Measuring, "dp=2,zero=2", "does not update element by element"),
         (Measuring, "pp=2,microbatches=2", "Measuring updates a parameter by others"),
         (lambda p: Flagged([{"params": p[:1]}, {"params": p[1:], "norms": True}]), "tp=2", "element by element"),
+        (lambda p: Changed(p, normed), "dp=2,zero=1", "does not update element by element"),
+        (lambda p: Changed([{"params": p, "change": normed}]), "tp=2", "does not update element by element"),
+        (set_later, "dp=2,zero=3", "does not update element by element"),
+        (lambda p: Changed(p, lambda g: normed(g) if g.norm() < 0.5 else g), "tp=2", "does not update element by element"),
+        (lambda p: Changed(p, lambda g: normed(g) if g.norm() > 1e3 else g), "tp=2", "does not update element by element"),
+        (lambda p: Ahead(Changed(p, normed)), "tp=2", "does not update element by element"),
+        (lambda p: Bounded(p, 0.1), "pp=2,microbatches=2", "Bounded updates a parameter by others"),
+        (patched, "dp=2,zero=1", "or another step than its class has"),
+        (lambda p: Ahead(patched(p)), "pp=2,microbatches=2", "or another step than its class has"),
         (hooked, "dp=2,zero=1", "the optimizer has hooks on its step"),
         (hooked, "pp=2,microbatches=2", "the optimizer has hooks on its step"),
     ],
@@ -395,14 +464,15 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
         groups = [{"params": list(made.parameters())[:2]}, {"params": list(made.parameters())[2:], "weight_decay": 0.0}]
         assert not list(optimizers.problems(kind(groups, lr=0.1), made, Plan.parse(plan)))
     made = model()
-    wrapper = torch.optim.SGD(made.parameters(), lr=0.1)
-    del wrapper._optimizer_step_pre_hooks  # as one that does not call Optimizer.__init__
-    assert not list(optimizers.problems(wrapper, made, Plan.parse(plan)))
+    scheduled = torch.optim.AdamW(made.parameters(), lr=torch.tensor(0.1))
+    torch.optim.lr_scheduler.StepLR(scheduled, 3)
+    for one in (scheduled, Ahead(torch.optim.Adam(made.parameters(), foreach=True)), Changed(made.parameters())):
+        assert not list(optimizers.problems(one, made, Plan.parse(plan)))
     matrices = Factored(
         [p for p in model().parameters() if p.dim() == 2], lr=0.1
     )  # by the rows of one matrix: a stage has them all
-    assert optimizers.separable(matrices)
-    assert not optimizers.elementwise(matrices)
+    assert not optimizers.coupling(matrices, optimizers.by_parameters)
+    assert optimizers.coupling(matrices, optimizers.by_elements)
 
 
 @pytest.mark.parametrize("shared", ["all", "some"])

@@ -1,4 +1,4 @@
-"""Deep copies of modules, with functions among their attributes that reach into the module itself: torch's models have such.
+"""Deep copies of modules, with functions among their attributes that reach into the module itself: torch's models have such; and of optimizers.
 
 `copy.deepcopy` leaves a function as it is: `self.mlp_forward = lambda x: m.proj(m.act(m.fc(x)))` (minGPT's blocks) in a copy would
 compute with the weights of the original.
@@ -7,9 +7,11 @@ compute with the weights of the original.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -22,6 +24,17 @@ def deep(x: T, memo: dict[int, Any] | None = None) -> T:
     for module in [one for one in memo.values() if isinstance(one, nn.Module)]:
         for name, value in vars(module).items():
             vars(module)[name] = _rebound(value, memo)
+    return made
+
+
+def optimizer(x: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """A deep copy with all attributes, of which torch's own has three; without hooks, and without a step of its own, which would step `x`."""
+    made = memo[id(x)] = object.__new__(type(x))
+    for name, value in vars(x).items():
+        if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
+            vars(made)[name] = optimizer(value, memo)
+        elif name != "step":
+            vars(made)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
     return made
 
 

@@ -2,19 +2,23 @@
 
 It is always built on the plain model, so a factory may look at names' shapes to form its groups. Sharding
 needs an optimizer whose update is elementwise, a pipeline one that updates each parameter by itself; that is found out by
-trying it on matrices, whole and in pieces that optimizers of their own have, as ranks do, not by a list of names.
+trying copies of it on small tensors, whole and in pieces that optimizers of their own have, as ranks do, not by a list of names.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from soli.core import copies
 from soli.core.errors import Problem, SoliError, listing, on_all_ranks
 from soli.core.plan import Plan
 from soli.parallel.units import Slot
@@ -68,25 +72,35 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             f"{type(optimizer).__name__} evaluates the loss several times a step, by a closure, and engine.step does so once",
             allowed="an optimizer whose step() needs no closure, such as AdamW or SGD",
         )
-    elif (plan.zero > 0 or plan.tp > 1) and not elementwise(optimizer):
+    elif (plan.zero > 0 or plan.tp > 1) and (why := coupling(optimizer, by_elements)):
         what = f"{type(optimizer).__name__} does not update element by element, so its states cannot be cut"
         allowed = "zero=0 and tp=1, or an optimizer such as AdamW or SGD"
-        yield Problem(what, got=f"zero={plan.zero}, tp={plan.tp}", allowed=allowed)
-    elif plan.pp > 1 and separable(optimizer) is False:
-        what = f"{type(optimizer).__name__} updates a parameter by others, or by random numbers, and a stage has only its own parameters"
+        yield Problem(what, got=f"zero={plan.zero}, tp={plan.tp}: {why}", allowed=allowed)
+    elif plan.pp > 1 and (why := coupling(optimizer, by_parameters)):
+        what = f"{type(optimizer).__name__} updates a parameter by others, by its place among them or by random numbers, and a rank has only some"
         allowed = "pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)"
-        yield Problem(what, got=f"pp={plan.pp}", allowed=allowed)
+        yield Problem(what, got=f"pp={plan.pp}: {why}", allowed=allowed)
     yield from hooked(optimizer, plan)
 
 
+def wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """It, and those that it steps: what a wrapper (Lookahead) has as attributes."""
+    found = [optimizer]
+    for one in found:
+        found += [x for x in vars(one).values() if isinstance(x, torch.optim.Optimizer) and not any(x is y for y in found)]
+    return found
+
+
 def hooked(optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Problem]:
-    """Hooks that would see a rank's parts."""
+    """Hooks that would see a rank's parts, and steps in the place of a class's, which cannot be tried."""
     # a wrapper may have none
-    kept = (vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    kept = (vars(one).get(f"_optimizer_step_{when}_hooks", {}) for one in wrapped(optimizer) for when in ("pre", "post"))
     hooks = [hook for each in kept for hook in each.values()]
+    own = [(vars(one).get("step"), type(one).step) for one in wrapped(optimizer)]
+    hooks += [step for step, of_class in own if step and getattr(step, "__wrapped__", None) is not of_class]  # a scheduler's counts
     if hooks and (plan.zero > 0 or plan.tp > 1 or plan.pp > 1):
-        what = "the optimizer has hooks on its step, which would see a rank's own parts of the parameters"
-        fix = "do it between steps (docs/contract.md), clip by soli.parallelize(clip=), or use zero=0, tp=1 and pp=1"
+        what = "the optimizer has hooks on its step, or another step than its class has, which would see a rank's own parts of the parameters"
+        fix = "do it between steps (docs/contract.md), clip by soli.parallelize(clip=), write step in a class, or use zero=0, tp=1 and pp=1"
         yield Problem(what, got=", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks), fix=fix)
 
 
@@ -108,89 +122,103 @@ def stepped(optimizer: torch.optim.Optimizer) -> bool:
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
-SMALL, LARGE = (4, 6), (136, 144)
-OTHERS = {1: (24,), 3: (4, 2, 3), 4: (2, 3, 2, 2), 5: (2, 3, 2, 2, 1)}
-"""Shapes that are tried: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on), or convolutions."""
+SMALL, LARGE, VECTOR = (4, 6), (136, 144), (24,)
+OTHERS = {0: ((), ()), 1: (VECTOR, VECTOR), 2: (SMALL, SMALL, LARGE), 3: ((4, 2, 3),), 4: ((2, 3, 2, 2),), 5: ((2, 3, 2, 2, 1),)}
+"""Shapes that are tried, by their dims: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on), or convolutions."""
+OWN = 20_000
+"""Elements of the largest."""
 STEPS, MOST = 10, 200
 """Some begin with steps of another kind (ADOPT), use a norm of the step before (AvaGrad), or project where gradient and weight are at
 right angles, which by chance they are not at once (AdamP). As many as an option says and two more, which may be a step that something
 begins with."""
+SCALES = 1.0, 1e-3, 1e3
+"""Of gradients by turns: some look at a norm where it is beyond a limit."""
+Cut = Callable[[int, Tensor, int], Tensor]
+"""Of the tensor of a number what the first or second of two ranks has, flat; of no elements: not there."""
 
 
-def elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps on a matrix equal those of two optimizers that have a part of its elements each."""
-    halves = lambda tensors: [part for x in tensors for part in (x.flatten()[:11], x.flatten()[11:])]
-    dims = {p.dim() for group in optimizer.param_groups for p in group["params"]}
-    return all(
-        _alike(optimizer, [shape], halves) for shape in (SMALL, LARGE, *(OTHERS[d] for d in dims if d in OTHERS))
-    )
+def by_elements(number: int, x: Tensor, rank: int) -> Tensor:
+    """A part of its elements each, not by its rows."""
+    return x.flatten().tensor_split([max(1, min(11, (x.numel() - 1) // 2))])[rank]
 
 
-def separable(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether steps on two matrices equal those of two optimizers with one each; None if that cannot be tried."""
-    return _alike(optimizer, [SMALL, LARGE], list)
+def by_parameters(number: int, x: Tensor, rank: int) -> Tensor:
+    """Every other one each."""
+    return x if number % 2 == rank else x.flatten()[:0]
 
 
-def _alike(
-    optimizer: torch.optim.Optimizer, shapes: list[tuple[int, ...]], cut: Callable[[list[Tensor]], list[Tensor]]
-) -> bool | None:
-    """Whether steps on tensors equal those of optimizers that have one of the pieces each, under every group's options. In float64, up
+def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
+    """What shows that steps of a copy of this very optimizer are not those of two that have a cut each; "" if they are. In float64, up
     to the rounding of a vector kernel's tail: some dozens of operations an element."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda: [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    start = draw()
-    for group in optimizer.param_groups:
-        options = _options(optimizer, group)
-        said = (*options.values(), *vars(optimizer).values(), 0)
-        steps = min(max(STEPS, *(v + 2 for v in said if type(v) is int)), MOST)
-        grads = [draw() for _ in range(steps)]
-        try:
-            whole = _stepped(optimizer, options, start, grads)
-            pieces = [
-                _stepped(optimizer, options, [piece], [[cut(step)[i]] for step in grads])
-                for i, piece in enumerate(cut(start))
-            ]
-        except Exception:  # somebody's own class: it wants matrices (Muon), or is no optimizer of plain parameters
-            return None
-        apart = ([piece[0][0] for piece in pieces], pieces[0][1])
-        # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
-        if any(numbers != whole[1] for _, numbers in pieces):
-            return False
-        flat = [torch.cat([x.flatten() for x in each]) for each, _ in (whole, apart)]
-        rounding = 32 * steps * torch.finfo(torch.float64).eps * max(float(x.abs().max()) for x in start)
-        if not (flat[0] - flat[1]).abs().max() <= rounding:
-            return False
-    return True
+    shapes = _shapes(optimizer)
+    held = [*optimizer.param_groups, *map(vars, wrapped(optimizer))]
+    said = [x for one in held for value in one.values() for x in (value.values() if isinstance(value, dict) else (value,))]
+    steps = min(max([STEPS, *(x + 2 for x in said if type(x) is int)]), MOST)
+    try:
+        whole, numbers = _stepped(optimizer, shapes, steps, lambda _, x, rank: x, 0)
+        ranks = [_stepped(optimizer, shapes, steps, cut, rank) for rank in range(2)]
+    except Exception as error:  # the program's own code: it wants matrices (Muon), or what no copy has
+        return f"a trial on small tensors raised {type(error).__name__}: {error}"
+    # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
+    if any(other != numbers for _, other in ranks):
+        return "a number in its groups is another in a trial"
+    rounding = 32 * steps * torch.finfo(torch.float64).eps * max([4.0, *(float(x.abs().max()) for x in whole)])
+    for i, x in enumerate(whole):
+        for rank, (parts, _) in enumerate(ranks):
+            if not ((cut(i, x, rank) - parts[i]).abs() <= rounding).all():
+                return f"a tensor of {tuple(x.shape)} becomes another in a trial"
+    return ""
 
 
-def _options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Those of a group that its class takes, without what is of another device."""
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    options = {k: v for k, v in group.items() if k in optimizer.defaults and k in accepted}
-    plain: dict[str, Any] = {"fused": None, "foreach": None, "capturable": False}
-    if options.get("lr") == 0:  # until a warmup begins
-        plain["lr"] = group.get("initial_lr") or 1e-3
-    return {k: plain.get(k, v) for k, v in options.items()}
+def _shapes(optimizer: torch.optim.Optimizer) -> list[tuple[int, tuple[int, ...]]]:
+    """Those that are tried, each with the number of a group that has such."""
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        given = dict.fromkeys(tuple(p.shape) for p in group["params"])
+        found += [(number, shape) for dim in dict.fromkeys(map(len, given)) for shape in OTHERS.get(dim, ())]
+    return found
 
 
 def _stepped(
-    like: torch.optim.Optimizer, options: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
+    like: torch.optim.Optimizer, shapes: list[tuple[int, tuple[int, ...]]], steps: int, cut: Cut, rank: int
 ) -> tuple[list[Tensor], list[float]]:
-    """Parameters after steps, and the numbers that the optimizer's group has then."""
-    params = [nn.Parameter(value.clone()) for value in values]
+    """Parameters after steps of a copy that has what a rank has of each tensor, and the numbers that its groups have then."""
+    pool = torch.randn(2 * OWN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def drawn(i: int, step: int) -> Tensor:
+        first, shape = (997 * step + 89 * i) % OWN, shapes[i][1]
+        return cut(i, pool[first : first + math.prod(shape)].view(shape), rank).clone()
+
+    params = [nn.Parameter(drawn(i, 0)) for i in range(len(shapes))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        accepted = inspect.signature(type(like).__init__).parameters
-        made = type(like)(params, **copy.deepcopy(options))
-        for name, value in vars(like).items():  # options that are attributes
-            if name in accepted and isinstance(value, int | float | str | tuple):
-                setattr(made, name, value)
-        for step in grads:
-            for param, grad in zip(params, step, strict=True):
-                param.grad = grad.clone()
+        there = [(number, p) for (number, _), p in zip(shapes, params, strict=True) if p.numel()]
+        made = _tried(like, [[p for number, p in there if number == g] for g in range(len(like.param_groups))])
+        for step in range(steps):
+            for i, param in enumerate(params):
+                param.grad = drawn(i, step + 1).mul_(SCALES[step % len(SCALES)])
             made.step()
-    numbers = (x for _, x in sorted(made.param_groups[0].items()) if isinstance(x, int | float) or _is_number(x))
+    numbers = (x for group in made.param_groups for _, x in sorted(group.items()) if isinstance(x, int | float) or _is_number(x))
     return [param.detach() for param in params], [round(float(x), 12) for x in numbers]
+
+
+def _tried(like: torch.optim.Optimizer, lists: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+    """A copy with all that it is, before its first step, on these parameters, and without what is of another device."""
+    given, state, accepted = like.param_groups, like.state, inspect.signature(type(like).__init__).parameters
+    memo: dict[int, Any] = {id(given): (groups := []), id(state): (states := defaultdict[Any, Any](dict))}
+    for group, params in zip(given, lists, strict=True):
+        plain: dict[str, Any] = {"fused": None, "foreach": None, "capturable": False}
+        if group.get("lr") == 0:  # until a warmup begins
+            plain["lr"] = group.get("initial_lr") or 1e-3
+        options = {k: plain.get(k, v.cpu() if _is_number(v) else v) for k, v in group.items() if k != "params"}
+        memo[id(group)] = copy.deepcopy(options, memo) | {"params": params}
+        groups.append(memo[id(group)])
+        with suppress(Exception):  # some (Adagrad) make states when they are built
+            if state and params:
+                taken = {k: v for k, v in groups[-1].items() if k in like.defaults and k in accepted}
+                states.update(type(like)(params, **taken).state)
+    made = copies.optimizer(like, memo)
+    return made
 
 
 def _is_number(x: Any) -> bool:

@@ -297,4 +297,4 @@ def hollowed(hollow: Hollow, model: nn.Module, *more: Any) -> Any:
         if isinstance(x, nn.Parameter):
             memo[id(x)] = nn.Parameter(empty, x.requires_grad)
         hollow.see(empty)
-    return copies.deep((model, *more), memo)
+    return (copies.deep(model, memo), *(copies.optimizer(one, memo) for one in more))
