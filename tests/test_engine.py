@@ -406,6 +406,29 @@ def patched(params):
     return made
 
 
+class ByPlace(torch.optim.SGD):
+    """A rate of its own for each parameter of a group."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                p.grad.div_(1 + i)
+        return super().step(closure)
+
+
+class Anchored(torch.optim.SGD):
+    """Draws parameters to what they were."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.anchor = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        for p, a in zip((p for group in self.param_groups for p in group["params"]), self.anchor):  # noqa: B905
+            p.grad.add_(p.detach() - a)
+        return super().step(closure)
+
+
 class Ahead(torch.optim.Optimizer):
     """As Lookahead (arXiv 1907.08610): a wrapper that does not call Optimizer.__init__, and keeps slow weights."""
 
@@ -446,6 +469,9 @@ class Ahead(torch.optim.Optimizer):
         (lambda p: Bounded(p, 0.1), "pp=2,microbatches=2", "Bounded updates a parameter by others"),
         (patched, "dp=2,zero=1", "or another step than its class has"),
         (lambda p: Ahead(patched(p)), "pp=2,microbatches=2", "or another step than its class has"),
+        (ByPlace, "dp=2,zero=1", "by others, by its place among them"),
+        (lambda p: Changed(p, lambda g: normed(g) if g.shape[-1:] == (5,) else g), "tp=2", "a tensor of (9, 5) becomes another"),
+        (Anchored, "pp=2,microbatches=2", "it keeps a tensor of (9, 5), as a parameter is"),
         (hooked, "dp=2,zero=1", "the optimizer has hooks on its step"),
         (hooked, "pp=2,microbatches=2", "the optimizer has hooks on its step"),
     ],

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import torch
@@ -76,10 +77,10 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
         what = f"{type(optimizer).__name__} does not update element by element, so its states cannot be cut"
         allowed = "zero=0 and tp=1, or an optimizer such as AdamW or SGD"
         yield Problem(what, got=f"zero={plan.zero}, tp={plan.tp}: {why}", allowed=allowed)
-    elif plan.pp > 1 and (why := coupling(optimizer, by_parameters)):
+    elif (plan.zero > 0 or plan.pp > 1) and (why := coupling(optimizer, by_parameters)):
         what = f"{type(optimizer).__name__} updates a parameter by others, by its place among them or by random numbers, and a rank has only some"
-        allowed = "pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)"
-        yield Problem(what, got=f"pp={plan.pp}: {why}", allowed=allowed)
+        allowed = "zero=0 and pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)"
+        yield Problem(what, got=f"zero={plan.zero}, pp={plan.pp}: {why}", allowed=allowed)
     yield from hooked(optimizer, plan)
 
 
@@ -125,8 +126,8 @@ def stepped(optimizer: torch.optim.Optimizer) -> bool:
 SMALL, LARGE, VECTOR = (4, 6), (136, 144), (24,)
 OTHERS = {0: ((), ()), 1: (VECTOR, VECTOR), 2: (SMALL, SMALL, LARGE), 3: ((4, 2, 3),), 4: ((2, 3, 2, 2),), 5: ((2, 3, 2, 2, 1),)}
 """Shapes that are tried, by their dims: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on), or convolutions."""
-OWN = 20_000
-"""Elements of the largest."""
+OWN, MOST_OWN = 20_000, 16
+"""Elements of shapes of the model that are tried too (of a larger one its rows or columns), and how many of them."""
 STEPS, MOST = 10, 200
 """Some begin with steps of another kind (ADOPT), use a norm of the step before (AvaGrad), or project where gradient and weight are at
 right angles, which by chance they are not at once (AdamP). As many as an option says and two more, which may be a step that something
@@ -172,11 +173,16 @@ def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[tuple[int, tuple[int, ...]]]:
     """Those that are tried, each with the number of a group that has such."""
-    found: list[tuple[int, tuple[int, ...]]] = []
+    found, own = [], dict[tuple[int, ...], int]()
     for number, group in enumerate(optimizer.param_groups):
         given = dict.fromkeys(tuple(p.shape) for p in group["params"])
         found += [(number, shape) for dim in dict.fromkeys(map(len, given)) for shape in OTHERS.get(dim, ())]
-    return found
+        for shape, kept in product(given, (0, -1)):
+            large = math.prod(shape) > OWN
+            tried = tuple(min(n, 2) if large and i != kept % len(shape) else n for i, n in enumerate(shape))
+            if 0 < math.prod(tried) <= OWN:
+                own.setdefault(tried, number)
+    return found + [(number, shape) for shape, number in list(own.items())[:MOST_OWN]]
 
 
 def _stepped(
@@ -218,6 +224,9 @@ def _tried(like: torch.optim.Optimizer, lists: list[list[nn.Parameter]]) -> torc
                 taken = {k: v for k, v in groups[-1].items() if k in like.defaults and k in accepted}
                 states.update(type(like)(params, **taken).state)
     made = copies.optimizer(like, memo)
+    sizes = {p.shape for group in given for p in group["params"] if p.numel() > 1}
+    if kept := [tuple(x.shape) for x in memo.values() if isinstance(x, Tensor) and x.shape in sizes]:
+        raise TypeError(f"it keeps a tensor of {kept[0]}, as a parameter is, and soli cuts only those in self.state[p]")
     return made
 
 
