@@ -501,6 +501,29 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
     assert optimizers.coupling(matrices, optimizers.by_elements)
 
 
+def ahead(plan):
+    engine = parallelize(
+        Named(),
+        losses.mse("targets"),
+        optimizer=lambda p: Ahead(torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        plan=plan,
+        example={"x": torch.ones(4, 5), "targets": torch.ones(4, 3)},
+    )
+    found = [float(engine.step(batch)) for batch in engine.batches(DATA, 6, epochs=1)]
+    if plan == "dp=1":
+        return found
+    for one in (engine.optimizer, engine.optimizer.base):
+        with pytest.raises(SoliError, match="this rank's part of its states"):
+            one.state_dict()
+    return found
+
+
+def test_a_wrapper_of_an_optimizer_has_no_hooks_and_trains(pool: Pool) -> None:
+    expected = pytest.approx(ahead("dp=1"), rel=1e-5)
+    for plan in ("pp=2,microbatches=2", "dp=2,zero=1"):
+        assert pool.run(ahead, plan, ranks=2) == [expected] * 2
+
+
 @pytest.mark.parametrize("shared", ["all", "some"])
 def test_two_engines_on_a_parameter_are_refused(shared: str) -> None:
     body = nn.Linear(4, 4)

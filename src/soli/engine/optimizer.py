@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from itertools import product
@@ -242,8 +242,9 @@ def guard(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         raise SoliError("the optimizer has this rank's part of its states", fix=fix)
 
     if plan.zero or plan.tp > 1 or plan.pp > 1:
-        for when in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):
-            getattr(optimizer, when, lambda hook: None)(refuse)  # a wrapper may have none
+        for one, when in product(wrapped(optimizer), ("state_dict", "load_state_dict")):
+            vars(one).setdefault(f"_optimizer_{when}_pre_hooks", OrderedDict())  # a wrapper may have none
+            getattr(one, f"register_{when}_pre_hook")(refuse)
 
 
 def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot], absent: Container[int] = ()) -> None:
