@@ -39,6 +39,17 @@ class Block(nn.Module):
         raise ValueError(WORDS)
 
 
+class Sgd(torch.optim.SGD):
+    """`fails`: whether it does, once it is told."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ValueError(WORDS)
+        return super().step(closure)
+
+
 def failing(backend: str, plan: str, where: str, steps: int, path: str) -> tuple[bool, str, str]:
     """What this rank has raised where the last one fails after so many steps."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -55,13 +66,16 @@ def failing(backend: str, plan: str, where: str, steps: int, path: str) -> tuple
         return losses.mse("targets")(output, batch)
 
     batch = {"input": torch.randn(8, 4), "targets": torch.randn(8, 4)}
-    sgd = lambda p: torch.optim.SGD(p, lr=0.1)
+    sgd = lambda p: Sgd(p, lr=0.1)
     engine = parallelize(model, loss, optimizer=sgd, plan=plan, deadline=15, example=batch)
     for _ in range(steps):
         engine.step(batch)
     if rank == ranks - 1:
         model[3].fails, refusing = where, where == "loss"
+        engine.optimizer.fails = where == "update"
     try:
+        if where == "update":  # after which others need not wait
+            engine.step(batch)
         engine.evaluate([batch]) if where == "evaluation" else engine.step(batch)
     except (ValueError, SoliError, RuntimeError) as error:
         return getattr(error, "told", False), type(error).__name__, str(error)
@@ -78,18 +92,22 @@ def failing(backend: str, plan: str, where: str, steps: int, path: str) -> tuple
         ("gloo", "pp=2", "backward", 1),
         ("gloo", "pp=2", "evaluation", 1),
         ("local", "pp=2,microbatches=2,schedule=1f1b", "loss", 1),
+        ("local", "pp=2", "update", 1),
+        ("gloo", "pp=2", "update", 1),
+        ("local", "dp=2,zero=1", "update", 1),
     ],
 )
 def test_others_raise_its_words(
     pool: Pool, tmp_path: Path, backend: str, plan: str, where: str, steps: int
 ) -> None:
     ranks = 4 if "," in plan and "p=2" in plan.split(",")[1] else 2
+    stage = " (stage 1)" * ("pp=2" in plan)
     *others, alone = pool.run(failing, backend, plan, where, steps, str(tmp_path / "store"), ranks=ranks, deadline=30)
     assert alone == (False, "SoliError" if where == "loss" else "ValueError", WORDS)
     at, kind = ("", "") if where == "loss" else (f", at {__file__}:", "ValueError: ")
     for told, _, text in others:
         assert told, text
-        assert text.startswith(f"rank {ranks - 1} (stage 1) failed after {steps} steps, at "), text
+        assert text.startswith(f"rank {ranks - 1}{stage} failed after {steps} steps, at "), text
         assert at in text
         assert text.endswith(f": {kind}{WORDS}"), text
 

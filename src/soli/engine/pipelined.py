@@ -162,12 +162,13 @@ def _together(engine: Engine, rows: list[int]) -> list[tuple[int, ...]]:
     return [tuple(map(int, count)) for count in found.flatten(0, 1).T.tolist()]
 
 
-def _together_ending(engine: Engine, pipeline: Pipeline) -> AbstractContextManager[None]:
-    """Around what stages compute: where one fails alone none can go on."""
+def together_ending(engine: Engine) -> AbstractContextManager[None]:
+    """Around what a rank computes by itself, of its stages or parts: where one fails alone none can go on."""
     if engine.mesh.all.simulated:
         return nullcontext()
-    mine = ", ".join(str(stage.stage_index) for stage in pipeline.mine)
-    return ending(engine.mesh.every, f"rank {engine.rank} (stage {mine}) failed after {engine.step_count} steps")
+    mine = ", ".join(str(stage.stage_index) for stage in (engine.pipeline.mine if engine.pipeline else ()))
+    who = f"rank {engine.rank}{mine and f' (stage {mine})'} failed after {engine.step_count} steps"
+    return ending(engine.mesh.every, who)
 
 
 def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> tuple[float, float]:
@@ -180,7 +181,7 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
         flush = [replace(piece, data=to_device(piece.data, engine.device)) for piece in pieces[a:b]]
         # Shorter than the schedule's: the rest is empty.
         flush += [Part(None, 0, 0, pieces[0].total)] * (pipeline.count - len(flush))
-        with _together_ending(engine, pipeline):
+        with together_ending(engine):
             more, counted = pipeline.step(flush, engine.step_count, engine.seed_of_loss)
         total, count = total + more, count + counted
     reducer.begin_backward(last=True)
@@ -195,7 +196,7 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
 def forward_only(engine: Engine, pipeline: Pipeline, data: Any) -> tuple[float, float]:
     """See Engine.forward_only."""
     engine.laid.gatherer.hold_all()
-    with _together_ending(engine, pipeline):
+    with together_ending(engine):
         found = pipeline.forward_only(data, rows_of(data)) if data is not None else (0.0, 0.0)
     engine.laid.gatherer.end_pass()
     return found
