@@ -645,6 +645,24 @@ class InPlace(nn.Module):
         return y.mul_(0.5)
 
 
+class Copying(nn.Module):
+    """Frozen slow copies of a weight, written into before they are read: by name and by `.data`; and a weight that is summed before."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, dim), nn.Linear(dim, 7)
+        self.fast = nn.Linear(dim, dim, bias=False)
+        self.slow = nn.ModuleList(nn.Linear(dim, dim, bias=False).requires_grad_(False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.slow[0].weight.lerp_(self.fast.weight, 0.1)
+                self.slow[1].weight.data.mul_(0.9).add_(0.1 * self.fast.weight.data)
+        x = self.embedding(x) * torch.tanh(self.fast.weight.sum())
+        return self.head(self.slow[1](torch.tanh(self.fast(self.slow[0](x)))))
+
+
 class Odd(nn.Module):
     """[B, S] tokens -> [B, S, 7]: all of them with residuals and a norm between an embedding and a head."""
 
@@ -683,6 +701,7 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "batch first": lambda: Odd(12),
     "time first, sizes that nothing divides": lambda: Odd(13, time_first=True),
     "pictures": Pictures,
+    "copies": lambda: Copying(12),
 }
 
 
@@ -714,6 +733,9 @@ def odd(name: str, plan: str, ranks: int):
         swept("batch first", GRID + ",zero=1", 4),
         swept("time first, sizes that nothing divides", GRID + ",zero=1", 4),
         ("pictures", GRID + ",zero=1", 4),
+        ("copies", GRID, 4),
+        swept("copies", DEEP, 8),
+        swept("copies", CUBE, 8),
         swept("time first, sizes that nothing divides", WIDE, 6),
         swept("batch first", CUBE + ",zero=1", 8),
         ("time first, sizes that nothing divides", CUBE + ",zero=1", 8),

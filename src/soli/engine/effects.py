@@ -123,7 +123,8 @@ def undone(model: nn.Module, plan: Plan, tensors: bool = True) -> Iterator[None]
             with looked_at(model, plan) as effects:
                 yield
         finally:
-            with torch.no_grad():
+            # as they lie in memory: on one that is being cut, a copy would ask for another layout, and end here
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 for name, param in model.named_parameters():
                     if name in effects.before:
                         param.copy_(effects.before[name])

@@ -206,8 +206,10 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     if not args:
         args, kwargs = rules.placed(name, kwargs)
     try:
-        if run.hidden and name not in rules.GRID_READS and not rules.written_in_python(func):
-            refuse_grids(run, name, args)
+        if run.hidden and rules.is_of_one_way(func, name):
+            if run.finder is not None:
+                run.finder.read([x for x in tree_leaves(args) if type(x) is CutParameter], name_of(func))
+            refuse_grids(run, name_of(func), args)
         if name in rules.ALWAYS:
             return rules.ALWAYS[name](run, func, args, kwargs)
         if not _reads_cut(run, args, kwargs):

@@ -13,7 +13,7 @@ Layers of one kind (names that differ in numbers alone) are treated alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import gcd
@@ -179,6 +179,12 @@ class Finder:
             self._replicate(name, self._kind(name).replicated or who)
         else:
             self._decide(x, name, "hidden", replace(split, lead=()), "it meets what is cut")
+
+    def read(self, weights: Iterable[Tensor], what: str) -> None:
+        """On a grid, of weights that are not decided yet: what is no product reads them before the product does."""
+        for name in filter(None, map(self._open, weights)):
+            if not self._kind(name).flat:
+                self._kind(name).flat, self._changed = f"{what} reads it", True
 
     def meet(self, splits: list[Split]) -> None:
         """In 3D: tables that are looked up are cut over the axis that cuts what their rows are added to."""

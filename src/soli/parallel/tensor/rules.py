@@ -102,6 +102,12 @@ def placed(name: str, kwargs: dict) -> tuple[tuple, dict]:
     return tuple(kwargs[n] for n in first), {n: x for n, x in kwargs.items() if n not in first}
 
 
+def is_of_one_way(func: Any, name: str) -> bool:
+    """Whether a function may not read a weight that a grid has cut both ways."""
+    shown = name == "__get__" and name_of(func) in ("data", "T", "mT")
+    return shown or (name not in GRID_READS and not written_in_python(func))
+
+
 def written_in_python(func: Any) -> bool:
     """Whether torch wrote it in Python, of functions that have no rule of their own."""
     return isinstance(func, types.FunctionType) and func.__module__.startswith("torch") and func.__name__ not in CUT
