@@ -586,6 +586,50 @@ class Averaging(nn.Module):
 class AveragingLate(Averaging):
     early = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.training:
+            self.steps += 1
+        return x
+
+
+class Later(Four):
+    """Reads in front of its blocks the number that it changes after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: Any = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * (1 + self.steps)
+        for block in self.blocks:
+            x = block(x)
+        self.steps = self.steps + 1
+        return x[:, :3]
+
+
+class LaterBuffer(Later):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.steps
+        self.register_buffer("steps", torch.zeros(()))
+
+
+class Restarting(Four):
+    """Counts and collects anew in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number, self.found, self.mean = 0, [], 0.0
+        for block in self.blocks:
+            x = block(x) * (1 + self.number)
+            self.number, self.mean = self.number + 1, self.mean + x
+            self.found.append(x)
+        return x[:, :3] + sum(self.found)[:, 3:] + self.mean[:, :3]
+
 
 class Repeating(nn.Module):
     """Calls a block that counts on both stages."""
@@ -788,6 +832,8 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
         (Packing, "pp=2,microbatches=3", "depend on the values of the batch"),
         (Sometimes, "pp=2", "took another path"),
         (Averaging, "pp=2", "mean is changed in the forward, and several stages have it"),
+        (Later, "pp=2", "steps is read by a stage whose forward ends before it is changed"),
+        (LaterBuffer, "pp=2", "steps is read by a stage whose forward ends before it is changed"),
         (Repeating, "pp=2", "blocks.0 is changed in the forward, and several stages have it"),
     ],
 )
@@ -819,7 +865,7 @@ def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
     assert found[0].endswith("True")
 
 
-@pytest.mark.parametrize("kind", [Keeping, Padded, Rows])
+@pytest.mark.parametrize("kind", [Keeping, Padded, Rows, Restarting])
 @pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zbv"])
 def test_results_that_blocks_keep_or_that_are_written_into(pool: Pool, kind: type[nn.Module], plan: str) -> None:
     for worst, tensor in pool.run(worst_of, kind, plan, ranks=2):
@@ -887,13 +933,15 @@ def late_buffer() -> list[float]:
     torch.manual_seed(0)
     engine = parallelize(AveragingLate().double(), loss_fn, optimizer=adamw, plan="pp=2")
     engine.step(batches[0])
-    return engine.global_state_dict()["mean"].tolist()
+    state = engine.global_state_dict()
+    return [*state["mean"].tolist(), float(state["steps"])]
 
 
 def test_a_buffer_of_the_last_stage_is_everywhere(pool: Pool) -> None:
     first, second = pool.run(late_buffer, ranks=2)
     assert first == second
-    assert any(first)
+    assert any(first[:-1])
+    assert first[-1] == 1
 
 
 def modes() -> list[float]:

@@ -75,7 +75,7 @@ def _trace(runner: Runner, parts: list[Unit], training: bool) -> watch.Trace:
     tracers = []
 
     def around(randomness: Any) -> watch.Tracer:
-        tracers.append(watch.Tracer(runner.model, randomness.counted))
+        tracers.append(watch.Tracer(runner.model, parts, randomness.counted))
         return tracers[0]
 
     leaves = [x for x in tree_leaves(runner.data) if isinstance(x, torch.Tensor)]

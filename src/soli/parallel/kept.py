@@ -152,7 +152,7 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
             if tensors or not _of_tensors(vars(module)[key]):
                 del vars(module)[key]
         for key in own - _OF_TORCH:
-            name, value = _path(path, key), vars(module).get(key)
+            name, value = name_in(path, key), vars(module).get(key)
             stays = _elsewhere(value) or (_of_tensors(value) and not tensors)
             if name in before and not stays and not same(before[name], Held(value) if _holds(value) else value):
                 vars(module)[key] = _copy(before[name])
@@ -197,11 +197,21 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Value]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta or comparable(buffer))
     for path, module in model.named_modules():
         for key, value in _attributes(module):
-            yield _path(path, key), value
+            yield name_in(path, key), value
 
 
-def _path(path: str, key: str) -> str:
+def name_in(path: str, key: str) -> str:
     return f"{path}.{key}".lstrip(".")
+
+
+def marks(model: nn.Module, paths: dict[nn.Module, str]) -> Iterator[tuple[str, Any]]:
+    """What tells whether buffers, and attributes of some modules, have changed: of tensors no copies; lists and dicts that hold some are left out."""
+    attributes = ((name_in(path, key), x) for module, path in paths.items() for key, x in _attributes(module))
+    for name, x in (*model.named_buffers(), *attributes):
+        if isinstance(x, Tensor):
+            yield name, (id(x), 0 if x.is_inference() else x._version)
+        elif not _holds(x) or (x and next(_inside(x, set()), None) is None):
+            yield name, _copy(x)
 
 
 def _elsewhere(value: Any) -> bool:

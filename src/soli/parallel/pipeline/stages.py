@@ -93,12 +93,9 @@ def balanced(costs: list[float], parts: int, limit: int | None = None) -> list[i
 
 def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
     """Refuse buffers that would differ from stage to stage."""
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
-    last = lambda gap: stages.of_gap(gap) == stages.count - 1
-    bad = [
-        names[key] for key, gap in trace.written.items() if not all(map(last, (gap, *trace.buffer_reads.get(key, ()))))
-    ]
-    bad += trace.repeated if stages.count > len(set(stages.rank_of)) else []
+    last = stages.count - 1
+    bad = [name for name, gap in trace.written.items() if stages.of_gap(min(gap, trace.kept_reads.get(name, gap))) < last]
+    bad += [name for name, _ in model.named_buffers() if name in trace.repeated and stages.count > len(set(stages.rank_of))]
     for unit in sorted(trace.changing):
         ranks = {stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls) if call.unit == unit}
         bad += [unit] if len(ranks) > 1 else []
@@ -107,6 +104,12 @@ def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
         allowed = "buffers that one block has for itself, or that are read and changed after the last stage's begin"
         fix = "change it inside a block that is called once, or use pp=1"
         raise on_all_ranks(what, got=", ".join(bad), allowed=allowed, fix=fix)
+    for name, changed in sorted(trace.repeated.items()):
+        if stages.of_gap(read := trace.kept_reads.get(name, changed)) < stages.of_gap(changed):
+            what = f"{name} is read by a stage whose forward ends before it is changed: there it would stay as it is"
+            got = f"read {trace.place(read)}, changed {trace.place(changed)}"
+            allowed = "buffers and attributes that no stage reads before the one that changes them"
+            raise on_all_ranks(what, got=got, allowed=allowed, fix="change it at the begin of the forward, or use pp=1")
 
 
 def check_hidden(trace: Trace, stages: Stages) -> None:
@@ -147,8 +150,8 @@ def users(trace: Trace, stages: Stages) -> dict[int, set[int]]:
 
 def buffer_owners(model: nn.Module, trace: Trace, units: list[Unit], stages: Stages) -> dict[str, int]:
     """The pp rank whose value of a buffer holds, where the others did not run what changes it. By the buffer's name."""
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
-    found = {names[key]: stages.rank_of[stages.of_gap(gap)] for key, gap in trace.written.items()}
+    found = {name: stages.rank_of[-1] for name in trace.repeated}  # it runs all that is between blocks
+    found |= {name: stages.rank_of[stages.of_gap(gap)] for name, gap in trace.written.items()}
     modules = dict(units)
     for number, call in enumerate(trace.calls):
         for name, _ in modules[call.unit].named_buffers():

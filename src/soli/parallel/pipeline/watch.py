@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +29,7 @@ from soli.core.errors import on_all_ranks
 from soli.core.frames import in_autograd_function
 from soli.core.functions import in_place, name_of, tensors_in
 from soli.core.versions import FLOPS, mode_popped
+from soli.parallel import kept
 from soli.parallel.pipeline.units import Unit
 from soli.parallel.wrapping import unwrap, wrap
 
@@ -71,11 +72,12 @@ class Trace:
     last_use: dict[Name, int] = field(default_factory=dict)
     uses_of: dict[int, set[int]] = field(default_factory=dict)  # parameter's id -> gaps
     floating: dict[Name, bool] = field(default_factory=dict)
-    repeated: list[str] = field(default_factory=list)  # buffers that glue changes by itself
     # gaps: made, written through another name, used
     aliased: set[tuple[int, int, int]] = field(default_factory=set)
-    written: dict[int, int] = field(default_factory=dict)  # id of a buffer that glue writes -> gap
-    buffer_reads: dict[int, set[int]] = field(default_factory=dict)  # id of a buffer that glue reads -> gaps
+    written: dict[str, int] = field(default_factory=dict)  # buffer into which glue writes live values -> gap
+    # buffer or attribute -> first gap; FOREVER: it was set before
+    kept_reads: dict[str, int] = field(default_factory=dict)
+    repeated: dict[str, int] = field(default_factory=dict)  # buffer or attribute that glue changes by itself -> last gap
     changing: set[str] = field(default_factory=set)  # units whose buffers their forward changes
     # gaps: made in the first, used unseen in the second
     hidden: set[tuple[int, int]] = field(default_factory=set)
@@ -249,9 +251,9 @@ class _Within(TorchFunctionMode):
     Looked at are values that depend on arguments or weights; a table that a block makes from nothing may be shared.
     """
 
-    def __init__(self, gap: int, given: set[int], trace: Trace) -> None:
+    def __init__(self, gap: int, given: set[int], trace: Trace, computed: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.gap, self.given, self.trace = gap, given, trace
+        self.gap, self.given, self.trace, self.computed = gap, given, trace, computed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -260,6 +262,7 @@ class _Within(TorchFunctionMode):
             return out
         depends = False
         for x in tensors_in((args, kwargs or {})):
+            self.computed(x)
             if isinstance(x, nn.Parameter):
                 depends = True
                 self.trace.uses_of.setdefault(id(x), set()).add(self.gap)  # of another module, perhaps
@@ -298,14 +301,23 @@ def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, in
 
 
 class Tracer(Watch):
-    """Takes a trace of one forward and loss. `draws()` tells the random calls so far, by module."""
+    """Takes a trace of one forward and loss. `draws()` tells the random calls so far, by module.
 
-    def __init__(self, model: nn.Module, draws: Callable[[], dict[str, int]]) -> None:
+    Of what the model keeps from one forward to the next, in buffers and attributes, it tells where it is read first and changed last. Of
+    attributes those of modules that are in no unit: what a unit has for itself is where it runs. Tensors are read where something is computed
+    of them, all else where the model's code asks for the attribute.
+    """
+
+    def __init__(self, model: nn.Module, units: list[Unit], draws: Callable[[], dict[str, int]]) -> None:
         super().__init__()
         self.model = model
-        self.buffers = {id(buffer) for buffer in model.buffers()}
+        self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        inside = {part for _, unit in units for part in unit.modules()}
+        self._paths = {module: path for path, module in model.named_modules() if module not in inside}
+        # themselves too, so that no other has their id
+        self._tensors = {id(x): (name, x) for name, x in (*kept.tensors(model), *model.named_buffers())}
+        self._marks, self._changes = dict(kept.marks(model, self._paths)), dict[str, int]()
         self._lasting = {storage_of(x) for x in (*model.parameters(), *model.buffers())}
-        self._versions = {name: buffer._version for name, buffer in model.named_buffers()}
         self._storages: list[tuple[Name, int, Tensor]] = []  # the tensors too: memory is not used again
         self._writes: list[tuple[int, int, int, set[Any]]] = []
         self._step = 0  # of operations and calls
@@ -316,10 +328,13 @@ class Tracer(Watch):
 
     def __enter__(self) -> Any:
         self._flops.__enter__()
+        self._asked = self._asking()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._asked.close()
+        self._look()
         self._count()
         self._flops.__exit__(*error)
         self._aliases()
@@ -328,28 +343,51 @@ class Tracer(Watch):
             for mark in ("_live", "_run", "_origin"):
                 buffer.__dict__.pop(mark, None)
         units = tuple(f"{unit}." for unit in self.trace.changing)
-        self.trace.repeated = [
-            name
-            for name, buffer in self.model.named_buffers()
-            if buffer._version != self._versions.get(name)
-            if id(buffer) not in self.trace.written and not name.startswith(units)
-        ]
+        written = self.trace.written
+        self.trace.repeated = {n: at for n, at in self._changes.items() if n not in written and not n.startswith(units)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if name_of(func) not in SEEN_WITHOUT_VALUES:
             for x in tensors_in((args, kwargs or {})):
                 if hasattr(x, "_origin") and not hasattr(x, "_live"):
                     self.trace.hidden.add((x._origin, self.gap))
-                if id(x) in self.buffers:
-                    self.trace.buffer_reads.setdefault(id(x), set()).add(self.gap)
+                self._computed(x)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _asking(self) -> ExitStack:
+        """The model's own code is seen to ask for attributes until this ends. Lists of modules keep nothing, and blocks may be of them too."""
+        tensors, stack = {name for name, _ in self._tensors.values()}, ExitStack()
+
+        def told(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(module: nn.Module, key: str, *value: Any) -> Any:
+                if module in self._paths and (name := kept.name_in(self._paths[module], key)) not in tensors:
+                    self.trace.kept_reads.setdefault(name, FOREVER if value else self.gap)
+                return real(module, key, *value)
+
+            return call
+
+        for kind in {type(module) for module in self._paths if not type(module).__module__.startswith("torch.")}:
+            for name in ("__getattribute__", "__setattr__"):
+                stack.enter_context(patch.object(kind, name, told(getattr(kind, name))))
+        return stack
+
+    def _computed(self, x: Tensor) -> None:
+        """Something is computed of a tensor."""
+        if id(x) in self._tensors:
+            self.trace.kept_reads.setdefault(self._tensors[id(x)][0], self.gap)
+
+    def _look(self) -> None:
+        """In the gap that ends: what changed since the last look?"""
+        with torch._C.DisableTorchFunction():  # this reads nothing for the model
+            before, self._marks = self._marks, dict(kept.marks(self.model, self._paths))
+        self._changes |= {name: self.gap for name, now in self._marks.items() if not kept.same(before.get(name, ()), now)}
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
         out = as_value(func, func(*args, **kwargs))
         called, made = name_of(func), results_of(func, args, out)
-        if made and in_place(func) and self.buffers & {id(args[0]), id(args[0]._base)}:
+        if made and in_place(func) and self.buffers.keys() & {id(args[0]), id(args[0]._base)}:
             key = id(args[0]) if id(args[0]) in self.buffers else id(args[0]._base)
-            self.trace.written[key] = self.gap
+            self.trace.written[self.buffers[key]] = self.gap
         if kwargs.get("out") is not None:
             self.trace.aliased.add((self.gap, self.gap, FOREVER))
         before = getattr(args[0], "_live", None) if made and in_place(func) else None
@@ -376,6 +414,7 @@ class Tracer(Watch):
             fix = "torch.utils.checkpoint(..., use_reentrant=False) where that is what does it (a reversible net makes its gradients itself), or pp=1"
             raise on_all_ranks(what, allowed="blocks that the model's forward calls", fix=fix)
         self._count()
+        self._look()
         self.gap, self.number = self.gap + 1, 0
         self.trace.operations.append([])
         self.trace.flops.append(0.0)
@@ -384,7 +423,7 @@ class Tracer(Watch):
         for param in module.parameters():
             self.trace.uses_of.setdefault(id(param), set()).add(self.gap)
         before, versions = self.draws(), [buffer._version for buffer in module.buffers()]
-        within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace)
+        within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace, self._computed)
         with inside(self), within:
             out = unwrapped(forward(*args, **kwargs))
         drawn = {m: n - before.get(m, 0) for m, n in self.draws().items() if n != before.get(m, 0)}
