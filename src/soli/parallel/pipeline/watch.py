@@ -383,8 +383,11 @@ class Tracer(Watch):
         self._changes |= {name: self.gap for name, now in self._marks.items() if not kept.same(before.get(name, ()), now)}
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
+        given = [(x, x.clone()) for x in tensors_in((args, kwargs)) if id(x) in self.buffers and kept.comparable(x)]
         out = as_value(func, func(*args, **kwargs))
         called, made = name_of(func), results_of(func, args, out)
+        # running statistics are written without a word: neither the schema says it, nor the version
+        self.trace.written |= {self.buffers[id(x)]: self.gap for x, before in given if not kept.same(x, before)}
         if made and in_place(func) and self.buffers.keys() & {id(args[0]), id(args[0]._base)}:
             key = id(args[0]) if id(args[0]) in self.buffers else id(args[0]._base)
             self.trace.written[self.buffers[key]] = self.gap
