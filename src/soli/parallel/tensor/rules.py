@@ -146,9 +146,10 @@ def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
 
 def of_parts(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Outside of a forward, where a weight is what this rank has of it. Refused where others' elements would belong to the result."""
-    weight = next((x for x in tensors_in(args) if type(x) is CutParameter and hasattr(x, "cuts")), None)  # a copy has none
-    rule, backward = rule_of(func, name.removeprefix("_foreach_")), torch._C._current_autograd_node()
-    if weight is None or not weight.cuts or rule in BY_ELEMENTS or backward is not None:
+    if rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS or torch._C._current_autograd_node() is not None:
+        return func(*args, **kwargs)
+    weight = next((x for x in tensors_in(args) if type(x) is CutParameter and getattr(x, "cuts", None)), None)
+    if weight is None:  # or a copy, which does not know how it is cut
         return func(*args, **kwargs)
     along = _along(name, args, kwargs, weight.dim())
     if along is None or all(split.dim not in along for split in weight.cuts.values()):
