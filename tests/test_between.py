@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from tests.test_kept import DIM, Plain, case_of
@@ -214,6 +215,18 @@ MIXING = {
     "_foreach_norm": lambda model: torch._foreach_mul_([model.head.weight], torch._foreach_norm([model.head.weight])),
     "__setitem__": lambda model: model.embed.weight.__setitem__(3, 0.0),
     "__getitem__": lambda model: model.embed.weight[torch.tensor([3])].sum(),
+    "sum": lambda model: torch.sum(input=model.embed.weight),
+    "index_fill_": lambda model: model.embed.weight.index_fill_(0, torch.tensor([0, 3]), 0.0),
+    "fill_diagonal_": lambda model: model.embed.weight.fill_diagonal_(0.0),
+    "select": lambda model: model.embed.weight.select(0, 0).zero_(),
+    "unbind": lambda model: model.embed.weight.unbind()[0].zero_(),
+    "split": lambda model: model.embed.weight.split(2)[0].zero_(),
+}
+PLACES = {
+    "ellipsis": lambda x: x[..., 0, :],
+    "none": lambda x: x[None, 0],
+    "array": lambda x: x[np.array([0])],
+    "rows": lambda x: x[torch.arange(len(x)) < 1],
 }
 
 
@@ -229,6 +242,15 @@ def test_what_takes_elements_together_that_ranks_have_apart_is_refused(pool: Poo
         assert "which is cut along dim" in said
 
 
+def placed(name: str) -> str:
+    return weights_used(lambda _, model: PLACES[name](model.embed.weight).sum(), "tp=2")[0]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places_of_a_dim_that_is_cut_are_refused(pool: Pool, name: str) -> None:
+    assert all("__getitem__ of " in said for said in pool.run(placed, name, ranks=2))
+
+
 def by_parts(kept: nn.Module, model: nn.Module) -> None:
     """What parts have as the whole has it, and what is no computation."""
     for x in model.parameters():
@@ -237,6 +259,9 @@ def by_parts(kept: nn.Module, model: nn.Module) -> None:
     for x, dim in ((model.embed.weight, 1), (model.head.weight, 0)):  # cut along the other
         x.div_(x.norm(dim=dim, keepdim=True)).sub_(x.mean(dim, True))
         x.mul_(nn.functional.normalize(x, dim=dim))
+        x.add_(x.softmax(dim=dim)).div_(torch.linalg.vector_norm(x, dim=dim, keepdim=True)).add_(x.detach().clone().view_as(x))
+        x.select(dim, 0).zero_()
+        x.masked_fill_(torch.isclose(x, torch.zeros_like(x)), 0.5)
     model.embed.weight[:, 0] += model.embed.weight.sum(-1)
     model.head.weight[3] = 0.0
     torch._foreach_mul_(list(model.parameters()), 0.5)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import random
 import re
+import threading
 import weakref
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -429,6 +431,13 @@ class Anchored(torch.optim.SGD):
         return super().step(closure)
 
 
+class Modes(torch.optim.SGD):
+    """As schedule-free ones (arXiv 2405.15682): an evaluation sees other weights than the gradient."""
+
+    def eval(self) -> None:
+        pass
+
+
 class Ahead(torch.optim.Optimizer):
     """As Lookahead (arXiv 1907.08610): a wrapper that does not call Optimizer.__init__, and keeps slow weights."""
 
@@ -452,7 +461,7 @@ class Ahead(torch.optim.Optimizer):
         (Clipped, "dp=2,zero=1", "does not update element by element"),
         (Clipped, "tp=2", "does not update element by element"),
         (Clipped, "pp=2,microbatches=2", "Clipped updates a parameter by others"),
-        (Factored, "dp=2,zero=3", "does not update element by element"),
+        (Factored, "dp=2,zero=3", "cannot be tried, so whether its states can be cut is not known"),
         (Noisy, "pp=2,microbatches=2", "or by random numbers"),
         (Late, "dp=2,zero=1", "does not update element by element"),
         (Late, "pp=2,microbatches=2", "Late updates a parameter by others"),
@@ -472,6 +481,7 @@ class Ahead(torch.optim.Optimizer):
         (ByPlace, "dp=2,zero=1", "by others, by its place among them"),
         (lambda p: Changed(p, lambda g: normed(g) if g.shape[-1:] == (5,) else g), "tp=2", "a tensor of (9, 5) becomes another"),
         (Anchored, "pp=2,microbatches=2", "it keeps a tensor of (9, 5), as a parameter is"),
+        (Modes, "dp=2,zero=1", "Modes.eval() writes parameters between steps"),
         (hooked, "dp=2,zero=1", "the optimizer has hooks on its step"),
         (hooked, "pp=2,microbatches=2", "the optimizer has hooks on its step"),
     ],
@@ -499,6 +509,36 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
     )  # by the rows of one matrix: a stage has them all
     assert not optimizers.coupling(matrices, optimizers.by_parameters)
     assert optimizers.coupling(matrices, optimizers.by_elements)
+
+
+class Chain(torch.optim.SGD):
+    """Steps another, which has its own state."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.others = [torch.optim.AdamW(self.param_groups[0]["params"])]
+
+    def step(self, closure=None):
+        self.others[0].step()
+        return super().step(closure)
+
+
+def test_states_that_no_checkpoint_would_have_are_told(tmp_path: Path) -> None:
+    engine = parallelize(Named(), losses.mse("targets"), optimizer=Chain, plan="dp=1")
+    engine.step({"x": torch.randn(4, 5), "targets": torch.randn(4, 3)})
+    with pytest.raises(SoliError, match="Chain steps optimizers with states of their own"):
+        engine.save(tmp_path / "c")
+
+
+def test_what_cannot_be_copied_is_shared_by_a_trial() -> None:
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters())
+    optimizer.lock, optimizer.lines = threading.Lock(), (i for i in range(3))
+    assert not list(optimizers.problems(optimizer, made, Plan.parse("tp=2")))
+    many = torch.optim.AdamW([{"params": [p], "layer_id": i} for i, p in enumerate([nn.Parameter(torch.ones(3, 4)) for _ in range(120)])])
+    with patch.object(torch.optim.AdamW, "step", autospec=True, side_effect=torch.optim.AdamW.step) as steps:
+        assert not optimizers.coupling(many, optimizers.by_elements)
+    assert steps.call_count < 3 * 120  # as many as the largest number would be
 
 
 def ahead(plan):

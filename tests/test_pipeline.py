@@ -632,11 +632,16 @@ class LaterBuffer(Later):
 class Restarting(Four):
     """Counts and collects anew in each forward."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: dict[int, tuple[int, ...]] = {}
+
     def forward(self, x: Tensor) -> Tensor:
         self.number, self.found, self.mean = 0, [], 0.0
         for block in self.blocks:
             x = block(x) * (1 + self.number)
             self.number, self.mean = self.number + 1, self.mean + x
+            self.shapes[self.number] = tuple(x.shape)
             self.found.append(x)
         return x[:, :3] + sum(self.found)[:, 3:] + self.mean[:, :3]
 

@@ -547,13 +547,14 @@ class Marked(Plain):
 
 
 class Assigned(Plain):
-    """It writes into a view, and assigns that to another tensor."""
+    """It writes into a view, and puts that back when the tensor was read."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, y = self.layers[0](self.embed(tokens)) * 1.0, self.layers[1](self.embed(tokens)) * 1.0
-        first = x[:, 0]
+        x = self.layers[0](self.embed(tokens)) * 1.0
+        first = x[:, 1:]
         first *= 2
-        y[:, 0] = first
+        y = x * 3
+        x[:, 1:] = first
         return self.head(torch.tanh(x + y))
 
 

@@ -34,7 +34,10 @@ def optimizer(x: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Opt
         if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
             vars(made)[name] = optimizer(value, memo)
         elif name != "step":
-            vars(made)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+            try:
+                vars(made)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+            except TypeError:  # a lock, a file, a generator: what has no copy is the same
+                vars(made)[name] = value
     return made
 
 

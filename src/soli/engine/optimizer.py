@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from soli.core import copies
 from soli.core.errors import Problem, SoliError, listing, on_all_ranks
@@ -74,13 +75,17 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
             allowed="an optimizer whose step() needs no closure, such as AdamW or SGD",
         )
     elif (plan.zero > 0 or plan.tp > 1) and (why := coupling(optimizer, by_elements)):
-        what = f"{type(optimizer).__name__} does not update element by element, so its states cannot be cut"
+        told = "cannot be tried, so whether its states can be cut is not known" if RAISED in why else "does not update element by element, so its states cannot be cut"
+        what = f"{type(optimizer).__name__} {told}"
         allowed = "zero=0 and tp=1, or an optimizer such as AdamW or SGD"
         yield Problem(what, got=f"zero={plan.zero}, tp={plan.tp}: {why}", allowed=allowed)
     elif (plan.zero > 0 or plan.pp > 1) and (why := coupling(optimizer, by_parameters)):
         what = f"{type(optimizer).__name__} updates a parameter by others, by its place among them or by random numbers, and a rank has only some"
         allowed = "zero=0 and pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)"
         yield Problem(what, got=f"zero={plan.zero}, pp={plan.pp}: {why}", allowed=allowed)
+    if plan.zero in (1, 2) and callable(getattr(optimizer, "eval", None)):  # schedule-free ones
+        what = f"{type(optimizer).__name__}.eval() writes parameters between steps, and a rank would keep the others' parts as they were"
+        yield Problem(what, got=f"zero={plan.zero}", allowed="zero=0 or 3")
     yield from hooked(optimizer, plan)
 
 
@@ -88,8 +93,17 @@ def wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """It, and those that it steps: what a wrapper (Lookahead) has as attributes."""
     found = [optimizer]
     for one in found:
-        found += [x for x in vars(one).values() if isinstance(x, torch.optim.Optimizer) and not any(x is y for y in found)]
+        held = tree_leaves([value for name, value in vars(one).items() if name not in ("state", "param_groups")])
+        found += [x for x in held if isinstance(x, torch.optim.Optimizer) and not any(x is y for y in found)]
     return found
+
+
+def need_own_states(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where an optimizer keeps states in others, which a checkpoint has not: they would begin anew."""
+    others = [type(one).__name__ for one in wrapped(optimizer)[1:] if one.state is not optimizer.state]
+    if others:
+        what = f"{type(optimizer).__name__} steps optimizers with states of their own, which no checkpoint would have"
+        raise on_all_ranks(what, got=", ".join(others), allowed="optimizers that share its state: inner.state = self.state")
 
 
 def hooked(optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Problem]:
@@ -128,12 +142,13 @@ OTHERS = {0: ((), ()), 1: (VECTOR, VECTOR), 2: (SMALL, SMALL, LARGE), 3: ((4, 2,
 """Shapes that are tried, by their dims: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on), or convolutions."""
 OWN, MOST_OWN = 20_000, 16
 """Elements of shapes of the model that are tried too (of a larger one its rows or columns), and how many of them."""
-STEPS, MOST = 10, 200
+STEPS, MOST, TRIED = 10, 200, 20_000
 """Some begin with steps of another kind (ADOPT), use a norm of the step before (AvaGrad), or project where gradient and weight are at
 right angles, which by chance they are not at once (AdamP). As many as an option says and two more, which may be a step that something
-begins with."""
+begins with; fewer of more than 100 tensors, so that no more of them are stepped."""
 SCALES = 1.0, 1e-3, 1e3
 """Of gradients by turns: some look at a norm where it is beyond a limit."""
+RAISED = "a trial on small tensors raised"
 Cut = Callable[[int, Tensor, int], Tensor]
 """Of the tensor of a number what the first or second of two ranks has, flat; of no elements: not there."""
 
@@ -154,12 +169,13 @@ def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
     shapes = _shapes(optimizer)
     held = [*optimizer.param_groups, *map(vars, wrapped(optimizer))]
     said = [x for one in held for value in one.values() for x in (value.values() if isinstance(value, dict) else (value,))]
-    steps = min(max([STEPS, *(x + 2 for x in said if type(x) is int)]), MOST)
+    most = max(STEPS, min(MOST, TRIED // max(len(shapes), 1)))
+    steps = min(max([STEPS, *(x + 2 for x in said if type(x) is int)]), most)
     try:
         whole, numbers = _stepped(optimizer, shapes, steps, lambda _, x, rank: x, 0)
         ranks = [_stepped(optimizer, shapes, steps, cut, rank) for rank in range(2)]
     except Exception as error:  # the program's own code: it wants matrices (Muon), or what no copy has
-        return f"a trial on small tensors raised {type(error).__name__}: {error}"
+        return f"{RAISED} {type(error).__name__}: {error}"
     # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
     if any(other != numbers for _, other in ranks):
         return "a number in its groups is another in a trial"

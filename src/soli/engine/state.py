@@ -19,7 +19,7 @@ from soli.core.events import events
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import rng
 from soli.engine.data import Position
-from soli.engine.optimizer import stepped
+from soli.engine.optimizer import need_own_states, stepped
 from soli.engine.plain import counted, like, numbered, plain
 from soli.mesh.collectives import all_reduce, broadcast, gather_json
 from soli.parallel.tensor.moves import collected
@@ -188,6 +188,7 @@ def _agreed_shapes(engine: Engine, local: dict[str, Sharded]) -> dict[str, tuple
 
 def optimizer_tensors(engine: Engine) -> dict[str, Sharded]:
     """optimizer.<param>.<key> -> this rank's part. What has its parameter's shape is cut like it."""
+    need_own_states(engine.optimizer)
     found: dict[str, Sharded] = {}
     for unit, slot, param in _held(engine):
         for key, value in engine.optimizer.state.get(param, {}).items():

@@ -205,12 +205,13 @@ def name_in(path: str, key: str) -> str:
 
 
 def marks(model: nn.Module, paths: dict[nn.Module, str]) -> Iterator[tuple[str, Any]]:
-    """What tells whether buffers, and attributes of some modules, have changed: of tensors no copies; lists and dicts that hold some are left out."""
+    """What tells whether buffers, and attributes of some modules, have changed: of tensors no copies; lists and dicts are left out:
+    what is put into one (shapes, times) is mostly read by nobody, and asking for it tells no more."""
     attributes = ((name_in(path, key), x) for module, path in paths.items() for key, x in _attributes(module))
     for name, x in (*model.named_buffers(), *attributes):
         if isinstance(x, Tensor):
             yield name, (id(x), 0 if x.is_inference() else x._version)
-        elif not _holds(x) or (x and next(_inside(x, set()), None) is None):
+        elif not _holds(x):
             yield name, _copy(x)
 
 

@@ -130,7 +130,11 @@ def _together(config: Config) -> Iterator[Problem]:
     """What single settings allow but not their combination."""
     model, run = config.model, config.run
     folder = Path(run.folder)
-    if any(place.exists() and not place.is_dir() for place in (folder, *folder.parents)):
+    try:
+        fits = all(place.is_dir() or not place.exists() for place in (folder, *folder.parents))
+    except OSError:  # a name too long, or what is not ours
+        fits = False
+    if not fits:
         yield Problem("run.folder is no folder", run.folder, "", "name another")
     if run.plan != "auto":
         try:

@@ -145,10 +145,16 @@ def become_cut(param: nn.Parameter, cuts: dict[str, Split]) -> None:
     param.cuts = cuts  # type: ignore[attr-defined]
 
 
+PARTS_OF_PARTS: set[Any] = set()
+"""Functions that rules.of_parts found to be by elements: optimizers call a thousand a step."""
+
+
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     """Answer a function of torch that was called with a cut tensor: by the next level that cuts one of them."""
     levels, before = outside = _State.levels, _State.level
     with torch._C.DisableTorchFunctionSubclass():
+        if not levels and func in PARTS_OF_PARTS:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if before < 0 and len(levels) > 1:
             if levels[-1].cube is not None and (done := _by_cube(levels, func, name, args, kwargs)) is not None:
@@ -307,14 +313,10 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
             views = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x._is_view()]
             run.lent += [(x, x._version, name_of(func)) for x in views]
         return found
-    source = whole(run, target)
-    total = source.clone()
+    total = whole(run, target).clone()
     args, kwargs = tree_map(lambda x: total if x is target else whole(run, x), (args, kwargs))
     result = func(*args, **kwargs)
     target.copy_(part_of(run, total, split))  # what was written is this rank's part of it
-    if name_of(func) == "__setitem__":  # x[i] += y wrote into a view of the source, and here puts that back
-        place = source.untyped_storage().data_ptr()
-        run.lent = [x for x in run.lent if x[0] is not args[2] or x[0].untyped_storage().data_ptr() != place]
     return target if result is total else result
 
 

@@ -134,7 +134,8 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _variance(x: Tensor, dim: int, given: dict[str, Any], keep: bool) -> Tensor:
     """torch.var along the dim that is cut, from two means."""
-    less = given.get("correction", int(given.get("unbiased", True)))
+    less = given.get("correction")
+    less = int(given.get("unbiased", True)) if less is None else less
     centred = call(torch.sub, x, call(torch.mean, x, dim=dim, keepdim=True))
     return call(torch.sum, call(torch.mul, centred, centred), dim=dim, keepdim=keep) / (shape_of(x)[dim] - less)
 

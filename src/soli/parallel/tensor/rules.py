@@ -11,7 +11,7 @@ import torch
 from soli.core.errors import SoliError
 from soli.core.functions import name_of, tensors_in
 from soli.parallel.tensor import attention, losses, pointwise, products, shapes
-from soli.parallel.tensor.cut import CutParameter, Rule, Run, body, shape_of
+from soli.parallel.tensor.cut import PARTS_OF_PARTS, CutParameter, Rule, Run, body, shape_of
 from soli.parallel.tensor.pointwise import NAMES
 
 ALWAYS: dict[str, Rule] = {
@@ -129,6 +129,8 @@ def rule_of(func: Any, name: str) -> Rule | None:
 
 # --- between steps --------------------------------------------------------------------------------------
 
+DIM_AT = {"norm": 2, "normalize": 2, "vector_norm": 2, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "chunk": 2, "__iter__": 1}
+"""Which argument is the dim; of all but norms it is 0 where it is not said."""
 BY_ELEMENTS = (_local, pointwise.pointwise, pointwise.cast, pointwise.where, shapes.cat, shapes.stack, shapes.repeat)
 """Rules of functions of which parts give parts: each element of the result is of one element of an argument."""
 
@@ -136,26 +138,34 @@ BY_ELEMENTS = (_local, pointwise.pointwise, pointwise.cast, pointwise.where, sha
 def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
     """The dims along which elements are chosen, or come together. None: it does not say."""
     if name in ("__getitem__", "__setitem__"):
-        index = enumerate(args[1] if isinstance(args[1], tuple) else (args[1],))
-        some = [(d, getattr(i, "dtype", i)) for d, i in index if isinstance(i, int | slice | list | torch.Tensor)]
-        return {d for d, i in some if i not in (slice(None), torch.bool)}
-    place = {"norm": 2, "normalize": 2}.get(name, int(name in NAMES["reductions"]))
-    dims = kwargs.get("dim", args[place] if place < len(args) else None) if place else None
+        index = [i for i in (args[1] if isinstance(args[1], tuple) else (args[1],)) if i is not None]
+        for d in [d for d, i in enumerate(index) if i is ...]:
+            index[d : d + 1] = [slice(None)] * (count - len(index) + 1)
+        each = lambda i: isinstance(i, slice) and i == slice(None)
+        mask = lambda i: getattr(i, "dtype", None) is torch.bool and i.dim() == count
+        return {d for d, i in enumerate(index) if not each(i) and not mask(i)}
+    usual = 0 if name in DIM_AT and name not in ("norm", "normalize", "vector_norm") else None
+    place = DIM_AT.get(name, int(name in (*NAMES["reductions"], *NAMES["along"], "softmax", "log_softmax", "flip")))
+    dims = kwargs.get("dim", args[place] if 0 < place < len(args) else usual)
     return {d % count for d in dims} if isinstance(dims, tuple | list) else {dims % count} if type(dims) is int else None
 
 
 def of_parts(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Outside of a forward, where a weight is what this rank has of it. Refused where others' elements would belong to the result."""
-    if rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS or torch._C._current_autograd_node() is not None:
+    if rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS:
+        PARTS_OF_PARTS.add(func)
         return func(*args, **kwargs)
-    weight = next((x for x in tensors_in(args) if type(x) is CutParameter and getattr(x, "cuts", None)), None)
-    if weight is None:  # or a copy, which does not know how it is cut
+    given = tensors_in((args, kwargs))
+    weight = next((x for x in given if type(x) is CutParameter and getattr(x, "cuts", None)), None)
+    if weight is None or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
         return func(*args, **kwargs)
     along = _along(name, args, kwargs, weight.dim())
     if along is None or all(split.dim not in along for split in weight.cuts.values()):
-        result, place = func(*args, **kwargs), weight.untyped_storage().data_ptr()
-        # what is no view of a weight was computed of all that the rank has
-        if along is not None or all(x.untyped_storage().data_ptr() == place for x in tensors_in((result,))):
+        views = lambda x: any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
+        by_place = along is None and name in NAMES["by_place"]
+        result = None if by_place else func(*args, **kwargs)
+        # what is no view of what is given was computed of all that the rank has
+        if not by_place and (along is not None or all(map(views, tensors_in((result,))))):
             return result
     what, split = "a weight is computed with between steps, of which each rank has a part", next(iter(weight.cuts.values()))
     got = f"{name_of(func)} of {', '.join(sorted(split.origins))}, which is cut along dim {split.dim}"
