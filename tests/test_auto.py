@@ -230,8 +230,8 @@ def known(machine: Path, tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_all_ranks_choose_the_same(launched: Pool, tmp_path: Path) -> None:
-    found = launched.run(chosen, 1, None, str(tmp_path), ranks=2, deadline=120)
+def test_all_ranks_choose_the_same(launched: Pool, known: str) -> None:
+    found = launched.run(chosen, 1, None, known, ranks=2, deadline=120)
     assert found[0][0] == found[1][0]
     plan, options, lines = found[0]
     assert options[0][0] == plan
@@ -241,7 +241,6 @@ def test_all_ranks_choose_the_same(launched: Pool, tmp_path: Path) -> None:
     assert fitting == sorted(fitting)
     assert min(fitting) > 0
     assert {Plan.parse(o[0]).tp for o in options} == {1, 2}
-    assert list(tmp_path.glob("machine-*.json"))
 
 
 def test_probes_are_run_and_the_quickest_taken(pool: Pool, known: str) -> None:
@@ -327,7 +326,7 @@ def following(folder: str, predicted: float, probes: int) -> list[str]:
 def test_data_parallelism_is_run_beside_what_cuts_blocks(pool: Pool, known: str) -> None:
     """However far its prediction is off, within what a calibration can be; all its forms where plans are probed."""
     both = ["dp=2", "dp=2,zero=1"]
-    for predicted, probes, then in ((2.4, 1, both[:1]), (2.4, 3, both), (2.6, 1, []), (2.6, 3, [])):
+    for predicted, probes, then in ((2.4, 1, both[:1]), (2.4, 3, both), (2.6, 3, [])):
         run = pool.run(following, known, predicted, probes, ranks=2, deadline=120)[0]
         assert sorted(run) == then
 
@@ -470,6 +469,7 @@ class Hoards(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.sweep  # test_every_plan_is_tried_before_it_is_begun has it on two ranks
 def test_a_plan_that_takes_more_than_rehearsed_is_not_begun(capsys: Any) -> None:
     """Half of what is free is rehearsed, and twice of it taken: smaller pieces, before the first step."""
     model = Hoards()

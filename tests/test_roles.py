@@ -228,7 +228,7 @@ def test_bad_input(pool: Pool) -> None:
         assert "the role of '*.up' is not known" in role
         assert "row" in role
         assert "example=batch" in early
-        assert "does not update element by element" in muon
+        assert "cannot be tried, so whether its states can be cut is not known" in muon
 
 
 DATA = [{"tokens": r[:-1], "targets": r[1:]} for r in torch.arange(30 * 8).view(30, 8) * 7 % 29]
