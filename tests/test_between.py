@@ -169,7 +169,7 @@ def smaller(kept: nn.Module, model: nn.Module) -> None:
 def weights_used(use: Callable[[nn.Module, nn.Module], None], plan: str) -> tuple[str, dict[str, Tensor]]:
     """What is said of a use of the model's weights beside a copy from before, after a step, and the weights then."""
     model, loss_fn, batches = case_of(Plain).make()
-    kept = copy.deepcopy(model)
+    kept = copy.deepcopy(model.double())
     engine: Engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
     engine.step(batches[0])
     try:
@@ -178,6 +178,14 @@ def weights_used(use: Callable[[nn.Module, nn.Module], None], plan: str) -> tupl
     except SoliError as error:
         return str(error), {}
     return "", engine.global_state_dict()
+
+
+def done_as_by_one(pool: Pool, use: Callable[[nn.Module, nn.Module], None], plan: str) -> None:
+    (said, expected), *_ = pool.run(weights_used, use, "dp=1", ranks=1)
+    assert not said
+    for text, found in pool.run(weights_used, use, plan, ranks=2):
+        assert not text
+        torch.testing.assert_close(found, expected, rtol=BOUND, atol=BOUND)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +206,7 @@ def test_a_weight_of_another_stage_does_not_pass_for_nothing(
 
 
 def test_what_every_rank_does_to_its_own_stages_weights_is_done(pool: Pool) -> None:
-    (said, expected), *_ = pool.run(weights_used, smaller, "dp=1", ranks=1)
-    assert not said
-    for text, found in pool.run(weights_used, smaller, "pp=2", ranks=2):
-        assert not text
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    done_as_by_one(pool, smaller, "pp=2")
 
 
 MIXING = {
@@ -278,11 +282,7 @@ def by_parts(kept: nn.Module, model: nn.Module) -> None:
 
 
 def test_what_parts_have_as_the_whole_has_it_is_done(pool: Pool) -> None:
-    (said, expected), *_ = pool.run(weights_used, by_parts, "dp=1", ranks=1)
-    assert not said
-    for text, found in pool.run(weights_used, by_parts, "tp=2", ranks=2):
-        assert not text
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    done_as_by_one(pool, by_parts, "tp=2")
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -309,7 +309,7 @@ def trained(name: str, plan: str) -> dict[str, Tensor]:
 def test_optimizers_update_parts(pool: Pool, name: str) -> None:
     expected = trained(name, "dp=1")
     for found in pool.run(trained, name, "tp=2", ranks=2):
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(found, expected, rtol=BOUND, atol=BOUND)
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=3", "dp=2,zero=1", "dp=1"])

@@ -559,7 +559,8 @@ def ahead(plan):
 
 
 def test_a_wrapper_of_an_optimizer_has_no_hooks_and_trains(pool: Pool) -> None:
-    expected = pytest.approx(ahead("dp=1"), rel=1e-5)
+    alone = ahead("dp=1")
+    expected = pytest.approx(alone, rel=tolerance.bound(Named(), 6 * 3, len(alone), torch.float32))
     for plan in ("pp=2,microbatches=2", "dp=2,zero=1"):
         assert pool.run(ahead, plan, ranks=2) == [expected] * 2
 

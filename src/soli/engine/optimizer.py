@@ -235,7 +235,8 @@ def _tried(like: torch.optim.Optimizer, lists: list[list[nn.Parameter]]) -> torc
         options = {k: plain.get(k, v.cpu() if _is_number(v) else v) for k, v in group.items() if k != "params"}
         memo[id(group)] = copy.deepcopy(options, memo) | {"params": params}
         groups.append(memo[id(group)])
-        with suppress(Exception):  # some (Adagrad) make states when they are built
+        # some (Adagrad) make states when they are built; where that takes more than options, a step without them raises, and is told
+        with suppress(Exception):
             if state and params:
                 taken = {k: v for k, v in groups[-1].items() if k in like.defaults and k in accepted}
                 states.update(type(like)(params, **taken).state)
