@@ -244,6 +244,24 @@ def test_wrong_losses_are_explained(loss, plan: str, words: str) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_mean_is_told_from_statistics_of_the_batch(reduction: str) -> None:
+    """On one device rows may depend on each other, by as much as a mean is off."""
+    told = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        batch = {"input": torch.randn(4, 4), "y": torch.randint(0, 3, (4,))}
+        made = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        made[2].weight.data.mul_(3)
+        loss = lambda out, batch: (nn.functional.cross_entropy(out, batch["y"], reduction=reduction), len(out))
+        engine = parallelize(made, loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+        try:
+            engine.step(batch)
+        except SoliError as error:
+            told += "is a mean over the batch" in str(error)
+    assert told == (20 if reduction == "mean" else 0)
+
+
 def refused(make, options: dict[str, object]) -> str:
     made, optimizer = make()
     with pytest.raises(SoliError) as caught:

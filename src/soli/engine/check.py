@@ -124,9 +124,11 @@ class FirstStep:
             losses = coupling.measured(engine, part)
             self.size = coupling.size_of(losses)
         size = self.size * rows
-        apart, repeats = bool(parts) and not _adds_up(sums, engine, size), True
+        apart, repeats, doubled = bool(parts) and not _adds_up(sums, engine, size), True, True
         if _anywhere(engine, apart, "whether losses do not add up"):
             repeats = kept.same(_run(engine, data, rows), whole)
+            kept.restore(model, before)
+            doubled = _doubled(engine, data, cut, sums[1]) if parts else True
             kept.restore(model, before)
         kept.restore(model, start)
 
@@ -138,7 +140,7 @@ class FirstStep:
             if apart and not repeats and engine.plan.pieces > 1:
                 _refuse_memory()
             if parts:
-                _explain(sums, [rows, cut, rows - cut], engine, size)
+                _explain(sums, [rows, cut, rows - cut], engine, size, doubled)
             if first is not None:
                 _refuse_shift(first)
 
@@ -278,6 +280,12 @@ def _adds_up(sums: list[Loss], engine: Engine, size: float) -> bool:
     return abs(whole - first - second) <= rounding(engine, count) * (abs(first) + abs(second) + size)
 
 
+def _doubled(engine: Engine, data: Any, rows: int, first: Loss) -> bool:
+    """Whether the loss of the first rows doubles where each of them is there twice. A mean stays as it is; the statistics of a batch norm do too."""
+    twice, _ = _run(engine, at(data, [*range(rows), *range(rows)]), 2 * rows)
+    return abs(twice - 2 * first[0]) <= abs(twice - first[0])
+
+
 def _refuse_memory() -> None:
     raise SoliError(
         "the model computes another loss when it is called again on the same rows",
@@ -297,7 +305,7 @@ def _refuse_shift(first: bool) -> None:
     )
 
 
-def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float) -> None:
+def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, doubled: bool) -> None:
     (whole, count), (first, count1), (second, count2) = sums
     if whole - whole != 0:
         return  # not finite: the step itself reports it
@@ -310,19 +318,17 @@ def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float) -> 
         raise SoliError(what, got=got, allowed="the number of targets that were counted", fix=fix)
     if _adds_up(sums, engine, size):
         return
-    mean = (first * count1 + second * count2) / max(count, 1)
-    looks_mean = abs(whole - mean) < abs(whole - first - second) / 2
-    if not looks_mean and engine.plan.pieces == 1:
+    if doubled and engine.plan.pieces == 1:
         return  # rows may depend on each other where all of them are on one device
     raise SoliError(
         "the loss is a mean over the batch and not a sum"
-        if looks_mean
+        if not doubled
         else "the loss of a batch is not the sum of its rows' losses: something couples the rows",
         got=f"{whole:.6g} for {rows[0]} rows; {first:.6g} + {second:.6g} for its two parts",
         allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)",
         fix="return the sum (reduction='sum') and the count; soli divides by the count of the global batch"
-        if looks_mean
+        if not doubled
         else "batch statistics and in-batch negatives cannot be split; use losses and norms of single rows, or run "
         "with dp=1, tensor=1d and no accumulate or microbatches",
-        seen="wrong-scale" if looks_mean else "",
+        seen="" if doubled else "wrong-scale",
     )
