@@ -17,6 +17,7 @@ from pool import Pool
 from soli import losses, parallelize
 from soli.models.gpt import GPT, GPTConfig
 from soli.verify.parity import BOUND, Case, adamw, check
+from sweep import spread
 
 BLOCKS = 7
 
@@ -165,8 +166,7 @@ def one(kind: str, plan: str, ranks: int):
     return check(Case(kind, KINDS[kind], adamw), plan, ranks)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "plan"), spread([(kind,) for kind in KINDS], [(plan,) for plan in PLANS]))
 def test_ranks_with_other_gradients_wait_for_none(pool: Pool, kind: str, plan: str) -> None:
     ranks = 4 if "tp" in plan else 2
     for row in pool.run(one, kind, plan, ranks, ranks=ranks):

@@ -13,7 +13,7 @@ from sweep import swept
 FOLDER = Path(__file__).resolve().parent / "golden"
 
 
-ALIKE = ("hf-bert", "hf-mistral", "hf-opt", "hf-qwen2")
+ALIKE = ("hf-bert", "hf-mistral", "hf-opt", "hf-qwen2", "hf-vit", "t5")
 """Laid out by the same rules as others."""
 
 

@@ -25,7 +25,7 @@ def test_plan_equals_sequential(pool: Pool, name: str, plan: str, ranks: int) ->
         assert row.worst <= BOUND, row
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(sorted(CASES)),
     ranks=st.integers(2, 4),
