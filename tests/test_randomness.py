@@ -186,6 +186,19 @@ def test_numbers_that_a_model_draws_itself(name: str) -> None:
     assert not torch.equal(whole, run(model, randomness, x, step=4))
 
 
+@pytest.mark.parametrize("hard", [True, False])
+def test_classes_are_chosen_as_often_as_their_logits_say(hard: bool) -> None:
+    """By Gumbel noise: noise of the other sign chooses others (0.3 of eight becomes 0.45)."""
+    odds = torch.tensor([0.3] + [0.1] * 7, dtype=torch.float64)
+    model, x = nn.Module(), X.new_zeros(400, 5, 8)
+    model.forward = lambda x: F.gumbel_softmax(odds.log() + x, 0.5, hard=hard)  # type: ignore[method-assign]
+    found = run(model, learnt(model, x), x)
+    assert torch.allclose(found.sum(-1), x.new_ones(400, 5))
+    assert bool((found.max(-1).values == 1).all()) is hard
+    often = F.one_hot(found.argmax(-1), 8).double().flatten(0, 1)
+    assert ((often.mean(0) - odds).abs() < 5 * often.std(0) / math.sqrt(len(often))).all()
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_draws_of_others_are_refused_where_ranks_would_differ(draw: Callable[[], float]) -> None:
     randomness = Randomness(nn.Linear(2, 2), seed=1)

@@ -789,11 +789,12 @@ class Nothing(Dropping):
 class Gumbel(Plain):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        return self.head(x * F.gumbel_softmax(self.layers[0](x), dim=-1))
+        x = x * F.gumbel_softmax(self.layers[0](x), dim=-1)
+        return self.head(x + F.gumbel_softmax(self.layers[1](x), 2.0, True))
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan"), [(Meeting, "pp=2,microbatches=1"), (Scoring, "cp=2,recompute=full"), (Nothing, "dp=2"), (Gumbel, "tp=2")]
+    ("kind", "plan"), [(Meeting, "pp=2,microbatches=1"), (Scoring, "cp=2,recompute=full"), (Nothing, "dp=2"), (Gumbel, "tp=2"), (Gumbel, "dp=2,recompute=full")]
 )
 def test_what_is_right_is_not_refused(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))

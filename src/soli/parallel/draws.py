@@ -19,7 +19,7 @@ SLOPES = (F.rrelu, torch.rrelu, torch.rrelu_)
 FILLS = {
     **dict.fromkeys((torch.rand, torch.rand_like, *COINS, *SLOPES), "uniform_"),
     **dict.fromkeys((torch.randn, torch.randn_like, torch.normal), "normal_"),
-    **{**WRITE, **INITS},
+    **{**WRITE, **INITS, F.gumbel_softmax: "exponential_"},
 }
 """Calls that draw, and how a tensor is filled with what they draw; a coin is a number below p."""
 
@@ -36,6 +36,8 @@ def answered(randomness: Randomness, func: Any, args: Any, options: dict[str, An
             return x.copy_(randomness.drawn(x, tuple(x.shape), how, *args[1:], **options))
     if func in SLOPES:
         return _sloped(randomness, func, *args, **options)
+    if func is F.gumbel_softmax:
+        return _relaxed(randomness, *args, **options)
     if func is torch.normal:
         return _shifted(randomness, *args, **options)
     gradient = options.pop("requires_grad", False)
@@ -65,6 +67,14 @@ def _shifted(randomness: Randomness, mean: Any = 0.0, std: Any = 1.0, size: Any 
     both = mean + std if size is None else torch.zeros(size, **options)
     drawn = (mean + std * randomness.drawn(both, tuple(both.shape), "normal_", beside=both)).detach()
     return torch.where(torch.ones_like(drawn, dtype=torch.bool), drawn, both) if both.requires_grad else drawn
+
+
+def _relaxed(randomness: Randomness, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+    """F.gumbel_softmax, whose eps torch does not use either (Jang et al. 2017, arXiv 1611.01144)."""
+    noise = randomness.drawn(logits, tuple(logits.shape), "exponential_", beside=logits).log()
+    soft = ((logits - noise) / tau).softmax(dim)
+    chosen = soft.argmax(dim, keepdim=True)
+    return torch.zeros_like(logits).scatter(dim, chosen, 1.0) - soft.detach() + soft if hard else soft
 
 
 def _sloped(randomness: Randomness, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:

@@ -46,7 +46,7 @@ _METHODS = ("multinomial", "random_")
 _REFUSED: dict[Any, str] = {
     **{getattr(torch, name): f"torch.{name}" for name in _DRAWS},
     **{getattr(Tensor, name): f"Tensor.{name}" for name in _METHODS},
-    **{getattr(F, name): name for name in ("alpha_dropout", "feature_alpha_dropout", "gumbel_softmax")},
+    **{getattr(F, name): name for name in ("alpha_dropout", "feature_alpha_dropout")},
     **{function: f"{name} with dropout" for function, name in _RECURRENT.items()},
     torch._standard_gamma: "a Gamma distribution",
     torch._sample_dirichlet: "a Dirichlet distribution",
