@@ -21,6 +21,7 @@ from soli import losses
 from soli.core.errors import SoliError
 from soli.core.events import events
 from soli.core.plan import Plan
+from soli.engine import elementwise
 from soli.engine import optimizer as optimizers
 from soli.engine.engine import parallelize
 from soli.models.gpt import GPT, GPTConfig
@@ -525,8 +526,8 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
     matrices = Factored(
         [p for p in model().parameters() if p.dim() == 2], lr=0.1
     )  # by the rows of one matrix: a stage has them all
-    assert not optimizers.coupling(matrices, optimizers.by_parameters)
-    assert optimizers.coupling(matrices, optimizers.by_elements)
+    assert not elementwise.coupling(matrices, elementwise.by_parameters)
+    assert elementwise.coupling(matrices, elementwise.by_elements)
 
 
 class Chain(torch.optim.SGD):
@@ -555,7 +556,7 @@ def test_what_cannot_be_copied_is_shared_by_a_trial() -> None:
     assert not list(optimizers.problems(optimizer, made, Plan.parse("tp=2")))
     many = torch.optim.AdamW([{"params": [p], "layer_id": i} for i, p in enumerate([nn.Parameter(torch.ones(3, 4)) for _ in range(120)])])
     with patch.object(torch.optim.AdamW, "step", autospec=True, side_effect=torch.optim.AdamW.step) as steps:
-        assert not optimizers.coupling(many, optimizers.by_elements)
+        assert not elementwise.coupling(many, elementwise.by_elements)
     assert steps.call_count < 3 * 120  # as many as the largest number would be
 
 

@@ -1,28 +1,23 @@
 """The user's optimizer, over shards: the same object, its parameters exchanged for this rank's pieces.
 
-It is always built on the plain model, so a factory may look at names' shapes to form its groups. Sharding
-needs an optimizer whose update is elementwise, a pipeline one that updates each parameter by itself; that is found out by
-trying copies of it on small tensors, whole and in pieces that optimizers of their own have, as ranks do, not by a list of names.
+It is always built on the plain model, so a factory may look at names' shapes to form its groups. Sharding needs an optimizer whose
+update is elementwise, a pipeline one that updates each parameter by itself (elementwise.py).
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import suppress
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from soli.core import copies
 from soli.core.errors import Problem, SoliError, listing, on_all_ranks
 from soli.core.plan import Plan
+from soli.engine.elementwise import RAISED, by_elements, by_parameters, coupling, wrapped
 from soli.parallel.units import Slot
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -89,15 +84,6 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
     yield from hooked(optimizer, plan)
 
 
-def wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """It, and those that it steps: what a wrapper (Lookahead) has as attributes."""
-    found = [optimizer]
-    for one in found:
-        held = tree_leaves([value for name, value in vars(one).items() if name not in ("state", "param_groups")])
-        found += [x for x in held if isinstance(x, torch.optim.Optimizer) and not any(x is y for y in found)]
-    return found
-
-
 def need_own_states(optimizer: torch.optim.Optimizer) -> None:
     """Raise where an optimizer keeps states in others, which a checkpoint has not: they would begin anew."""
     others = [type(one).__name__ for one in wrapped(optimizer)[1:] if one.state is not optimizer.state]
@@ -135,120 +121,6 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 def stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has taken a step. Some (Adagrad) have states from the start, with a step number of 0."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
-
-
-SMALL, LARGE, VECTOR = (4, 6), (136, 144), (24,)
-OTHERS = {0: ((), ()), 1: (VECTOR, VECTOR), 2: (SMALL, SMALL, LARGE), 3: ((4, 2, 3),), 4: ((2, 3, 2, 2),), 5: ((2, 3, 2, 2, 1),)}
-"""Shapes that are tried, by their dims: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on), or convolutions."""
-OWN, MOST_OWN = 20_000, 16
-"""Elements of shapes of the model that are tried too (of a larger one its rows or columns), and how many of them."""
-STEPS, MOST, TRIED = 10, 200, 20_000
-"""Some begin with steps of another kind (ADOPT), use a norm of the step before (AvaGrad), or project where gradient and weight are at
-right angles, which by chance they are not at once (AdamP). As many as an option says and two more, which may be a step that something
-begins with; fewer of more than 100 tensors, so that no more of them are stepped."""
-SCALES = 1.0, 1e-3, 1e3
-"""Of gradients by turns: some look at a norm where it is beyond a limit."""
-RAISED = "a trial on small tensors raised"
-Cut = Callable[[int, Tensor, int], Tensor]
-"""Of the tensor of a number what the first or second of two ranks has, flat; of no elements: not there."""
-
-
-def by_elements(number: int, x: Tensor, rank: int) -> Tensor:
-    """A part of its elements each, not by its rows."""
-    return x.flatten().tensor_split([max(1, min(11, (x.numel() - 1) // 2))])[rank]
-
-
-def by_parameters(number: int, x: Tensor, rank: int) -> Tensor:
-    """Every other one each."""
-    return x if number % 2 == rank else x.flatten()[:0]
-
-
-def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
-    """What shows that steps of a copy of this very optimizer are not those of two that have a cut each; "" if they are. In float64, up
-    to the rounding of a vector kernel's tail: some dozens of operations an element."""
-    shapes = _shapes(optimizer)
-    held = [*optimizer.param_groups, *map(vars, wrapped(optimizer))]
-    said = [x for one in held for value in one.values() for x in (value.values() if isinstance(value, dict) else (value,))]
-    most = max(STEPS, min(MOST, TRIED // max(len(shapes), 1)))
-    steps = min(max([STEPS, *(x + 2 for x in said if type(x) is int)]), most)
-    try:
-        whole, numbers = _stepped(optimizer, shapes, steps, lambda _, x, rank: x, 0)
-        ranks = [_stepped(optimizer, shapes, steps, cut, rank) for rank in range(2)]
-    except Exception as error:  # the program's own code: it wants matrices (Muon), or what no copy has
-        return f"{RAISED} {type(error).__name__}: {error}"
-    # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
-    if any(other != numbers for _, other in ranks):
-        return "a number in its groups is another in a trial"
-    rounding = 32 * steps * torch.finfo(torch.float64).eps * max([4.0, *(float(x.abs().max()) for x in whole)])
-    for i, x in enumerate(whole):
-        for rank, (parts, _) in enumerate(ranks):
-            if not ((cut(i, x, rank) - parts[i]).abs() <= rounding).all():
-                return f"a tensor of {tuple(x.shape)} becomes another in a trial"
-    return ""
-
-
-def _shapes(optimizer: torch.optim.Optimizer) -> list[tuple[int, tuple[int, ...]]]:
-    """Those that are tried, each with the number of a group that has such."""
-    found, own = [], dict[tuple[int, ...], int]()
-    for number, group in enumerate(optimizer.param_groups):
-        given = dict.fromkeys(tuple(p.shape) for p in group["params"])
-        found += [(number, shape) for dim in dict.fromkeys(map(len, given)) for shape in OTHERS.get(dim, ())]
-        for shape, kept in product(given, (0, -1)):
-            large = math.prod(shape) > OWN
-            tried = tuple(min(n, 2) if large and i != kept % len(shape) else n for i, n in enumerate(shape))
-            if 0 < math.prod(tried) <= OWN:
-                own.setdefault(tried, number)
-    return found + [(number, shape) for shape, number in list(own.items())[:MOST_OWN]]
-
-
-def _stepped(
-    like: torch.optim.Optimizer, shapes: list[tuple[int, tuple[int, ...]]], steps: int, cut: Cut, rank: int
-) -> tuple[list[Tensor], list[float]]:
-    """Parameters after steps of a copy that has what a rank has of each tensor, and the numbers that its groups have then."""
-    pool = torch.randn(2 * OWN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def drawn(i: int, step: int) -> Tensor:
-        first, shape = (997 * step + 89 * i) % OWN, shapes[i][1]
-        return cut(i, pool[first : first + math.prod(shape)].view(shape), rank).clone()
-
-    params = [nn.Parameter(drawn(i, 0)) for i in range(len(shapes))]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        there = [(number, p) for (number, _), p in zip(shapes, params, strict=True) if p.numel()]
-        made = _tried(like, [[p for number, p in there if number == g] for g in range(len(like.param_groups))])
-        for step in range(steps):
-            for i, param in enumerate(params):
-                param.grad = drawn(i, step + 1).mul_(SCALES[step % len(SCALES)])
-            made.step()
-    numbers = (x for group in made.param_groups for _, x in sorted(group.items()) if isinstance(x, int | float) or _is_number(x))
-    return [param.detach() for param in params], [round(float(x), 12) for x in numbers]
-
-
-def _tried(like: torch.optim.Optimizer, lists: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-    """A copy with all that it is, before its first step, on these parameters, and without what is of another device."""
-    given, state, accepted = like.param_groups, like.state, inspect.signature(type(like).__init__).parameters
-    memo: dict[int, Any] = {id(given): (groups := []), id(state): (states := defaultdict[Any, Any](dict))}
-    for group, params in zip(given, lists, strict=True):
-        plain: dict[str, Any] = {"fused": None, "foreach": None, "capturable": False}
-        if group.get("lr") == 0:  # until a warmup begins
-            plain["lr"] = group.get("initial_lr") or 1e-3
-        options = {k: plain.get(k, v.cpu() if _is_number(v) else v) for k, v in group.items() if k != "params"}
-        memo[id(group)] = copy.deepcopy(options, memo) | {"params": params}
-        groups.append(memo[id(group)])
-        # some (Adagrad) make states when they are built; where that takes more than options, a step without them raises, and is told
-        with suppress(Exception):
-            if state and params:
-                taken = {k: v for k, v in groups[-1].items() if k in like.defaults and k in accepted}
-                states.update(type(like)(params, **taken).state)
-    made = copies.optimizer(like, memo)
-    sizes = {p.shape for group in given for p in group["params"] if p.numel() > 1}
-    if kept := [tuple(x.shape) for x in memo.values() if isinstance(x, Tensor) and x.shape in sizes]:
-        raise TypeError(f"it keeps a tensor of {kept[0]}, as a parameter is, and soli cuts only those in self.state[p]")
-    return made
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.numel() == 1 and not x.is_meta
 
 
 def guard(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
