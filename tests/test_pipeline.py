@@ -646,6 +646,68 @@ class Restarting(Four):
         return x[:, :3] + sum(self.found)[:, 3:] + self.mean[:, :3]
 
 
+class Passing(Four):
+    """Has numbers and flags that blocks and what is between them read, and that a forward leaves as they were."""
+
+    running = False
+
+    class Block(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            (model,) = self.models
+            return torch.tanh(self.linear(x)) * (1 + model.running) * model.depth
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth, self.before = 0, None
+        for block in self.blocks:
+            block.models = [self]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * (2 + self.depth)
+        if self.running:
+            raise ValueError("it runs already")
+        self.running = True
+        try:
+            for block in self.blocks:
+                self.depth += 1
+                x = block(x if self.before is None else x + self.before)
+                self.before = x
+        finally:
+            self.running, self.before = False, None
+        self.depth -= 4  # where no stage but the last comes
+        return x[:, :3]
+
+
+class Staying(Passing):
+    """Leaves its flag as it was where it has a few rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.running = len(x) > 6
+        return out
+
+
+class Marking(Four):
+    """One block changes its number and another puts it back: between them no later stage has it."""
+
+    class Block(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.models[0].number += self.adds
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        for block, block.adds in zip(self.blocks, (1, 0, 0, -1), strict=True):
+            block.models = [self]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0 * self.number
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :3]
+
+
 class Repeating(nn.Module):
     """Calls a block that counts on both stages."""
 
@@ -850,6 +912,8 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
         (Normalising, "pp=2", "mean is changed in the forward, and several stages have it"),
         (Later, "pp=2", "steps is read by a stage whose forward ends before it is changed"),
         (LaterBuffer, "pp=2", "steps is read by a stage whose forward ends before it is changed"),
+        (Marking, "pp=2", "number is read by a stage whose forward ends before it is changed"),
+        (Staying, "pp=2", "running of Staying ends a forward otherwise than it began"),
         (Repeating, "pp=2", "blocks.0 is changed in the forward, and several stages have it"),
     ],
 )
@@ -881,7 +945,7 @@ def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
     assert found[0].endswith("True")
 
 
-@pytest.mark.parametrize("kind", [Keeping, Padded, Rows, Restarting])
+@pytest.mark.parametrize("kind", [Keeping, Padded, Rows, Restarting, Passing])
 @pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zbv"])
 def test_results_that_blocks_keep_or_that_are_written_into(pool: Pool, kind: type[nn.Module], plan: str) -> None:
     for worst, tensor in pool.run(worst_of, kind, plan, ranks=2):

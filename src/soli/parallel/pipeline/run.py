@@ -27,7 +27,7 @@ from soli.parallel import kept
 from soli.parallel.pipeline import schedules
 from soli.parallel.pipeline.stage import Crossing, Flight, Known, Stage, handed
 from soli.parallel.pipeline.stage_forward import Finished, StageForward
-from soli.parallel.pipeline.stages import Stages, requiring
+from soli.parallel.pipeline.stages import Stages, early, requiring
 from soli.parallel.pipeline.table import Action
 from soli.parallel.pipeline.units import Unit
 from soli.parallel.pipeline.watch import Name, Trace
@@ -91,8 +91,9 @@ class Pipeline:
         self.count = schedules.microbatches(self.plan)
         self.schedule = schedules.build(self.plan, self.mine, self.count)
         self.present = {name for name, unit in self.cutting.units if not any(p.is_meta for p in unit.parameters())}
-        self._step, self._scale = 0, 1.0
-        self._total, self._counted = 0.0, 0.0
+        # what a forward leaves as it was, and of which its begin alone would not; by training
+        self.passing = {mode: [trace.passing[n] for n in early(trace, self.stages)] for mode, trace in self.cutting.traces.items()}
+        self._step, self._scale, self._total, self._counted = 0, 1.0, 0.0, 0.0
 
     @property
     def last_rank(self) -> int:
@@ -108,9 +109,7 @@ class Pipeline:
         """
         self.pieces, self._step, self._scale = pieces, step, scale
         rows = self.together([piece.rows for piece in pieces])
-        self.keys = [
-            key_of(piece.data, everyone) if piece.rows else None for piece, everyone in zip(pieces, rows, strict=True)
-        ]
+        self.keys = [key_of(piece.data, each) if piece.rows else None for piece, each in zip(pieces, rows, strict=True)]
         for piece, key in zip(pieces, self.keys, strict=True):
             if piece.rows and key not in self.mine[0].known:
                 self._learn(piece, key)
@@ -164,12 +163,18 @@ class Pipeline:
         received = {v.name: handed(x, v) for v, x in zip(known.incoming, leaves, strict=True)}
         forward = StageForward(self, index, received, known.shapes)
         self.randomness.restart()
+        passing = [(module, key, getattr(module, key)) for module, key in self.passing[self.model.training]]
         result = None
         with self.computing(), forward, suppress(Finished):
             result = self.call(data)
         if (result is None) == stage.is_last:
             what = "the forward took another path than on the first batch: it ended before the next stage's blocks"
             raise SoliError(what, got=f"stage {index}", fix="call the same blocks for every batch, or use pp=1")
+        for module, key, before in passing:
+            if result is not None and not kept.same(before, getattr(module, key)):
+                what = f"{key} of {type(module).__name__} ends a forward otherwise than it began, which it did not on the first rows"
+                raise SoliError(what, got=f"{before} before, {getattr(module, key)} after", fix="put it back in every forward, or use pp=1")
+            vars(module)[key] = before  # as it is after the whole forward
         if known.own is not None and forward.forms != known.own:
             raise shapes_differ(index, forward.forms, known.own)
         known.own = forward.forms

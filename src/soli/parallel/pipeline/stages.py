@@ -104,12 +104,18 @@ def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
         allowed = "buffers that one block has for itself, or that are read and changed after the last stage's begin"
         fix = "change it inside a block that is called once, or use pp=1"
         raise on_all_ranks(what, got=", ".join(bad), allowed=allowed, fix=fix)
-    for name, changed in sorted(trace.repeated.items()):
-        if stages.of_gap(read := trace.kept_reads.get(name, changed)) < stages.of_gap(changed):
+    for name, (read, changed) in early(trace, stages).items():
+        if name not in trace.passing:
             what = f"{name} is read by a stage whose forward ends before it is changed: there it would stay as it is"
             got = f"read {trace.place(read)}, changed {trace.place(changed)}"
             allowed = "buffers and attributes that no stage reads before the one that changes them"
             raise on_all_ranks(what, got=got, allowed=allowed, fix="change it at the begin of the forward, or use pp=1")
+
+
+def early(trace: Trace, stages: Stages) -> dict[str, tuple[int, int]]:
+    """Buffers and attributes that an earlier stage reads than the one that changes them last: the gaps of both."""
+    gaps = {name: (trace.kept_reads.get(name, last), last) for name, last in sorted(trace.repeated.items())}
+    return {name: (read, last) for name, (read, last) in gaps.items() if stages.of_gap(read) < stages.of_gap(last)}
 
 
 def check_hidden(trace: Trace, stages: Stages) -> None:
@@ -126,9 +132,7 @@ def check_aliases(trace: Trace, stages: Stages) -> None:
     """Refuse memory that is written under one name and read under another on another stage."""
     for gaps in sorted(trace.aliased):
         if len({stages.of_gap(gap) for gap in gaps}) > 1:
-            what = (
-                f"the forward writes into memory that several tensors share, {trace.place(gaps[1])}, between its blocks"
-            )
+            what = f"the forward writes into memory that several tensors share, {trace.place(gaps[1])}, between its blocks"
             got = "a view, a tensor of which there is a view, or out="
             fix = "make a new tensor there, or do it inside a block, or use pp=1"
             raise on_all_ranks(what, got=got, allowed="x[...] = y and x += y on a tensor of its own", fix=fix)

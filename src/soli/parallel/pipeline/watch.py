@@ -78,6 +78,8 @@ class Trace:
     # buffer or attribute -> first gap; FOREVER: it was set before
     kept_reads: dict[str, int] = field(default_factory=dict)
     repeated: dict[str, int] = field(default_factory=dict)  # buffer or attribute that glue changes by itself -> last gap
+    # numbers and flags in attributes that glue alone changes, and that a forward leaves as they were
+    passing: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     changing: set[str] = field(default_factory=set)  # units whose buffers their forward changes
     # gaps: made in the first, used unseen in the second
     hidden: set[tuple[int, int]] = field(default_factory=set)
@@ -317,14 +319,14 @@ class Tracer(Watch):
         # themselves too, so that no other has their id
         self._tensors = {id(x): (name, x) for name, x in (*kept.tensors(model), *model.named_buffers())}
         self._marks, self._changes = dict(kept.marks(model, self._paths)), dict[str, int]()
+        self._before, self._by_units = self._marks, set[str]()
         self._lasting = {storage_of(x) for x in (*model.parameters(), *model.buffers())}
         self._storages: list[tuple[Name, int, Tensor]] = []  # the tensors too: memory is not used again
         self._writes: list[tuple[int, int, int, set[Any]]] = []
         self._step = 0  # of operations and calls
         self._last_step: dict[Name, int] = {}
         self.trace, self.draws = Trace(), draws
-        self._flops = _Flops()
-        self._counted = 0.0
+        self._flops, self._counted = _Flops(), 0.0
 
     def __enter__(self) -> Any:
         self._flops.__enter__()
@@ -345,6 +347,11 @@ class Tracer(Watch):
         units = tuple(f"{unit}." for unit in self.trace.changing)
         written = self.trace.written
         self.trace.repeated = {n: at for n, at in self._changes.items() if n not in written and not n.startswith(units)}
+        for module, key in ((one, key) for one in self._paths for key in vars(one)):
+            name = kept.name_in(self._paths[module], key)
+            before = self._before.get(name, getattr(type(module), key, ()))
+            if isinstance(before, int | float | None) and kept.same(before, vars(module)[key]) and name not in self._by_units:
+                self.trace.passing[name] = module, key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if name_of(func) not in SEEN_WITHOUT_VALUES:
@@ -376,11 +383,13 @@ class Tracer(Watch):
         if id(x) in self._tensors:
             self.trace.kept_reads.setdefault(self._tensors[id(x)][0], self.gap)
 
-    def _look(self) -> None:
+    def _look(self) -> set[str]:
         """In the gap that ends: what changed since the last look?"""
         with torch._C.DisableTorchFunction():  # this reads nothing for the model
             before, self._marks = self._marks, dict(kept.marks(self.model, self._paths))
-        self._changes |= {name: self.gap for name, now in self._marks.items() if not kept.same(before.get(name, ()), now)}
+        found = {name for name, now in self._marks.items() if not kept.same(before.get(name, ()), now)}
+        self._changes |= dict.fromkeys(found, self.gap)
+        return found
 
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
         given = [(x, x.clone()) for x in tensors_in((args, kwargs)) if id(x) in self.buffers and kept.comparable(x)]
@@ -388,9 +397,8 @@ class Tracer(Watch):
         called, made = name_of(func), results_of(func, args, out)
         # running statistics are written without a word: neither the schema says it, nor the version
         self.trace.written |= {self.buffers[id(x)]: self.gap for x, before in given if not kept.same(x, before)}
-        if made and in_place(func) and self.buffers.keys() & {id(args[0]), id(args[0]._base)}:
-            key = id(args[0]) if id(args[0]) in self.buffers else id(args[0]._base)
-            self.trace.written[self.buffers[key]] = self.gap
+        if made and in_place(func):
+            self.trace.written |= {self.buffers[id(x)]: self.gap for x in (args[0], args[0]._base) if id(x) in self.buffers}
         if kwargs.get("out") is not None:
             self.trace.aliased.add((self.gap, self.gap, FOREVER))
         before = getattr(args[0], "_live", None) if made and in_place(func) else None
@@ -429,6 +437,7 @@ class Tracer(Watch):
         within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace, self._computed)
         with inside(self), within:
             out = unwrapped(forward(*args, **kwargs))
+        self._by_units |= self._look()  # which the stages after this one do not run
         drawn = {m: n - before.get(m, 0) for m, n in self.draws().items() if n != before.get(m, 0)}
         if versions != [buffer._version for buffer in module.buffers()]:
             self.trace.changing.add(name)
