@@ -40,13 +40,15 @@ class Block(nn.Module):
 
 
 class Sgd(torch.optim.SGD):
-    """`fails`: whether it does, once it is told."""
+    """`fails`: whether it does, once it is told. `tells`: whether it looks at its states, which soli refuses where a rank has a part."""
 
-    fails = False
+    fails = tells = False
 
     def step(self, closure: Any = None) -> Any:
         if self.fails:
             raise ValueError(WORDS)
+        if self.tells:
+            self.state_dict()
         return super().step(closure)
 
 
@@ -110,6 +112,38 @@ def test_others_raise_its_words(
         assert text.startswith(f"rank {ranks - 1}{stage} failed after {steps} steps, at "), text
         assert at in text
         assert text.endswith(f": {kind}{WORDS}"), text
+
+
+def refused(backend: str, plan: str, path: str) -> list[Any]:
+    """Of engines in one process, in two of which the optimizer's step is refused, what each says or trains."""
+    if backend == "gloo":
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        make_group("gloo", rank, ranks, 15, store=dist.FileStore(path, ranks))
+    batch, found = {"input": torch.ones(8, 4), "targets": torch.zeros(8, 4)}, list[Any]()
+    for tells in (True, True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        sgd = lambda p: Sgd(p, lr=0.1)
+        engine = parallelize(model, losses.mse("targets"), optimizer=sgd, plan=plan, deadline=15, example=batch)
+        engine.optimizer.tells = tells
+        try:
+            found.append([float(engine.step(batch)) for _ in range(3)])
+        except SoliError as error:
+            found.append(str(error).split("\n")[0])
+    return found
+
+
+@pytest.mark.parametrize("backend", ["local", "gloo"])
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2"])
+def test_a_step_that_is_refused_on_all_ranks_ends_no_other_engine(
+    pool: Pool, tmp_path: Path, backend: str, plan: str
+) -> None:
+    ((*_, expected),) = pool.run(refused, "", "dp=1", "", ranks=1)
+    assert expected[2] < expected[0]
+    for found in pool.run(refused, backend, plan, str(tmp_path / "store"), ranks=2, deadline=30):
+        assert found[:2] == ["the optimizer has this rank's part of its states"] * 2
+        assert found[2] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

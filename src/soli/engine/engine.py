@@ -364,7 +364,7 @@ class Engine:
                     grad = unit.grad_shard[start - unit.low : stop - unit.low]
                     slot.piece.grad = grad.view(slot.piece.shape)
                     pieces.append(slot.piece)
-        with pipelined.together_ending(self):
+        with pipelined.together_ending(self, alike=True):
             optimizers.step(self.optimizer)
         self._agreed.states = agreed.kept_states(self.optimizer)
         for piece in pieces:

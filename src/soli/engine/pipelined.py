@@ -162,13 +162,13 @@ def _together(engine: Engine, rows: list[int]) -> list[tuple[int, ...]]:
     return [tuple(map(int, count)) for count in found.flatten(0, 1).T.tolist()]
 
 
-def together_ending(engine: Engine) -> AbstractContextManager[None]:
-    """Around what a rank computes by itself, of its stages or parts: where one fails alone none can go on."""
+def together_ending(engine: Engine, alike: bool = False) -> AbstractContextManager[None]:
+    """Around what a rank computes by itself, of its stages or parts: where one fails alone none can go on. `alike`: all compute at once."""
     if engine.mesh.all.simulated:
         return nullcontext()
     mine = ", ".join(str(stage.stage_index) for stage in (engine.pipeline.mine if engine.pipeline else ()))
     who = f"rank {engine.rank}{mine and f' (stage {mine})'} failed after {engine.step_count} steps"
-    return ending(engine.mesh.every, who)
+    return ending(engine.mesh.every, who, engine.mesh.all.size if alike else 0)
 
 
 def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> tuple[float, float]:

@@ -212,9 +212,7 @@ def all_to_all(
     return _begun(record, axis, wait, begin, _copy_back(output, into))
 
 
-def exchange(
-    received: Tensor, sent: Tensor, axis: Axis, to: int, source: int, *, label: str = "", wait: bool = True
-) -> Pending:
+def exchange(received: Tensor, sent: Tensor, axis: Axis, to: int, source: int, *, label: str = "", wait: bool = True) -> Pending:
     """Send `sent` to rank number `to` of the axis while `received` arrives from rank number `source`."""
     record = _record("exchange", axis, sent, label)
     on = wire(axis, sent.device)
@@ -347,16 +345,32 @@ class Failures:
                 return str((store.compare_set(key, "", words) if words else store.get(key)).decode())
         return words
 
+    @classmethod
+    def of_all(cls, ranks: int) -> bool:
+        """Whether all of so many ranks have come here within 2 seconds, each with an error of its own; none where one failed alone before."""
+        key = f"soli: failures of world {cls.trials}"
+        with suppress(RuntimeError, ValueError):
+            store = job_store()
+            turn, place = divmod(store.add(key, 1) - 1, ranks)
+            if place == ranks - 1:
+                store.set(f"{key}, of all, turn {turn}", "")
+            store.wait([f"{key}, of all, turn {turn}"], timedelta(seconds=2))
+            return not cls.first()
+        return False
+
 
 @contextmanager
-def ending(axes: Iterable[Axis], who: str) -> Iterator[None]:
-    """Around what a rank computes for others that wait: an error ends it on all of them now, with the words of the first."""
+def ending(axes: Iterable[Axis], who: str, alike: int = 0) -> Iterator[None]:
+    """Around what a rank computes for others that wait: an error ends it on all of them now, with the words of the first. `alike`: so many
+    ranks compute here, and send each other nothing; where each has an error none waits, and it ends nothing."""
     try:
         yield
     except Exception as error:
         found: Exception = error
         if getattr(error, "lost", isinstance(error, dist.DistError) or "third_party/gloo" in str(error)):
             found = _failed(recorder.records[-1], error)
+        elif alike and Failures.of_all(alike):
+            raise
         else:
             at = user_line(error.__traceback__)
             said = error if isinstance(error, SoliError) else f"{type(error).__name__}: {error}"
@@ -446,11 +460,7 @@ def _failed(record: Record | None, error: Exception) -> Exception:
         why = "a rank is gone (its connection closed)"
     else:
         why = "the backend refused it"
-    found = failure(
-        f"{record}: {why}",
-        got=text,
-        fix="look for the first rank that stopped; `soli run` prints it, and where each rank stood",
-        seen="uneven-decision" if "deadline" in why else "",
-    )
+    fix = "look for the first rank that stopped; `soli run` prints it, and where each rank stood"
+    found = failure(f"{record}: {why}", got=text, fix=fix, seen="uneven-decision" if "deadline" in why else "")
     found.consequence = found.lost = True
     return found

@@ -280,14 +280,10 @@ class Changes:
             by_rows = [name for name in by_rows if name in self.weights and plan.cp > 1]
         first = [*(self.again[0] if self.again else ()), *self.begin_alike]
         if by_rows:
-            raise SoliError(
-                "the forward changes what the model keeps by the rows that it sees: no part of a batch changes it as the "
-                "whole does",
-                got=listed(by_rows),
-                allowed="buffers, attributes and weights that stay as they are, or change alike whatever the rows",
-                fix="put the module in eval(), leave out max_norm= of embeddings, change what is kept between steps (of the "
-                "loss's batch, alike on every rank), or run with dp=1, cp=1, tensor=1d and no microbatches",
-            )
+            what = "the forward changes what the model keeps by the rows that it sees: no part of a batch changes it as the whole does"
+            allowed = "buffers, attributes and weights that stay as they are, or change alike whatever the rows"
+            fix = "put the module in eval(), leave out max_norm= of embeddings, change what is kept between steps (of the loss's batch, alike on every rank), or run with dp=1, cp=1, tensor=1d and no microbatches"
+            raise SoliError(what, got=listed(by_rows), allowed=allowed, fix=fix)
         if first and plan.runs > 1:
             what = f"the forward changes what the model keeps, and {plan} runs it {plan.runs} times a step"
             allowed = "buffers and attributes that stay as they are where a step has microbatches or computes again"

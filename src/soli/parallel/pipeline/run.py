@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
@@ -52,16 +52,10 @@ class Cutting:
         return self.owners[name][0]
 
 
-def needs_of(
-    model: nn.Module, stages: Stages, traces: dict[bool, Trace]
-) -> dict[tuple[bool, int], list[tuple[Name, bool]]]:
+def needs_of(model: nn.Module, stages: Stages, traces: dict[bool, Trace]) -> dict[tuple[bool, int], list[tuple[Name, bool]]]:
     """What each stage is given, and whether it has a gradient; by (training, stage)."""
-    found = {}
-    for training, trace in traces.items():
-        for stage in range(stages.count):
-            names = stages.incoming(trace, stage)
-            found[training, stage] = list(zip(names, requiring(model, trace, names), strict=True))
-    return found
+    modes = product(traces, range(stages.count))
+    return {(t, stage): requiring(model, traces[t], stages.incoming(traces[t], stage)) for t, stage in modes}
 
 
 @dataclass(eq=False, repr=False)

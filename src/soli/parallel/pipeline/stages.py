@@ -163,8 +163,8 @@ def buffer_owners(model: nn.Module, trace: Trace, units: list[Unit], stages: Sta
     return found
 
 
-def requiring(model: nn.Module, trace: Trace, names: list[Name]) -> list[bool]:
-    """Whether each value has a gradient: it is floating, and a parameter that trains was used before it."""
+def requiring(model: nn.Module, trace: Trace, names: list[Name]) -> list[tuple[Name, bool]]:
+    """Of each value whether it has a gradient: it is floating, and a parameter that trains was used before it."""
     trains = {id(p) for p in model.parameters() if p.requires_grad}
     first = min((min(gaps) for key, gaps in trace.uses_of.items() if key in trains), default=None)
-    return [trace.floating[name] and first is not None and first <= name[0] for name in names]
+    return [(name, trace.floating[name] and first is not None and first <= name[0]) for name in names]
