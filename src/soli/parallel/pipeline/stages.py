@@ -96,9 +96,9 @@ def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
     last = stages.count - 1
     bad = [name for name, gap in trace.written.items() if stages.of_gap(min(gap, trace.kept_reads.get(name, gap))) < last]
     bad += [name for name, _ in model.named_buffers() if name in trace.repeated and stages.count > len(set(stages.rank_of))]
-    for unit in sorted(trace.changing):
-        ranks = {stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls) if call.unit == unit}
-        bad += [unit] if len(ranks) > 1 else []
+    for name, changed_by in sorted(trace.changing.items()):
+        ranks = {stages.rank_of[stages.of_call(k)] for k, call in enumerate(trace.calls) if call.unit in changed_by}
+        bad += [name] if len(ranks) > 1 else []
     if bad:
         what = f"{bad[0]} is changed in the forward, and several stages have it"
         allowed = "buffers that one block has for itself, or that are read and changed after the last stage's begin"

@@ -80,7 +80,7 @@ class Trace:
     repeated: dict[str, int] = field(default_factory=dict)  # buffer or attribute that glue changes by itself -> last gap
     # numbers and flags in attributes that glue alone changes, and that a forward leaves as they were
     passing: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
-    changing: set[str] = field(default_factory=set)  # units whose buffers their forward changes
+    changing: dict[str, set[str]] = field(default_factory=dict)  # buffer of units -> those whose forward changes it
     # gaps: made in the first, used unseen in the second
     hidden: set[tuple[int, int]] = field(default_factory=set)
     # a result that is an argument itself, and whose name holds
@@ -344,9 +344,8 @@ class Tracer(Watch):
         for buffer in self.model.buffers():  # they stay, and are no values of one run
             for mark in ("_live", "_run", "_origin"):
                 buffer.__dict__.pop(mark, None)
-        units = tuple(f"{unit}." for unit in self.trace.changing)
-        written = self.trace.written
-        self.trace.repeated = {n: at for n, at in self._changes.items() if n not in written and not n.startswith(units)}
+        others = self.trace.written.keys() | self.trace.changing
+        self.trace.repeated = {name: gap for name, gap in self._changes.items() if name not in others}
         for module, key in ((one, key) for one in self._paths for key in vars(one)):
             name = kept.name_in(self._paths[module], key)
             before = self._before.get(name, getattr(type(module), key, ()))
@@ -433,14 +432,15 @@ class Tracer(Watch):
         self._used(live_in(given), self.gap)
         for param in module.parameters():
             self.trace.uses_of.setdefault(id(param), set()).add(self.gap)
-        before, versions = self.draws(), [buffer._version for buffer in module.buffers()]
+        before = self.draws()
         within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace, self._computed)
         with inside(self), within:
             out = unwrapped(forward(*args, **kwargs))
-        self._by_units |= self._look()  # which the stages after this one do not run
+        self._by_units |= (found := self._look())  # which the stages after this one do not run
+        own = {id(buffer) for buffer in module.buffers()}
+        for key in found & {key for key, buffer in self.model.named_buffers() if id(buffer) in own}:
+            self.trace.changing.setdefault(key, set()).add(name)
         drawn = {m: n - before.get(m, 0) for m, n in self.draws().items() if n != before.get(m, 0)}
-        if versions != [buffer._version for buffer in module.buffers()]:
-            self.trace.changing.add(name)
         leaves, spec = tree_flatten(out)
         kept = [self._leaf(name, number, leaf, given) for number, leaf in enumerate(leaves)]
         self.trace.calls.append(Call(name, spec, kept, drawn, _left(module, leaves)))
