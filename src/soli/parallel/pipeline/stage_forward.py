@@ -36,6 +36,12 @@ class Finished(BaseException):
     """Raised where the next stage begins. No Exception, so that a model's own handlers let it pass."""
 
 
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """Where it lies. Rules of cut tensors give a view of all of an argument where torch gives the argument itself."""
+    with torch._C.DisableTorchFunction():
+        return watch.storage_of(x), x.storage_offset(), x.stride(), tuple(x.shape), x.dtype
+
+
 class StageForward(Watch):
     """`received`: the values that crossed the border before this stage. `wanted`: names to keep for the next.
 
@@ -121,7 +127,7 @@ class StageForward(Watch):
     def _seen(self, func: Any, made: list[Tensor], live: list[Tensor]) -> None:
         for leaf, (name, x) in enumerate(zip(self._names(func, made), made, strict=True)):
             came_back = name != (self.gap, self.number - 1, leaf)  # in the trace: it was one of the arguments
-            if came_back and not any(x is one for one in live):
+            if came_back and not any(x is one or _place(x) == _place(one) for one in live):
                 raise self._strayed(f"{name_of(func)} with a new result, where its argument came back")
             self._keep(name, x)
 
