@@ -90,12 +90,9 @@ def check(path: Path) -> int:
     for key in ("extensions.partialclone", r"remote\..*\.(promisor|partialclonefilter)"):
         status, said, _ = asked(path, "config", "--local", "--get-regexp", key)
         if status == 0 and said:
-            raise SoliError(
-                "the history is partial: a filtered clone fetches what it lacks when it is asked, and so has no sizes of changes",
-                got=f"{path}: {said.splitlines()[0]}",
-                allowed="a whole clone",
-                fix="git clone without --filter",
-            )
+            what = "the history is partial: a filtered clone fetches what it lacks when it is asked, and so has no sizes of changes"
+            got = f"{path}: {said.splitlines()[0]}"
+            raise SoliError(what, got=got, allowed="a whole clone", fix="git clone without --filter")
     status, inside, _ = asked(path, "rev-parse", "--show-prefix")
     if inside:
         fix = asked(path, "rev-parse", "--show-toplevel")[1]

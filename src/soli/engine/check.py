@@ -230,13 +230,9 @@ def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
     except Exception as error:  # of somebody's model
         said = f"{type(error).__name__}: {error}".split("\n")[0]
         if engine.plan.pieces > 1:
-            raise SoliError(
-                "the model does not run on a part of the batch's rows",
-                got=said,
-                allowed="rows that are computed by themselves, however many there are",
-                fix="let a row be what is computed by itself (one graph, one sequence with its state), or run with dp=1, tensor=1d and no "
-                "accumulate or microbatches",
-            ) from error
+            allowed = "rows that are computed by themselves, however many there are"
+            fix = "let a row be what is computed by itself (one graph, one sequence with its state), or run with dp=1, tensor=1d and no accumulate or microbatches"
+            raise SoliError("the model does not run on a part of the batch's rows", got=said, allowed=allowed, fix=fix) from error
         text = f"the loss was not checked to be a sum over rows, as the model does not run on a part of them: {said}"
         events.note(text, shown=engine.rank == 0)
         return False
@@ -296,13 +292,9 @@ def _refuse_memory() -> None:
 
 
 def _refuse_shift(first: bool) -> None:
-    raise on_all_ranks(
-        "the model's own loss counts the first label of each row"
-        if first
-        else "the model's own loss does not count the first label of each row: it predicts the next one",
-        got=f"soli.losses.from_model(shifted={first})",
-        fix=f"soli.parallelize(model, soli.losses.from_model(shifted={not first}), ...)",
-    )
+    counts = "counts the first label of each row" if first else "does not count the first label of each row: it predicts the next one"
+    fix = f"soli.parallelize(model, soli.losses.from_model(shifted={not first}), ...)"
+    raise on_all_ranks(f"the model's own loss {counts}", got=f"soli.losses.from_model(shifted={first})", fix=fix)
 
 
 def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, doubled: bool) -> None:
@@ -320,15 +312,11 @@ def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, dou
         return
     if doubled and engine.plan.pieces == 1:
         return  # rows may depend on each other where all of them are on one device
-    raise SoliError(
-        "the loss is a mean over the batch and not a sum"
-        if not doubled
-        else "the loss of a batch is not the sum of its rows' losses: something couples the rows",
-        got=f"{whole:.6g} for {rows[0]} rows; {first:.6g} + {second:.6g} for its two parts",
-        allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)",
-        fix="return the sum (reduction='sum') and the count; soli divides by the count of the global batch"
-        if not doubled
-        else "batch statistics and in-batch negatives cannot be split; use losses and norms of single rows, or run "
-        "with dp=1, tensor=1d and no accumulate or microbatches",
-        seen="" if doubled else "wrong-scale",
-    )
+    got = f"{whole:.6g} for {rows[0]} rows; {first:.6g} + {second:.6g} for its two parts"
+    allowed = "total(batch) = total(rows 1..k) + total(rows k+1..n)"
+    if doubled:
+        what = "the loss of a batch is not the sum of its rows' losses: something couples the rows"
+        fix = "batch statistics and in-batch negatives cannot be split; use losses and norms of single rows, or run with dp=1, tensor=1d and no accumulate or microbatches"
+        raise SoliError(what, got=got, allowed=allowed, fix=fix)
+    fix = "return the sum (reduction='sum') and the count; soli divides by the count of the global batch"
+    raise SoliError("the loss is a mean over the batch and not a sum", got=got, allowed=allowed, fix=fix, seen="wrong-scale")

@@ -50,22 +50,17 @@ def refuse(engine: Engine) -> None:
     finite = lambda unit, slot: all(bool(t.isfinite().all()) for _, t in mine(unit, slot))
     bad = [s.name for u in engine.laid.reducer.units for s in u.slots if not finite(u, s)]
     forget(engine)
-    raise failure(
-        f"the gradient of step {engine.step_count + 1} is not finite; nothing was updated",
-        got=f"in this rank's part of {', '.join(bad[:4]) or 'no parameter'}",
-        fix="lower the learning rate, clip, or look for a division by zero in the backward of that module",
-        everywhere=True,
-    )
+    what = f"the gradient of step {engine.step_count + 1} is not finite; nothing was updated"
+    got = f"in this rank's part of {', '.join(bad[:4]) or 'no parameter'}"
+    fix = "lower the learning rate, clip, or look for a division by zero in the backward of that module"
+    raise failure(what, got=got, fix=fix, everywhere=True)
 
 
 def refuse_loss(engine: Engine, bad: list[str], totals: Tensor) -> None:
     """Raise: this step's loss is not finite on some ranks."""
     engine.laid.reducer.drop()
-    hint = "; under zero=3 a parameter used outside its block's forward reads as NaN"
-    raise failure(
-        f"the loss of step {engine.step_count + 1} is not finite on {', '.join(bad)}; nothing was updated",
-        got=f"totals by data-parallel rank: {[float(t) for t in totals]}",
-        fix="look for NaN or infinity in that rank's rows of the batch, or for a learning rate that is too high"
-        + hint * (engine.plan.zero == 3),
-        everywhere=True,
-    )
+    what = f"the loss of step {engine.step_count + 1} is not finite on {', '.join(bad)}; nothing was updated"
+    fix = "look for NaN or infinity in that rank's rows of the batch, or for a learning rate that is too high"
+    if engine.plan.zero == 3:
+        fix += "; under zero=3 a parameter used outside its block's forward reads as NaN"
+    raise failure(what, got=f"totals by data-parallel rank: {[float(t) for t in totals]}", fix=fix, everywhere=True)

@@ -76,14 +76,10 @@ class Remembering:
     def explain(self, plan: Plan) -> None:
         """Raises SoliError where a plan has several calls a step, and each would see other rows' than one over the batch."""
         if self.matters and plan.pieces > 1:
-            raise SoliError(
-                "the loss function keeps something of the rows that it sees, and its losses depend on it: no part of a batch "
-                "changes it as the whole does",
-                got=listed(sorted(self.by_rows)),
-                allowed="what stays as it is or changes alike whatever the rows, as a counter of steps does",
-                fix="change it between steps (of the loss's batch, alike on every rank), or run with dp=1, tensor=1d and no "
-                "accumulate or microbatches",
-            )
+            what = "the loss function keeps something of the rows that it sees, and its losses depend on it: no part of a batch changes it as the whole does"
+            allowed = "what stays as it is or changes alike whatever the rows, as a counter of steps does"
+            fix = "change it between steps (of the loss's batch, alike on every rank), or run with dp=1, tensor=1d and no accumulate or microbatches"
+            raise SoliError(what, got=listed(sorted(self.by_rows)), allowed=allowed, fix=fix)
 
     def step(self) -> AbstractContextManager[object]:
         """All calls are one: each begins with what was kept before the first, but for what changes by rows."""

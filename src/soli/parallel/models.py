@@ -46,12 +46,9 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 def must_be_free(model: nn.Module) -> None:
     """SoliError where another engine has laid some of it: each would take the gradients of the other's loss for its own."""
     if taken := [name for name, param in model.named_parameters() if hasattr(param, "_laid")]:
-        raise on_all_ranks(
-            "another engine trains some of these parameters",
-            got=listed(taken),
-            allowed="one engine for each parameter",
-            fix="give one engine a module that has both models, with a loss of both; or build the model again for another engine",
-        )
+        fix = "give one engine a module that has both models, with a loss of both; or build the model again for another engine"
+        what, allowed = "another engine trains some of these parameters", "one engine for each parameter"
+        raise on_all_ranks(what, got=listed(taken), allowed=allowed, fix=fix)
 
 
 def without_caches(model: nn.Module, plan: Plan, shown: bool) -> bool:

@@ -69,14 +69,11 @@ def check_begun(levels: list[Run], rows: int, stages: Axis) -> None:
         all_reduce(found, stages, "max", label="the sequence that is cut")
         begun, longest = found.tolist()
         if rows and not begun:
-            raise on_all_ranks(
-                f"cp={run.ranks} cuts the sequence, and the model has none that is long enough",
-                got=f"the longest dim that could be one has {longest}"
-                if longest
-                else "no lookup of tokens [B, S] and no block with an input [B, S, H]",
-                allowed=f"sequences of at least {run.ranks}",
-                fix=f"cp={longest} or less" if longest > 1 else "leave cp out",
-            )
+            what = f"cp={run.ranks} cuts the sequence, and the model has none that is long enough"
+            none = "no lookup of tokens [B, S] and no block with an input [B, S, H]"
+            got = f"the longest dim that could be one has {longest}" if longest else none
+            fix = f"cp={longest} or less" if longest > 1 else "leave cp out"
+            raise on_all_ranks(what, got=got, allowed=f"sequences of at least {run.ranks}", fix=fix)
 
 
 def _cutting(forward: Callable[..., Any], run: Run, is_sequence: Callable[[Tensor], bool]) -> Callable[..., Any]:
