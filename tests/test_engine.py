@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import soli
@@ -118,6 +119,43 @@ def test_a_checkpoint_has_no_plan(pool: Pool, tmp_path: Path, first: str, n: int
     assert got == pytest.approx(expected, rel=bound)
     for key, value in state.items():
         torch.testing.assert_close(read[0][1][key], value, rtol=bound, atol=bound)
+
+
+class Placed(nn.Module):
+    """Words that tp cuts unevenly, and places that it does not cut: they begin elsewhere in the unit of each of its ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.fc = nn.Embedding(11, 8), nn.Embedding(32, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return F.linear(torch.tanh(self.fc(self.words(x) + self.places(torch.arange(x.shape[1])))), self.words.weight)
+
+
+def placed(plan: str, path: str, load: bool):
+    torch.manual_seed(0)
+    x = torch.randint(11, (8, 5))
+    batch, loss = {"x": x, "targets": x}, losses.cross_entropy("targets")
+    engine = parallelize(Placed(), loss, optimizer=torch.optim.AdamW, plan=plan, example=batch)
+    if load:
+        engine.load(path)
+    else:
+        engine.step(batch)
+        engine.save(path)
+        engine.save(path + "behind", wait=False)
+        engine.saving.wait()
+    return engine.global_state_dict(optimizer=True)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_tp_does_not_cut_is_saved_once(pool: Pool, tmp_path: Path, zero: int) -> None:
+    path, plan = str(tmp_path / "c"), f"dp=2,tp=2,zero={zero}"
+    saved = pool.run(placed, plan, path, False, ranks=4)[0]
+    assert len(saved) == 16
+    for other, ranks, end in (("dp=1", 1, "behind"), ("tp=2", 2, ""), (f"dp=2,tp=2,zero={4 - zero}", 4, "behind")):
+        for found in pool.run(placed, other, path + end, True, ranks=ranks):
+            assert found.keys() == saved.keys()
+            assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 def same_state(path: str, plan: str):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from soli import checkpoint
 from soli.core import copies
+from soli.core.axes import TP
 from soli.core.errors import Problem, listed, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.layout import Sharded, from_flat, from_whole
@@ -186,11 +187,12 @@ def _agreed_shapes(engine: Engine, local: dict[str, Sharded]) -> dict[str, tuple
     return {n: (tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in sorted(merged.items())}
 
 
-def optimizer_tensors(engine: Engine) -> dict[str, Sharded]:
+def optimizer_tensors(engine: Engine, saving: bool = False) -> dict[str, Sharded]:
     """optimizer.<param>.<key> -> this rank's part. What has its parameter's shape is cut like it."""
     need_own_states(engine.optimizer)
     found: dict[str, Sharded] = {}
-    for unit, slot, param in _held(engine):
+    held = [one for one in _held(engine) if not saving or _saves(engine, *one[:2])]
+    for unit, slot, param in held:
         for key, value in engine.optimizer.state.get(param, {}).items():
             name = f"optimizer.{slot.name}.{key}"
             if not isinstance(value, Tensor):
@@ -232,12 +234,20 @@ def _held(engine: Engine) -> list[tuple[Unit, Slot, Tensor]]:
     return [(u, s, s.piece) for u in engine.laid.units if u.trainable for s in u.slots if s.piece is not None]
 
 
+def _saves(engine: Engine, unit: Unit, slot: Slot) -> bool:
+    """Whether a checkpoint takes this rank's part. Beside weights that tp cuts unevenly the shards of one that it does not cut begin elsewhere
+    on each of its ranks, and overlap: the first one's are taken."""
+    cut = cut_over(slot.param)
+    return not unit.zero or engine.mesh[TP].index == 0 or TP in {*cut, *engine.mesh.summed(cut)}
+
+
 def model_tensors(engine: Engine, filling: bool = False) -> dict[str, Sharded]:
     """model.<name> -> this rank's part of every parameter (once, under its first name) and buffer.
 
     A buffer is saved from the stage whose unit it is in, and filled on every rank.
     """
-    found = {f"model.{s.name}": u.parameter(s) for u in engine.laid.units for s in u.slots}
+    slots = [(u, s) for u in engine.laid.units for s in u.slots if filling or _saves(engine, u, s)]
+    found = {f"model.{s.name}": u.parameter(s) for u, s in slots}
     for names, param in engine.laid.plain:
         portion, local = engine.laid.portions.get(id(param)), from_whole(param.detach())
         found[f"model.{names[0]}"] = local if portion is None else portion.of_whole(local)
@@ -264,7 +274,7 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
         raise on_all_ranks("save() between forward_backward() and update()", fix="save after the step")
     _finish_saving(engine)
     numbers = _numbers(engine)
-    tensors = model_tensors(engine) | optimizer_tensors(engine)
+    tensors = model_tensors(engine) | optimizer_tensors(engine, saving=True)
     if engine.mesh.leads:  # one for each place on dp
         tensors[f"{RNG}{engine.dp.index}"] = from_whole(rng.state())
     state = _state(engine, extra) | {"numbers": numbers}
