@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -10,8 +13,10 @@ from hypothesis import strategies as st
 from cases import CASES, WAYS, choices, refused, rows, selection
 from pool import Pool
 from soli.engine import agreed as engine_module
+from soli.parallel import data
 from soli.parallel.lift import lifted
 from soli.parallel.reduce import Reducer
+from soli.parallel.units import buckets
 from soli.verify.parity import BOUND, check, compare, expected_of, under_plan
 
 
@@ -40,6 +45,17 @@ def test_drawn_plans_equal_sequential(
     plan = f"dp={2 if model else ranks},zero={zero},accumulate={accumulate}" + (f",{model}" if model else "")
     assume(not refused(name, plan))
     for row in launched.run(one, name, plan, ranks, ranks=ranks):
+        assert row.worst <= BOUND, row
+
+
+def in_small_buckets(limit: int):
+    with patch.object(data, "buckets", partial(buckets, limit=limit)):
+        return one("gpt", "tp=2,sp=on", 2)
+
+
+@pytest.mark.parametrize("limit", [2**11, 2**13])
+def test_buckets_of_uneven_parts_end_alike(pool: Pool, limit: int) -> None:
+    for row in pool.run(in_small_buckets, limit, ranks=2):
         assert row.worst <= BOUND, row
 
 

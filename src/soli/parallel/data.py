@@ -95,7 +95,7 @@ def distribute(
     else:
         trainable = [named for named in reversed(params) if named[1].requires_grad]
         alone = [named for named in trainable if id(named[1]) not in copies]
-        runs = [run for some in _grouped(alone, laying.summed).values() for run in buckets(some)]
+        runs = [run for some in _grouped(alone, laying.summed).values() for run in buckets(some, portions)]
         units = [laying.unit(f"bucket {i}", run) for i, run in enumerate(runs)] + _copied(trainable, laying)
         ordered = units
     for unit in units:
@@ -159,7 +159,7 @@ def _copied(params: list[Named], laying: _Laying) -> list[Unit]:
     groups = _grouped(members, lambda p: (copies[id(p)].ranks, p.requires_grad, laying.summed(p), laying.apart(p)))
     found = []
     for key in sorted(groups):
-        for run in buckets(groups[key]):
+        for run in buckets(groups[key], laying.portions):
             unit = laying.unit(f"shared by stages of ranks {key[0]}", run)
             unit.copies = copies[id(run[0][1])]
             found.append(unit)
