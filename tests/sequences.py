@@ -117,6 +117,17 @@ class Tabled(Part):
         return self.attend(x, attn_mask=self.table[:, apart(x.shape[1]) + LENGTH])
 
 
+class Biased(Part):
+    """A parameter is the bias as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(self.heads, LENGTH, LENGTH) / 3)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.attend(x, attn_mask=self.table)
+
+
 class Written(Part):
     """Attention written out."""
 
@@ -397,7 +408,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "written": Written, "einsum": Einsum, "cross": Cross, "grouped": Grouped, "one key": OneKey,
     "three heads": ThreeHeads, "one head": OneHead, "torch's": Torchs, "in pieces": InPieces, "prefixed": Prefixed,
     "sums": Sums, "mixer": Mixer, "chosen": Chosen, "looked at": Looked, "convolution": Convolution,
-    "shifted": Shifted, "in place": InPlace, "experts": Experts, "routed": Routed,
+    "shifted": Shifted, "in place": InPlace, "experts": Experts, "routed": Routed, "biased": Biased,
 }  # fmt: skip
 ENDS: dict[str, tuple[End, losses.LossFn]] = {
     "class token": (lambda head, x, batch: head(x[:, 0]), ONE),

@@ -77,6 +77,7 @@ def test_models_equal_sequential(pool: Pool, name: str, plan: str) -> None:
         ("three heads", "cp=4,context=ulysses"),  # one rank has no head
         ("one head", "cp=4"),
         ("relative", "cp=2,tp=2"),
+        ("biased", "cp=4"),
         ("cross", "cp=4"),
         ("cross", "cp=2,tp=2,sp=on"),
         ("packed", "cp=4,recompute=full"),

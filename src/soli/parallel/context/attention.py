@@ -34,6 +34,7 @@ def attention(run: Run, given: dict[str, Any]) -> Tensor | None:
     along = [split_of(x) is not None and split_of(x).dim == x.dim() - 2 for x in (k, v)]  # type: ignore[union-attr]
     if not all(along) or not split_of(k).fits(split_of(v)):  # type: ignore[union-attr, arg-type]
         k, v = whole(run, k), whole(run, v)
+    learned = mask is not None and mask.requires_grad  # alike on every rank, as that of its rows may not be without gradients
     mask = _own_rows(run, mask, found, shape_of(k)[-2])
     of_k = split_of(k)
     q, k, v = plain(q), plain(k), plain(v)
@@ -41,7 +42,7 @@ def attention(run: Run, given: dict[str, Any]) -> Tensor | None:
         result = _alone(q, k, v, mask, found, run, causal, scale, given.get("enable_gqa", False))
         return cut(result, found)
     queries, keys = _spans(run, found), _spans(run, of_k)
-    if run.context == "scores" or (mask is not None and mask.requires_grad):
+    if run.context == "scores" or learned:
         result = _written_out(run, q, k, v, mask, queries, keys, causal, scale)
     elif run.context == "ulysses":
         result = _by_heads(run, q, k, v, mask, queries, keys, causal, scale)
