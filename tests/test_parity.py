@@ -9,15 +9,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from cases import CASES, WAYS, choices, refused, rows, selection
 from pool import Pool
+from soli import losses
 from soli.engine import agreed as engine_module
 from soli.parallel import data
 from soli.parallel.lift import lifted
 from soli.parallel.reduce import Reducer
 from soli.parallel.units import buckets
-from soli.verify.parity import BOUND, check, compare, expected_of, under_plan
+from soli.verify.parity import BOUND, Case, adamw, check, compare, expected_of, under_plan
 
 
 def one(name: str, plan: str, ranks: int):
@@ -56,6 +58,31 @@ def in_small_buckets(limit: int):
 @pytest.mark.parametrize("limit", [2**11, 2**13])
 def test_buckets_of_uneven_parts_end_alike(pool: Pool, limit: int) -> None:
     for row in pool.run(in_small_buckets, limit, ranks=2):
+        assert row.worst <= BOUND, row
+
+
+class Classifier(nn.Module):
+    """One rank of tp has a single element of the head's bias, the other two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.first, self.norm = nn.Linear(8, 3), nn.Linear(6, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.head(self.norm(torch.tanh(self.first(x))))
+
+
+def classified():
+    def make():
+        torch.manual_seed(5)
+        draw = lambda size: torch.randn(8, size).double()
+        return Classifier(), losses.mse("y"), [{"x": draw(6), "y": draw(3)} for _ in range(2)]
+
+    return check(Case("classified", make, adamw), "dp=2,tp=2,zero=3", 4)
+
+
+def test_units_of_uneven_parts_hold_the_same(pool: Pool) -> None:
+    for row in pool.run(classified, ranks=4):
         assert row.worst <= BOUND, row
 
 

@@ -12,6 +12,7 @@ On CUDA neither was measured yet.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from soli.mesh.mesh import Mesh
 from soli.parallel.gather import Block, Gatherer
 from soli.parallel.init import fingerprint, is_deferred, materialise, sweep
 from soli.parallel.reduce import Reducer
-from soli.parallel.units import Named, Slot, Unit, become, blocks, buckets, cut_over, named_once, slots_of
+from soli.parallel.units import Named, Slot, Unit, become, blocks, buckets, cut_over, elements, named_once, slots_of
 
 
 @dataclass
@@ -67,8 +68,9 @@ class _Laying:
         return Unit(name, slots, shard, replicate, zero, first.requires_grad, own)
 
     def apart(self, param: nn.Parameter) -> bool:
-        """Whether it has a unit that stays whole."""
-        return self.zero == 3 and param.numel() == 1
+        """Whether it has a unit that stays whole: where some rank of tp may have one number."""
+        parts = math.prod(self.mesh[axis].size for axis in cut_over(param))
+        return self.zero == 3 and 0 < elements(param, self.portions) < 2 * parts
 
     def summed(self, param: nn.Parameter) -> tuple[str, ...]:
         """Of parameters with the same axes gradients are summed over the same ranks."""
