@@ -30,7 +30,7 @@ from soli.mesh.mesh import Mesh
 from soli.parallel.gather import Block, Gatherer
 from soli.parallel.init import fingerprint, is_deferred, materialise, sweep
 from soli.parallel.reduce import Reducer
-from soli.parallel.units import Named, Slot, Unit, become, blocks, buckets, cut_over, elements, named_once, slots_of
+from soli.parallel.units import Named, Slot, Unit, become, blocks, buckets, cut_over, named_once, slots_of
 
 
 @dataclass
@@ -67,10 +67,15 @@ class _Laying:
         zero = 2 if self.apart(params[0][1]) else self.zero
         return Unit(name, slots, shard, replicate, zero, first.requires_grad, own)
 
+    def size(self, param: nn.Parameter) -> float:
+        """Elements of a rank's part, in the mean: ranks of tp, whose parts may be of other sizes, lay their units alike."""
+        portion = self.portions.get(id(param))
+        parts = math.prod(self.mesh[axis].size for axis in cut_over(param))
+        return param.numel() if portion is None else math.prod(portion.shape) / parts
+
     def apart(self, param: nn.Parameter) -> bool:
         """Whether it has a unit that stays whole: where some rank of tp may have one number."""
-        parts = math.prod(self.mesh[axis].size for axis in cut_over(param))
-        return self.zero == 3 and 0 < elements(param, self.portions) < 2 * parts
+        return self.zero == 3 and 0 < self.size(param) < 2
 
     def summed(self, param: nn.Parameter) -> tuple[str, ...]:
         """Of parameters with the same axes gradients are summed over the same ranks."""
@@ -97,7 +102,7 @@ def distribute(
     else:
         trainable = [named for named in reversed(params) if named[1].requires_grad]
         alone = [named for named in trainable if id(named[1]) not in copies]
-        runs = [run for some in _grouped(alone, laying.summed).values() for run in buckets(some, portions)]
+        runs = [run for some in _grouped(alone, laying.summed).values() for run in buckets(some, laying.size)]
         units = [laying.unit(f"bucket {i}", run) for i, run in enumerate(runs)] + _copied(trainable, laying)
         ordered = units
     for unit in units:
@@ -161,7 +166,7 @@ def _copied(params: list[Named], laying: _Laying) -> list[Unit]:
     groups = _grouped(members, lambda p: (copies[id(p)].ranks, p.requires_grad, laying.summed(p), laying.apart(p)))
     found = []
     for key in sorted(groups):
-        for run in buckets(groups[key], laying.portions):
+        for run in buckets(groups[key], laying.size):
             unit = laying.unit(f"shared by stages of ranks {key[0]}", run)
             unit.copies = copies[id(run[0][1])]
             found.append(unit)

@@ -257,21 +257,15 @@ def named_once(model: nn.Module) -> list[Named]:
     return [(tuple(names), param) for param, names in found.items()]
 
 
-def elements(param: nn.Parameter, portions: dict[int, Portion]) -> int:
-    """Of the model's parameter: ranks of tp may have parts of other sizes, and lay their units alike."""
-    portion = portions.get(id(param))
-    return param.numel() if portion is None else math.prod(portion.shape)
-
-
-def buckets(params: list[Named], portions: dict[int, Portion], limit: int = BUCKET_BYTES) -> list[list[Named]]:
-    """Cut parameters into runs of one dtype and at most `limit` bytes (one larger parameter is its own)."""
+def buckets(params: list[Named], size: Callable[[nn.Parameter], float], limit: int = BUCKET_BYTES) -> list[list[Named]]:
+    """Cut parameters, of so many elements each, into runs of one dtype and at most `limit` bytes (one larger parameter is its own)."""
     runs: list[list[Named]] = []
-    filled = 0
+    filled = 0.0
     for names, param in params:
-        nbytes = elements(param, portions) * param.element_size()
+        nbytes = size(param) * param.element_size()
         if not runs or runs[-1][0][1].dtype != param.dtype or filled + nbytes > limit:
             runs.append([])
-            filled = 0
+            filled = 0.0
         runs[-1].append((names, param))
         filled += nbytes
     return runs
