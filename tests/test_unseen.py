@@ -591,6 +591,19 @@ class Mapped(Plain):
         return self.head(x + torch.func.vmap(lambda row: row.mean(0))(x)[:, None])
 
 
+class Glanced(Plain):
+    """What reads it first does without gradients."""
+
+    def layer(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, (up, _, down) = self.layers[0](self.embed(tokens)), self.layers[1]
+        with torch.no_grad():
+            gate = up(x).sigmoid()
+        return self.head(x + down(torch.tanh(up(x)) * gate))
+
+
 class Sharing(Plain):
     """Blocks that read the keys of the first, in a mapping of its own class (Gemma3n)."""
 
@@ -619,7 +632,7 @@ class Sharing(Plain):
 
 
 @pytest.mark.parametrize("plan", ["tp=2,sp=on", "cp=2"])
-@pytest.mark.parametrize("kind", [OwnNorm, Scaled, Marked, Assigned, Spelt, Mapped, Sharing])
+@pytest.mark.parametrize("kind", [OwnNorm, Scaled, Marked, Assigned, Spelt, Mapped, Glanced, Sharing])
 def test_cut_tensors_are_whole_to_their_readers(pool: Pool, kind: type, plan: str) -> None:
     """Or it is refused: what an autograd function adds up over a sequence that is cut, and writes into what was gathered."""
     said = pool.run(first_step, kind, plan, ranks=2)

@@ -432,7 +432,7 @@ def whole(run: Run, x: Any) -> Any:
     if isinstance(x, nn.Parameter):
         return across(move, x, split, run.axis)
     known = x.__dict__.setdefault("_whole", {})
-    state = version_of(x), torch.is_grad_enabled()
+    state = version_of(x), x.requires_grad and torch.is_grad_enabled()
     if run.axis.name not in known or known[run.axis.name][0] != state:
         known[run.axis.name] = state, across(move, x, split, run.axis)
     return known[run.axis.name][1]

@@ -22,8 +22,11 @@ def version_of(x: Tensor) -> int:
 
 
 def was_read(x: Tensor) -> bool:
-    """Whether cut computations have read it, as it is."""
-    return hasattr(x, "_is_entered") or x.__dict__.get("_read", (None,))[0] == version_of(x)
+    """Whether cut computations have read it, as it is: what read it under torch.no_grad() has no graph for what comes later."""
+    version, read, *_ = x.__dict__.get("_read", (None, x))
+    with torch._C.DisableTorchFunctionSubclass():
+        same_graph = not torch.is_grad_enabled() or read.requires_grad == x.requires_grad
+        return hasattr(x, "_is_entered") or (same_graph and version == version_of(x))
 
 
 def first_by(x: Tensor, weight: Tensor) -> bool:
