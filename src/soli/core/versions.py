@@ -2,7 +2,7 @@
 
 2.13 renamed the collectives on one flat tensor and warns about the old names. `run_backward` is what
 torch.autograd.backward calls once it has looked at torch function modes; `mode_popped` takes the innermost of
-these modes away for a block. 2.11 does not know the shape of gamma draws on the meta device, which deferred
+these modes away for a block; `functions.unwrap_dead_wrappers` is given the arguments of every autograd function. 2.11 does not know the shape of gamma draws on the meta device, which deferred
 initialisation asks for. `FLOPS` counts attention whose queries share keys; the counts of 2.11 refuse it.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch import utils as functions
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.overrides import _pop_mode_temporarily as mode_popped
 from torch.utils.flop_counter import flop_registry
