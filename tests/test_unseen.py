@@ -603,6 +603,22 @@ class Mapped(Plain):
         return self.head(x + torch.func.vmap(lambda row: row.mean(0))(x)[:, None])
 
 
+class Shared(Plain):
+    """On a grid of one column a product of one output is cut over that column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.one, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, 1), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.up(self.embed(tokens))
+        return self.head(self.down((self.one(x).softmax(1) * x).sum(1).view(-1, 1, 2 * DIM) + x))
+
+
+def test_what_is_cut_over_one_column_is_broadcast(pool: Pool) -> None:
+    assert all(error < BOUND for error in pool.run(error_of, Shared, "tp=2,tensor=2d,rows=2", ranks=2))
+
+
 class Glanced(Plain):
     """What reads it first does without gradients."""
 

@@ -85,15 +85,15 @@ def met(leaves: list[Tensor], dims: int, run: Run) -> Split | None:
     """Where tensors that broadcast to so many dims are cut together. A cut along the sequence gives way to others."""
     splits = [s.at(s.dim + dims - x.dim()) for x in leaves if (s := split_of(x))]
     owned = [s for s in splits if s.origins] or splits[:1]
-    if len({s.dim for s in owned}) > 1:
-        raise Misfit(origins_of(owned), "tensors meet that are cut along different dims")
+    wide = lambda s: any(x.dim() >= dims - s.dim and shape_of(x)[s.dim - dims] != s.size for x in leaves)
+    if len({s.dim for s in owned}) > 1 or any(s.size == 1 and wide(s) for s in owned):
+        raise Misfit(origins_of(owned), "tensors meet that are cut along different dims, or broadcast along the one that is cut")
     return agreed(owned, run.ranks) if owned else None
 
 
 def cast(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """x.to(...), x.type_as(y): y says a type and nothing of the layout."""
-    split = split_of(args[0])
-    result = func(*args, **kwargs)
+    split, result = split_of(args[0]), func(*args, **kwargs)
     return result if split is None else cut(result, split)
 
 
