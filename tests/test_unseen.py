@@ -619,6 +619,17 @@ def test_what_is_cut_over_one_column_is_broadcast(pool: Pool) -> None:
     assert all(error < BOUND for error in pool.run(error_of, Shared, "tp=2,tensor=2d,rows=2", ranks=2))
 
 
+class Called(Shared):
+    """Layers that torch.func.vmap calls."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.func.vmap(lambda row: self.down(torch.tanh(self.up(row))))(self.embed(tokens)))
+
+
+def test_layers_that_vmap_calls_are_refused_where_they_are_cut(pool: Pool) -> None:
+    assert all("torch.func transforms" in said for said in pool.run(first_step, Called, "tp=2", ranks=2))
+
+
 class Glanced(Plain):
     """What reads it first does without gradients."""
 

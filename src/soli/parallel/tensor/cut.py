@@ -216,6 +216,8 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
             if run.finder is not None:
                 run.finder.read([x for x in tree_leaves(args) if type(x) is CutParameter], name_of(func))
             refuse_grids(run, name_of(func), args)
+        if torch._C._functorch.maybe_current_level() is not None and _reads_cut(run, args, kwargs):
+            _refuse_transforms(run, func, args, kwargs)
         if name in rules.ALWAYS:
             return rules.ALWAYS[name](run, func, args, kwargs)
         if not _reads_cut(run, args, kwargs):
@@ -224,8 +226,6 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
             if rules.written_in_python(func) and (rule := rules.rule_of(func, name)) is not None:
                 return rule(run, func, args, kwargs)  # its lines may hold products
             return run.finder.follow(func(*args, **kwargs), name, args)
-        if torch._C._functorch.maybe_current_level() is not None:
-            _refuse_transforms(run, func, args, kwargs)
         rule = rules.rule_of(func, name)
         return rule(run, func, args, kwargs) if rule is not None else unknown(run, func, args, kwargs)
     except Misfit as misfit:
