@@ -2,8 +2,8 @@
 
 2.13 renamed the collectives on one flat tensor and warns about the old names. `run_backward` is what
 torch.autograd.backward calls once it has looked at torch function modes; `mode_popped` takes the innermost of
-these modes away for a block; `functions.unwrap_dead_wrappers` is given the arguments of every autograd
-function. 2.11 does not know the shape of gamma draws on the meta device, which deferred initialisation asks for. `FLOPS` counts attention whose queries share keys; the counts of 2.11 refuse it.
+these modes away for a block. 2.11 does not know the shape of gamma draws on the meta device, which deferred
+initialisation asks for. `FLOPS` counts attention whose queries share keys; the counts of 2.11 refuse it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.overrides import _pop_mode_temporarily as mode_popped
 from torch.utils.flop_counter import flop_registry
 
-functions = torch._functorch.utils
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -55,4 +54,4 @@ def job_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-__all__ = ["FLOPS", "all_gather_flat", "functions", "job_store", "mode_popped", "process_groups", "reduce_scatter_flat", "run_backward"]
+__all__ = ["FLOPS", "all_gather_flat", "job_store", "mode_popped", "process_groups", "reduce_scatter_flat", "run_backward"]

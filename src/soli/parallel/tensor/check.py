@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +22,16 @@ from soli.core.axes import CP, DEPTH, ROW, TP
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.core.plan import Plan
-from soli.core.versions import functions
 from soli.mesh.collectives import all_reduce
 from soli.mesh.mesh import Mesh
 from soli.parallel import generators
 from soli.parallel.lift import lifted
 from soli.parallel.tensor import oned
-from soli.parallel.tensor.cut import Cut, CutParameter, Run, become_cut, cut, inside, part_of, running, whole_at
+from soli.parallel.tensor.cut import Cut, Run, become_cut, cut, inside, part_of, running, whole_at
 from soli.parallel.tensor.finder import Role
 from soli.parallel.units import blocks
 
 SAFETY = 8
-LARGEST = 2**27
-"""Parameters of a model that is looked at outside of its blocks: every rank copies it whole, in float64."""
 
 
 @dataclass
@@ -50,29 +46,17 @@ class Sample:
 
 @contextmanager
 def sampling(model: nn.Module) -> Iterator[dict[str, Sample]]:
-    """Inside, the newest call of every block is kept, by the block's name. The model's is too, if it has no blocks, or outside
-    of them somebody's autograd function is given what is cut: it may give gradients of a part, which no rule sees."""
+    """Inside, the newest call of every block is kept, by the block's name."""
     found: dict[str, Sample] = {}
-    units, given, at, unwrap = blocks(model), set[type](), [""], functions.unwrap_dead_wrappers
-
-    def seen(args: tuple) -> tuple:
-        given.update(() if at[0] else map(type, args))
-        return unwrap(args)
-
     with ExitStack() as hooks:
-        hooks.enter_context(patch.object(functions, "unwrap_dead_wrappers", seen))  # whatever name `apply` has
-        for name, module in [*units, ("", model)]:
+        for name, module in blocks(model) or [("", model)]:
 
             def keep(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
-                at[0], copied = name, copy.deepcopy if name or not units else tuple  # a batch may hold what has no copy
                 with torch._C.DisableTorchFunctionSubclass():
-                    found[name] = Sample(name, module, *copied(_mapped(_plain, (args, kwargs))))
+                    found[name] = Sample(name, module, *copy.deepcopy(_mapped(_plain, (args, kwargs))))
 
             hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(lambda *_: at.__setitem__(0, "")))
         yield found
-    if units and (not given & {Cut, CutParameter} or sum(p.numel() for p in model.parameters()) > LARGEST):
-        found.pop("", None)
 
 
 def one_of_each(samples: dict[str, Sample], roles: dict[str, Role]) -> list[Sample]:
@@ -135,7 +119,8 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
     for name, value in expected.items():
         if name not in got:
             raise _refused(sample, f"{name} is not there")
-        cut_over = cuts.get(name.removeprefix("gradient of "), {})
+        of = name.removeprefix("gradient of ")
+        cut_over = cuts.get(of, {})
         if name.startswith("gradient"):
             _add_up(value, got[name], cut_over, plan, mesh)
         wanted = oned.own_part(value, cut_over, mesh)
@@ -171,7 +156,7 @@ LABEL = "check of the tensor-parallel layout"
 def _refused(sample: Sample, got: str) -> SoliError:
     name = sample.name or "the model"
     what = f"cut over the ranks of tp, {name} ({type(sample.module).__name__}) does not compute what it computes whole"
-    fix = f'leave its weights whole: soli.parallelize(..., roles={{"{f"{sample.name}.*".lstrip(".")}": "replicated"}}), and tell us of it; autograd functions of its own see parts'
+    fix = f'leave its weights whole: soli.parallelize(..., roles={{"{name}.*": "replicated"}}), and tell us of it'
     return on_all_ranks(what, got=got, fix=fix, seen="wrong-layout")
 
 
