@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from soli.core.errors import SoliError
+from soli.core.pipelines import order
 from soli.planner import explain, whatif
 from soli.planner.cost import memory, pipeline
 from soli.planner.cost.constants import MEANINGS, repeated
@@ -21,7 +22,7 @@ from soli.planner.hardware.clusters import read_cluster
 from soli.planner.page import page
 from soli.planner.published import named, of_entry
 from soli.planner.search import Task, search
-from soli.planner.timeline import order, timeline
+from soli.planner.timeline import timeline
 from test_cost import BASE, ONE, point
 from test_search import LLAMA, SMALL, config, task  # noqa: F401  (config is a fixture)
 from typed import soli, soli_anew

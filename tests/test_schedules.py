@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from soli.core.errors import SoliError
+from soli.core.pipelines import ready_at
 from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.parallel.pipeline import table
 from soli.planner import bounds, explain
@@ -31,7 +32,7 @@ def simulated(plan: Plan, price: Callable[[str, int], float]) -> tuple[float, li
     clock, kept, most = [0.0] * plan.pp, [0] * plan.pp, [0] * plan.pp
     while any(waiting):
         for rank, steps in enumerate(waiting):
-            while steps and (ready := table._ready(steps[0], done, plan.stages - 1)) is not None:
+            while steps and (ready := ready_at(steps[0], done, plan.stages - 1)) is not None:
                 kind, stage, number = steps.pop(0)
                 clock[rank] = max(ready, clock[rank]) + price(kind, stage)
                 done[kind, stage, number] = clock[rank]

@@ -1,7 +1,6 @@
 """A schedule as a table, and how long it takes: who computes what when, if forward and backward cost what they do.
 
-The order is torch's own (`pipeline_order`); an action starts when its rank is free and what it needs has arrived.
-Sending costs nothing here.
+The order is torch's own (`pipeline_order`).
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from soli.core import pipelines
+from soli.core.pipelines import Step
 from soli.core.plan import Plan
 from soli.parallel.pipeline.schedules import build, microbatches, rank_of_stages
 
@@ -30,24 +31,14 @@ class Action:
     stop: float
 
 
-def order(plan: Plan) -> list[list[tuple[str, int, int]]]:
-    """(kind, stage, microbatch) in the order of each rank."""
+def order(plan: Plan) -> list[list[Step]]:
+    """The steps of each rank."""
     count, ranks = microbatches(plan), rank_of_stages(plan)
     if plan.schedule == "1f1b":
-        return [_one_f_one_b(stage, plan.pp, count) for stage in range(plan.pp)]
+        # what torch's Schedule1F1B runs; the table that it shows has more forwards in flight and cannot be run
+        return [pipelines.order(rank, plan.pp, 1, count) for rank in range(plan.pp)]
     made = build(plan, [_stage(plan, stage) for stage, owner in enumerate(ranks) if owner == 0], count)
     return [[step for action in made.pipeline_order[rank] for step in _steps(action)] for rank in range(plan.pp)]
-
-
-def _one_f_one_b(stage: int, stages: int, count: int) -> list[tuple[str, int, int]]:
-    """What torch's Schedule1F1B runs; the table that it shows has more forwards in flight and cannot be run."""
-    ahead = min(count, stages - stage)
-    steps = [("F", stage, number) for number in range(ahead)]
-    for number in range(count):
-        steps.append(("B", stage, number))
-        if ahead + number < count:
-            steps.append(("F", stage, ahead + number))
-    return steps
 
 
 def _stage(plan: Plan, stage: int) -> Any:
@@ -58,7 +49,7 @@ def _stage(plan: Plan, stage: int) -> Any:
     )  # fmt: skip
 
 
-def _steps(action: Any) -> list[tuple[str, int, int]]:
+def _steps(action: Any) -> list[Step]:
     if action is None:
         return []
     if action.sub_actions:
@@ -67,42 +58,8 @@ def _steps(action: Any) -> list[tuple[str, int, int]]:
     return [(kind, action.stage_index, action.microbatch_index)] if kind in COSTS else []
 
 
-def timeline(plan: Plan) -> list[list[Action]]:
-    """When each rank does what."""
-    waiting, last = [list(rank) for rank in order(plan)], plan.stages - 1
-    done: dict[tuple[str, int, int], float] = {}
-    found: list[list[Action]] = [[] for _ in waiting]
-    while any(waiting):
-        moved = False
-        for rank, steps in enumerate(waiting):
-            while steps and (ready := _ready(steps[0], done, last)) is not None:
-                kind, stage, number = steps.pop(0)
-                start = max(ready, found[rank][-1].stop if found[rank] else 0.0)
-                stop = start + COSTS[kind]
-                found[rank].append(Action(kind, stage, number, start, stop))
-                done[kind, stage, number] = stop
-                moved = True
-        if not moved:
-            raise AssertionError("a schedule waits for itself")
-    return found
-
-
-def _ready(step: tuple[str, int, int], done: dict[tuple[str, int, int], float], last: int) -> float | None:
-    """When what a step needs is there; None if that is not known yet."""
-    kind, stage, number = step
-    if kind == "F":
-        return done.get(("F", stage - 1, number)) if stage else 0.0
-    if kind == "W":
-        return done.get(("I", stage, number))
-    if stage == last:
-        return done.get(("F", stage, number))
-    above = [done[k, stage + 1, number] for k in ("B", "I") if (k, stage + 1, number) in done]
-    return max(above) if above else None
-
-
 def bubble(plan: Plan) -> float:
     """The share of a step in which ranks wait. Microbatches that only fill the schedule up count as waiting."""
-    ranks = timeline(plan)
-    length = max(actions[-1].stop for actions in ranks)
+    length = max(end for *_, end in pipelines.played(order(plan), COSTS))
     work = plan.microbatches * plan.stages * (COSTS["F"] + COSTS["B"])
     return 1 - work / (length * plan.pp)
