@@ -6,7 +6,7 @@ A diff is read here and not by unidiff, which takes a folder whose name ends in 
 from __future__ import annotations
 
 import re
-import tempfile
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -158,11 +158,8 @@ def _blobs(repo: Path, names: Sequence[str]) -> dict[str, str]:
 
 def _said(repo: Path, words: tuple[str, ...], given: Sequence[str]) -> bytes:
     """What git prints for these lines of input."""
-    with tempfile.TemporaryFile() as file:  # a pipe would fill while nobody reads
-        file.write("".join(f"{line}\n" for line in given).encode())
-        file.seek(0)
-        with git(repo, *words, stdin=file) as process:
-            out, error = process.communicate()
+    with git(repo, *words, stdin=subprocess.PIPE) as process:
+        out, error = process.communicate("".join(f"{line}\n" for line in given).encode())
     if process.returncode:
         raise stopped(repo, error.decode(errors="replace"), process.returncode)
     return out

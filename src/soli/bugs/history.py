@@ -14,7 +14,6 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from soli.core.errors import SoliError
 
@@ -51,7 +50,7 @@ class Commit:
     files: tuple[File, ...]
 
 
-def git(path: Path, *words: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+def git(path: Path, *words: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     """git in a repository, with none of its own programs. The caller reads it and asks for its exit status."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {
