@@ -57,12 +57,9 @@ def combine(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
     if total is not parts[0]:
         for part in parts[1:]:
             function(total, part, out=total)
-    elif len(parts) == 2:
-        total = function(parts[0], parts[1], out=out)
     else:
-        total = function(parts[0], parts[1])
-        for part in parts[2:-1]:
-            function(total, part, out=total)
+        for part in parts[1:-1]:
+            total = function(total, part, out=None if total is parts[0] else total)
         total = function(total, parts[-1], out=out)
     if op == "avg":
         average(total, len(parts))
