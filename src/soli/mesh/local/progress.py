@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -38,12 +38,9 @@ def _unseen() -> Iterator[None]:
 
     How much of it falls into one wait depends on timing.
     """
-    with torch._C.DisableTorchFunction():
-        if torch._C._len_torch_dispatch_stack():
-            with _disable_current_modes():
-                yield
-        else:
-            yield
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    with torch._C.DisableTorchFunction(), modes:
+        yield
 
 
 class LocalWork(_Base):
