@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from soli.core.errors import FAILURE, SoliError, failure
@@ -164,11 +165,7 @@ def _standing(stacks: str) -> str:
 
 def _named(numbers: list[int]) -> str:
     """`rank 3`, `ranks 0-3`, `ranks 0-2, 5`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    # of numbers that follow each other the distance from their places is the same
+    spans = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    text = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
     return f"rank{'s' if len(numbers) > 1 else ''} {text}"
