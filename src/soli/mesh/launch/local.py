@@ -182,24 +182,22 @@ def _code_of(n: int, argv: list[str], meeting: dict[str, str], folder: Path, log
 
 def _meeting(port: int, backend: str) -> dict[str, str]:
     """Where and over what the ranks meet, and what they have alike: the order of their sets, and what they draw (draws.py)."""
-    seed = _seed()
+    seed = _asked("SOLI_SEED", "seed", 0, 2**32 - 1) or str(secrets.randbits(32))  # else another one in each run
     alike = {"SOLI_SEED": seed, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", seed), "SOLI_BACKEND": backend}
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SOLI_JOB": secrets.token_hex(8), **alike}
 
 
-def _seed() -> str:
-    """SOLI_SEED if the user set it, else another number in each run."""
-    said = os.environ.get("SOLI_SEED", "")
-    if said and not (said.isdecimal() and int(said) < 2**32):
-        raise SoliError("SOLI_SEED is no seed", got=said, allowed="0 to 4294967295", fix="unset it")
-    return said or str(secrets.randbits(32))
+def _asked(name: str, what: str, least: int, most: int) -> str:
+    """A whole number that the user set in the environment; empty where it is not."""
+    said = os.environ.get(name, "")
+    if said and not (said.isdecimal() and least <= int(said) <= most):
+        raise SoliError(f"{name} is no {what}", got=said, allowed=f"{least} to {most}", fix="unset it")
+    return said
 
 
 def _port(n: int) -> int:
     """MASTER_PORT if the user set it, else a free port."""
-    said = os.environ.get("MASTER_PORT", "")
-    if said and not (said.isdecimal() and 0 < int(said) < 65536):
-        raise SoliError("MASTER_PORT is no port", got=said, allowed="1 to 65535", fix="unset it")
+    said = _asked("MASTER_PORT", "port", 1, 65535)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
