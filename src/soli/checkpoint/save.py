@@ -215,10 +215,9 @@ def _write(job: _Job, done: Add = lambda _: None) -> None:
     partial = Path(team.first("making the checkpoint's folder", lambda: str(open_partial(job.path, job.overwrite))))
     try:
         written = team.each("writing the checkpoint", lambda: _write_mine(partial, job, done))
-        team.first(
-            "completing the checkpoint",
-            lambda: commit(partial, job.path, to_text(_manifest(job, written)), job.overwrite),
-        )
+        files = {_file_name(rank): entry for rank, entry in enumerate(written) if entry is not None}
+        made = Manifest(job.saved, files, job.state, VERSION, SOLI, str(torch.__version__), time.time())
+        team.first("completing the checkpoint", lambda: commit(partial, job.path, to_text(made), job.overwrite))
     except BaseException:
         # After an agreed error no rank writes any more. If this fails too, the next save clears it.
         if team.rank == 0:
@@ -239,8 +238,3 @@ def _write_mine(partial: Path, job: _Job, done: Add) -> FileEntry | None:
         need = sum(entry.size for entry in job.entries)
         shown = as_soli_error(f"writing {need:,} bytes for {job.path}", error)
         raise shown from error
-
-
-def _manifest(job: _Job, written: list[FileEntry | None]) -> Manifest:
-    files = {_file_name(rank): entry for rank, entry in enumerate(written) if entry is not None}
-    return Manifest(job.saved, files, job.state, VERSION, SOLI, str(torch.__version__), time.time())
