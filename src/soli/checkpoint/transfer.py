@@ -221,8 +221,7 @@ def _indexed(index: Path) -> dict[str, Path]:
         if Path(file).name != file or not (index.parent / file).is_file():
             problems.append(Problem(f"{index} names a file that is not beside it", file))
             continue
-        for name in headers(index.parent / file):
-            held[name] = file
+        held |= dict.fromkeys(headers(index.parent / file), file)
     if not problems:
         for name in sorted(names.keys() | held.keys()):
             if names.get(name) != held.get(name):
