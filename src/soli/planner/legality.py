@@ -70,10 +70,17 @@ def _grid_problems(plan: Plan) -> Iterator[Problem]:
         what = f"'tensor={plan.tensor}' lays the ranks of tp in a grid, and tp=1 has one"
         yield Problem(what, got=f"tp=1, tensor={plan.tensor}", fix="leave tensor out")
         return
-    if plan.tensor == "3d":
-        yield from _cube_problems(plan)
-        yield from _on_grids(plan)
-        return
+    yield from (_cube_problems if plan.tensor == "3d" else _sheet_problems)(plan)
+    if plan.sp:
+        what = "'sp' cuts the sequence between products, where a grid has cut rows and hidden sizes already"
+        yield Problem(what, got=f"sp=on, tensor={plan.tensor}", fix="leave sp out")
+    if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
+        what = f"'{plan.schedule}' computes gradients of inputs and of weights apart, which a grid's products do at once"
+        got, allowed = f"schedule={plan.schedule}, tensor={plan.tensor}", "gpipe, 1f1b, interleaved"
+        yield Problem(what, got=got, allowed=allowed, fix="schedule=1f1b")
+
+
+def _sheet_problems(plan: Plan) -> Iterator[Problem]:
     depth = plan.depth if plan.tensor == "2.5d" else 1
     ranks, more = divmod(plan.tp, depth)
     near = lambda n: sorted({isqrt(n) ** 2, (isqrt(n) + 1) ** 2} - {0})
@@ -93,7 +100,6 @@ def _grid_problems(plan: Plan) -> Iterator[Problem]:
             fix=f"{' or '.join(fits)}; or a grid that is not square, with rows="
             + " or ".join(str(d) for d in divisors(ranks)[1:-1] or [1]),
         )
-    yield from _on_grids(plan)
 
 
 def _cube_problems(plan: Plan) -> Iterator[Problem]:
@@ -105,16 +111,6 @@ def _cube_problems(plan: Plan) -> Iterator[Problem]:
         near = sorted({max(e, 1) ** 3 for e in (int(plan.tp ** (1 / 3) + 1e-9), int(plan.tp ** (1 / 3) + 1e-9) + 1)})
         fix = " or ".join(f"tp={n}" for n in near)
         yield Problem(f"{plan.tp} ranks are no cube", got=f"tp={plan.tp}, tensor=3d", allowed="tp = q x q x q", fix=fix)
-
-
-def _on_grids(plan: Plan) -> Iterator[Problem]:
-    if plan.sp:
-        what = "'sp' cuts the sequence between products, where a grid has cut rows and hidden sizes already"
-        yield Problem(what, got=f"sp=on, tensor={plan.tensor}", fix="leave sp out")
-    if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
-        what = f"'{plan.schedule}' computes gradients of inputs and of weights apart, which a grid's products do at once"
-        got, allowed = f"schedule={plan.schedule}, tensor={plan.tensor}", "gpipe, 1f1b, interleaved"
-        yield Problem(what, got=got, allowed=allowed, fix="schedule=1f1b")
 
 
 def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
