@@ -114,7 +114,7 @@ def test_the_page_has_the_plans_and_its_pictures_and_fetches_nothing() -> None:
     asked = task(batch=64)
     found = explain.answer(asked, 5)
     text = page(asked, found, ["tp=8: <it> costs & more"])
-    assert all(one.plan in text.replace("<wbr>", "") for one in found.choices)
+    assert all(one.plan in text.replace("<wbr>", "") for one in found.best)
     assert "tp=8: &lt;it&gt; costs &amp; more" in text
     pictures = re.findall(r"<svg.*?</svg>", text, re.S)
     assert len(pictures) == 4
@@ -145,7 +145,7 @@ def test_no_fewer_servers_are_enough() -> None:
     """480 sequences are shared by 8, 16 and 24 devices alike."""
     asked = task(cluster="h100:8x1", batch=480)
     speeds = [
-        whatif.explain.answer(replace(asked, cluster=read_cluster(f"h100:8x{n}")), 1).choices[0].tokens_per_s
+        whatif.explain.answer(replace(asked, cluster=read_cluster(f"h100:8x{n}")), 1).best[0].tokens_per_s
         for n in (1, 2, 3)
     ]
     assert speeds[2] > max(speeds[:2])
@@ -156,7 +156,7 @@ def test_no_fewer_servers_are_enough() -> None:
 
 def test_the_nearest_plan_that_does_not_fit_says_what_it_lacks() -> None:
     asked = task(cluster="h100:8x1", batch=64)
-    best = whatif.explain.answer(asked, 1).choices[0]
+    best = whatif.explain.answer(asked, 1).best[0]
     said = whatif.explain.beyond(asked, best)
     lacks, limit = float(said.split("lacks ")[1].split()[0]), asked.limit / 1e9
     assert float(said.split("up to ")[1].split()[0]) == pytest.approx(limit + lacks, abs=0.11)
@@ -197,7 +197,7 @@ def test_enough_devices_are_the_fewest() -> None:
     assert 1e12 / choice.tokens_per_s <= 5 * 86400
     fewer = {1 << k for k in range(12)} | {3 << k for k in range(12)}
     before = max(n for n in fewer if n < nodes)
-    best = explain.answer(replace(asked, cluster=replace(asked.cluster, nodes=before)), 1).choices[0]
+    best = explain.answer(replace(asked, cluster=replace(asked.cluster, nodes=before)), 1).best[0]
     assert 1e12 / best.tokens_per_s > 5 * 86400
     with pytest.raises(SoliError, match=r"in 0\.001 days"):
         whatif.devices(asked, 1e15, 0.001)

@@ -149,7 +149,7 @@ def test_a_program_is_what_its_configuration_says(name: str, tmp_path: Path) -> 
     )
     assert found == said
     tasks = [Task(one, read_cluster("h100:8x2"), 64, 2048) for one in (found, said)]
-    plans = [[choice.plan for choice in explain.answer(one, 3).choices] for one in tasks]
+    plans = [[choice.plan for choice in explain.answer(one, 3).best] for one in tasks]
     assert plans[0] == plans[1]
 
 

@@ -65,7 +65,7 @@ def test_plans_that_are_shown_differ() -> None:
 
 
 def test_the_parts_of_a_step_are_the_step() -> None:
-    for one in explain.answer(task()).choices:
+    for one in explain.answer(task()).best:
         assert sum(one.parts_s.values()) == pytest.approx(one.step_time_s)
         assert one.time_low_s < one.step_time_s < one.time_high_s
         assert one.memory_high_gb <= 80 * 2**30 / 1e9
@@ -81,10 +81,10 @@ def test_flops_are_those_of_the_paper() -> None:
 
 def test_why_not_says_what_it_costs_or_lacks() -> None:
     asked = task(memory=30e9)
-    best = explain.answer(asked, 1).choices[0]
+    best = explain.answer(asked, 1).best[0]
     wanted = {"tp": 2.0 if Plan.parse(best.plan).tp == 8 else 8.0}
     said = explain.why_not(asked, wanted)
-    other = explain.answer(replace(asked, fixed=wanted), 1).choices[0]
+    other = explain.answer(replace(asked, fixed=wanted), 1).best[0]
     assert other.plan in said
     assert f"{(other.step_time_s - best.step_time_s) / best.step_time_s:.1%} more" in said
     assert "lacks" in explain.why_not(asked, {"tp": 1.0, "pp": 1.0, "zero": 0.0})
@@ -275,7 +275,7 @@ def test_the_command_gives_the_best(config: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     asked = task(fixed={"zero": 1.0})
-    assert [one["plan"] for one in said["best"]] == [one.plan for one in explain.answer(asked).choices]
+    assert [one["plan"] for one in said["best"]] == [one.plan for one in explain.answer(asked).best]
     assert said["why_not"] == [explain.why_not(asked, {"tp": 8.0})]
     assert all("zero=1" in one["plan"] for one in said["best"])
     shown = soli("plan", str(config), *words)

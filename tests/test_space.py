@@ -246,9 +246,9 @@ def test_of_plans_that_are_near_the_quickest_the_simplest_is_told(monkeypatch: p
         least = times[close[choices == choices.min()]].min()
         found = explain.answer(asked, 3)
         assert found.simplest.step_time_s == pytest.approx(least, rel=1e-12)
-        assert found.choices[0].step_time_s == pytest.approx(times.min(), rel=1e-12)
-        assert (f"{found.simplest.plan} takes" in found.why) == (found.choices[0] != found.simplest)
-        others += found.choices[0] != found.simplest
+        assert found.best[0].step_time_s == pytest.approx(times.min(), rel=1e-12)
+        assert (f"{found.simplest.plan} takes" in found.why) == (found.best[0] != found.simplest)
+        others += found.best[0] != found.simplest
     assert others
 
 
@@ -420,7 +420,7 @@ def test_recomputing_some_layers_is_between_all_and_none() -> None:
     for level in (NONE, FULL):
         other = search(asked.with_fixed({"recompute": level}))
         assert not len(other.points) or other.cost.time[0] > best.cost.time[0]
-    assert explain.answer(asked, 1).choices[0].note == f"{best.points.again[0]:g} of a rank's 12 layers computed again"
+    assert explain.answer(asked, 1).best[0].note == f"{best.points.again[0]:g} of a rank's 12 layers computed again"
     said = plan_of(best.points, 0).recompute
     assert 0 < float(said) < 1
     assert "recompute=some" in explain.why_not(asked, {"recompute": 3.0})

@@ -85,9 +85,9 @@ def search(
         said["whatif"] = [_whatif(task, question) for question in whatif]
     else:
         found = explain.answer(task, count)
-        found = replace(found, why=". ".join(filter(None, (found.why, explain.beyond(task, found.choices[0])))))
+        found = replace(found, why=". ".join(filter(None, (found.why, explain.beyond(task, found.best[0])))))
         reasons = [explain.why_not(task, explain.fixed_of(one)) for one in why_not or []]
-        said |= {**found.asdict(), "why_not": reasons}
+        said |= {**asdict(found), "why_not": reasons}
         if html is not None:
             _write(html, task, found, reasons, inferred)
     if as_json:
@@ -107,9 +107,9 @@ def search(
 def _shown(task: Task, found: Answer, reasons: list[str]) -> None:
     from soli.planner import explain
 
-    made, first = task.cluster, found.choices[0]
+    made, first = task.cluster, found.best[0]
     print(f"{explain.sized(task.model)}, {task.batch} sequences of {task.seq} tokens a step, on {made} ({made.size} devices)")
-    _best(found.choices)
+    _best(found.best)
     low, high = (n / first.step_time_s - 1 for n in (first.time_low_s, first.time_high_s))
     print(f"{found.seen} {found.why}.")
     print(f"90% intervals, of times {low:+.0%} to {high:+.0%}: {found.assumed}.")

@@ -6,9 +6,8 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.planner import space
@@ -56,28 +55,21 @@ class Choice:
 class Answer:
     """The best plans, why the first one, and on what this stands."""
 
-    choices: list[Choice]
-    simplest: Choice  # of all that are no slower than the first by what the model is off
-    why: str
-    counted: int
+    plans: int  # counted
     looked: int
     fit: int
+    best: list[Choice]
+    simplest: Choice  # of all that are no slower than the first by what the model is off
+    why: str
     assumed: str
 
     @property
     def seen(self) -> str:
         """How many plans there are, and how many were looked at."""
         return (
-            f"{self.counted} plans: these are the best. {self.looked} were computed; the bounds of the others are slower, "
+            f"{self.plans} plans: these are the best. {self.looked} were computed; the bounds of the others are slower, "
             "or larger than the memory."
         )
-
-    def asdict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "plans": self.counted, "looked": self.looked, "fit": self.fit, "best": [asdict(one) for one in self.choices], "simplest": asdict(self.simplest), "why": self.why,
-            "assumed": self.assumed,
-        }  # fmt: skip
 
 
 def answer(task: Task, count: int = 10) -> Answer:
@@ -94,7 +86,7 @@ def answer(task: Task, count: int = 10) -> Answer:
             f". {plain.plan} takes {plain.step_time_s / best[0].step_time_s - 1:.1%} longer, and two plans of one workload are {near:.1%} off beside each "
             f"other: of all that near it has the fewest choices beyond sharing the batch out, {few[place]:g} in place of {few[0]:g}"
         )
-    return Answer(best[:count], plain, why(best) + words, found.counted, found.looked, found.fit, assumed(task))
+    return Answer(found.counted, found.looked, found.fit, best[:count], plain, why(best) + words, assumed(task))
 
 
 def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
@@ -188,7 +180,7 @@ def compared(a: Choice, b: Choice) -> str:
 
 def why_not(task: Task, wanted: Mapping[str, float]) -> str:
     """Why the best plan is none with what is wanted: what the best of these costs, or what it lacks."""
-    first = answer(task, 1).choices[0]
+    first = answer(task, 1).best[0]
     said = spelt(wanted)
     if over := {name: value for name, value in (task.fixed or {}).items() if wanted.get(name, value) != value}:
         said += f" (and not the {spelt(over)} that is fixed)"

@@ -55,7 +55,7 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
 def _table(answer: explain.Answer) -> str:
     titles = ("", "plan", "step s", "from", "to", "tokens/s", "MFU", "GB", "up to", "bubble", "exposed")
     rows = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
-    for number, one in enumerate(answer.choices, 1):
+    for number, one in enumerate(answer.best, 1):
         cells = (
             *(f"{s:#.4g}".rstrip(".") for s in (one.step_time_s, one.time_low_s, one.time_high_s)), f"{one.tokens_per_s:,.0f}",
             f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{one.exposed:.1%}",
@@ -68,13 +68,13 @@ def _table(answer: explain.Answer) -> str:
 
 
 def _memory(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
-    places = np.arange(len(answer.choices))
+    places = np.arange(len(answer.best))
     bottom = np.zeros(len(places))
     for name, color in KINDS.items():
-        size = np.array([one.memory_parts_gb[name] for one in answer.choices])
+        size = np.array([one.memory_parts_gb[name] for one in answer.best])
         axes.barh(places, size, left=bottom, color=color, label=name, height=0.6)
         bottom = bottom + size
-    for place, one in zip(places, answer.choices, strict=True):
+    for place, one in zip(places, answer.best, strict=True):
         axes.plot([one.memory_gb, one.memory_high_gb], [place, place], color="black", linewidth=1.2)
     axes.axvline(task.limit / explain.GB, color="black", linestyle="--")
     axes.set(yticks=places, yticklabels=[str(n + 1) for n in places], xlabel="GB", ylabel="plan")
@@ -119,11 +119,11 @@ def _timeline(axes: Any, task: Task, answer: explain.Answer, found: Found) -> No
 def _devices(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
     nodes = sorted({max(int(task.cluster.nodes * 2**k), 1) for k in range(-3, 4)})
     tasks = [replace(task, cluster=replace(task.cluster, nodes=count)) for count in nodes]
-    best = {other.cluster.size: explain.answer(other, 1).choices[0] for other in tasks if holds(other)}
+    best = {other.cluster.size: explain.answer(other, 1).best[0] for other in tasks if holds(other)}
     sizes, times = list(best), [one.step_time_s for one in best.values()]
     around = [(one.step_time_s - one.time_low_s, one.time_high_s - one.step_time_s) for one in best.values()]
     axes.errorbar(sizes, times, yerr=np.transpose(around), marker="o", capsize=3)
-    ideal = [answer.choices[0].step_time_s * task.cluster.size / size for size in sizes]
+    ideal = [answer.best[0].step_time_s * task.cluster.size / size for size in sizes]
     axes.plot(sizes, ideal, linestyle=":", color="gray", label="as if nothing were lost on the way")
     axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="s a step", xticks=sizes, xticklabels=map(str, sizes))
     axes.minorticks_off()

@@ -30,7 +30,7 @@ def longest(task: Task) -> tuple[int, explain.Choice]:
     step = (lengths[kept] - longest) // FINER // cp * cp if kept < len(lengths) else 0
     if step:
         longest += step * _last(lambda n: holds(replace(task, seq=longest + n * step)), FINER - 1)
-    return longest, explain.answer(replace(task, seq=longest), 1).choices[0]
+    return longest, explain.answer(replace(task, seq=longest), 1).best[0]
 
 
 def largest(task: Task) -> tuple[Model, float, explain.Choice]:
@@ -40,7 +40,7 @@ def largest(task: Task) -> tuple[Model, float, explain.Choice]:
     if not kept:
         raise _none(task, f"not even {sizes[0].layers} layers of {sizes[0].hidden} fit")
     found = replace(task, model=sizes[kept - 1])
-    return found.model, found.model.parameters, explain.answer(found, 1).choices[0]
+    return found.model, found.model.parameters, explain.answer(found, 1).best[0]
 
 
 def scaled(model: Model, times: float) -> Model:
@@ -63,7 +63,7 @@ def devices(task: Task, tokens: float, days: float) -> tuple[int, explain.Choice
 
     def quickest(count: int) -> explain.Choice | None:
         larger = replace(task, cluster=replace(task.cluster, nodes=count))
-        return explain.answer(larger, 1).choices[0] if holds(larger) else None
+        return explain.answer(larger, 1).best[0] if holds(larger) else None
 
     for count in SERVERS:
         found = quickest(count)
