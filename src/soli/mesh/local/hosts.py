@@ -95,15 +95,18 @@ class Hosts:
 
     def finish(self, begin: Callable[[], Any]) -> Step:
         """Until gloo has done what `begin` asks of it."""
-        work = self._checked(begin)
-        future = work.get_future()  # gloo completes it before the work: asking the work would miss the ring
-        future.add_done_callback(lambda _: self.board.ring(self.board.rank))
         waits = self.board.rank * WORDS + ABROAD
-        self.board.words[waits] = 1
-        while not future.done():
-            yield
-        self.board.words[waits] = 0
-        self._checked(work.wait)
+        try:
+            work = begin()
+            future = work.get_future()  # gloo completes it before the work: asking the work would miss the ring
+            future.add_done_callback(lambda _: self.board.ring(self.board.rank))
+            self.board.words[waits] = 1
+            while not future.done():
+                yield
+            self.board.words[waits] = 0
+            work.wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
 
     def in_thread(self, call: Callable[[], Any]) -> Step:
         """A message of gloo cannot be asked whether it has arrived: a thread waits for it."""
@@ -122,12 +125,6 @@ class Hosts:
             yield
         if ended[0] is not None:
             raise self._failed(ended[0])
-
-    def _checked(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except RuntimeError as error:
-            raise self._failed(error) from error
 
     # --- what goes wrong on another host --------------------------------------------------------------
 
