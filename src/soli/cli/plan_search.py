@@ -200,13 +200,8 @@ KINDS = "GB by kind, at the fullest moment of the fullest stage. gathered: param
 
 
 def _best(choices: list[Choice]) -> None:
-    rows = [
-        [
-            f"{one.step_time_s:#.4g}".rstrip("."), f"{one.tokens_per_s:,.0f}", f"{one.mfu:.1%}", f"{one.memory_gb:.1f}",
-            f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{one.exposed:.1%}",
-        ] for one in choices
-    ]  # fmt: skip
-    _table(["step s", "tokens/s", "MFU", "GB", "up to", "bubble", "exposed"], rows, TIMES)
+    titles = [title for title in choices[0].cells if title not in ("from", "to")]
+    _table(titles, [[one.cells[title] for title in titles] for one in choices], TIMES)
     kinds = [[f"{part:.1f}" for part in one.memory_parts_gb.values()] for one in choices]
     _table([*choices[0].memory_parts_gb], kinds, KINDS)
     for number, one in enumerate(choices, 1):

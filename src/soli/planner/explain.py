@@ -50,6 +50,15 @@ class Choice:
     parts_s: dict[str, float]
     note: str  # what the plan's text does not say
 
+    @property
+    def cells(self) -> dict[str, str]:
+        """Its numbers as tables show them, by their titles."""
+        times = {"step s": self.step_time_s, "from": self.time_low_s, "to": self.time_high_s}
+        return {title: f"{seconds:#.4g}".rstrip(".") for title, seconds in times.items()} | {
+            "tokens/s": f"{self.tokens_per_s:,.0f}", "MFU": f"{self.mfu:.1%}", "GB": f"{self.memory_gb:.1f}",
+            "up to": f"{self.memory_high_gb:.1f}", "bubble": f"{self.bubble:.1%}", "exposed": f"{self.exposed:.1%}",
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Answer:

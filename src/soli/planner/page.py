@@ -53,14 +53,10 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
 
 
 def _table(answer: explain.Answer) -> str:
-    titles = ("", "plan", "step s", "from", "to", "tokens/s", "MFU", "GB", "up to", "bubble", "exposed")
+    titles = ("", "plan", *answer.best[0].cells)
     rows = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
     for number, one in enumerate(answer.best, 1):
-        cells = (
-            *(f"{s:#.4g}".rstrip(".") for s in (one.step_time_s, one.time_low_s, one.time_high_s)), f"{one.tokens_per_s:,.0f}",
-            f"{one.mfu:.1%}", f"{one.memory_gb:.1f}", f"{one.memory_high_gb:.1f}", f"{one.bubble:.1%}", f"{one.exposed:.1%}",
-        )  # fmt: skip
-        said = "".join(f"<td>{cell}</td>" for cell in cells)
+        said = "".join(f"<td>{cell}</td>" for cell in one.cells.values())
         rows.append(
             f"<tr><td>{number}</td><td class=plan>{escape(one.plan).replace(',', ',<wbr>')}<br>{escape(one.note)}</td>{said}</tr>"
         )
