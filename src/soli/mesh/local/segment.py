@@ -87,7 +87,12 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[int, st
         got = f"{size:,} bytes; rank 0 {made['size']:,}"
         fix = "allocate the same on every rank, in the same order"
         raise failure(f"rank {rank} and rank 0 of one host want shared memory of different sizes", got=got, fix=fix)
-    return _open(made["path"], rank)
+    try:
+        return os.open(made["path"], os.O_RDWR), made["path"]
+    except OSError as error:
+        what = f"rank {rank} cannot open the memory that rank 0 shares"
+        fix = "run all ranks of a host as one user in one container, give containers names of their own with SOLI_HOST, or take SOLI_BACKEND=gloo"
+        raise failure(what, got=f"{made['path']}: {error.strerror}", fix=fix) from error
 
 
 def _create(size: int) -> tuple[int, str]:
@@ -121,12 +126,3 @@ def _create_file(folder: str, size: int) -> tuple[int, str]:
         fix = "make room there, name another folder, or take SOLI_BACKEND=gloo"
         raise SoliError(what, got=f"{folder}: {error.strerror}", allowed=f"{size:,} bytes free", fix=fix) from error
     return file, path
-
-
-def _open(path: str, rank: int) -> tuple[int, str]:
-    try:
-        return os.open(path, os.O_RDWR), path
-    except OSError as error:
-        what = f"rank {rank} cannot open the memory that rank 0 shares"
-        fix = "run all ranks of a host as one user in one container, give containers names of their own with SOLI_HOST, or take SOLI_BACKEND=gloo"
-        raise failure(what, got=f"{path}: {error.strerror}", fix=fix) from error
