@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from soli.checkpoint import load, read_manifest, save
-from soli.checkpoint.tool import check, export, import_, show
+from soli.checkpoint.tool import check, show
+from soli.checkpoint.transfer import export, import_
 from soli.core.errors import SoliError
 from soli.core.layout import Box, Sharded, from_whole
 
@@ -174,7 +175,7 @@ MEMORY = """
 import sys, threading, torch
 from pathlib import Path
 from soli.checkpoint import save
-from soli.checkpoint.tool import export
+from soli.checkpoint.transfer import export
 from soli.core.layout import from_whole
 folder = Path(sys.argv[1])
 one = torch.ones(1_000_000)

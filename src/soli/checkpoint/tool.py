@@ -1,4 +1,4 @@
-"""What `soli checkpoint` does: show, check, export, import. Plain functions on one process."""
+"""What `soli checkpoint` shows and checks. Plain functions on one process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from soli.checkpoint.load import damage
 from soli.checkpoint.manifest import Manifest, key_of, read_manifest
 from soli.checkpoint.tensorfile import dtype_name, headers
 from soli.checkpoint.tiling import tiling_problems
-from soli.checkpoint.transfer import export, import_
 from soli.core.errors import Problem, SoliError
 from soli.core.progress import busy
-
-__all__ = ["check", "export", "import_", "show"]
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 

@@ -39,16 +39,16 @@ def export(
     config: Annotated[Path | None, Option(help="A config.json to put beside the weights (hf).")] = None,
 ) -> None:
     """Write the model's weights for others."""
-    from soli.checkpoint import tool
+    from soli.checkpoint import transfer
 
-    for file in tool.export(path, out, format=form, config=config):
+    for file in transfer.export(path, out, format=form, config=config):
         print(file)
 
 
 @app.command("import")
 def import_(source: Path, out: Path) -> None:
     """Make a checkpoint of a safetensors file or a Hugging Face folder."""
-    from soli.checkpoint import tool
+    from soli.checkpoint import transfer
 
-    tool.import_(source, out)
+    transfer.import_(source, out)
     print(out)
