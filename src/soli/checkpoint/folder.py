@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 
 from soli.core.errors import SoliError
+from soli.core.files import write_whole
 
 MANIFEST = "manifest.json"
 FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -104,10 +105,7 @@ def open_partial(path: Path, overwrite: bool) -> Path:
 
 def commit(partial: Path, path: Path, text: str, overwrite: bool) -> None:
     """Write the manifest, flush everything, and rename the folder into place."""
-    with open(partial / MANIFEST, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(partial / MANIFEST, text)
     flush(partial)
     refuse_existing(path, overwrite)
     aside = None
