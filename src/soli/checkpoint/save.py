@@ -30,13 +30,8 @@ from soli.core.package import SOLI
 from soli.core.progress import Add, busy
 from soli.core.report import FINISH
 
-
-@dataclass(frozen=True)
-class _Offer:
-    """What one rank brings: DCP's local plan, and every tensor it knows of."""
-
-    plan: SavePlan
-    tensors: Forms
+_Offer = tuple[SavePlan, Forms]
+"""What one rank brings: DCP's local plan, and every tensor it knows of."""
 
 
 @dataclass(frozen=True)
@@ -169,13 +164,14 @@ def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: Stat
     def local() -> _Offer:
         planner.set_up_planner(adapt(tensors), is_coordinator=team.rank == 0)
         copied.update(json.loads(dump_state(state)))
-        return _Offer(planner.create_local_plan(), offer_of(tensors))
+        return planner.create_local_plan(), offer_of(tensors)
 
     def decide(offers: list[_Offer]) -> list[SavePlan]:
         refuse_existing(target, overwrite)
-        merged = merge([offer.tensors for offer in offers])
-        _check_cover(merged, [offer.plan for offer in offers])
-        plans, _ = planner.create_global_plan([offer.plan for offer in offers])
+        local_plans = [plan for plan, _ in offers]
+        merged = merge([known for _, known in offers])
+        _check_cover(merged, local_plans)
+        plans, _ = planner.create_global_plan(local_plans)
         chunks: dict[str, list[Chunk]] = {name: [] for name in merged}
         for rank, plan in enumerate(plans):
             for item in plan.items:
