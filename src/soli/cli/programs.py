@@ -124,12 +124,10 @@ def _checked(name: str, result: Any) -> tuple[Any, Any, Any]:
 
     if not (isinstance(result, tuple) and len(result) in (2, 3)):
         raise SoliError(f"{name}() returned {type(result).__name__}", allowed=RETURNS)
-    if not isinstance(result[0], Module):
-        raise SoliError(
-            f"the model that {name}() returned is no torch.nn.Module", got=type(result[0]).__name__, allowed=RETURNS
-        )
-    if len(result) == 3 and not (result[2] is None or callable(result[2])):
-        raise SoliError(
-            f"the loss that {name}() returned is no function", got=type(result[2]).__name__, allowed=RETURNS
-        )
-    return result if len(result) == 3 else (*result, None)
+    model, batch, loss_fn = (*result, None)[:3]
+    if not isinstance(model, Module):
+        what = f"the model that {name}() returned is no torch.nn.Module"
+        raise SoliError(what, got=type(model).__name__, allowed=RETURNS)
+    if not (loss_fn is None or callable(loss_fn)):
+        raise SoliError(f"the loss that {name}() returned is no function", got=type(loss_fn).__name__, allowed=RETURNS)
+    return model, batch, loss_fn
