@@ -169,7 +169,6 @@ def forget() -> None:
 def _again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     forward = block.forward
 
-    @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

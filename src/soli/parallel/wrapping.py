@@ -39,6 +39,7 @@ def wrap(module: nn.Module, forward: Callable[..., Any]) -> None:
     inner = module.forward
     # As a function where it is bound to the module: a copy of the module has its own again, not the original's.
     bound = isinstance(inner, MethodType) and inner.__self__ is module
+    forward = functools.wraps(inner)(forward)
     module.forward = _Wrapped(module, forward, getattr(inner, "__func__", inner) if bound else inner, bound)
 
 

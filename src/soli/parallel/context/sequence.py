@@ -11,7 +11,6 @@ each end (zigzag; Llama 3, arXiv 2407.21783, 3.3.2): of 2C pieces the ones numbe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +78,6 @@ def check_begun(levels: list[Run], rows: int, stages: Axis) -> None:
 def _cutting(forward: Callable[..., Any], run: Run, is_sequence: Callable[[Tensor], bool]) -> Callable[..., Any]:
     """The first input of a module cut along its second dim, where it is a sequence and whole."""
 
-    @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else next(iter(kwargs.values()), None)
         if run in levels() and isinstance(first, Tensor) and is_sequence(first):

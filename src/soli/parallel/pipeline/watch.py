@@ -11,7 +11,6 @@ same forward (`stage_forward.py`) and compares what it meets with the trace.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -199,7 +198,6 @@ def watch_units(units: list[Unit]) -> None:
 
 
 def _told(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
     def told(*args: Any, **kwargs: Any) -> Any:
         watch = _State.watch
         if watch is None or watch.inside:  # in backward (recomputation), or a unit inside a unit
