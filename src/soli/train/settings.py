@@ -46,16 +46,12 @@ def write(config: Config, path: Path) -> None:
         lines.append(f"[{table.name}]")
         section = getattr(config, table.name)
         for entry in fields(section):
-            text = f"{entry.name} = {_toml(getattr(section, entry.name))}"
+            # of texts, numbers and flags TOML has JSON's form, but for the one sign that it wants spelt
+            value = json.dumps(getattr(section, entry.name), ensure_ascii=False).replace("\x7f", "\\u007f")
+            text = f"{entry.name} = {value}"
             lines.append(f"{text:<32} # {entry.metadata['help']}")
         lines.append("")
     write_whole(path, "\n".join(lines))
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _from_file(path: Path | None, problems: list[Problem]) -> Tables:
