@@ -669,6 +669,145 @@ def test_cut_tensors_are_whole_to_their_readers(pool: Pool, kind: type, plan: st
         assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
 
 
+class Times(torch.autograd.Function):
+    """A product whose factor's gradient is given by elements, or summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor, summed: bool) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        ctx.summed = summed
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, factor = ctx.saved_tensors
+        return grad * factor, (grad * x).sum_to_size(factor.shape) if ctx.summed else grad * x, None
+
+
+class Feeding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Factored(Plain):
+    """It is called before the head and after it, beside blocks."""
+
+    summed, logits = False, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.rand(DIM)), nn.Parameter(torch.rand(1))
+
+    def layer(self) -> nn.Module:
+        return Feeding()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        if self.logits:
+            return Times.apply(self.head(x), self.scale, self.summed)
+        return self.head(Times.apply(x, self.weight, self.summed))
+
+
+class Centring(torch.autograd.Function):
+    """Each number beside the mean of others: nothing is kept for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return x - x.mean(dim, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad - grad.mean(ctx.dim, keepdim=True), None
+
+
+class Centres(Factored):
+    summed = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return Centring.apply(super().forward(tokens), -1)
+
+
+class CentresBefore(Factored):
+    """Along positions, in a block too, and the result goes from one function to another."""
+
+    logits = False
+
+    def layer(self) -> nn.Module:
+        return self.Inside()
+
+    class Inside(Feeding):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(Centring.apply(Centring.apply(x, 1), -1))
+
+
+class HookedBeside(Factored):
+    """Hooks by position, by feature and by class, of which the program does not ask whether there are gradients."""
+
+    summed = True
+
+    def layer(self) -> nn.Module:
+        return self.Inside()
+
+    class Inside(Feeding):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(self.norm(x))
+            y.register_hook(lambda grad: grad * torch.linspace(1, 0, grad.shape[-1]).to(grad))
+            return x + self.down(torch.tanh(y))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        x.register_hook(lambda grad: (grad - grad.mean(1, keepdim=True)) * torch.linspace(1, 0, grad.shape[1]).to(grad)[:, None])
+        logits = self.head(x)
+        logits.register_hook(lambda grad: grad.flip(-1))
+        return logits
+
+
+class FactoredBefore(Factored):
+    logits = False
+
+
+class Summed(Factored):
+    summed = True
+
+
+class SummedBefore(FactoredBefore):
+    summed = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        (Factored, "tp=2", "sums over what is cut"),
+        (FactoredBefore, "tp=2,sp=on", "sums over what is cut"),
+        (FactoredBefore, "tp=2", ""),
+        (Factored, "cp=2", ""),
+        (Summed, "tp=2", ""),
+        (SummedBefore, "tp=2,sp=on", ""),
+        (Summed, "cp=2", "sums over the sequence"),
+        (Centres, "tp=2", ""),
+        (HookedBeside, "tp=2", ""),
+        (HookedBeside, "tp=2,sp=on", ""),
+        (HookedBeside, "cp=2", ""),
+        (CentresBefore, "cp=2", "sums over the sequence"),
+    ],
+)
+def test_gradients_of_whole_tensors_by_functions_of_its_own(pool: Pool, kind: type, plan: str, said: str) -> None:
+    """Right, or refused: each was silent with a part of the sum, or with twice of it."""
+    if said:
+        assert all(said in text for text in pool.run(first_step, kind, plan, ranks=2))
+    else:
+        assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
+
+
 def distilled(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     """What a policy has gone from another one, and a bound that nothing exceeds yet."""
     log = out.log_softmax(-1)

@@ -30,9 +30,10 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         what = "torch.compile cannot look into tensors of which each rank has a part"
         yield Problem(what, got=listed(traced), fix="leave out torch.compile, or use plans with tp=1 and cp=1")
     hooked = that(lambda module: module._backward_hooks or module._backward_pre_hooks)
-    if plan.pp > 1 and hooked:
-        what = "hooks on the backward of modules are not put into a pipeline's stages"
-        yield Problem(what, got=listed(hooked), fix="hook tensors inside of a block's forward, or use pp=1")
+    if plan.pp * plan.tp * plan.cp > 1 and hooked:
+        what = "hooks on the backward of modules are not put into a pipeline's stages, and see a rank's part of what tp and cp cut"
+        fix = "hook tensors inside of a block's forward, or use plans with pp=1, tp=1 and cp=1"
+        yield Problem(what, got=listed(hooked), fix=fix)
     norms = statistics.training_norms(model)
     if plan.pieces > 1 and norms and (not statistics.can(plan) or that(_is_traced)):
         what = "batch normalisation couples the rows of a batch, and they are added up over data-parallel ranks alone"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.frames import owner
@@ -54,7 +56,7 @@ _REFUSED: dict[Any, str] = {
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
 _FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 BACKWARD = {Tensor.backward, torch.autograd.backward}
-_HANDLED = {_sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *draws.FILLS, *_REFUSED}
+_HANDLED = {Tensor.register_hook, _sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *draws.FILLS, *_REFUSED}
 """Of all that a mode is asked about, which is every call of torch's."""
 
 
@@ -357,6 +359,8 @@ class _Mode(TorchFunctionMode):
         if func in BACKWARD:
             with self:  # a mode is off inside its own handler, and recomputation needs it
                 return backward_of(*args, **kwargs)
+        if func is Tensor.register_hook and not args[0].requires_grad:
+            return RemovableHandle(OrderedDict())  # a program that trains need not ask for gradients, which checks have none of
         if func in _ELEMENTWISE or func in _FEATURES:
             return _dropped(self.randomness, func, *args, **kwargs)
         given = any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())) or kwargs.get("out") is not None

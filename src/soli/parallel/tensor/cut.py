@@ -24,12 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import apis
-from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.axes import DEPTH, ROW
@@ -69,6 +66,8 @@ class Run:
     begun: bool = False  # the sequence was cut
     longest: int = 0  # of what was too short to be cut
     noted: set[str] = field(default_factory=set)
+    calls: int = 0  # of autograd functions of the program's own, in this forward
+    compared: set[tuple] = field(default_factory=set)  # those whose gradients were looked at (transforms.py)
     # views of what was gathered, which nobody may write into
     lent: list[tuple[Tensor, int, str]] = field(default_factory=list)
 
@@ -83,7 +82,9 @@ def running(levels: Sequence[Run]) -> Iterator[None]:
     """Inside, cut tensors are logical ones. Outside they are what they hold."""
     before, _State.levels = _State.levels, tuple(levels)
     try:
-        with patch.object(apis, "vmap_impl", _vmap) if levels else nullcontext():
+        from soli.parallel.tensor.transforms import seen  # it is made of what stands here
+
+        with seen() if levels else nullcontext():
             yield
         written = [name for run in levels for x, version, name in run.lent if x._version != version]
         if written:
@@ -93,6 +94,7 @@ def running(levels: Sequence[Run]) -> Iterator[None]:
     finally:
         for run in levels:
             run.lent.clear()
+            run.calls = 0
         _State.levels = before
 
 
@@ -112,6 +114,11 @@ def levels() -> tuple[Run, ...]:
     return _State.levels
 
 
+def ruling() -> bool:
+    """Whether a rule is computing."""
+    return _State.level >= 0
+
+
 class Cut(Tensor):
     """A local part. `cuts` says of what, by the axis; a weight that is not decided, or a view of it, has none yet."""
 
@@ -123,6 +130,13 @@ class Cut(Tensor):
             copied = marked(self.detach().clone(), self.cuts)
         memo[id(self)] = copied
         return copied
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """It is given a gradient that is cut as the tensor is."""
+        from soli.parallel.tensor.transforms import of_cut  # it is made of what stands here
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.register_hook(self, of_cut(hook, self.cuts))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,6 +170,10 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         if not levels and func in PARTS_OF_PARTS:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if before < 0 and levels:
+            from soli.parallel.tensor import transforms  # it is made of what stands here
+
+            transforms.follow_back((*args, *kwargs.values()))
         if before < 0 and len(levels) > 1:
             if levels[-1].cube is not None and (done := _by_cube(levels, func, name, args, kwargs)) is not None:
                 return done
@@ -203,7 +221,7 @@ def _cut_once(x: Any) -> Any:
 
 
 def _reads_cut(run: Run, args: tuple, kwargs: dict) -> bool:
-    return _any_cut(args, run.axis.name) or bool(kwargs and _any_cut(kwargs.values(), run.axis.name))
+    return any_cut(args, run.axis.name) or bool(kwargs and any_cut(kwargs.values(), run.axis.name))
 
 
 def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -232,25 +250,6 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         return misfitted(run, misfit, func, args, kwargs)
 
 
-_vmap_of_torch = apis.vmap_impl
-
-
-def _vmap(*args: Any, **kwargs: Any) -> Any:
-    """torch.func.vmap, of whole tensors: what it hands out forgets how it was cut."""
-    args, kwargs = tree_map(_for_vmap, (args, kwargs))
-    return _vmap_of_torch(*args, **kwargs)
-
-
-def _for_vmap(x: Any) -> Any:
-    for run in _State.levels:
-        x = dispatch(vmap, (x,), {}) if _any_cut((x,), run.axis.name) else x
-    return x
-
-
-def vmap(x: Tensor) -> Tensor:
-    """To whoever asks how it computes on a cut tensor: as a function of which nothing is known."""
-    return x
-
 
 def _refuse_transforms(run: Run, func: Any, args: tuple, kwargs: dict) -> None:
     """What torch.func.vmap hands out forgets how it was cut, and what it calls cannot send."""
@@ -271,12 +270,13 @@ def refuse_grids(run: Run, name: str, args: Sequence[Any]) -> None:
         raise Misfit(everyone, f"{name} reads a weight that a grid has cut both ways", flat=True)
 
 
-def _any_cut(values: Any, axis: str) -> bool:
+def any_cut(values: Any, axis: str) -> bool:
+    """Whether one of them is cut along the axis."""
     for x in values:
         if type(x) in (Cut, CutParameter):
             if axis in x.cuts:
                 return True
-        elif type(x) in (list, tuple) and _any_cut(x, axis):
+        elif type(x) in (list, tuple) and any_cut(x, axis):
             return True
     return False
 
@@ -441,13 +441,6 @@ def whole(run: Run, x: Any) -> Any:
 def added(run: Run, x: Tensor, *, fresh: bool = False) -> Tensor:
     """The sum over the axis of what every rank has. `fresh`: nobody else has x, which may be summed in place."""
     if run.partial:
-        node = torch._C._current_autograd_node()
-        own = isinstance(node, BackwardCFunction) and "Checkpoint" not in type(node).__name__
-        if own and not torch.is_grad_enabled():
-            what = "the backward of an autograd function of the model's own sums over the sequence, which is cut"
-            got = f"a gradient of a whole tensor, as of a weight, along {run.axis.name}"
-            fix = "let the function give gradients of what it computes by positions, and multiply by weights outside of it"
-            raise on_all_ranks(what, got=got, fix=fix)
         return across(moves.reduce_both, x, run.axis)
     return across(moves.reduce, x, run.axis, fresh=fresh)
 

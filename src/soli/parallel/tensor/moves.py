@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import BackwardCFunction, once_differentiable
 
+from soli.core.errors import on_all_ranks
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from soli.parallel.keep import alias, carried
 from soli.parallel.tensor.split import Split, taken, together
@@ -160,14 +161,27 @@ def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
 
 def reduce_both(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis, whose gradients on the ranks are parts of a sum too."""
+    _refuse_in_backward(axis)
     total = lambda x: summed(x, axis, "a sum over a cut dim")
     return moved(x, axis, lambda x: carried(x, total, alone=False), total)
 
 
 def gather_both(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole of a cut tensor, whose gradients on the ranks are parts of a sum."""
+    _refuse_in_backward(axis)
     there = lambda x: collected(x, split, axis, "a part of the sequence, whole")
     return moved(x, axis, there, lambda grad: scattered(grad, split, axis, "gradient of the sequence"))
+
+
+def _refuse_in_backward(axis: Axis) -> None:
+    """What a function of the program's own computes there of all ranks' parts it may give as a gradient, which is a part of a sum."""
+    node = torch._C._current_autograd_node()
+    own = isinstance(node, BackwardCFunction) and "Checkpoint" not in type(node).__name__
+    if own and not torch.is_grad_enabled():
+        what = "the backward of an autograd function of the model's own sums over the sequence, which is cut"
+        got = f"a gradient of a whole tensor, as of a weight, along {axis.name}"
+        fix = "let the function give gradients of what it computes by positions, and multiply by weights outside of it"
+        raise on_all_ranks(what, got=got, fix=fix)
 
 
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:

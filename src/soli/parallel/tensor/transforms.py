@@ -1,0 +1,116 @@
+"""What computes with cut tensors and is no function of torch that a rule answers: torch.func.vmap, and the program's own hooks on
+gradients and autograd functions.
+
+vmap hands out tensors that forget how they were cut: it is given whole ones. Gradients that come to a hook, or to the backward of an
+autograd function, are cut as what they are gradients of, so that its lines mean what they say. What it then gives a whole tensor
+beside cut ones (a weight, a scale) has to be the same on all ranks, and is not where a sum over a dim that is cut is left to
+autograd: that is looked at once for each call. In blocks the first step compares all gradients with those of the block whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._functorch import apis
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_map
+
+from soli.core.errors import on_all_ranks
+from soli.core.versions import functions
+from soli.mesh.collectives import all_reduce
+from soli.parallel.tensor.cut import Cut, Run, any_cut, cut, dispatch, inside, levels, marked, part_of, plain, ruling
+from soli.parallel.tensor.split import Split
+
+_OF_TORCH = apis.vmap_impl, functions.unwrap_dead_wrappers
+
+
+def seen() -> ExitStack:
+    """Inside, they are."""
+    patched = ExitStack()
+    patched.enter_context(patch.object(apis, "vmap_impl", _vmap))
+    patched.enter_context(patch.object(functions, "unwrap_dead_wrappers", _given))
+    return patched
+
+
+def vmap(x: Tensor) -> Tensor:
+    """To whoever asks how it computes on a cut tensor: as a function of which nothing is known."""
+    return x
+
+
+def _vmap(*args: Any, **kwargs: Any) -> Any:
+    args, kwargs = tree_map(_for_vmap, (args, kwargs))
+    return _OF_TORCH[0](*args, **kwargs)
+
+
+def _for_vmap(x: Any) -> Any:
+    for run in levels():
+        x = dispatch(vmap, (x,), {}) if any_cut((x,), run.axis.name) else x
+    return x
+
+
+def of_cut(hook: Callable[[Tensor], Any], cuts: dict[str, Split]) -> Callable[[Tensor], Any]:
+    """A hook of the program's own on the gradient of a cut tensor, as one on what the rank has."""
+
+    def called(gradient: Tensor) -> Tensor | None:
+        result = hook(marked(gradient.view_as(gradient), cuts))
+        for level, run in enumerate(levels()):
+            split = cuts.get(run.axis.name)
+            if result is not None and split is not None and not any_cut((result,), run.axis.name):
+                with inside(levels(), level):
+                    result = cut(part_of(run, result, split), split)
+        return None if result is None else plain(result)
+
+    return called
+
+
+def follow_back(given: Iterable[Any]) -> None:
+    """Where a result of the program's own autograd functions is among them, the function's backward gets a gradient that is cut as it is."""
+    for x in given:
+        if type(x) in (list, tuple):
+            follow_back(x)
+        elif type(x) is Cut and isinstance(x.grad_fn, BackwardCFunction) and not hasattr(x, "_followed"):
+            x._followed = True
+            if type(x.grad_fn)._forward_cls.__module__.split(".")[0] not in ("soli", "torch"):
+                cuts = x.cuts
+                Tensor.register_hook(x, lambda gradient, cuts=cuts: marked(gradient.view_as(gradient), cuts))
+
+
+def _given(args: tuple) -> tuple:
+    """The arguments of every autograd function, whatever name its `apply` has, go through here."""
+    if not ruling():
+        with torch._C.DisableTorchFunctionSubclass():
+            follow_back(args)
+    for run in levels() if torch.is_grad_enabled() and not ruling() else ():
+        if run.axis.size > 1 and not run.partial and any_cut(args, run.axis.name):
+            run.calls += 1
+            call = (run.calls, *(x.shape for x in args if isinstance(x, Tensor)))
+            if call not in run.compared:
+                run.compared.add(call)
+                args = tuple(_followed(run, x) for x in args)
+    return _OF_TORCH[1](args)
+
+
+def _followed(run: Run, x: Any) -> Any:
+    """A whole tensor whose gradient will be looked at."""
+    if not isinstance(x, Tensor) or not x.requires_grad or any_cut((x,), run.axis.name):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        same = x.view_as(x)
+        same.register_hook(lambda gradient: _compare(run, gradient))
+        return marked(same, x.cuts) if type(x) is Cut else same
+
+
+def _compare(run: Run, gradient: Tensor) -> None:
+    """Collective. Rounding is epsilon times a few, parts of a sum are of its size: between them is the root of epsilon."""
+    both = torch.stack([gradient, -gradient]).detach()
+    all_reduce(both, run.axis, "max", label="gradients of an autograd function of the model's own")
+    if float(both.sum(0).max()) > torch.finfo(gradient.dtype).eps ** 0.5 * float(both.abs().max()):
+        what = "the backward of an autograd function of the model's own sums over what is cut"
+        got = f"a gradient {list(gradient.shape)} of a whole tensor, as of a weight, that differs between the ranks of {run.axis.name}"
+        fix = "let the function give gradients of what it computes by elements, and multiply by weights outside of it; or run with tp=1"
+        raise on_all_ranks(what, got=got, fix=fix)
