@@ -8,6 +8,7 @@ import re
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -17,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import soli
+from noted import noted
 from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
-from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine import elementwise
 from soli.engine import optimizer as optimizers
@@ -723,7 +724,7 @@ def different_seeds(_: int):
     engine = parallelize(
         plain, losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2,zero=3"
     )
-    return engine.global_state_dict()["weight"], [e["text"] for e in events.of_kind("note")]
+    return engine.global_state_dict()["weight"], [e["text"] for e in noted()]
 
 
 def test_ranks_without_a_seed_start_from_rank_0(pool: Pool) -> None:
@@ -758,3 +759,85 @@ def test_an_engine_that_is_forgotten_frees_its_parameters(plan: str) -> None:
     del engine, model
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)
+
+
+# --- what a ported loop does between forward_backward and update ------------------------------------------
+
+
+def line() -> tuple[nn.Module, Any, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    made = nn.Linear(3, 2)
+    engine = parallelize(made, losses.mse(1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+    return made, engine, (torch.randn(4, 3), torch.randn(4, 2))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda made: nn.utils.clip_grad_norm_(made.parameters(), 0.1),
+        lambda made: nn.utils.clip_grad_value_(made.parameters(), 0.1),
+        lambda made: [p.grad.mul_(0.5) for p in made.parameters() if p.grad is not None],
+        lambda made: made.weight.grad.norm(),
+    ],
+)
+def test_gradients_are_not_where_a_loop_looks_for_them(use: Any) -> None:
+    """Each found None, and did nothing, without a word."""
+    made, engine, batch = line()
+    engine.forward_backward(batch)
+    with pytest.raises(SoliError, match=r"p\.grad is not where soli keeps the gradients"):
+        use(made)
+    engine.update()
+    other, straight, batch = line()
+    straight.step(batch)
+    assert made.weight.grad is None
+    assert torch.equal(made.weight, other.weight)
+
+
+def test_a_step_that_is_left_out_changes_nothing() -> None:
+    made, engine, batch = line()
+    before = made.weight.detach().clone()
+    first = engine.forward_backward(batch)
+    engine.discard()
+    assert engine.last.skipped
+    assert torch.equal(made.weight, before)
+    assert float(engine.step(batch)) == float(first)
+    assert not torch.equal(made.weight, before)
+    with pytest.raises(SoliError, match="before forward_backward"):
+        engine.discard()
+
+
+def test_a_batch_that_asks_for_gradients_is_refused() -> None:
+    _, engine, (x, y) = line()
+    with pytest.raises(SoliError, match="would get those of the loss's sum"):
+        engine.step((x.requires_grad_(), y))
+
+
+def written_over(path: str, write: bool) -> str:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    engine = parallelize(made, losses.mse(1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="tp=2")
+    batch = (torch.randn(4, 4), torch.randn(4, 4))
+    if not write:
+        engine.step(batch)
+        engine.save(path, wait=False)
+        assert engine.load(path) == {}  # it is still being written
+        try:
+            nn.init.normal_(made[0].weight)
+        except SoliError as error:
+            return str(error)
+        return "it ran"
+    engine.load(path)
+    with torch.no_grad():
+        made[2].bias.mul_(2)
+    try:
+        engine.step(batch)
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_what_is_written_between_load_and_the_first_step_is_not_lost(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(written_over, str(tmp_path / "c"), False, ranks=2):
+        assert "normal_ of 0.weight" in said  # every rank would draw the same into its part
+    for said in pool.run(written_over, str(tmp_path / "c"), True, ranks=2):
+        assert "wrote into parameters or buffers after load()" in said

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -141,6 +142,11 @@ def need_tensors(batch: Any, part: Part, times: int) -> None:
         what = "the batch has objects whose tensors nobody finds: they are neither taken apart nor moved"
         fix = "give a dict or tuple of their tensors (of a mapping: dict(it); of a dataclass: vars(it)), in the collate of engine.batches too"
         raise on_all_ranks(what, got=listed(closed), fix=fix)
+    asked = [_path(path) for path, x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    if asked and torch.is_grad_enabled():
+        what = "tensors of the batch require gradients, and would get those of the loss's sum over a rank's own rows"
+        fix = "detach() them; make what is learnt a parameter of the model, or take gradients of engine.copy_model()"
+        raise on_all_ranks(what, got=listed(asked), fix=fix)
     same = lambda x: all(not isinstance(y, int | float) and y == x[0] for y in x)  # words that are for all rows
     flat = lambda x: isinstance(x, list) and len(x) == rows and not any(map(_has_rows, tree_leaves(x))) and not same(x)
     if rows > 1 and (times > 1 or part.rows < rows):
@@ -178,7 +184,7 @@ class Caller:
             args, kwargs = list(batch[:-1] if len(batch) > 1 else batch), {}
         else:
             args, kwargs = [batch], {}
-        with partial.calling():
+        with patch.object(partial.Called, "by_engine", True):
             return self.model(*args, **kwargs)
 
     def _problems(self, batch: dict[str, Any]) -> list[Problem]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from soli.core.errors import Problem, listed, listing
+from soli.core.errors import Problem, listed, listing, on_all_ranks
 from soli.core.events import events
 from soli.engine import optimizer as optimizers
 
@@ -73,7 +73,7 @@ class Given:
             return
         other = [name for (name, p), was in zip(now.items(), self.frozen, strict=True) if p.requires_grad != was]
         if other:
-            fix = "set requires_grad before, or save, and parallelize the changed model and load"
+            fix = "set requires_grad before soli.parallelize; or save, build the model again, change and parallelize that, and load"
             yield Problem("a parameter was frozen or unfrozen after soli.parallelize", got=listed(other), fix=fix)
         hooked = [name for name, param in now.items() if hooks(param) != self.hooks[name]]
         if hooked:
@@ -139,3 +139,16 @@ def _replaced(engine: Engine) -> Iterator[Problem]:
             got=listed(names),
             fix="do it before soli.parallelize, or use zero=0" + ", or write in place" * (engine.plan.zero < 3),
         )
+
+
+def written(engine: Engine) -> list[int]:
+    """What a write into parameters or buffers changes."""
+    return [x._version for x in (*engine.model.parameters(), *engine.model.buffers())]
+
+
+def need_unwritten(engine: Engine) -> None:
+    """SoliError where the program wrote into what a checkpoint, which waits for the first batch, would write over."""
+    if engine.to_load is not None and engine.to_load[1] != written(engine):
+        what = "the program wrote into parameters or buffers after load(), and the checkpoint is read when the first batch comes"
+        fix = "give soli.parallelize a batch as example=, so that load() reads at once; or write after the first step"
+        raise on_all_ranks(what, got=str(engine.to_load[0]), fix=fix)

@@ -17,7 +17,7 @@ from soli.core.errors import Problem, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
-from soli.engine import agreed, between, contract, deciding, layout, microbatch, norm, pipelined, rng, same
+from soli.engine import agreed, between, contract, deciding, layout, microbatch, norm, pipelined, rng, same, withheld
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, as_dict, microbatches, need_rows, need_tensors, part_of, rows_of, to_device
@@ -134,7 +134,7 @@ class Engine:
         self.tied = {n: names[0] for names, _ in named_once(model) for n in names[1:]}
         self.parallel: Parallel | None = None
         self.pipeline: Pipeline | None = None
-        self.to_load: Path | None = None  # a checkpoint that waits for the model to be laid over the ranks
+        self.to_load: tuple[Path, list[int]] | None = None  # a checkpoint that waits for the model to be laid over the ranks
         self.hints, self.optimizer = roles, optimizer
         self.scheduler = optimizers.scheduled(scheduler, optimizer)
         self.loss_fn, self._call = Remembering(loss_fn, blind=world.absent is not None), Caller(model)
@@ -195,6 +195,7 @@ class Engine:
     @rng.kept()
     def _lay(self, example: Any) -> None:
         models.must_be_free(self.model)
+        between.need_unwritten(self)
         self._uncached = models.without_caches(self.model, self.plan, shown=self.rank == 0)
         agree_on_weights(self.model, self.optimizer, self.mesh.all)  # before what compares ranks, or computes on them
         if self.plan.model_ranks > 1:
@@ -217,7 +218,7 @@ class Engine:
             same.check_loss(self, sample)
             sequence.check_begun(self.parallel.context, sample.rows, self.mesh["pp"])
         if self.to_load is not None:
-            states.fill(self, self.to_load)
+            states.fill(self, self.to_load[0])
 
     @property
     def laid(self) -> DataParallel:
@@ -256,17 +257,22 @@ class Engine:
     def step(self, batch: Any) -> Tensor:
         """One optimizer step on a global batch. Returns its loss: a 0-d float64 tensor, equal on every rank."""
         began = time.perf_counter()
-        loss = self.forward_backward(batch)
+        loss = self._gradients(batch)
         self.clip()
         self.update()
         self.last.seconds = time.perf_counter() - began
         return loss
 
-    @noted
     def forward_backward(self, batch: Any) -> Tensor:
-        """Gradients of the mean loss over the counted targets of the global batch, summed over all ranks."""
+        """Gradients of the mean loss over the counted targets of the global batch, summed over all ranks. They are `global_gradients()`'s."""
+        loss = self._gradients(batch)
+        withheld.fill(self.model, True)
+        return loss
+
+    @noted
+    def _gradients(self, batch: Any) -> Tensor:
         if self._count:
-            fix = "to add up gradients over parts of a batch, give the whole batch and plan='accumulate=K'"
+            fix = "to add up gradients over parts of a batch, give the whole batch and plan='accumulate=K'; engine.discard() leaves a step out"
             raise on_all_ranks("forward_backward was called twice without update()", fix=fix)
         raise_all(self._given.problems(self), everywhere=True)
         self.decide(batch := as_dict(batch), batch.total if isinstance(batch, Part) else 0)
@@ -335,6 +341,7 @@ class Engine:
     def update(self) -> None:
         """The optimizer's step on this rank's shards, then the parameters that others need."""
         self._need_gradients("update")
+        withheld.fill(self.model, False)
         if self._norm is None and self._factor == 1.0:
             self._factor = 1.0 / (self._count * self._seed_scale)
             self._norm = self.gradient_norm() if self.loss_scale is not None else None
@@ -342,9 +349,22 @@ class Engine:
         if self.loss_scale is not None:
             self.loss_scale.after(overflow)
         if overflow:
-            self._report_skip()
+            scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+            self.last.skipped = True
+            events.emit("skip", step=self.step_count + 1, new_scale=scale)
+            if self.rank == 0:
+                print(f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}")
         else:
             self._take_step()
+        self._end()
+
+    def discard(self) -> None:
+        """Leave the step out: the gradients of the last forward_backward are forgotten, and nothing is updated. On all ranks alike."""
+        self._need_gradients("discard")
+        self.last.skipped = True
+        self._end()
+
+    def _end(self) -> None:
         norm.forget(self)
         self.step_count += 1
         self._agreed.versions = agreed.versions(self)
@@ -377,13 +397,6 @@ class Engine:
     def _finish_gathers(self) -> None:
         while self._gathers:
             self._gathers.pop(0).wait()
-
-    def _report_skip(self) -> None:
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        self.last.skipped = True
-        events.emit("skip", step=self.step_count + 1, new_scale=scale)
-        if self.rank == 0:
-            print(f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}")
 
     def _need_gradients(self, call: str) -> None:
         if not self._count:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from soli.core.axes import DEPTH, ROW, TP
 from soli.core.errors import failure
+from soli.engine import withheld
 from soli.mesh.collectives import Axis, all_reduce
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def forget(engine: Engine) -> None:
     """Drop the gradients that wait for update(), and what is known of them."""
     engine._count, engine._norm, engine._factor, engine._seed_scale = 0.0, None, 1.0, 1.0
     engine.laid.reducer.drop()
+    withheld.fill(engine.model, False)
 
 
 def refuse(engine: Engine) -> None:

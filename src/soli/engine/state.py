@@ -18,7 +18,7 @@ from soli.core.axes import TP
 from soli.core.errors import Problem, listed, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.layout import Sharded, from_flat, from_whole
-from soli.engine import rng
+from soli.engine import between, rng
 from soli.engine.data import Position
 from soli.engine.optimizer import need_own_states, stepped
 from soli.engine.plain import counted, like, numbered, plain
@@ -117,13 +117,10 @@ def plain_copy(model: nn.Module) -> nn.Module:
             pass
         of_state = module._state_dict_pre_hooks, module._load_state_dict_pre_hooks
         for hooks in (module._forward_hooks, module._forward_pre_hooks, *of_state):
-            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+            of = lambda hook: str(getattr(hook, "hook", hook).__module__)  # torch wraps some of them
+            for key in [key for key, hook in hooks.items() if of(hook).startswith("soli.")]:
                 del hooks[key]
     return plain
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "hook", hook).__module__).startswith("soli.")  # torch wraps some of them
 
 
 def uncut(engine: Engine, param: nn.Parameter, local: Tensor) -> Tensor:
@@ -157,7 +154,7 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
     slots = {s.name: (s, u) for u in engine.laid.units for s in u.slots}
     found = {}
     for name, (shape, dtype) in shapes.items():
-        whole = torch.full(shape, 0 if shape else _least(dtype), dtype=dtype, device=engine.device)
+        whole = torch.full(shape, 0 if shape else -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=engine.device)
         for box, piece in local[name].pieces if name in local else []:
             whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
         param = name.removeprefix("optimizer.").rpartition(".")[0]
@@ -172,10 +169,6 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
             broadcast(whole, engine.mesh["pp"], engine.pipeline.cutting.first_owner(param), label=name)
         found[name] = whole
     return found
-
-
-def _least(dtype: torch.dtype) -> float:
-    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _agreed_shapes(engine: Engine, local: dict[str, Sharded]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -313,8 +306,8 @@ def _classes(engine: Engine) -> dict[str, str]:
 
 def load(engine: Engine, path: Path) -> dict[str, Any]:
     """See Engine.load. Where the model still waits to be laid over the ranks, its tensors are read then."""
+    _finish_saving(engine)  # it may be this checkpoint that is written
     manifest = checkpoint.read_manifest(path)
-    _finish_saving(engine)
     only_weights = not any(name.startswith(("optimizer.", RNG)) for name in manifest.tensors)
     if not only_weights:
         raise_all(_group_problems(engine, manifest), everywhere=True)
@@ -327,7 +320,7 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     if engine.parallel is not None:
         state = fill(engine, path, drawn)
     else:
-        engine.to_load = path
+        engine.to_load = path, between.written(engine)
         if drawn:
             wanted = {name: from_whole(value) for name, value in drawn.items()}
             state = checkpoint.load(path, wanted, group=_everyone(engine), ignore=lambda n: n not in drawn)

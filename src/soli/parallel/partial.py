@@ -3,9 +3,7 @@ word, and a call between steps would compute with them."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 from torch import nn
 
@@ -25,17 +23,12 @@ def guard(model: nn.Module, plan: Plan) -> None:
             module.register_load_state_dict_pre_hook(_given)
 
 
-class _Called:
-    by_engine = False
-
-
-def calling() -> AbstractContextManager[object]:
-    """Around a call of the model that the engine makes."""
-    return patch.object(_Called, "by_engine", True)
+class Called:
+    by_engine = False  # around a call of the model that the engine makes: True
 
 
 def _called(module: nn.Module, _: Any) -> None:
-    if not _Called.by_engine:
+    if not Called.by_engine:
         what = "the model is called by itself, and each rank has a part of it"
         fix = "engine.copy_model() is a plain model to sample, act or validate with (every rank calls it); engine.evaluate(batches) is a mean loss"
         raise SoliError(what, got=type(module).__name__, fix=fix)

@@ -43,10 +43,6 @@ def _local(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-def _items(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
-    return iter(shapes.unbind(run, func, args, kwargs))
-
-
 def _body(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     """A function that torch writes in Python: its own lines, on cut tensors."""
     return body(_lines(func), args, kwargs)
@@ -77,7 +73,7 @@ CUT: dict[str, Rule] = {
     "repeat_interleave": shapes.repeat_interleave, "repeat": shapes.repeat, "narrow": shapes.narrow,
     **{n: shapes.pieces for n in ("split", "split_with_sizes", "chunk")}, "unbind": shapes.unbind,
     "select": shapes.select_, "__getitem__": shapes.getitem, "cat": shapes.cat, "concat": shapes.cat,
-    "concatenate": shapes.cat, "stack": shapes.stack, "__iter__": _items,
+    "concatenate": shapes.cat, "stack": shapes.stack, "__iter__": lambda *given: iter(shapes.unbind(*given)),
     **dict.fromkeys(NAMES["reductions"], pointwise.reduction), **dict.fromkeys(NAMES["along"], pointwise.along),
     **dict.fromkeys(NAMES["losses"], losses.elementwise_loss), **dict.fromkeys(NAMES["whole"], shapes.gathered),
     **dict.fromkeys(NAMES["local"], _local), "softmax": losses.softmax, "log_softmax": losses.softmax,
@@ -152,7 +148,8 @@ def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
 
 def of_parts(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Outside of a forward, where a weight is what this rank has of it. Refused where others' elements would belong to the result."""
-    if rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS:
+    by_place = name in (*NAMES["by_place"], *NAMES["drawn"])
+    if not by_place and rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS:
         PARTS_OF_PARTS.add(func)
         return func(*args, **kwargs)
     given = tensors_in((args, kwargs))
@@ -162,7 +159,7 @@ def of_parts(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     along = _along(name, args, kwargs, weight.dim())
     if along is None or all(split.dim not in along for split in weight.cuts.values()):
         views = lambda x: any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
-        by_place = along is None and name in NAMES["by_place"]
+        by_place &= along is None
         result = None if by_place else func(*args, **kwargs)
         # what is no view of what is given was computed of all that the rank has
         if not by_place and (along is not None or all(map(views, tensors_in((result,))))):

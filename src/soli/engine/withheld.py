@@ -1,0 +1,30 @@
+"""What `p.grad` is between forward_backward() and update(): soli has the gradients in buffers of its own, and a program that clips,
+scales or reads them there would do nothing, without a word, where it found None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soli.core.errors import SoliError
+from soli.core.functions import name_of
+
+
+class _Withheld(Tensor):
+    """In a gradient's place. One number's memory, whatever its shape, and no answers."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        what = "p.grad is not where soli keeps the gradients between forward_backward() and update()"
+        allowed = "clip=, engine.gradient_norm(), engine.global_gradients() on all ranks, linear hooks of parameters"
+        raise SoliError(what, got=name_of(func), allowed=allowed, fix="give clip= in place of clip_grad_norm_ (docs/porting.md)")
+
+
+def fill(model: nn.Module, withheld: bool) -> None:
+    """Until update() or discard(); then gradients are what the next backward makes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in model.parameters():
+            none = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape) if withheld else None
+            param.grad = none if none is None else none.as_subclass(_Withheld)
