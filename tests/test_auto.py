@@ -22,10 +22,10 @@ from tests.test_rehearsal import program
 from torch import Tensor, nn
 
 from cases import CASES
+from noted import noted
 from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
-from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.versions import process_groups
 from soli.engine import auto, calibrate
@@ -554,7 +554,7 @@ def first_steps(folder: str) -> tuple[str, list[str]]:
                 engine.step(batch(256))
     finally:
         auto.bases = usual
-    texts = [event["text"] for event in events.of_kind("note")]
+    texts = [event["text"] for event in noted()]
     return said.getvalue(), [text for text in texts if "first step" in text]
 
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from noted import noted
 from pool import Pool
 from soli import checkpoint, losses, parallelize
 from soli.checkpoint.transfer import import_
 from soli.core.errors import SoliError
-from soli.core.events import events
 from test_engine import DATA, Named, engine_for
 
 BATCH = {name: torch.stack([sample[name] for sample in DATA[:6]]) for name in ("x", "targets")}
@@ -79,9 +79,9 @@ def freezing(plan: str, folder: str) -> list[bool]:
             model, losses.mse("targets"), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), plan=plan, example=BATCH
         )
         if number:
-            notes = len(events.of_kind("note"))
+            notes = len(noted())
             engine.load(f"{folder}/{number - 1}")
-            said = [note["text"] for note in events.of_kind("note")[notes:]]
+            said = [note["text"] for note in noted()[notes:]]
             found.append(frozen == any("that are frozen now are not read: net.0.bias, net.0.weight" in t for t in said))
         engine.step(BATCH)
         engine.save(f"{folder}/{number}")
@@ -207,7 +207,7 @@ def test_weights_alone_leave_the_rates_and_that_is_said(tmp_path: Path) -> None:
     assert engine.step_count == 0
     assert engine.scheduler.last_epoch == 4
     said = "step start anew; learning rate, scheduler and loss scale stay as they are"
-    assert events.of_kind("note")[-1]["text"].endswith(said)
+    assert noted()[-1]["text"].endswith(said)
 
 
 class Tied(nn.Module):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cases import CASES
+from noted import bytes_by
 from pool import Pool
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
@@ -210,18 +211,18 @@ def foreign():
         ddp = nn.parallel.DistributedDataParallel(nn.Linear(8, 8, bias=False))
         recorder.clear()
         ddp(x).sum().backward()
-    found["ddp"] = recorder.bytes_by()
+    found["ddp"] = bytes_by(recorder)
     recorder.clear()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     model = nn.Linear(8, 8, bias=False)
     fully_shard(model, mesh=mesh)
     with record_torch():
         model(x).sum().backward()
-    found["fsdp2"] = recorder.bytes_by()
+    found["fsdp2"] = bytes_by(recorder)
     recorder.clear()
     with record_torch():
         distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).to_local()
-    found["dtensor"] = recorder.bytes_by()
+    found["dtensor"] = bytes_by(recorder)
     return {key: {f"{op}": n for (op, _), n in value.items()} for key, value in found.items()}
 
 

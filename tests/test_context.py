@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 import sequences
 import soli
 from cases import CASES
+from noted import noted
 from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
-from soli.core.events import events
 from soli.core.layout import even_parts
 from soli.engine.contract import rounding
 from soli.engine.engine import Engine, parallelize
@@ -292,14 +292,14 @@ GATHERED = "two parts of the sequence meet in a product"
 
 def notes(name: str, plan: str, steps: int) -> list[str]:
     """What was said of gathering in so many steps and an evaluation."""
-    before = len(events.of_kind("note"))
+    before = len(noted())
     make = sequences.case(name).make if name in sequences.NAMES else CASES[name].make
     model, loss_fn, batches = make()
     engine = parallelize(model.double(), loss_fn, optimizer=adamw, plan=plan)
     for _ in range(steps):
         engine.step(batches[0])
     engine.evaluate(batches[:1])
-    return [e["text"] for e in events.of_kind("note")[before:] if "gathered" in e["text"]]
+    return [e["text"] for e in noted()[before:] if "gathered" in e["text"]]
 
 
 @pytest.mark.parametrize(

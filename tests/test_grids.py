@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import CASES
+from noted import bytes_by
 from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
@@ -115,7 +116,7 @@ def step_bytes(plan: str) -> dict[tuple[str, str], int]:
         engine.step(tokens())
     recorder.clear()
     engine.step(tokens(seed=1))
-    return {key: n for key, n in recorder.bytes_by().items() if key[1] != "dp"}  # dp: the loss's own numbers
+    return {key: n for key, n in bytes_by(recorder).items() if key[1] != "dp"}  # dp: the loss's own numbers
 
 
 MATRICES = [*[(H, H, i == 3) for i in range(4)], (4 * H, H, False), (H, 4 * H, True)]

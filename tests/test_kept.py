@@ -15,7 +15,6 @@ import soli
 from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
-from soli.core.events import events
 from soli.engine.engine import parallelize
 from soli.verify.parity import BOUND, Case, adamw, check
 from sweep import swept
@@ -539,7 +538,7 @@ def late(plan: str, folder: str) -> tuple[int, str, list[str]]:
     """The steps that a buffer got by which begins to follow the rows at the fourth, what was said then, and what of a save before."""
     model, loss_fn, _ = case_of(Warming).make()
     engine = parallelize(model.double(), loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
-    said = lambda: [event["text"] for event in events.of_kind("note") if "saved as the first" in event["text"]]
+    said = lambda: [event["text"] for event in notes() if "saved as the first" in event["text"]]
     before = len(said())  # of other runs of this process
     notes = lambda: said()[before:]
     try:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import CASES
+from noted import bytes_by
 from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
@@ -305,7 +306,7 @@ def bytes_of(plan: str) -> dict[tuple[str, str], int]:
     barrier(engine.mesh.all)
     recorder.clear()
     engine.step(batches[1])
-    return {key: n for key, n in recorder.bytes_by().items() if key[0] in ("send", "recv")}
+    return {key: n for key, n in bytes_by(recorder).items() if key[0] in ("send", "recv")}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbh1"])

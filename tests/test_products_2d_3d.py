@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from noted import bytes_by
 from pool import Pool
 from soli.mesh.collectives import Axis
 from soli.mesh.record import recorder
@@ -58,7 +59,7 @@ def everyone() -> Axis:
 
 def bytes_now() -> dict[tuple[str, str], int]:
     """Of the collectives since the last call."""
-    found = recorder.bytes_by()
+    found = bytes_by(recorder)
     recorder.clear()
     return found
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from noted import noted
 from pool import Pool
 from soli import losses, parallelize
 from soli.core.errors import SoliError
-from soli.core.events import events
 from test_engine import DATA, Named, engine_for
 
 ALL = torch.stack([sample["x"] for sample in DATA])
@@ -51,7 +51,7 @@ def test_epochs_that_are_behind_a_stream_are_not_read_again_and_that_is_said() -
     engine = engine_for("dp=1")
     assert len(read(engine.batches(DATA, 6, epochs=2))) == 8
     assert not read(engine.batches(DATA, 6, epochs=2))
-    assert "'train' has 2 epochs behind it" in events.of_kind("note")[-1]["text"]
+    assert "'train' has 2 epochs behind it" in noted()[-1]["text"]
 
 
 @pytest.mark.parametrize("seen", [1, 3])
@@ -151,7 +151,7 @@ def test_an_iterator_that_is_held_goes_on_in_the_order_of_the_checkpoints_seed(t
     held = other.batches(DATA, 6, epochs=2)
     read(held, begun)
     other.load(tmp_path / "c")
-    assert "the checkpoint's seed 5 goes on" in events.of_kind("note")[-1]["text"]
+    assert "the checkpoint's seed 5 goes on" in noted()[-1]["text"]
     assert alike(read(held), read(stream))
 
 

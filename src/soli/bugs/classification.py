@@ -83,12 +83,8 @@ def places(
         "most": most[0][0] if most else "",
         "size": f"{sum(lines)} lines, {len(lines)} files",
         "rule": rule,
-        "said": f"{rule}; {' '.join(kinds)}; {_many(len(edits))} edits; {subject}",
+        "said": f"{rule}; {' '.join(kinds)}; {'no' if not edits else 'few' if len(edits) <= FEW else 'many'} edits; {subject}",
     }
-
-
-def _many(edits: int) -> str:
-    return "no" if not edits else "few" if edits <= FEW else "many"
 
 
 def matches(hints: Hints, of: Mapping[str, str]) -> list[re.Match[str] | None]:

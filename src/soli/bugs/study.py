@@ -34,8 +34,10 @@ def study(mined: Path, labels: Sequence[Label] = (), population: Mapping[str, in
     paper = table(__package__, "study.toml")
     with store.opened(mined) as base:
         _whole(base, mined)
+        stated = (one for question in paper["question"] for one in question["statements"])
+        share = float(next(one["share"] for one in stated if one["kind"] == "share"))  # of small fixes
         said = {
-            "paper": {"source": paper["source"], "bugs": paper["bugs"], "share": _stated(paper)},
+            "paper": {"source": paper["source"], "bugs": paper["bugs"], "share": share},
             "labels": _made(labels),
             "histories": _histories(base),
             "sizes": _sizes(base, paper, labels, population),
@@ -66,13 +68,6 @@ def _whole(base: sqlite3.Connection, mined: Path) -> None:
         got = f"{mined}: {left} were not looked at, {rules} sets of rules"
         fix = f"soli bugs classify CLONE... --db {mined}, with all of its histories"
         raise SoliError("not all commits in this file are classified, by the same rules", got=got, fix=fix)
-
-
-def _stated(paper: Mapping[str, Any]) -> float:
-    """The share of small fixes that the study states."""
-    return float(
-        next(one["share"] for question in paper["question"] for one in question["statements"] if one["kind"] == "share")
-    )
 
 
 def _made(labels: Sequence[Label]) -> dict[str, Any] | None:

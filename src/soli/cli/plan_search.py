@@ -72,7 +72,8 @@ def search(
     known, inferred = read(model)
     precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
     asked = ",".join(_one_of("precision", name.strip(), PRECISIONS) for name in precision.split(","))
-    tokens = seq or (known.seq if programs.is_program(model) else min(known.seq or 8192, 8192))
+    own = programs.named(model) is not None or model.partition(":")[0] in programs.OWN  # a program, which has its length
+    tokens = seq or (known.seq if own else min(known.seq or 8192, 8192))
     task = Task(
         known, made, batch, tokens, asked, _bytes(memory), explain.fixed_of(",".join(fix)) if fix else {},
         _one_of("framework", framework, FRAMEWORKS),

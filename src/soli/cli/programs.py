@@ -25,11 +25,6 @@ def named(text: str) -> tuple[Path, str] | None:
     return (Path(found[1]), found[2] or "") if found else None
 
 
-def is_program(text: str) -> bool:
-    """Whether it names a program: of a file, or one of soli's models."""
-    return named(text) is not None or text.partition(":")[0] in OWN
-
-
 def from_file(path: Path, name: str) -> tuple[Any, Any, Any]:
     """What the function of a file returns: the model, a batch and its loss (None: the model's own)."""
     module = _loaded(path)

@@ -34,8 +34,5 @@ class Events:
         """Within, what is emitted is forgotten: of a program that is run for its shapes alone."""
         return patch.object(self, "recent", deque(maxlen=KEPT))
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.recent if event["kind"] == kind]
-
 
 events = Events()

@@ -57,7 +57,7 @@ class Agreement:
     def sums(self, engine: Engine, total: float, count: float) -> tuple[Tensor, float]:
         """One small reduction: every rank's total and count in slots of their own, what must be alike, and which parameters were used."""
         size, reducer = engine.dp.size, engine.laid.reducer
-        flags, seal = reducer.used_flags(), self.seal(engine)
+        flags, seal = [slot.arrived for unit in reducer.units for slot in unit.slots], self.seal(engine)
         facts = torch.tensor([0.0] * 5 * size + flags, dtype=torch.float64)
         mine = facts[: 5 * size].view(5, size)
         mine[:2, engine.dp.index] = torch.tensor([total, count], dtype=torch.float64)

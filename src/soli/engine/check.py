@@ -73,7 +73,9 @@ class FirstStep:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
         model = engine.model
         start, objects = kept.values(model), [x for _, x in kept.tensors(model)]
-        data, rows = _few(engine, part)
+        rows = few(part, engine.plan)
+        data = to_device(take(part.data, 0, rows), engine.device)
+        data, rows = (data, rows) if rows > 1 else (at(data, [0, 0]), 2)  # two at least
         # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
         cut = rows // 2
         with Differentiating(engine.plan), looked_at(model, engine.plan) as effects:
@@ -104,7 +106,8 @@ class FirstStep:
             engine.randomness.forget()
             whole = _run(engine, data, rows)  # the losses are compared from the same values
             kept.restore(model, before)
-        still = sorted(_made_anew(model, effects.written, objects) - moved.keys()) if engine.plan.runs > 1 else []
+        made = {name for name, x in kept.tensors(model) if all(x is not known for known in objects)}  # and not written into
+        still = sorted((effects.written | made) - moved.keys()) if engine.plan.runs > 1 else []
         if _anywhere(engine, bool(still), "whether a forward writes what was there"):
             changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
@@ -193,21 +196,8 @@ def _shifted(engine: Engine, data: Any, rows: int, names: list[str], start: kept
     return _run(engine, data, rows)
 
 
-def _made_anew(model: nn.Module, written: set[str], before: list[torch.Tensor]) -> set[str]:
-    """Buffers and attributes that a forward wrote into, or replaced."""
-    known = {id(x) for x in before}
-    return written | {name for name, x in kept.tensors(model) if id(x) not in known}
-
-
 def _modes(model: nn.Module) -> list[bool]:
     return [module.training for module in model.modules()]
-
-
-def _few(engine: Engine, part: Part) -> tuple[Any, int]:
-    """Rows to look at, two at least, and how many they are."""
-    rows = few(part, engine.plan)
-    data = to_device(take(part.data, 0, rows), engine.device)
-    return (data, rows) if rows > 1 else (at(data, [0, 0]), 2)
 
 
 def _run(engine: Engine, data: Any, rows: int, part: bool = False) -> Loss:

@@ -162,7 +162,8 @@ def _by_number(
         order.sample = drawing.first()
     while _goes_on(order):
         epoch, size = order.position.epoch, order.size
-        indices = _permutation(size, order)
+        generator = torch.Generator().manual_seed(order.seed() * 1_000_003 + epoch)
+        indices = torch.randperm(size, generator=generator) if order.shuffle else torch.arange(size)
         starts = list(range(0, size, order.global_batch))[order.position.batch :]
         if not starts:
             _advance(order, True)
@@ -227,13 +228,6 @@ class _Drawing(Dataset[Any]):
 
 def _seen(sample: Any) -> list[str]:
     return [str(x) for x in tree_leaves(sample) if isinstance(x, Tensor | np.ndarray | int | float | str)]
-
-
-def _permutation(size: int, order: Order) -> torch.Tensor:
-    if not order.shuffle:
-        return torch.arange(size)
-    generator = torch.Generator().manual_seed(order.seed() * 1_000_003 + order.position.epoch)
-    return torch.randperm(size, generator=generator)
 
 
 END = object()

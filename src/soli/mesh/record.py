@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,13 +78,6 @@ class Recorder:
 
     def clear(self) -> None:
         self.records.clear()
-
-    def bytes_by(self) -> dict[tuple[str, str], int]:
-        """Total bytes for each (operation, axis)."""
-        total = Counter[tuple[str, str]]()
-        for record in self.records:
-            total[record.operation, record.axis] += record.bytes
-        return total
 
 
 recorder = Recorder()
@@ -180,7 +173,8 @@ class _TorchCollectives(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
         if others and (operation := _operation(name[1])):
             axis, ranks = _group_of(args)
-            recorder.add(operation, axis, _whole_bytes((*args, result)), ranks, "", "torch")
+            size = lambda side: sum(t.numel() * t.element_size() for t in tensors_in((side,)))
+            recorder.add(operation, axis, max(map(size, (*args, result))), ranks, "", "torch")
         return result
 
 
@@ -198,8 +192,3 @@ def _group_of(args: tuple[Any, ...]) -> tuple[str, tuple[int, ...]]:
             continue
         return group.group_desc or group.group_name, tuple(dist.get_process_group_ranks(group))
     return "unknown", ()
-
-
-def _whole_bytes(sides: tuple[Any, ...]) -> int:
-    """Size of the buffer that the collective is about: its largest side, input or output."""
-    return max(sum(t.numel() * t.element_size() for t in tensors_in((side,))) for side in sides)

@@ -145,7 +145,8 @@ class _Recorder(TorchDispatchMode):
         _refuse_lost_write(func, args, tensors)
         generator = _draw(func, args, kwargs)
         # Before the call: t_() and its like change the tensor that they are given.
-        seen_args, seen_kwargs = tree_map(_seen, (args, {k: _on_cpu(k, v) for k, v in kwargs.items()}))
+        device = {} if kwargs.get("device") is None else {"device": torch.device("cpu")}
+        seen_args, seen_kwargs = tree_map(_seen, (args, kwargs | device))
         meta_args, meta_kwargs = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         if "device" in meta_kwargs or not tensors:
             meta_kwargs["device"] = torch.device("meta")
@@ -165,10 +166,6 @@ class _Recorder(TorchDispatchMode):
         self.log.append(_Entry(func, args, kwargs, [_view(t) for t in outputs], touches, reads, generator))
         for tensor in outputs:
             _logs.setdefault(_key(tensor), (tensor.untyped_storage(), self.log))
-
-
-def _on_cpu(key: str, value: Any) -> Any:
-    return torch.device("cpu") if key == "device" and value is not None else value
 
 
 def _view(tensor: Tensor) -> _View:

@@ -153,7 +153,8 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
                 del vars(module)[key]
         for key in own - _OF_TORCH:
             name, value = name_in(path, key), vars(module).get(key)
-            stays = _elsewhere(value) or (_of_tensors(value) and not tensors)
+            elsewhere = any(isinstance(x, Tensor) and x.is_meta for x in (value if type(value) is tuple else (value,)))  # on another stage
+            stays = elsewhere or (_of_tensors(value) and not tensors)
             if name in before and not stays and not same(before[name], Held(value) if _holds(value) else value):
                 vars(module)[key] = _copy(before[name])
 
@@ -213,11 +214,6 @@ def marks(model: nn.Module, paths: dict[nn.Module, str]) -> Iterator[tuple[str, 
             yield name, (id(x), 0 if x.is_inference() else x._version)
         elif not _holds(x):
             yield name, _copy(x)
-
-
-def _elsewhere(value: Any) -> bool:
-    """What stands for a value of another stage."""
-    return any(isinstance(x, Tensor) and x.is_meta for x in (value if type(value) is tuple else (value,)))
 
 
 def _of_tensors(value: Any) -> bool:

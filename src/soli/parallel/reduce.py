@@ -231,9 +231,6 @@ class Reducer:
             if unit.zero >= 2:
                 unit.grad = None
 
-    def used_flags(self) -> list[bool]:
-        return [slot.arrived for unit in self.units for slot in unit.slots]
-
     def set_used(self, flags: list[bool]) -> None:
         slots = [slot for unit in self.units for slot in unit.slots]
         for slot, used in zip(slots, flags, strict=True):

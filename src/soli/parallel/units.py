@@ -291,11 +291,7 @@ def parts(module: nn.Module, path: str = "", in_list: bool | None = None) -> Ite
             continue
         if isinstance(child, CONTAINERS):
             yield from parts(child, where, True)
-        elif in_list or not _has_blocks(child):
+        elif in_list or not any(isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(m) for m in child.modules()):
             yield where, child, in_list
         else:
             yield from parts(child, where)
-
-
-def _has_blocks(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(m) for m in module.modules())

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from soli.planner import space
-from soli.planner.cost import arithmetic, borders, communication, memory
+from soli.planner.cost import arithmetic, communication, memory
 from soli.planner.cost.constants import Constants, known, spread_of
 from soli.planner.cost.points import FULL, Array, Points
 from soli.planner.cost.step import late, running, sums, update, whole
@@ -40,7 +40,8 @@ def time_of_layouts(task: Task, table: Table) -> Array:
     No stage has fewer layers than one of equal parts but the last, nor less work than the average.
     """
     p, k = _made(task, table)
-    p = borders.loosest(p)
+    least = np.ceil(p.layers / p.pp - 1e-9)  # no plan with the same ranks is below it, whatever its borders
+    p = replace(p, longest=least, fewer=np.where(p.pp > 1, least, 0.0))
     run = running(p, k)
     ends = arithmetic.embedding(p, k) + run.tables
     average = p.microbatches * (run.layers / p.own_layers * p.layers + ends) / p.pp

@@ -73,18 +73,14 @@ def meshes(task: Task) -> NDArray[np.int64]:
         for pp in divisors(n // tp // cp)
         if pp <= model.layers
         for ep in shares
-        if shared_out(ep, tp, n // tp // pp)
+        # whole groups of those that have the same part of tp; or all of them, and some of tp
+        if (copies := n // tp // pp) % ep == 0 or (ep % copies == 0 and tp % (ep // copies) == 0)
     ]
     table = np.array(found, dtype=np.int64).reshape(-1, len(PLACED))
     for column, name in enumerate(PLACED):
         if name in fixed:
             table = table[table[:, column] == fixed[name]]
     return table
-
-
-def shared_out(ep: int, tp: int, copies: int) -> bool:
-    """Whether ep ranks are whole groups of the `copies` (dp x cp) that have the same part of tp; or all, and some of tp."""
-    return copies % ep == 0 or (ep % copies == 0 and tp % (ep // copies) == 0)
 
 
 def layouts(task: Task) -> Table:

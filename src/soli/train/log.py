@@ -45,7 +45,8 @@ class Log:
         self.file = (folder / METRICS).open("a", encoding="utf-8")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
         console = Console()
-        self.bar = _bar(console) if console.is_terminal else None
+        columns = TextColumn("{task.fields[place]}"), BarColumn(bar_width=16), TextColumn("{task.fields[words]}")
+        self.bar = Progress(*columns, console=console) if console.is_terminal else None
         if self.bar:
             self.bar.start()
             self.task = self.bar.add_task("", total=steps or None, completed=first, words="", place="")
@@ -114,9 +115,3 @@ class Log:
             self.board.close()
             if self.bar:
                 self.bar.stop()
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.fields[place]}"), BarColumn(bar_width=16), TextColumn("{task.fields[words]}"), console=console
-    )

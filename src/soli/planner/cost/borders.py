@@ -33,12 +33,6 @@ def placed(p: Points) -> Points:
     return replace(p, longest=p.chunks * best, fewer=best - last)
 
 
-def loosest(p: Points) -> Points:
-    """What no plan with the same ranks is below, whatever its borders: equal stages, of which the last has no layer."""
-    least = np.ceil(p.layers / p.pp - 1e-9)
-    return replace(p, longest=least, fewer=np.where(p.pp > 1, least, 0.0))
-
-
 def last_by_layer(p: Points) -> Array:
     """Flops of the last product by those of a layer, forward; attention's scores as they are counted, masked ones too."""
     width = p.attention_width

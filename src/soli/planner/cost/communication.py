@@ -83,11 +83,6 @@ def _crossing(p: Points, inner: Array) -> tuple[Array, Array]:
     return hit(p.ep / inside(p, p.ep, inner)), hit(p.ep)
 
 
-def calls_of_layer(p: Points) -> Array:
-    """Collectives that a layer's forward starts, beside those of cp and of a grid."""
-    return 2.0 * ((p.tp > 1) & (p.tensor == LINE)) + 2.0 * ((p.experts > 0) & (p.ep > 1))
-
-
 def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> tuple[Array, Array, Array, Array]:
     """Seconds in which ZeRO-3 gathers a layer's parameters for the first forward and for another's; and for another backward and the last,
     with its gradients.

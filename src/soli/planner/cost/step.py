@@ -8,7 +8,7 @@ import numpy as np
 
 from soli.planner.cost import arithmetic, communication, context, grids, memory, overlap, pipeline, schedules
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, INTERLEAVED, Amount, Array, Points, in_the_mean
+from soli.planner.cost.points import FULL, INTERLEAVED, LINE, Amount, Array, Points, in_the_mean
 
 WRITTEN_OUT = 1.15
 """Launches of a layer that makes attention's scores, by those of one with a kernel: what Megatron-LM's test of tp=4 took on one
@@ -48,7 +48,8 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     sent_forward, sent_backward = _sent(p, k)
     exposed = sent_forward + sent_backward + _gathering(p, k, forward, backward)
     passes = 3.0 + arithmetic.recomputed(p, np.ones_like(whole), np.zeros_like(whole))
-    calls = communication.calls_of_layer(p) + context.calls(p) + grids.calls(p)
+    calls = 2.0 * ((p.tp > 1) & (p.tensor == LINE)) + 2.0 * ((p.experts > 0) & (p.ep > 1))
+    calls = calls + context.calls(p) + grids.calls(p)
     written = WRITTEN_OUT * np.where(p.unfused, UNFUSED, 1.0)
     launched = k.layer_floor * np.where(p.flash > 0, 1.0, written)
     launched = launched + np.where(p.zero >= 3, k.gather_floor, 0.0)
