@@ -97,9 +97,7 @@ def _cut(role: Any) -> str:
 
 
 def _as_dict(role: Any, shape: tuple[int, ...]) -> dict[str, Any]:
-    split = None
-    if role.split is not None:
-        split = {"dim": role.split.dim, "parts": role.split.parts, "atoms": role.split.atoms}
+    split = role.split and {"dim": role.split.dim, "parts": role.split.parts, "atoms": role.split.atoms}
     return {"role": role.kind, "shape": shape, "cut": split, "why": role.why}
 
 

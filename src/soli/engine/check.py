@@ -106,8 +106,7 @@ class FirstStep:
             engine.randomness.forget()
             whole = _run(engine, data, rows)  # the losses are compared from the same values
             kept.restore(model, before)
-        made = {name for name, x in kept.tensors(model) if all(x is not known for known in objects)}  # and not written into
-        still = sorted((effects.written | made) - moved.keys()) if engine.plan.runs > 1 else []
+        still = sorted(_made_anew(model, effects.written, objects) - moved.keys()) if engine.plan.runs > 1 else []
         if _anywhere(engine, bool(still), "whether a forward writes what was there"):
             changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
@@ -227,6 +226,12 @@ def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
         events.note(text, shown=engine.rank == 0)
         return False
     return True
+
+
+def _made_anew(model: nn.Module, written: set[str], before: list[torch.Tensor]) -> set[str]:
+    """Buffers and attributes that a forward wrote into, or replaced."""
+    known = {id(x) for x in before}
+    return written | {name for name, x in kept.tensors(model) if id(x) not in known}
 
 
 def _counts_first(engine: Engine, data: Any, rows: int, whole: Loss) -> bool | None:

@@ -162,8 +162,8 @@ def _by_number(
         order.sample = drawing.first()
     while _goes_on(order):
         epoch, size = order.position.epoch, order.size
-        generator = torch.Generator().manual_seed(order.seed() * 1_000_003 + epoch)
-        indices = torch.randperm(size, generator=generator) if order.shuffle else torch.arange(size)
+        drawn = lambda: torch.Generator().manual_seed(order.seed() * 1_000_003 + order.position.epoch)
+        indices = torch.randperm(size, generator=drawn()) if order.shuffle else torch.arange(size)
         starts = list(range(0, size, order.global_batch))[order.position.batch :]
         if not starts:
             _advance(order, True)

@@ -158,7 +158,9 @@ class _Recorder(TorchDispatchMode):
             raise on_all_ranks(what, got=f"{func}: {str(error).splitlines()[0]}", fix=fix) from error
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         self._record(func, seen_args, seen_kwargs, outputs, generator)
-        return _as_given(func, args, result)
+        # in-place operations return the tensor they were given
+        mutable = func._schema.is_mutable and isinstance(result, Tensor) and args and isinstance(args[0], Tensor)
+        return args[0] if mutable and _on_meta(args[0]) else result
 
     def _record(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], generator: Tensor | None) -> None:
         reads = frozenset(x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, _View))
@@ -184,12 +186,6 @@ def _refuse_lost_write(func: Any, args: Any, tensors: list[Tensor]) -> None:
     if func._schema.is_mutable and tensors and not _on_meta(tensors[0]) and args and args[0] is tensors[0]:
         fix = "make the constant with torch.zeros or another factory inside the block, and write into that"
         raise on_all_ranks("a constant is changed by a tensor that is deferred", got=str(func), fix=fix)
-
-
-def _as_given(func: Any, args: Any, result: Any) -> Any:
-    """In-place operations return the tensor they were given."""
-    mutable = func._schema.is_mutable and isinstance(result, Tensor) and args and isinstance(args[0], Tensor)
-    return args[0] if mutable and _on_meta(args[0]) else result
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Tensor | None:

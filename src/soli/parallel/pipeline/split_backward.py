@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from operator import setitem
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,7 +67,7 @@ def inputs_first(
     with ExitStack() as hooks, rest.once:
         for group in groups:
             for place in range(len(group.borders)):
-                hooks.enter_context(_recorded(group, place))
+                hooks.enter_context(group.borders[place].register_prehook(partial(setitem, group.gradients, place)))
         found = iter(_gradients(near, wanted))
     return [next(found) if x.requires_grad else None for x in inputs], rest
 
@@ -148,8 +150,3 @@ def _groups(order: list[Node], leads: dict[Node, bool], weights: set[Node]) -> l
     return found
 
 
-def _recorded(group: Group, place: int) -> Any:
-    def record(gradients: tuple[Tensor | None, ...]) -> None:
-        group.gradients[place] = gradients
-
-    return group.borders[place].register_prehook(record)

@@ -342,9 +342,7 @@ SAID = {"colwise": "column", "rowwise": "row", "embedding_rowwise": "vocabulary"
 def said_by(model: nn.Module) -> dict[str, str]:
     """The tensor-parallel plan that a transformers model carries, as hints."""
     plan = getattr(model, "tp_plan", None)
-    if not isinstance(plan, dict):
-        return {}
-    return {name: SAID[word] for name, word in plan.items() if word in SAID}
+    return {name: SAID[word] for name, word in plan.items() if word in SAID} if isinstance(plan, dict) else {}
 
 
 def _dims_of(x: Tensor, dims: tuple[int, ...], result: Tensor, name: str, args: tuple) -> tuple[int, ...] | None:

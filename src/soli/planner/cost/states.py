@@ -60,7 +60,7 @@ def of_states(
     copy, width = found["moments"] - ADAM, 4.0
     if precision in ("fp32", "tf32", "fp64"):
         found, copy = found | FULL_WIDTH, 0.0
-    elif _pure(f"{told}; {optimizer.lower()}"):
+    elif tells("true", full := f"{told}; {optimizer.lower()}") or (tells("pure", full) and not tells("beside", full)):
         found, copy, width = found | HALF_WIDTH, 0.0, 2.0
     elif copy:
         found, copy, width = _told(found, copy, f"{said}; {optimizer}".lower())
@@ -75,10 +75,6 @@ def of_states(
         "gradient": 0.0 if tells("in_backward", told) else found["gradient"],
         "late": float(late),
     }
-
-
-def _pure(told: str) -> bool:
-    return tells("true", told) or (tells("pure", told) and not tells("beside", told))
 
 
 def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, float], float, float]:

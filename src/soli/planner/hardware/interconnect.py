@@ -52,7 +52,9 @@ def joined(device: Device, said: str, beside: str = "") -> tuple[Device, list[st
                 odd.append(f"interconnect: '{clause}' as {rate:g} Gbit/s of a device")
         elif (link and "pci" in clause.lower()) or _has("no_link", clause):
             if not own and not _has("host", clause):
-                device = replace(device, link_gbs=min(_pcie(clause, usual), usual.link_gbs), link_us=10.0)
+                # of the generation that is said, or of the one that leads to the host
+                rate = networks()[f"pcie{generation[1]}"]["link_gbs"] if (generation := _has("pcie", clause)) else usual.host_gbs
+                device = replace(device, link_gbs=min(rate, usual.link_gbs), link_us=10.0)
         elif link or clause in beside or server(clause) or _has("nothing", clause):
             device = replace(device, link_gbs=_link(clause, device))
         else:
@@ -83,12 +85,6 @@ def _between(clause: str, device: Device) -> tuple[float, bool]:
         unnamed = not _has("between", clause) and gbits != device.net_gbits
         whole = unnamed or gbits == device.net_gbits * device.node
     return gbits / (device.node if whole else 1.0), False
-
-
-def _pcie(clause: str, device: Device) -> float:
-    """GB/s of PCI Express of the generation that is said, or of the one that leads to the host."""
-    generation = _has("pcie", clause)
-    return networks()[f"pcie{generation[1]}"]["link_gbs"] if generation else device.host_gbs
 
 
 def _link(clause: str, device: Device) -> float:
