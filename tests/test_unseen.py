@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pool import Pool
-from soli import losses
+from soli import losses, parallelize
+from soli.core.errors import SoliError
 from soli.verify.parity import BOUND, compare, expected_of
 
 
@@ -747,6 +748,34 @@ class CentresBefore(Factored):
             return super().forward(Centring.apply(Centring.apply(x, 1), -1))
 
 
+class Rounded(Factored):
+    """The gradient goes straight through, and the scale has none."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.logits = False
+        return Straight.apply(super().forward(tokens), self.scale)[0]
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return (x / scale).round() * scale, x * 2.0  # of the second nobody asks for a gradient
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, other: Any) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Silent(Factored):
+    """A head that begins with zeros: gradients of what is before it are zeros on the first step, and parts later."""
+
+    logits = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+
+
 class HookedBeside(Factored):
     """Hooks by position, by feature and by class, of which the program does not ask whether there are gradients."""
 
@@ -794,6 +823,9 @@ class SummedBefore(FactoredBefore):
         (SummedBefore, "tp=2,sp=on", ""),
         (Summed, "cp=2", "sums over the sequence"),
         (Centres, "tp=2", ""),
+        (Rounded, "tp=2", ""),
+        (HookedBeside, "pp=2,microbatches=4,schedule=zbh1", "would run twice"),
+        (HookedBeside, "pp=2,microbatches=4", ""),
         (HookedBeside, "tp=2", ""),
         (HookedBeside, "tp=2,sp=on", ""),
         (HookedBeside, "cp=2", ""),
@@ -806,6 +838,21 @@ def test_gradients_of_whole_tensors_by_functions_of_its_own(pool: Pool, kind: ty
         assert all(said in text for text in pool.run(first_step, kind, plan, ranks=2))
     else:
         assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
+
+
+def second_step(plan: str) -> str:
+    model, loss_fn, batches = case_of(Silent).make()
+    engine = parallelize(model.double(), loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    engine.step(batches[0])  # its weight stays as it is
+    try:
+        engine.step(batches[0])
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_gradients_of_zero_say_nothing_of_later_ones(pool: Pool) -> None:
+    assert all("sums over what is cut" in said for said in pool.run(second_step, "tp=2,sp=on", ranks=2))
 
 
 def distilled(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from soli.core.errors import on_all_ranks
-from soli.core.plan import Plan
+from soli.core.plan import SPLIT_BACKWARD, Plan
 
 
 class Differentiating(TorchFunctionMode):
@@ -26,6 +26,9 @@ class Differentiating(TorchFunctionMode):
         caller = _caller(sys._getframe(1)) if func is torch.autograd.grad else "soli"
         if _transformed() or caller != "soli":
             self._check(own_graph=caller in ("soli", "torch.func"))
+        if func is torch.Tensor.register_hook and self.plan.pp > 1 and self.plan.schedule in SPLIT_BACKWARD:
+            what = "a hook on a tensor of the forward would run twice where a schedule takes the backward of inputs and of weights apart"
+            raise on_all_ranks(what, got=str(self.plan), allowed="schedule=gpipe, 1f1b, interleaved")
         return func(*args, **(kwargs or {}))
 
     def _check(self, own_graph: bool) -> None:

@@ -345,16 +345,7 @@ class Engine:
         if self._norm is None and self._factor == 1.0:
             self._factor = 1.0 / (self._count * self._seed_scale)
             self._norm = self.gradient_norm() if self.loss_scale is not None else None
-        overflow = self._norm is not None and self._norm - self._norm != 0
-        if self.loss_scale is not None:
-            self.loss_scale.after(overflow)
-        if overflow:
-            scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-            self.last.skipped = True
-            events.emit("skip", step=self.step_count + 1, new_scale=scale)
-            if self.rank == 0:
-                print(f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}")
-        else:
+        if self._norm is None or self._norm - self._norm == 0:
             self._take_step()
         self._end()
 
@@ -365,6 +356,14 @@ class Engine:
         self._end()
 
     def _end(self) -> None:
+        if self.loss_scale is not None:
+            overflow = self._norm is not None and self._norm - self._norm != 0
+            self.loss_scale.after(overflow)
+            if overflow:
+                self.last.skipped, scale = True, self.loss_scale.scale
+                events.emit("skip", step=self.step_count + 1, new_scale=scale)
+                if self.rank == 0:
+                    print(f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}")
         norm.forget(self)
         self.step_count += 1
         self._agreed.versions = agreed.versions(self)

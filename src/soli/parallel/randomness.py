@@ -130,9 +130,9 @@ class Randomness:
                 self._now.calls[name] = self._now.calls.get(name, 0) + number
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around what may draw: the forward, and the backward for the sake of recomputation."""
-        if not self.quiet:
+    def forward(self, gradients: bool = True) -> Iterator[None]:
+        """Around what may draw: the forward, and the backward for the sake of recomputation. `gradients`: hooks may be put on tensors."""
+        if not (self.quiet and gradients):
             with _Mode(self):
                 yield
             return

@@ -124,7 +124,7 @@ class Pipeline:
     def _learn(self, piece: Any, key: Any) -> None:
         """Let the shapes of a microbatch be known on every stage; nothing of the model changes."""
         began = self.randomness.begin(self._step, piece.start, piece.rows)
-        with kept.unchanged(self.model), began, self.randomness.forward():
+        with kept.unchanged(self.model), began, self.randomness.forward(gradients=False):
             self._forward_only(piece.data, key)
 
     def compute(self, stage: Stage, number: int, flight: Flight, known: Known) -> None:

@@ -20,13 +20,14 @@ first: the rule of one computes on what is, to the next, a logical tensor again,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.axes import DEPTH, ROW
@@ -67,7 +68,7 @@ class Run:
     longest: int = 0  # of what was too short to be cut
     noted: set[str] = field(default_factory=set)
     calls: int = 0  # of autograd functions of the program's own, in this forward
-    compared: set[tuple] = field(default_factory=set)  # those whose gradients were looked at (transforms.py)
+    compared: set[int] = field(default_factory=set)  # those of them whose gradients were looked at (transforms.py)
     # views of what was gathered, which nobody may write into
     lent: list[tuple[Tensor, int, str]] = field(default_factory=list)
 
@@ -171,9 +172,7 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if before < 0 and levels:
-            from soli.parallel.tensor import transforms  # it is made of what stands here
-
-            transforms.follow_back((*args, *kwargs.values()))
+            follow_back((*args, *kwargs.values()))
         if before < 0 and len(levels) > 1:
             if levels[-1].cube is not None and (done := _by_cube(levels, func, name, args, kwargs)) is not None:
                 return done
@@ -248,7 +247,6 @@ def _answer(run: Run, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         return rule(run, func, args, kwargs) if rule is not None else unknown(run, func, args, kwargs)
     except Misfit as misfit:
         return misfitted(run, misfit, func, args, kwargs)
-
 
 
 def _refuse_transforms(run: Run, func: Any, args: tuple, kwargs: dict) -> None:
@@ -385,7 +383,21 @@ def marked(x: Tensor, cuts: dict[str, Split]) -> Tensor:
 def plain(x: Tensor) -> Tensor:
     """What this rank has, as a tensor of torch's. A function of autograd's that saves it finds no cut tensor later."""
     with torch._C.DisableTorchFunctionSubclass():
+        follow_back((x,))
         return x.view_as(x) if type(x) is Cut else x
+
+
+def follow_back(given: Iterable[Any]) -> None:
+    """Where a result of the program's own autograd functions is among them, the function's backward gets a gradient that is cut as it is."""
+    for x in given:
+        if type(x) in (list, tuple):
+            follow_back(x)
+        elif type(x) is Cut and isinstance(x.grad_fn, BackwardCFunction):
+            number, known = x.grad_fn._sequence_nr(), x.__dict__.get("_followed")
+            if number != known and type(x.grad_fn)._forward_cls.__module__.split(".")[0] not in ("soli", "torch"):
+                x._followed = number
+                cuts = x.cuts
+                Tensor.register_hook(x, lambda g, cuts=cuts: g if g is None else marked(g.view_as(g), cuts))
 
 
 def deeper(x: Tensor) -> dict[str, Split]:
@@ -416,6 +428,7 @@ def whole_at(x: Tensor, level: int) -> Tensor:
     run = _State.levels[level]
     others = {name: split for name, split in x.cuts.items() if name != run.axis.name}  # type: ignore[attr-defined]
     with inside(_State.levels, level), torch._C.DisableTorchFunctionSubclass():
+        follow_back((x,))
         result = whole(run, x)
         return marked(result.view_as(result), others)
 

@@ -9,21 +9,22 @@ autograd: that is looked at once for each call. In blocks the first step compare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._functorch import apis
-from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_map
 
 from soli.core.errors import on_all_ranks
 from soli.core.versions import functions
 from soli.mesh.collectives import all_reduce
-from soli.parallel.tensor.cut import Cut, Run, any_cut, cut, dispatch, inside, levels, marked, part_of, plain, ruling
+from soli.parallel.tensor import cut as cutting
+from soli.parallel.tensor.cut import Cut, Run, any_cut, dispatch, levels, marked, plain
 from soli.parallel.tensor.split import Split
 
 _OF_TORCH = apis.vmap_impl, functions.unwrap_dead_wrappers
@@ -56,41 +57,30 @@ def _for_vmap(x: Any) -> Any:
 def of_cut(hook: Callable[[Tensor], Any], cuts: dict[str, Split]) -> Callable[[Tensor], Any]:
     """A hook of the program's own on the gradient of a cut tensor, as one on what the rank has."""
 
-    def called(gradient: Tensor) -> Tensor | None:
+    def called(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
+        followed = type(gradient) is Cut  # an autograd function's of the program's own, for which it is to stay so
         result = hook(marked(gradient.view_as(gradient), cuts))
         for level, run in enumerate(levels()):
             split = cuts.get(run.axis.name)
             if result is not None and split is not None and not any_cut((result,), run.axis.name):
-                with inside(levels(), level):
-                    result = cut(part_of(run, result, split), split)
-        return None if result is None else plain(result)
+                with cutting.inside(levels(), level):
+                    result = cutting.cut(cutting.part_of(run, result, split), split)
+        return result if result is None or followed else plain(result)
 
     return called
 
 
-def follow_back(given: Iterable[Any]) -> None:
-    """Where a result of the program's own autograd functions is among them, the function's backward gets a gradient that is cut as it is."""
-    for x in given:
-        if type(x) in (list, tuple):
-            follow_back(x)
-        elif type(x) is Cut and isinstance(x.grad_fn, BackwardCFunction) and not hasattr(x, "_followed"):
-            x._followed = True
-            if type(x.grad_fn)._forward_cls.__module__.split(".")[0] not in ("soli", "torch"):
-                cuts = x.cuts
-                Tensor.register_hook(x, lambda gradient, cuts=cuts: marked(gradient.view_as(gradient), cuts))
-
-
 def _given(args: tuple) -> tuple:
     """The arguments of every autograd function, whatever name its `apply` has, go through here."""
-    if not ruling():
+    if not cutting.ruling():
         with torch._C.DisableTorchFunctionSubclass():
-            follow_back(args)
-    for run in levels() if torch.is_grad_enabled() and not ruling() else ():
+            cutting.follow_back(args)
+    for run in levels() if torch.is_grad_enabled() and not cutting.ruling() else ():
         if run.axis.size > 1 and not run.partial and any_cut(args, run.axis.name):
             run.calls += 1
-            call = (run.calls, *(x.shape for x in args if isinstance(x, Tensor)))
-            if call not in run.compared:
-                run.compared.add(call)
+            if run.calls not in run.compared:
                 args = tuple(_followed(run, x) for x in args)
     return _OF_TORCH[1](args)
 
@@ -101,15 +91,19 @@ def _followed(run: Run, x: Any) -> Any:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         same = x.view_as(x)
-        same.register_hook(lambda gradient: _compare(run, gradient))
+        same.register_hook(partial(_compare, run, run.calls))
         return marked(same, x.cuts) if type(x) is Cut else same
 
 
-def _compare(run: Run, gradient: Tensor) -> None:
+def _compare(run: Run, call: int, gradient: Tensor | None) -> None:
     """Collective. Rounding is epsilon times a few, parts of a sum are of its size: between them is the root of epsilon."""
+    if gradient is None:
+        return
     both = torch.stack([gradient, -gradient]).detach()
     all_reduce(both, run.axis, "max", label="gradients of an autograd function of the model's own")
-    if float(both.sum(0).max()) > torch.finfo(gradient.dtype).eps ** 0.5 * float(both.abs().max()):
+    if (largest := float(both.abs().max())) > 0:  # zeros, as behind a head that begins with them, say nothing yet
+        run.compared.add(call)
+    if float(both.sum(0).max()) > torch.finfo(gradient.dtype).eps ** 0.5 * largest:
         what = "the backward of an autograd function of the model's own sums over what is cut"
         got = f"a gradient {list(gradient.shape)} of a whole tensor, as of a weight, that differs between the ranks of {run.axis.name}"
         fix = "let the function give gradients of what it computes by elements, and multiply by weights outside of it; or run with tp=1"
