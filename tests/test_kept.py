@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import soli
+from noted import noted
 from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
@@ -538,7 +539,7 @@ def late(plan: str, folder: str) -> tuple[int, str, list[str]]:
     """The steps that a buffer got by which begins to follow the rows at the fourth, what was said then, and what of a save before."""
     model, loss_fn, _ = case_of(Warming).make()
     engine = parallelize(model.double(), loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
-    said = lambda: [event["text"] for event in notes() if "saved as the first" in event["text"]]
+    said = lambda: [event["text"] for event in noted() if "saved as the first" in event["text"]]
     before = len(said())  # of other runs of this process
     notes = lambda: said()[before:]
     try:
