@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import shlex
 import sys
 from importlib.metadata import version
@@ -13,10 +14,11 @@ from soli.core.package import SOLI
 
 
 def head() -> dict[str, object]:
-    """When, with which command, where, and with what a result was made."""
+    """When, with which command, where, and with what a result was made. Of a path that is one machine's its name is said."""
+    given = [re.sub(r"(^|=)/(\S*/)?", r"\1", one) for one in sys.argv[1:]]
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given]),
         "machine": probe.machine(),
         "versions": {"torch": version("torch"), "soli": SOLI},
     }
