@@ -796,6 +796,16 @@ def test_gradients_are_not_where_a_loop_looks_for_them(use: Any) -> None:
     assert torch.equal(made.weight, other.weight)
 
 
+def test_a_model_is_deferred_while_another_waits_for_its_update() -> None:
+    """Deferred tensors are found among all of the process, what stands in the gradients' place too."""
+    _, engine, batch = line()
+    engine.forward_backward(batch)
+    with soli.deferred():
+        made = nn.Linear(3, 2)
+    assert made.weight.is_meta
+    engine.update()
+
+
 def test_a_step_that_is_left_out_changes_nothing() -> None:
     made, engine, batch = line()
     before = made.weight.detach().clone()

@@ -35,7 +35,9 @@ def values(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def groups():
-    return dist.new_group(backend="local"), dist.new_group(backend="gloo")
+    ours, gloo = dist.new_group(backend="local"), dist.new_group(backend="gloo")
+    dist.barrier(gloo)  # a rank that ends while another still connects would close its connections
+    return ours, gloo
 
 
 def movement():

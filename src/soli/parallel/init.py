@@ -62,7 +62,7 @@ def deferred() -> Iterator[None]:
         yield
     sweep()
     for tensor in gc.get_objects():
-        if issubclass(type(tensor), Tensor) and tensor.is_meta and _key(tensor) in _logs:
+        if issubclass(type(tensor), Tensor) and _on_meta(tensor) and _key(tensor) in _logs:
             setattr(tensor, _WRITES, tensor._version)
 
 
