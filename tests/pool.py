@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from soli.core.errors import failure
 
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 IMPORTED = ["soli.verify.imported"]
 """By the process that ranks are forks of, or by each of them."""
 

@@ -226,6 +226,19 @@ MIXING = {
     "unbind": lambda model: model.embed.weight.unbind()[0].zero_(),
     "split": lambda model: model.embed.weight.split(2)[0].zero_(),
 }
+COMPUTED = {
+    "norm": lambda x: x.data.norm(),
+    "sum": lambda x: (x * x).sum(),
+    "max": lambda x: x.detach().clone().abs().max(),
+    "__getitem__": lambda x: x.T[0],
+    "mean": lambda x: x.view(-1).mean(),
+    "any": lambda x: torch.isnan(x).any(),
+    "dot": lambda x: torch.dot(x.flatten(), x.flatten()),
+    "cat": lambda x: torch.cat([x, x]).norm(),
+    "along another": lambda x: x.norm(dim=1).mean(),
+    "_foreach_norm": lambda x: torch._foreach_norm(torch._foreach_mul([x], 0.5)),
+    "broadcast": lambda x: (x + torch.zeros(2, 1, 1))[0].sum(),
+}
 PLACES = {
     "ellipsis": lambda x: x[..., 0, :],
     "none": lambda x: x[None, 0],
@@ -253,6 +266,17 @@ def placed(name: str) -> str:
 @pytest.mark.parametrize("name", PLACES)
 def test_places_of_a_dim_that_is_cut_are_refused(pool: Pool, name: str) -> None:
     assert all("__getitem__ of " in said for said in pool.run(placed, name, ranks=2))
+
+
+def computed(name: str, plan: str) -> str:
+    return weights_used(lambda _, model: COMPUTED[name](model.embed.weight), plan)[0]
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_is_computed_of_a_part_is_one(pool: Pool, name: str) -> None:
+    """Each was of this rank's part, without a word."""
+    assert computed(name, "dp=1") == ""
+    assert all("of embed.weight, which is cut along dim" in said for said in pool.run(computed, name, "tp=2", ranks=2))
 
 
 def by_parts(kept: nn.Module, model: nn.Module) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _QUESTIONS = ("__invert__", "__int__", "__index__", "__iter__", "__init__")
@@ -29,6 +30,12 @@ def bound(names: tuple[str, ...], args: tuple, kwargs: dict) -> tuple[Any, ...]:
     """Arguments by position or by name, in the order of the names."""
     given = dict(zip(names, args, strict=False)) | kwargs
     return tuple(given[name] for name in names)
+
+
+def held(x: Tensor) -> Tensor:
+    """What this rank has of a tensor, without a graph, and as a tensor of torch's own: a weight that is cut answers as a whole one's part."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.detach()
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from soli.core.errors import Problem, SoliError, listing, on_all_ranks
 from soli.core.plan import Plan
 from soli.engine.elementwise import RAISED, by_elements, by_parameters, coupling, wrapped
+from soli.parallel.tensor.cut import updating
 from soli.parallel.units import Slot
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -108,7 +109,8 @@ def hooked(optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Problem]:
 def step(optimizer: torch.optim.Optimizer) -> None:
     """A step, without a closure."""
     try:
-        optimizer.step()
+        with updating():
+            optimizer.step()
     except Exception as error:
         if not type(optimizer).__module__.startswith("torch."):
             error.add_note(

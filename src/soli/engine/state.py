@@ -17,6 +17,7 @@ from soli.core import copies
 from soli.core.axes import TP
 from soli.core.errors import Problem, listed, on_all_ranks, raise_all
 from soli.core.events import events
+from soli.core.functions import held
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import between, rng
 from soli.engine.data import Position
@@ -77,7 +78,7 @@ def _from_stages(engine: Engine, found: dict[str, Tensor], only: set[str] | None
 
 def _whole(value: Tensor) -> Tensor:
     """A copy row by row, as stages send it and receive it, however it lies in memory (channels_last)."""
-    return value.detach().clone(memory_format=torch.contiguous_format)
+    return held(value).clone(memory_format=torch.contiguous_format)
 
 
 def _buffers(engine: Engine) -> list[tuple[str, Tensor]]:
@@ -242,7 +243,7 @@ def model_tensors(engine: Engine, filling: bool = False) -> dict[str, Sharded]:
     slots = [(u, s) for u in engine.laid.units for s in u.slots if filling or _saves(engine, u, s)]
     found = {f"model.{s.name}": u.parameter(s) for u, s in slots}
     for names, param in engine.laid.plain:
-        portion, local = engine.laid.portions.get(id(param)), from_whole(param.detach())
+        portion, local = engine.laid.portions.get(id(param)), from_whole(held(param))
         found[f"model.{names[0]}"] = local if portion is None else portion.of_whole(local)
     for names, param in engine.laid.absent.values():
         found[f"model.{names[0]}"] = Sharded(tuple(param.shape), param.dtype)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from soli.core.errors import on_all_ranks
 from soli.core.events import events
+from soli.core.functions import held
 from soli.core.layout import Portion
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, all_reduce, broadcast, gather_json
@@ -220,7 +221,7 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
         fix = "call torch.manual_seed with the same number on every rank before building the model"
         raise on_all_ranks(what, got=", ".join(name for name, _ in differ[:4]), fix=fix)
     for name, tensor in differ:
-        broadcast(tensor.detach(), world, label=f"first values of {name}")
+        broadcast(held(tensor), world, label=f"first values of {name}")
     text = f"the ranks built {len(differ)} different tensors (no torch.manual_seed?); all use rank 0's"
     events.note(text, shown=world.index == 0, first=differ[0][0])
 
@@ -232,4 +233,4 @@ def checksum(tensor: Tensor, name: str) -> int:
             what = f"{name} is on the meta device and nothing is known of its values"
             raise on_all_ranks(what, fix="build and change the model inside `with soli.deferred():`")
         return fingerprint(tensor) & (2**62 - 1)
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(held(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from soli.core.functions import held
 from soli.core.layout import Portion, Sharded, from_flat, from_whole
 from soli.mesh.collectives import NOTHING, Axis, Pending, all_gather, allocate
 
@@ -122,7 +123,7 @@ class Unit:
         for slot in self.slots:
             start, stop = max(slot.start, offset), min(slot.stop, offset + flat.numel())
             if start < stop:
-                values = source(slot).detach().reshape(-1)
+                values = held(source(slot)).reshape(-1)
                 flat[start - offset : stop - offset].copy_(values[start - slot.start : stop - slot.start])
             if self.zero == 3:
                 become(slot.param, self._absent(slot, device))
@@ -204,7 +205,7 @@ class Unit:
     def parameter(self, slot: Slot) -> Sharded:
         """This rank's part of a parameter: views of live memory."""
         if self.zero == 0:
-            return slot.of_whole(from_whole(slot.param.detach()))
+            return slot.of_whole(from_whole(held(slot.param)))
         return self.owned_tensor(slot, self.shard, self.low)
 
     def norm_parts(self) -> list[tuple[frozenset[str], Tensor]]:

@@ -7,12 +7,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from soli.core.errors import SoliError
 from soli.core.functions import name_of, tensors_in
 from soli.parallel.tensor import attention, losses, pointwise, products, shapes
-from soli.parallel.tensor.cut import PARTS_OF_PARTS, CutParameter, Rule, Run, body, shape_of
+from soli.parallel.tensor.cut import PARTS_OF_PARTS, CutParameter, Part, Rule, Run, body, shape_of
 from soli.parallel.tensor.pointwise import NAMES
+from soli.parallel.tensor.split import origins_of
 
 ALWAYS: dict[str, Rule] = {
     "linear": products.linear, "matmul": products.matmul, "__matmul__": products.matmul,
@@ -146,25 +148,48 @@ def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
     return {d % count for d in dims} if isinstance(dims, tuple | list) else {dims % count} if type(dims) is int else None
 
 
-def of_parts(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+def of_parts(func: Any, name: str, args: tuple, kwargs: dict, *, updating: bool) -> Any:
     """Outside of a forward, where a weight is what this rank has of it. Refused where others' elements would belong to the result."""
     by_place = name in (*NAMES["by_place"], *NAMES["drawn"])
-    if not by_place and rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS:
+    by_elements = not by_place and rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS
+    if by_elements and updating:
         PARTS_OF_PARTS.add(func)
         return func(*args, **kwargs)
     given = tensors_in((args, kwargs))
-    weight = next((x for x in given if type(x) is CutParameter and getattr(x, "cuts", None)), None)
-    if weight is None or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
+    parts = [x for x in given if type(x) is Part or (type(x) is CutParameter and getattr(x, "cuts", None))]
+    if not parts or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
         return func(*args, **kwargs)
-    along = _along(name, args, kwargs, weight.dim())
-    if along is None or all(split.dim not in along for split in weight.cuts.values()):
+    if by_elements:
+        return _marked(func(*args, **kwargs), name_of(func), given, parts)
+    cut_along = _cut_along(parts[0])
+    along = _along(name, args, kwargs, parts[0].dim())
+    if along is None or not along & cut_along:
         views = lambda x: any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
         by_place &= along is None
         result = None if by_place else func(*args, **kwargs)
         # what is no view of what is given was computed of all that the rank has
         if not by_place and (along is not None or all(map(views, tensors_in((result,))))):
-            return result
-    what, split = "a weight is computed with between steps, of which each rank has a part", next(iter(weight.cuts.values()))
-    got = f"{name_of(func)} of {', '.join(sorted(split.origins))}, which is cut along dim {split.dim}"
+            return result if updating else _marked(result, "", given, parts)
+    what = "a weight is computed with between steps, of which each rank has a part"
+    got = f"{name_of(func)} of {', '.join(sorted(_origins(parts[0])))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}"
     fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
     raise SoliError(what, got=got, allowed="what is done element by element, or along other dims", fix=fix)
+
+
+def _cut_along(part: Any) -> frozenset[int]:
+    return part.along if type(part) is Part else frozenset(split.dim for split in part.cuts.values())
+
+
+def _origins(part: Any) -> frozenset[str]:
+    return part.origins if type(part) is Part else origins_of(part.cuts.values())
+
+
+def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
+    """What a function made of parts is one: cut as those of its shape are, or, where it has another or is a view, perhaps along any dim."""
+    for x in tensors_in((result,)):
+        if type(x) is Tensor and name != "grad" and not name.startswith("new_") and all(x is not y for y in given):
+            same = [_cut_along(part) for part in parts if part.shape == x.shape and name]
+            x.__class__ = Part
+            x.along = frozenset().union(*same) if same else frozenset(range(x.dim()))  # type: ignore[attr-defined]
+            x.origins = _origins(parts[0])  # type: ignore[attr-defined]
+    return result
