@@ -1,4 +1,4 @@
-"""What a function of torch is called, what it writes into, and what it is given."""
+"""What a function of torch is called, what it writes into, and which tensors it is given."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ def in_place(func: Any) -> bool:
     if name.startswith("__"):
         return name.startswith(("__set", "__i")) and name not in _QUESTIONS
     return name.endswith("_")
-
-
-def bound(names: tuple[str, ...], args: tuple, kwargs: dict) -> tuple[Any, ...]:
-    """Arguments by position or by name, in the order of the names."""
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return tuple(given[name] for name in names)
 
 
 def held(x: Tensor) -> Tensor:

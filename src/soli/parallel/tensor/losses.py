@@ -39,24 +39,21 @@ def softmax(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     return cut(shifted.exp() / total, split)
 
 
-def logsumexp(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, *rest = args
+def logsumexp(run: Run, x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
     split = split_of(x)
-    dim = kwargs.get("dim", rest[0] if rest else None)
-    keep = kwargs.get("keepdim", rest[1] if len(rest) > 1 else False)
     if isinstance(dim, list | tuple) and len(dim) == 1:
         dim = dim[0]
     if split is None:
-        return func(*args, **kwargs)
+        return torch.logsumexp(x, dim, keepdim)
     if not isinstance(dim, int):
         raise Misfit(split.origins, "logsumexp over several dims")
     if dim % x.dim() != split.dim:
-        gone = 0 if keep else int(dim % x.dim() < split.dim)
-        return cut(torch.logsumexp(x, dim, keep), split.at(split.dim - gone))
+        gone = 0 if keepdim else int(dim % x.dim() < split.dim)
+        return cut(torch.logsumexp(x, dim, keepdim), split.at(split.dim - gone))
     most = _largest(run, x, split.dim)
     total = added(run, (x - most).exp().sum(split.dim, keepdim=True))
     result = total.log() + most
-    return result if keep else result.squeeze(split.dim)
+    return result if keepdim else result.squeeze(split.dim)
 
 
 def _largest(run: Run, x: Tensor, dim: int) -> Tensor:

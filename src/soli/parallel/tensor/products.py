@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soli.core.axes import ROW
-from soli.core.functions import bound
 from soli.parallel.context import attention as context
 from soli.parallel.tensor import cut as cutting
 from soli.parallel.tensor import moves, overlap, summa
@@ -181,13 +180,12 @@ def _is_row(x: Tensor, weight: Tensor, dim: int) -> bool:
     return (a is not None and a.dim == x.dim() - 1) or (b is not None and b.dim == dim)
 
 
-def conv1d(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+def conv1d(run: Run, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """torch.addmm: bias + x [m, k] @ W [k, n], as GPT-2's Conv1D has it."""
-    if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
-        raise Misfit(_origins((*args, *kwargs.values())), "addmm with factors")
-    bias, x, weight = bound(("input", "mat1", "mat2"), args, kwargs)
+    if beta != 1 or alpha != 1:
+        raise Misfit(_origins((input, mat1, mat2)), "addmm with factors")
     compute = lambda x, w, b=None: torch.mm(x, w) if b is None else torch.addmm(b, x, w)
-    return _with_bias(run, x, weight, bias, ["mk", "kn"], compute)
+    return _with_bias(run, mat1, mat2, input, ["mk", "kn"], compute)
 
 
 def matmul(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -209,13 +207,11 @@ def matmul(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     return finished(run, *contraction(run, [a, b], words, out, torch.matmul))
 
 
-def baddbmm(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
+def baddbmm(run: Run, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """torch.baddbmm: beta * c + alpha * (a @ b) on [b, m, k] and [b, k, n]."""
-    c, a, b = bound(("input", "batch1", "batch2"), args, kwargs)
-    product = finished(run, *contraction(run, [a, b], ["bmk", "bkn"], "bmn", torch.bmm))
-    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    product = finished(run, *contraction(run, [batch1, batch2], ["bmk", "bkn"], "bmn", torch.bmm))
     product = call(torch.mul, product, alpha)
-    return product if beta == 0 else call(torch.add, product, call(torch.mul, c, beta))
+    return product if beta == 0 else call(torch.add, product, call(torch.mul, input, beta))
 
 
 def einsum(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:

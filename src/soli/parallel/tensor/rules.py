@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,14 +13,30 @@ from torch import Tensor
 from soli.core.errors import SoliError
 from soli.core.functions import name_of, tensors_in
 from soli.parallel.tensor import attention, losses, pointwise, products, shapes
-from soli.parallel.tensor.cut import PARTS_OF_PARTS, CutParameter, Part, Rule, Run, body, shape_of
+from soli.parallel.tensor.cut import PARTS_OF_PARTS, CutParameter, Part, Rule, Run, body, shape_of, split_of
 from soli.parallel.tensor.pointwise import NAMES
-from soli.parallel.tensor.split import origins_of
+from soli.parallel.tensor.split import Misfit, origins_of
+
+
+NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+"""Names of arguments that torch takes too."""
+
+
+def _as_torch(rule: Callable[..., Any]) -> Rule:
+    """Of a rule whose arguments are those of torch's function, by place or by name."""
+
+    def answer(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+        if kwargs.get("out") is not None:
+            raise Misfit(origins_of(s for x in args if (s := split_of(x))), "a tensor to write to")
+        return rule(run, *args, **{NUMPY.get(name, name): value for name, value in kwargs.items() if name != "out"})
+
+    return answer
+
 
 ALWAYS: dict[str, Rule] = {
     "linear": products.linear, "matmul": products.matmul, "__matmul__": products.matmul,
-    "__rmatmul__": products.matmul, "mm": products.matmul, "bmm": products.matmul, "addmm": products.conv1d,
-    "baddbmm": products.baddbmm, "einsum": products.einsum, "embedding": products.embedding,
+    "__rmatmul__": products.matmul, "mm": products.matmul, "bmm": products.matmul, "addmm": _as_torch(products.conv1d),
+    "baddbmm": _as_torch(products.baddbmm), "einsum": products.einsum, "embedding": products.embedding,
 }  # fmt: skip
 """Rules that also see parameters whose layout is still to be chosen."""
 
@@ -66,20 +83,24 @@ def _with(func: Any, names: dict[str, Any], cells: tuple[Any, ...] | None) -> ty
     return copy
 
 
+AS_TORCH: dict[str, Callable[..., Any]] = {
+    "flatten": shapes.flatten, "unflatten": shapes.unflatten, "squeeze": shapes.squeeze, "unsqueeze": shapes.unsqueeze,
+    "movedim": shapes.movedim, "moveaxis": shapes.movedim, "repeat_interleave": shapes.repeat_interleave,
+    "narrow": shapes.narrow, "unbind": shapes.unbind, "select": shapes.select, "logsumexp": losses.logsumexp,
+}  # fmt: skip
 CUT: dict[str, Rule] = {
+    **{n: _as_torch(rule) for n, rule in AS_TORCH.items()},
     **{n: shapes.view for n in ("view", "reshape", "_unsafe_view")},
     **{n: shapes.view_as for n in ("view_as", "reshape_as")},
-    "flatten": shapes.flatten, "unflatten": shapes.unflatten, "squeeze": shapes.squeeze, "unsqueeze": shapes.unsqueeze,
     "permute": shapes.permute, **{n: shapes.transpose for n in ("transpose", "swapaxes", "swapdims", "t")},
-    **{n: shapes.movedim for n in ("movedim", "moveaxis")}, **{n: shapes.expand for n in ("expand", "expand_as")},
-    "repeat_interleave": shapes.repeat_interleave, "repeat": shapes.repeat, "narrow": shapes.narrow,
-    **{n: shapes.pieces for n in ("split", "split_with_sizes", "chunk")}, "unbind": shapes.unbind,
-    "select": shapes.select_, "__getitem__": shapes.getitem, "cat": shapes.cat, "concat": shapes.cat,
-    "concatenate": shapes.cat, "stack": shapes.stack, "__iter__": lambda *given: iter(shapes.unbind(*given)),
+    **{n: shapes.expand for n in ("expand", "expand_as")}, "repeat": shapes.repeat,
+    **{n: shapes.pieces for n in ("split", "split_with_sizes", "chunk")}, "__getitem__": shapes.getitem, "cat": shapes.cat,
+    "concat": shapes.cat, "concatenate": shapes.cat, "stack": shapes.stack,
+    "__iter__": lambda run, func, args, kwargs: iter(shapes.unbind(run, *args)),
     **dict.fromkeys(NAMES["reductions"], pointwise.reduction), **dict.fromkeys(NAMES["along"], pointwise.along),
     **dict.fromkeys(NAMES["losses"], losses.elementwise_loss), **dict.fromkeys(NAMES["whole"], shapes.gathered),
     **dict.fromkeys(NAMES["local"], _local), "softmax": losses.softmax, "log_softmax": losses.softmax,
-    "logsumexp": losses.logsumexp, "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
+    "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
     "where": pointwise.where, "gather": losses.gather, "take_along_dim": losses.gather,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), losses.scatter), "layer_norm": attention.layer_norm,
     "rms_norm": attention.layer_norm, "scaled_dot_product_attention": attention.attention, "size": _size,

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from soli.core.functions import bound
 from soli.parallel.tensor.cut import Run, call, cut, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.split import Misfit, Split, agreed, origins_of, sliced, viewed
 
@@ -26,7 +25,7 @@ def view(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def view_as(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, other = bound(("input", "other"), args, kwargs)
+    x, other = (*args, *kwargs.values())
     return reshaped(run, x, shape_of(other), reshape=func is not Tensor.view_as)
 
 
@@ -57,16 +56,13 @@ def _lead(split: Split, old: tuple[int, ...], new: tuple[int, ...], dim: int) ->
     return ()
 
 
-def flatten(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, *rest = args
-    given = dict(zip(("start_dim", "end_dim"), rest, strict=False)) | kwargs
+def flatten(run: Run, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     shape = shape_of(x)
-    start, end = given.get("start_dim", 0) % len(shape), given.get("end_dim", -1) % len(shape)
+    start, end = start_dim % len(shape), end_dim % len(shape)
     return reshaped(run, x, (*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]))
 
 
-def unflatten(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, dim, sizes = bound(("input", "dim", "sizes"), args, kwargs)
+def unflatten(run: Run, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     shape = shape_of(x)
     dim %= len(shape)
     sizes = tuple(sizes)
@@ -76,18 +72,14 @@ def unflatten(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     return reshaped(run, x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
 
 
-def squeeze(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, *rest = args
+def squeeze(run: Run, x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     shape = shape_of(x)
-    dim = kwargs.get("dim", rest[0] if rest else None)
     wanted = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {d % len(shape) for d in wanted if shape[d % len(shape)] == 1}
     return reshaped(run, x, tuple(s for d, s in enumerate(shape) if d not in gone))
 
 
-def unsqueeze(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x = args[0]
-    dim = kwargs["dim"] if "dim" in kwargs else args[1]
+def unsqueeze(run: Run, x: Tensor, dim: int) -> Tensor:
     split = _split(x)
     dim %= x.dim() + 1
     return cut(x.unsqueeze(dim), split.at(split.dim + (dim <= split.dim)))
@@ -123,11 +115,10 @@ def transpose(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     return permuted(run, x, order)
 
 
-def movedim(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, source, target = bound(("input", "source", "destination"), args, kwargs)
+def movedim(run: Run, x: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> Tensor:
     n = x.dim()
     sources = [source % n] if isinstance(source, int) else [s % n for s in source]
-    targets = [target % n] if isinstance(target, int) else [t % n for t in target]
+    targets = [destination % n] if isinstance(destination, int) else [t % n for t in destination]
     rest = [d for d in range(n) if d not in sources]
     placed = dict(zip(targets, sources, strict=True))
     return permuted(run, x, [placed[d] if d in placed else rest.pop(0) for d in range(n)])
@@ -149,11 +140,8 @@ def expand(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     return cut(x.expand(*new[: at.dim], -1, *new[at.dim + 1 :]), at)
 
 
-def repeat_interleave(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, *rest = args
+def repeat_interleave(run: Run, x: Tensor, repeats: Any, dim: int | None = None, output_size: int | None = None) -> Tensor:
     split = _split(x)
-    given = dict(zip(("repeats", "dim"), rest, strict=False)) | kwargs
-    repeats, dim = given["repeats"], given.get("dim")
     if not isinstance(repeats, int) or dim is None:
         raise Misfit(split.origins, "repeated by a tensor or flat")
     result = x.repeat_interleave(repeats, dim)
@@ -184,12 +172,10 @@ def narrowed(run: Run, x: Tensor, dim: int, start: int, stop: int) -> Tensor:
     return cut(x.narrow(dim, before, left.local(run.axis.size, run.axis.index)), left)
 
 
-def narrow(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, *rest = args
-    given = dict(zip(("dim", "start", "length"), rest, strict=False)) | kwargs
-    dim = given["dim"] % x.dim()
-    start = int(given["start"]) % max(shape_of(x)[dim], 1) if given["start"] < 0 else int(given["start"])
-    return narrowed(run, x, dim, start, start + given["length"])
+def narrow(run: Run, x: Tensor, dim: int, start: Any, length: int) -> Tensor:
+    dim %= x.dim()
+    first = int(start) % max(shape_of(x)[dim], 1) if start < 0 else int(start)
+    return narrowed(run, x, dim, first, first + length)
 
 
 def pieces(run: Run, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
@@ -216,23 +202,17 @@ def _all_borders(split: Split | None, dim: int, starts: list[int]) -> None:
         raise Misfit(split.origins, f"it is taken apart at {', '.join(str(s) for s, _ in lacking)}", borders=lacking)
 
 
-def unbind(run: Run, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-    x, *rest = args
-    dim = kwargs.get("dim", rest[0] if rest else 0) % x.dim()
+def unbind(run: Run, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(select(run, x, dim, i) for i in range(shape_of(x)[dim]))
 
 
 def select(run: Run, x: Tensor, dim: int, index: int) -> Tensor:
     split = _split(x)
+    dim %= x.dim()
     if dim == split.dim:
         size = split.size
         raise Misfit(split.origins, "one element of the cut dim", borders=tuple((i, size) for i in range(1, size)))
     return cut(x.select(dim, index), split.at(split.dim - (dim < split.dim)))
-
-
-def select_(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    x, dim, index = bound(("input", "dim", "index"), args, kwargs)
-    return select(run, x, dim % x.dim(), index)
 
 
 def getitem(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from soli.core.axes import DEPTH, ROW, TP
-from soli.core.functions import bound
 from soli.parallel.tensor import cube, moves
 from soli.parallel.tensor.cut import Cut, CutParameter, Run, cut, inside, marked, part_of, plain, whole_at
 from soli.parallel.tensor.products import looked_up
@@ -35,8 +34,8 @@ def product(levels: tuple[Run, ...], func: Any, name: str, args: tuple, kwargs: 
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         x, weight, bias, dim = given["input"], given["weight"], given.get("bias"), 0
     elif name == "addmm":
-        bias, x, weight = bound(("input", "mat1", "mat2"), args, kwargs)
-        dim = 1
+        given = dict(zip(("input", "mat1", "mat2"), args, strict=False)) | kwargs
+        x, weight, bias, dim = given["mat1"], given["mat2"], given["input"], 1
     else:
         (x, weight), bias, dim = (*args, *kwargs.values()), None, 1
     if not _is_cubes(weight) or _is_cubes(x) or weight.cuts[DEPTH].dim != dim:
