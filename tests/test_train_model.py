@@ -141,5 +141,5 @@ def test_a_run_is_begun_with_its_records_and_resumed_on_the_same_data(tmp_path: 
 def test_small_words() -> None:
     assert [clock(s) for s in (-3, 5, 75, 3700)] == ["0:00", "0:05", "1:15", "1:01:40"]
     assert picture.smoothed([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
-    world = World(0, 1, 0, torch.device("cpu"), "single", 10.0)
+    world = World(0, 1, torch.device("cpu"), "single", 10.0)
     assert from_rank_0(world, lambda: {"a": 1}, "x") == {"a": 1}

@@ -60,7 +60,7 @@ def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, 
         return labels.read(path) if path.exists() else []
 
     def mine(rows: Sequence[Label]) -> dict[tuple[str, str], Label]:
-        return {(one.repo, one.commit): one for one in rows if one.labeller == labeller}
+        return labels.by_labeller(rows).get(labeller, {})
 
     def page(name: str, status: int = 200, **said: Any) -> Response:
         said |= {

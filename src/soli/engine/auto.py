@@ -159,7 +159,7 @@ class Auto:
         if found is None:
             self.notes.append("one rank cannot run the program alone, so its operations are timed as any others")
             return machine
-        alone = World(0, 1, 0, self.world.device, "single", self.world.deadline)
+        alone = World(0, 1, self.world.device, "single", self.world.deadline)
         barrier(self.mesh.all)
         spent = trial(share, Plan(dp=1), alone, PACE_STEPS)[0]
         spent = extreme(spent, self.mesh.all, "max", label="seconds of a step alone")

@@ -107,10 +107,8 @@ def decide(engine: Engine, batch: Any, rows: int) -> None:
         engine.world_info.backend, engine.world_info.device.type,
     )  # fmt: skip
     wish, gradients = engine._wish, [p.grad for p in engine.model.parameters()]
-    drawn = rng.state()
-    with engine.loss_fn.unchanged():
+    with rng.kept(), engine.loss_fn.unchanged():
         choice = auto.choose(program, engine.world_info, rows, memory=wish.memory, probes=wish.probes)
-    rng.restore(drawn)
     for param, gradient in zip(engine.model.parameters(), gradients, strict=True):
         # a loss that has the model itself, and not its argument, reached it from a copy
         param.grad = gradient

@@ -66,7 +66,7 @@ def _stages(program: Program, plan: Plan, part: int) -> list[RankRun]:
             if rank in found:
                 continue
             absent.begin()
-            place = World(rank, world, rank, torch.device("cpu"), program.backend, 60.0, absent)
+            place = World(rank, world, torch.device("cpu"), program.backend, 60.0, absent)
             try:
                 found[rank] = _run(program, plan, place, part)
             except NotYetError:

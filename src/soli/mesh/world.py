@@ -38,7 +38,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
     backend: str  # gloo, local, nccl, or single
     deadline: float
@@ -62,14 +61,14 @@ def join(deadline: float | None = None) -> World:
         if not {"RANK", "SLURM_PROCID"} & os.environ.keys() and torch.cuda.is_available():
             local_rank = torch.cuda.current_device()  # as the program that made the group has set it
         device, _ = placed(local_rank, local_size)
-        return World(rank, size, local_rank, device, _made_backend(), seconds)
+        return World(rank, size, device, _made_backend(), seconds)
     device, backend = placed(local_rank, local_size)
     if size == 1:
-        return World(0, 1, 0, device, "single", seconds)
+        return World(0, 1, device, "single", seconds)
     with waiting(f"the meeting of all {size} ranks"):
         _start(rank, size, backend, seconds)
     install_hook(rank)  # again: torch puts a hook of its own around errors when it makes the group
-    return World(rank, size, local_rank, device, backend, seconds)
+    return World(rank, size, device, backend, seconds)
 
 
 def _deadline(said: Any) -> float:

@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +26,6 @@ LIKE = {"reduce": "broadcast", "broadcast": "all_gather", "exchange": "send", "a
 """What stands for an operation that was not measured."""
 FREE = ("recv",)
 """Operations whose other side is counted."""
-PARTS = ("products", "others", "waited", "late", "stages")
-"""What a step's time is made of, see `Estimate`."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +96,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by what they go to; bytes of the fullest rank."""
+    """Seconds of a step by what they go to."""
 
     products: float
     others: float  # operations that are no products
     waited: float  # collectives that are waited for
     late: float  # of those that are not, what nothing hides
     stages: float  # in which stages wait for each other
-    states: int
-    peak: int
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by PARTS."""
-        return {name: getattr(self, name) for name in PARTS}
+        return asdict(self)
 
     @property
     def time(self) -> float:
@@ -119,13 +115,16 @@ class Estimate:
         return sum(self.parts.values())
 
 
+PARTS = tuple(field.name for field in fields(Estimate))
+
+
 def estimate(rehearsal: Rehearsal, machine: Machine) -> Estimate:
-    """How long a rehearsed step takes, and what it keeps."""
+    """How long a rehearsed step takes."""
     sums = [_sums(run, machine) for run in rehearsal.stages]
     products, others, waited, late = (sum(each) / len(sums) for each in zip(*sums, strict=True))
     waiting = max(_pipeline(rehearsal, machine) - products - others - waited, 0.0) if rehearsal.plan.pp > 1 else 0.0
     late *= 1 - machine.hidden
-    return Estimate(products, others, waited, late, waiting, rehearsal.states, rehearsal.peak)
+    return Estimate(products, others, waited, late, waiting)
 
 
 def _sums(run: RankRun, machine: Machine) -> tuple[float, float, float, float]:
@@ -178,19 +177,13 @@ def _pipeline(rehearsal: Rehearsal, machine: Machine) -> float:
 def _ready(
     action: Action, done: dict[tuple[str, int, int], float], where: dict[int, int], hop: dict[int, float]
 ) -> float | None:
-    """When what an action depends on is done and has arrived; None: not yet."""
-    last = max(where)
-    if action.kind == "F":
-        needs = [("F", action.stage - 1, action.number)] if action.stage else []
-    elif action.kind == "W":
-        needs = [("B", action.stage, action.number)]
-    else:
-        needs = [("F", action.stage, action.number)]
-        needs += [("B", action.stage + 1, action.number)] if action.stage < last else []
-    if any(need not in done for need in needs):
+    """When what an action needs of another stage is done and has arrived; None: not yet. What it needs of its own its rank has done before."""
+    kind, source = ("F", action.stage - 1) if action.kind == "F" else ("B", action.stage + 1)
+    if action.kind == "W" or source not in where:
+        return 0.0
+    if (kind, source, action.number) not in done:
         return None
-    arrive = lambda need: done[need] + (hop[where[need[1]]] if where[need[1]] != where[action.stage] else 0.0)
-    return max(map(arrive, needs), default=0.0)
+    return done[kind, source, action.number] + (hop[where[source]] if where[source] != where[action.stage] else 0.0)
 
 
 def _took(action: Action, run: RankRun, machine: Machine) -> float:
