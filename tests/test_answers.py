@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from soli.core.errors import SoliError
-from soli.core.pipelines import order
+from soli.core.pipelines import order, played
 from soli.planner import explain, whatif
 from soli.planner.cost import memory, pipeline
 from soli.planner.cost.constants import MEANINGS, repeated
@@ -22,7 +22,6 @@ from soli.planner.hardware.clusters import read_cluster
 from soli.planner.page import page
 from soli.planner.published import named, of_entry
 from soli.planner.search import Task, search
-from soli.planner.timeline import timeline
 from test_cost import BASE, ONE, point
 from test_search import LLAMA, SMALL, config, task  # noqa: F401  (config is a fixture)
 from typed import soli, soli_anew
@@ -32,15 +31,13 @@ from typed import soli, soli_anew
 
 @pytest.mark.parametrize(("stages", "chunks", "m"), [(1, 1, 3), (2, 1, 5), (4, 1, 8), (8, 1, 3), (4, 2, 8), (4, 3, 12), (2, 4, 6), (8, 4, 16)])  # fmt: skip
 def test_a_timeline_takes_what_the_cost_says_and_keeps_what_the_memory_says(stages: int, chunks: int, m: int) -> None:
-    work = timeline(stages, chunks, m, 1 / chunks, 2 / chunks)
+    work = played([order(rank, stages, chunks, m) for rank in range(stages)], {"F": 1 / chunks, "B": 2 / chunks})
     p = point(pp=stages, chunks=chunks, global_batch=m, layers=stages * chunks)
     busy, waiting = pipeline.spent(p, np.array([3.0]), np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1))
-    assert max(one.end for one in work) == pytest.approx(float((busy + waiting)[0]))
-    assert (
-        len({(one.kind, one.rank, one.chunk, one.microbatch) for one in work}) == len(work) == 2 * stages * chunks * m
-    )
+    assert max(end for *_, end in work) == pytest.approx(float((busy + waiting)[0]))
+    assert len({(rank, step) for rank, step, _, _ in work}) == len(work) == 2 * stages * chunks * m
     for rank in range(stages):  # one thing at a time
-        own = sorted((one.start, one.end) for one in work if one.rank == rank)
+        own = sorted((start, end) for of, _, start, end in work if of == rank)
         assert all(a[1] <= b[0] + 1e-9 for a, b in zip(own, own[1:], strict=False))
     for rank, said in ((rank, pipeline.in_flight(p, rank)) for rank in range(stages)):
         kept = most = 0

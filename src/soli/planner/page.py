@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from soli.core.picture import svg
+from soli.core.pipelines import order, played
 from soli.planner import explain
 from soli.planner.cost.points import INTERLEAVED
 from soli.planner.search import Found, holds, plan_of, search, thriftiest
 from soli.planner.task import Task
-from soli.planner.timeline import Work, timeline
 
 LIMITS = 12
 DRAWN = 24  # microbatches and stages of a timeline that can be read
@@ -100,13 +100,13 @@ def _timeline(axes: Any, task: Task, answer: explain.Answer, found: Found) -> No
     spent = float((found.cost.layers[0] + found.cost.tables[0] / stages) / times)
     recomputed = float(found.points.recompute[0]) == 2.0
     forward = spent / (4 if recomputed else 3) / chunks
-    work: list[Work] = timeline(stages, chunks, shown, forward, spent / chunks - forward)
-    for one in work:
-        if one.rank < DRAWN:
-            shade = 1.0 - 0.5 * (one.chunk / max(chunks - 1, 1)) if chunks > 1 else 0.9
+    seconds = {"F": forward, "B": spent / chunks - forward}
+    for rank, (kind, stage, _), start, end in played([order(n, stages, chunks, shown) for n in range(stages)], seconds):
+        if rank < DRAWN:
+            shade = 1.0 - 0.5 * (stage // stages / max(chunks - 1, 1)) if chunks > 1 else 0.9
             axes.barh(
-                one.rank, one.end - one.start, left=one.start, color=COLORS[one.kind], alpha=shade, height=0.9,
-                edgecolor="white", linewidth=0.3,
+                rank, end - start, left=start, color=COLORS[kind], alpha=shade, height=0.9, edgecolor="white",
+                linewidth=0.3,
             )  # fmt: skip
     axes.set(xlabel="s", ylabel="rank of the pipeline", yticks=range(min(stages, DRAWN)))
     axes.invert_yaxis()
