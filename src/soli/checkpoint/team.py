@@ -16,20 +16,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from soli.core.errors import FAILURE, MISTAKE, Problem, SoliError, failure
+from soli.core.tables import table
 
 T = TypeVar("T")
 R = TypeVar("R")
 Group = dist.ProcessGroup | None
 """Whose ranks save or load together; None: the default group's."""
 
-FIXES = {
-    errno.ENOSPC: "free some space or save to another disk; nothing of this save was left behind",
-    errno.EDQUOT: "the quota is used up: free some space or save elsewhere",
-    errno.EACCES: "let this user write there, or choose another folder",
-    errno.EPERM: "let this user write there, or choose another folder",
-    errno.EROFS: "the disk is mounted read-only: choose another folder",
-    errno.ENOENT: "every rank must see the same folder: use a disk that all hosts share",
-}
+FIXES = {getattr(errno, name): fix for name, fix in table(__package__, "fixes.toml").items()}
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,14 @@ from torch.utils._pytree import tree_leaves
 from soli.core.errors import SoliError, listed, on_all_ranks
 from soli.core.functions import written_by
 from soli.core.plan import Plan
+from soli.core.tables import table
 from soli.mesh.record import telling
 from soli.parallel import gather, kept
 
 _BY_FREQUENCY = {ops.aten.embedding.default: 3, ops.aten._embedding_bag.default: 3}
 """Where these take scale_grad_by_freq."""
 
-_SHAPES = {
-    ops.aten.new_zeros, ops.aten.new_ones, ops.aten.new_full, ops.aten.new_empty, ops.aten.new_empty_strided, ops.aten.zeros_like,
-    ops.aten.ones_like, ops.aten.full_like, ops.aten.empty_like, ops.aten.rand_like, ops.aten.randn_like, ops.aten.randint_like,
-}  # fmt: skip
+_SHAPES = {getattr(ops.aten, name) for name in table("soli.parallel", "functions.toml")["shapes"]}
 """What asks of a tensor its shape or type alone."""
 
 

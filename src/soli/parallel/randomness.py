@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.frames import owner
+from soli.core.tables import table
 from soli.core.versions import run_backward
 from soli.parallel import draws, generators
 
@@ -42,17 +44,8 @@ NO_ROWS = -1
 
 _sdpa = F.scaled_dot_product_attention
 _dropout, _attention_function = F.dropout, F.multi_head_attention_forward
-_RECURRENT = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
-_DRAWS = ("multinomial", "randint", "randint_like", "randperm", "poisson", "binomial")
-_METHODS = ("multinomial", "random_")
-_REFUSED: dict[Any, str] = {
-    **{getattr(torch, name): f"torch.{name}" for name in _DRAWS},
-    **{getattr(Tensor, name): f"Tensor.{name}" for name in _METHODS},
-    **{getattr(F, name): name for name in ("alpha_dropout", "feature_alpha_dropout")},
-    **{function: f"{name} with dropout" for function, name in _RECURRENT.items()},
-    torch._standard_gamma: "a Gamma distribution",
-    torch._sample_dirichlet: "a Dirichlet distribution",
-}
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_REFUSED = {attrgetter(path)(torch): name for path, name in table(__package__, "functions.toml")["draws"].items()}
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
 _FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 BACKWARD = {Tensor.backward, torch.autograd.backward}

@@ -19,7 +19,7 @@ from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
-from soli.planner.cost.states import BOTH, DEEPSPEED, LORA, beside_narrow, narrow, of_states
+from soli.planner.cost.states import DEEPSPEED, KEPT, LORA, beside_narrow, narrow, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
@@ -241,7 +241,7 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         if not zero and "dist_opt" not in row:
             zero = usual if program.zero is None else program.zero
             found.inferred.append(f"zero={zero:g}")
-    if not zero and point["gradient"] == BOTH["gradient"]:
+    if not zero and point["gradient"] == KEPT["both"]["gradient"]:
         zero = 1.0  # that optimizer of bf16 shares its states out whatever the stage (deepspeedai/DeepSpeed, runtime/bf16_optimizer.py)
     level, again = _recomputed(row, said, recompute, point, found)
     sp = text(row, "sp") or "on" * recompute.lower().startswith("seq")  # Calculon's seqsel has both

@@ -27,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 from soli.core.errors import on_all_ranks
 from soli.core.frames import in_autograd_function
 from soli.core.functions import in_place, name_of, tensors_in
+from soli.core.tables import table
 from soli.core.versions import FLOPS, mode_popped
 from soli.parallel import kept
 from soli.parallel.pipeline.units import Unit
@@ -40,10 +41,7 @@ TENSOR, CONSTANT = "tensor", "constant"
 PLACES = {"device", "get_device", "is_cuda", "is_cpu"}
 """Functions that tell where a tensor lies."""
 SEEN_WITHOUT_VALUES = PLACES | {"shape", "size", "dim", "dtype", "ndim", "is_meta", "requires_grad", "numel", "stride"}
-READS = {
-    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__",
-    "__nonzero__", "equal", "allclose", "is_nonzero", "nonzero", "argwhere", "masked_select", "unique", "__iter__",
-}  # fmt: skip
+READS = frozenset(table("soli.parallel", "functions.toml")["read"])
 """Functions that tell Python what is in a tensor, or whose result's shape does."""
 
 

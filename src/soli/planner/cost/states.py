@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import re
 
+from soli.core.tables import table
 from soli.planner.cost.programs import MEGATRON, OLD, SAID, tells
 from soli.planner.spellings import affirmed, meant
 
-WIDE = {
-    "weight": 2.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0, "moments": 12.0, "whole": 0.0, "casts": 0.0,
-}  # fmt: skip
-"""Megatron-LM in bf16: gradients are summed and kept in fp32, a copy of the parameters in fp32 is among the optimizer's."""
-SHORT = WIDE | {"gradient": 2.0, "summed": 2.0}
-"""DeepSpeed and most others: gradients as wide as parameters. torch's FSDP has parameters and gradients in fp32 and no copy, which is
-as much, and sums in 16 bits."""
-HALF = SHORT | {"copied": 4.0}
-"""Megatron and DeepSpeed in fp16: the update, which scales gradients back, copies those of its share in fp32."""
-BOTH = WIDE | {"gradient": 6.0}
-"""DeepSpeed's optimizer of bf16 under a pipeline: gradients, and their sums over microbatches in fp32, whole on every rank
-(bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers")."""
-AWARE = SHORT | {"moments": 8.0}
-"""Megatron-Core's precision-aware optimizer: gradients and moments in 16 bits, parameters in fp32 beside those of 16."""
-CAST = {
-    "weight": 4.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0, "moments": 8.0, "whole": 1.0, "casts": 1.0,
-}  # fmt: skip
-"""soli: parameters in fp32, cast where products read them (parallel/precision.py, docs/concepts.md)."""
-
+KEPT: dict[str, dict[str, float]] = table(__package__, "states.toml")
+"""What programs do, by a word for it."""
 ADAM = 8.0
-"""Bytes of two moments in fp32, which are among `moments`; SHORT and others have the copy of the parameters beside them."""
-MOMENTS = {r"(?:fp8|8-bit)": 1.0, r"(?:bf16|fp16|16-bit|bfloat16)": 2.0}
-"""Bytes of a moment by the words before or behind it."""
+"""Bytes of two moments in fp32, which are among `moments`; all but what soli does and what is aware have the copy of the parameters beside them."""
 LORA = re.compile(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", re.I)
 """Fine-tuning of a few weights beside frozen ones."""
-FULL_WIDTH = {"weight": 4.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0}
-HALF_WIDTH = {"weight": 2.0, "gradient": 2.0, "summed": 2.0, "copied": 0.0}
 
 SHORTER = ("fsdp", "deepspeed", "jax", "other")
 DEEPSPEED = "megatron-deepspeed"
@@ -55,13 +35,13 @@ def of_states(
 ) -> dict[str, float]:
     """The program's part of a point. `said`: what a row tells of it; `optimizer`: the same of its optimizer."""
     if framework == "soli":
-        return CAST
+        return KEPT["soli"]
     found, told = _of_program(framework, precision, pipeline, said), affirmed(said)
     copy, width = found["moments"] - ADAM, 4.0
     if precision in ("fp32", "tf32", "fp64"):
-        found, copy = found | FULL_WIDTH, 0.0
+        found, copy = found | KEPT["full_width"], 0.0
     elif tells("true", full := f"{told}; {optimizer.lower()}") or (tells("pure", full) and not tells("beside", full)):
-        found, copy, width = found | HALF_WIDTH, 0.0, 2.0
+        found, copy, width = found | KEPT["half_width"], 0.0, 2.0
     elif copy:
         found, copy, width = _told(found, copy, f"{said}; {optimizer}".lower())
     moments = meant("moments", optimizer.lower())
@@ -80,7 +60,8 @@ def of_states(
 def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, float], float, float]:
     """A program's states as a row tells them otherwise; bytes of the copy in fp32, and of a moment."""
     told, of = affirmed(said), r"(?:(?:adam\w*|optimizer) (?:moments|states?)|moments)"
-    width = next((size for word, size in MOMENTS.items() if re.search(rf"{word}[- ]{of}|{of} in {word}", told)), 4.0)
+    sizes = KEPT["of_a_moment"].items()
+    width = next((size for word, size in sizes if re.search(rf"{word}[- ]{of}|{of} in {word}", told)), 4.0)
     copy = 0.0 if tells("unmastered", said) else 2.0 if tells("remainder", told) else copy
     narrow_sums = tells("sums", told) and not re.search("fp32 main", told)
     return found | ({"gradient": 2.0, "summed": 2.0} if narrow_sums else {}), copy, width
@@ -89,11 +70,11 @@ def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, fl
 def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> dict[str, float]:
     wide = bool(re.search("fp32 (?:grad )?reduce", said, re.I))
     if re.search(r"precision[- _]aware", said, re.I):
-        return AWARE
+        return KEPT["aware"]
     if framework in (MEGATRON, OLD, DEEPSPEED) and precision == "fp16":
-        return HALF
+        return KEPT["half"]
     if framework == DEEPSPEED and pipeline:
-        return BOTH
+        return KEPT["both"]
     if framework in (*SHORTER, DEEPSPEED):
-        return SHORT | ({"summed": 4.0} if wide else {})
-    return SHORT if tells("recipes", said) and not wide else WIDE
+        return KEPT["short"] | ({"summed": 4.0} if wide else {})
+    return KEPT["short" if tells("recipes", said) and not wide else "wide"]
