@@ -114,6 +114,7 @@ RULES = {
         .view(size=(2, 5, 6)).view_as(other=x).reshape(shape=(2, 5, 6)).repeat(repeats=(1, 1, 1)).flatten(start_dim=0, end_dim=1).unflatten(0, sizes=(2, 5))
         + x.select(0, index=1) + torch.sum(input=x, dim=1, keepdim=True) + torch.cat(tensors=[x], dim=0), CUTS,
     ),
+    "by numpy's names": (lambda x: x.unsqueeze(axis=1).squeeze(axis=1) + torch.logsumexp(x, axis=0, keepdims=True), CUTS),
     "heads": (lambda x: x.view(2, 5, 3, 2).transpose(1, 2).unflatten(3, (2, 1)).flatten(2), ["last", "middle"]),
     "merge heads": (lambda x: x.view(2, 5, 3, 2).reshape(2, 5, -1).unsqueeze(0).squeeze(0), ["last", "middle"]),
     "batch and heads": (lambda x: x.view(10, 6).view(2, 5, 6).transpose(0, 1).reshape(5, 2, 3, 2), ["last"]),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from soli.core.errors import Problem, SoliError, listing, on_all_ranks
 from soli.core.plan import Plan
 from soli.engine.elementwise import RAISED, by_elements, by_parameters, coupling, wrapped
-from soli.parallel.tensor.cut import updating
+from soli.parallel.tensor.parts import updating
 from soli.parallel.units import Slot
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

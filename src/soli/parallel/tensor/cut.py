@@ -76,7 +76,6 @@ class Run:
 class _State:
     levels: tuple[Run, ...] = ()  # outermost first
     level: int = -1  # the one whose rule is computing
-    updating: bool = False  # an optimizer's step, which was tried: it is elementwise
 
 
 @contextmanager
@@ -109,16 +108,6 @@ def inside(levels: Sequence[Run], level: int) -> Iterator[None]:
         yield
     finally:
         _State.levels, _State.level = before
-
-
-@contextmanager
-def updating() -> Iterator[None]:
-    """Inside, what is computed of parts is the optimizer's own, and is not marked as such (Part)."""
-    _State.updating = True
-    try:
-        yield
-    finally:
-        _State.updating = False
 
 
 def levels() -> tuple[Run, ...]:
@@ -175,36 +164,14 @@ def become_cut(param: nn.Parameter, cuts: dict[str, Split]) -> None:
     param.cuts = cuts  # type: ignore[attr-defined]
 
 
-class Part(Tensor):
-    """What was computed between steps of weights that are cut: this rank's part. Copied or saved it is a tensor like any other."""
-
-    along: frozenset[int]  # dims that others have elements of
-    origins: frozenset[str]  # the weights
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            memo[id(self)] = copied = self.as_subclass(Tensor).__deepcopy__(memo)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(func, args, kwargs or {})
-
-
-PARTS_OF_PARTS: set[Any] = set()
-"""Functions that rules.of_parts found to be by elements: optimizers call a thousand a step."""
-
-
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     """Answer a function of torch that was called with a cut tensor: by the next level that cuts one of them."""
     levels, before = outside = _State.levels, _State.level
     with torch._C.DisableTorchFunctionSubclass():
-        if not levels and _State.updating and func in PARTS_OF_PARTS:
-            return func(*args, **kwargs)
+        if not levels:
+            from soli.parallel.tensor import parts  # it is made of what stands here
+
+            return parts.answer(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if before < 0 and levels:
             follow_back((*args, *kwargs.values()))
@@ -218,9 +185,7 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         while level < last and levels[level].finder is None and not _reads_cut(levels[level], args, kwargs):
             level += 1
         if level > last:
-            from soli.parallel.tensor import rules  # they are made of what stands here
-
-            return func(*args, **kwargs) if levels else rules.of_parts(func, name, args, kwargs, updating=_State.updating)
+            return func(*args, **kwargs)
         _State.levels, _State.level = levels, level
         try:
             if level == last:

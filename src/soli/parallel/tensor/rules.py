@@ -8,15 +8,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from soli.core.errors import SoliError
-from soli.core.functions import name_of, tensors_in
+from soli.core.functions import name_of
 from soli.parallel.tensor import attention, losses, pointwise, products, shapes
-from soli.parallel.tensor.cut import PARTS_OF_PARTS, CutParameter, Part, Rule, Run, body, shape_of, split_of
+from soli.parallel.tensor.cut import Rule, Run, body, shape_of, split_of
 from soli.parallel.tensor.pointwise import NAMES
 from soli.parallel.tensor.split import Misfit, origins_of
-
 
 NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 """Names of arguments that torch takes too."""
@@ -58,7 +55,7 @@ def _count(run: Run, func: Any, args: tuple, kwargs: dict) -> int:
     return torch.Size(shape_of(args[0])).numel()
 
 
-def _local(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
+def local(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
@@ -99,19 +96,19 @@ CUT: dict[str, Rule] = {
     "__iter__": lambda run, func, args, kwargs: iter(shapes.unbind(run, *args)),
     **dict.fromkeys(NAMES["reductions"], pointwise.reduction), **dict.fromkeys(NAMES["along"], pointwise.along),
     **dict.fromkeys(NAMES["losses"], losses.elementwise_loss), **dict.fromkeys(NAMES["whole"], shapes.gathered),
-    **dict.fromkeys(NAMES["local"], _local), "softmax": losses.softmax, "log_softmax": losses.softmax,
+    **dict.fromkeys(NAMES["local"], local), "softmax": losses.softmax, "log_softmax": losses.softmax,
     "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
     "where": pointwise.where, "gather": losses.gather, "take_along_dim": losses.gather,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), losses.scatter), "layer_norm": attention.layer_norm,
     "rms_norm": attention.layer_norm, "scaled_dot_product_attention": attention.attention, "size": _size,
     **dict.fromkeys(("to", "type_as"), pointwise.cast), "__len__": _length, **dict.fromkeys(("numel", "nelement"), _count),
     # shapes that are asked for are logical, the result is whole
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), _local),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), local),
 }  # fmt: skip
 
 GETTERS: dict[str, Rule] = {
     "shape": _size, **dict.fromkeys(("T", "mT"), shapes.transpose), "data": pointwise.cast,
-    **dict.fromkeys(NAMES["attributes"], _local),
+    **dict.fromkeys(NAMES["attributes"], local),
 }  # fmt: skip
 
 
@@ -138,79 +135,9 @@ def rule_of(func: Any, name: str) -> Rule | None:
     if name == "__get__":
         return GETTERS.get(name_of(func))
     if name in ("__set__", "__delete__"):
-        return _local
+        return local
     if name in CUT:
         return CUT[name]
     if pointwise.is_pointwise(name):
         return pointwise.pointwise
     return _body if written_in_python(func) else None
-
-
-# --- between steps --------------------------------------------------------------------------------------
-
-DIM_AT = {"norm": 2, "normalize": 2, "vector_norm": 2, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "chunk": 2, "__iter__": 1}
-"""Which argument is the dim; of all but norms it is 0 where it is not said."""
-BY_ELEMENTS = (_local, pointwise.pointwise, pointwise.cast, pointwise.where, shapes.cat, shapes.stack, shapes.repeat)
-"""Rules of functions of which parts give parts: each element of the result is of one element of an argument."""
-
-
-def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
-    """The dims along which elements are chosen, or come together. None: it does not say."""
-    if name in ("__getitem__", "__setitem__"):
-        index = [i for i in (args[1] if isinstance(args[1], tuple) else (args[1],)) if i is not None]
-        for d in [d for d, i in enumerate(index) if i is ...]:
-            index[d : d + 1] = [slice(None)] * (count - len(index) + 1)
-        each = lambda i: isinstance(i, slice) and i == slice(None)
-        mask = lambda i: getattr(i, "dtype", None) is torch.bool and i.dim() == count
-        return {d for d, i in enumerate(index) if not each(i) and not mask(i)}
-    usual = 0 if name in DIM_AT and name not in ("norm", "normalize", "vector_norm") else None
-    place = DIM_AT.get(name, int(name in (*NAMES["reductions"], *NAMES["along"], "softmax", "log_softmax", "flip")))
-    dims = kwargs.get("dim", args[place] if 0 < place < len(args) else usual)
-    return {d % count for d in dims} if isinstance(dims, tuple | list) else {dims % count} if type(dims) is int else None
-
-
-def of_parts(func: Any, name: str, args: tuple, kwargs: dict, *, updating: bool) -> Any:
-    """Outside of a forward, where a weight is what this rank has of it. Refused where others' elements would belong to the result."""
-    by_place = name in (*NAMES["by_place"], *NAMES["drawn"])
-    by_elements = not by_place and rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS
-    if by_elements and updating:
-        PARTS_OF_PARTS.add(func)
-        return func(*args, **kwargs)
-    given = tensors_in((args, kwargs))
-    parts = [x for x in given if type(x) is Part or (type(x) is CutParameter and getattr(x, "cuts", None))]
-    if not parts or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
-        return func(*args, **kwargs)
-    if by_elements:
-        return _marked(func(*args, **kwargs), name_of(func), given, parts)
-    cut_along = _cut_along(parts[0])
-    along = _along(name, args, kwargs, parts[0].dim())
-    if along is None or not along & cut_along:
-        views = lambda x: any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
-        by_place &= along is None
-        result = None if by_place else func(*args, **kwargs)
-        # what is no view of what is given was computed of all that the rank has
-        if not by_place and (along is not None or all(map(views, tensors_in((result,))))):
-            return result if updating else _marked(result, "", given, parts)
-    what = "a weight is computed with between steps, of which each rank has a part"
-    got = f"{name_of(func)} of {', '.join(sorted(_origins(parts[0])))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}"
-    fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
-    raise SoliError(what, got=got, allowed="what is done element by element, or along other dims", fix=fix)
-
-
-def _cut_along(part: Any) -> frozenset[int]:
-    return part.along if type(part) is Part else frozenset(split.dim for split in part.cuts.values())
-
-
-def _origins(part: Any) -> frozenset[str]:
-    return part.origins if type(part) is Part else origins_of(part.cuts.values())
-
-
-def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
-    """What a function made of parts is one: cut as those of its shape are, or, where it has another or is a view, perhaps along any dim."""
-    for x in tensors_in((result,)):
-        if type(x) is Tensor and name != "grad" and not name.startswith("new_") and all(x is not y for y in given):
-            same = [_cut_along(part) for part in parts if part.shape == x.shape and name]
-            x.__class__ = Part
-            x.along = frozenset().union(*same) if same else frozenset(range(x.dim()))  # type: ignore[attr-defined]
-            x.origins = _origins(parts[0])  # type: ignore[attr-defined]
-    return result

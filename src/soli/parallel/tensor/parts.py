@@ -1,0 +1,131 @@
+"""A weight that is cut, outside of a forward: between steps the program has this rank's part of it, as torch has a tensor.
+
+What is done element by element, or along dims that are not cut, is as right on a part as on the whole. All else (a norm, a product,
+an index) would be of other numbers than the program means, and is refused; so it is of what was computed of a part, which is one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soli.core.errors import SoliError
+from soli.core.functions import name_of, tensors_in
+from soli.parallel.tensor import pointwise, shapes
+from soli.parallel.tensor.cut import CutParameter, dispatch
+from soli.parallel.tensor.pointwise import NAMES
+from soli.parallel.tensor.rules import local, rule_of
+from soli.parallel.tensor.split import origins_of
+
+
+class Part(Tensor):
+    """What was computed between steps of weights that are cut: this rank's part. Copied or saved it is a tensor like any other."""
+
+    along: frozenset[int]  # dims that others have elements of
+    origins: frozenset[str]  # the weights
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            memo[id(self)] = copied = self.as_subclass(Tensor).__deepcopy__(memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+class _State:
+    updating: bool = False
+
+
+_TRIED: set[Any] = set()
+"""Functions that were found to be by elements: optimizers call a thousand a step."""
+
+
+@contextmanager
+def updating() -> Iterator[None]:
+    """Inside, what is computed of parts is the optimizer's own, and is not marked."""
+    _State.updating = True
+    try:
+        yield
+    finally:
+        _State.updating = False
+
+
+DIM_AT = {"norm": 2, "normalize": 2, "vector_norm": 2, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "chunk": 2, "__iter__": 1}
+"""Which argument is the dim; of all but norms it is 0 where it is not said."""
+BY_ELEMENTS = (local, pointwise.pointwise, pointwise.cast, pointwise.where, shapes.cat, shapes.stack, shapes.repeat)
+"""Rules of functions of which parts give parts: each element of the result is of one element of an argument."""
+
+
+def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
+    """The dims along which elements are chosen, or come together. None: it does not say."""
+    if name in ("__getitem__", "__setitem__"):
+        index = [i for i in (args[1] if isinstance(args[1], tuple) else (args[1],)) if i is not None]
+        for d in [d for d, i in enumerate(index) if i is ...]:
+            index[d : d + 1] = [slice(None)] * (count - len(index) + 1)
+        each = lambda i: isinstance(i, slice) and i == slice(None)
+        mask = lambda i: getattr(i, "dtype", None) is torch.bool and i.dim() == count
+        return {d for d, i in enumerate(index) if not each(i) and not mask(i)}
+    usual = 0 if name in DIM_AT and name not in ("norm", "normalize", "vector_norm") else None
+    place = DIM_AT.get(name, int(name in (*NAMES["reductions"], *NAMES["along"], "softmax", "log_softmax", "flip")))
+    dims = kwargs.get("dim", args[place] if 0 < place < len(args) else usual)
+    return {d % count for d in dims} if isinstance(dims, tuple | list) else {dims % count} if type(dims) is int else None
+
+
+def answer(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Outside of a forward, where a weight is what this rank has of it. Refused where others' elements would belong to the result."""
+    if _State.updating and func in _TRIED:
+        return func(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    by_place = name in (*NAMES["by_place"], *NAMES["drawn"])
+    by_elements = not by_place and rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS
+    if by_elements and _State.updating:
+        _TRIED.add(func)
+        return func(*args, **kwargs)
+    given = tensors_in((args, kwargs))
+    parts = [x for x in given if type(x) is Part or (type(x) is CutParameter and getattr(x, "cuts", None))]
+    if not parts or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
+        return func(*args, **kwargs)
+    if by_elements:
+        return _marked(func(*args, **kwargs), name_of(func), given, parts)
+    cut_along = _cut_along(parts[0])
+    along = _along(name, args, kwargs, parts[0].dim())
+    if along is None or not along & cut_along:
+        views = lambda x: any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
+        by_place &= along is None
+        result = None if by_place else func(*args, **kwargs)
+        # what is no view of what is given was computed of all that the rank has
+        if not by_place and (along is not None or all(map(views, tensors_in((result,))))):
+            return result if _State.updating else _marked(result, "", given, parts)
+    what = "a weight is computed with between steps, of which each rank has a part"
+    got = f"{name_of(func)} of {', '.join(sorted(_origins(parts[0])))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}"
+    fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
+    raise SoliError(what, got=got, allowed="what is done element by element, or along other dims", fix=fix)
+
+
+def _cut_along(part: Any) -> frozenset[int]:
+    return part.along if type(part) is Part else frozenset(split.dim for split in part.cuts.values())
+
+
+def _origins(part: Any) -> frozenset[str]:
+    return part.origins if type(part) is Part else origins_of(part.cuts.values())
+
+
+def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
+    """What a function made of parts is one: cut as those of its shape are, or, where it has another or is a view, perhaps along any dim."""
+    for x in tensors_in((result,)):
+        if type(x) is Tensor and name != "grad" and not name.startswith("new_") and all(x is not y for y in given):
+            same = [_cut_along(part) for part in parts if part.shape == x.shape and name]
+            x.__class__ = Part
+            x.along = frozenset().union(*same) if same else frozenset(range(x.dim()))  # type: ignore[attr-defined]
+            x.origins = _origins(parts[0])  # type: ignore[attr-defined]
+    return result
