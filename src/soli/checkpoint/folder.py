@@ -70,9 +70,8 @@ def _foreign(path: Path) -> SoliError:
         return SoliError(f"{path} holds pickles, not a soli checkpoint", got=", ".join(pickles[:5]), fix=fix)
     inner = sorted(p.name for p in path.iterdir() if (p / MANIFEST).is_file())
     if inner:
-        fix = "name one of them"
-        got = ", ".join(inner[-8:])
-        return SoliError(f"{path} is a folder of checkpoints, not one checkpoint", got=got, fix=fix)
+        what = f"{path} is a folder of checkpoints, not one checkpoint"
+        return SoliError(what, got=", ".join(inner[-8:]), fix="name one of them")
     got = ", ".join(sorted(names)[:8]) or "an empty folder"
     return SoliError(f"{path} is not a soli checkpoint: it has no {MANIFEST}", got=got, fix="check the path")
 

@@ -232,5 +232,4 @@ def _write_mine(partial: Path, job: _Job, done: Add) -> FileEntry | None:
         return FileEntry(*write_file(partial / _file_name(job.team.rank), job.entries, done=done))
     except OSError as error:
         need = sum(entry.size for entry in job.entries)
-        shown = as_soli_error(f"writing {need:,} bytes for {job.path}", error)
-        raise shown from error
+        raise as_soli_error(f"writing {need:,} bytes for {job.path}", error) from error

@@ -89,8 +89,7 @@ class Team:
             for problem in error.problems:
                 name = "" if everyone and problem in failed[0][1].problems else f"rank {rank}: "
                 problems.setdefault(replace(problem, what=name + problem.what))
-        mistake = all(error.exit_code == MISTAKE for _, error in failed)
-        code = MISTAKE if mistake else FAILURE
+        code = MISTAKE if all(error.exit_code == MISTAKE for _, error in failed) else FAILURE
         raise SoliError(problems, exit_code=code, everywhere=True) from cause
 
 

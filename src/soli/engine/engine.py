@@ -113,8 +113,7 @@ def parallelize(
 
 def problems(model: nn.Module, roles: dict[str, str] | None, plan: Plan) -> list[Problem]:
     """What keeps this model from this plan, all of it."""
-    found = models.problems(model, plan) + recompute.problems(model, plan)
-    return found + layout.problems(roles, model)
+    return models.problems(model, plan) + recompute.problems(model, plan) + layout.problems(roles, model)
 
 
 def _above_0(number: Any) -> bool:

@@ -42,11 +42,9 @@ def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
         flat = unit.whole(unit.shard, "parameters") if unit.zero and unit.shard is not None else None
         for slot in unit.slots:
             value = _whole(slot.param if flat is None else slot.within(flat))
-            value = uncut(engine, slot.param, value)
-            found |= {name: value for name in slot.names}
+            found |= dict.fromkeys(slot.names, uncut(engine, slot.param, value))
     for names, param in engine.laid.plain:
-        value = uncut(engine, param, _whole(param))
-        found |= {name: value for name in names}
+        found |= dict.fromkeys(names, uncut(engine, param, _whole(param)))
     found |= {name: _whole(buffer) for name, buffer in _buffers(engine)} | _of_modules(engine)
     if engine.pipeline is not None:
         found = _from_stages(engine, found)

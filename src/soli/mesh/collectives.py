@@ -103,8 +103,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -
     On the local backend it lies in memory that the ranks share, and what it takes part in copies nothing.
     """
     if axis.size > 1 and axis.backend == "local" and not axis.simulated and device.type == "cpu" and numel:
-        size = torch.empty((), dtype=dtype).element_size()
-        memory: Tensor = axis.group.allocate(numel * size)
+        memory: Tensor = axis.group.allocate(numel * dtype.itemsize)
         return memory.view(dtype)
     return torch.empty(numel, dtype=dtype, device=device)
 
@@ -155,8 +154,7 @@ def all_gather(whole: Tensor, part: Tensor, axis: Axis, *, label: str = "", wait
     slots = moved.view(axis.size, -1)
     if slots[axis.index].data_ptr() != part.data_ptr():
         slots[axis.index].copy_(part.view(-1))
-    own = lambda _: slots[axis.index]
-    pairs = lambda: _all_pairs(axis, lambda source: slots[source], own)
+    pairs = lambda: _all_pairs(axis, lambda source: slots[source], lambda _: slots[axis.index])
     return _begun(record, axis, wait, pairs, _copy_back(whole, moved))
 
 
@@ -182,8 +180,7 @@ def reduce(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool =
         return _in_place(dist.reduce, tensor, axis, label, wait, axis.index == to, group_dst=to)
     record = _record("reduce", axis, tensor, label)
     if axis.index != to:
-        moved = _staged(tensor, axis).contiguous()
-        return _sent(record, moved, axis, to, wait)
+        return _sent(record, _staged(tensor, axis).contiguous(), axis, to, wait)
     other = torch.empty(tensor.shape, dtype=tensor.dtype)
     receiving = lambda: [dist.irecv(other, group=axis.group, group_src=1 - to)]
     return _begun(record, axis, wait, receiving, lambda: tensor.add_(other.to(tensor.device)))
@@ -323,11 +320,10 @@ def raise_together(check: Callable[[], None], axis: Axis, *, label: str = "") ->
     told = gather_json(None if error is None else error.to_json(), axis, label=label)
     if error is not None:
         raise error
-    for said in told:
-        if said is not None:
-            other = SoliError.from_json(said)
-            other.consequence = True
-            raise other
+    for said in filter(None, told):
+        other = SoliError.from_json(said)
+        other.consequence = True
+        raise other
 
 
 class Failures:

@@ -116,8 +116,7 @@ def distribute(
     _place_buffers(model, device)
     sweep()
     reducer = Reducer(ordered, mesh["tp"])
-    gatherer = Gatherer(root, found, mesh.all, reducer)
-    return DataParallel(units, reducer, gatherer, plain, portions, absent)
+    return DataParallel(units, reducer, Gatherer(root, found, mesh.all, reducer), plain, portions, absent)
 
 
 def _grouped(params: Iterable[Named], key: Callable[[nn.Parameter], Any]) -> dict[Any, list[Named]]:

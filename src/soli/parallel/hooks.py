@@ -23,8 +23,7 @@ def problems(model: nn.Module) -> Iterator[Problem]:
     """Parameters with hooks of the program's own that are not linear. They are called, with random gradients."""
     curved, after = [], []
     for name, param in model.named_parameters():
-        hooks = (param._backward_hooks or {}).values()
-        if not all(_is_linear(hook, param) for hook in hooks):
+        if not all(_is_linear(hook, param) for hook in (param._backward_hooks or {}).values()):
             curved.append(name)
         later = getattr(param, "_post_accumulate_grad_hooks", None) or {}
         if any(not str(hook.__module__).startswith("soli.") for hook in later.values()):

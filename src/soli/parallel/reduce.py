@@ -173,8 +173,7 @@ class Reducer:
         parts = [self._parts.pop(id(slot.param)) for slot in slots]
         zeros = grad.new_zeros
         flat = torch.cat([zeros(s.numel) if p is None else p.reshape(-1) for s, p in zip(slots, parts, strict=True)])
-        label = f"parts of gradients of {unit.name}"
-        pending = all_reduce(flat, self.tensor_axis, label=label, wait=False)
+        pending = all_reduce(flat, self.tensor_axis, label=f"parts of gradients of {unit.name}", wait=False)
         self._summing = unit, slots, flat, pending
 
     def _send_summed(self) -> None:

@@ -174,8 +174,7 @@ class LocalGroup(_Base):
         return self._begin(ANY_SIZE, "", out, make, [out], back)
 
     def barrier(self, opts: Any = None) -> Any:
-        nothing = torch.empty(0)
-        return self._begin("barrier", "", nothing, lambda o: self._do.barrier(self._on, o), [])
+        return self._begin("barrier", "", torch.empty(0), lambda o: self._do.barrier(self._on, o), [])
 
     # --- messages -------------------------------------------------------------------------------------
 

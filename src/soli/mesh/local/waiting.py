@@ -48,12 +48,9 @@ class Backoff:
         if not self.began:
             self.began = now
         waited = now - self.began
-        if waited < self.spin:
-            return False
-        if waited < YIELD_SECONDS:
+        if self.spin <= waited < YIELD_SECONDS:
             os.sched_yield()
-            return False
-        return True
+        return waited >= YIELD_SECONDS
 
     def sleep_seconds(self) -> float:
         """How long the next sleep in the kernel may last."""

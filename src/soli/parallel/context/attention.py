@@ -39,8 +39,7 @@ def attention(run: Run, given: dict[str, Any]) -> Tensor | None:
     of_k = split_of(k)
     q, k, v = plain(q), plain(k), plain(v)
     if of_k is None:
-        result = _alone(q, k, v, mask, found, run, causal, scale, given.get("enable_gqa", False))
-        return cut(result, found)
+        return cut(_alone(q, k, v, mask, found, run, causal, scale, given.get("enable_gqa", False)), found)
     queries, keys = _spans(run, found), _spans(run, of_k)
     if run.context == "scores" or learned:
         result = _written_out(run, q, k, v, mask, queries, keys, causal, scale)

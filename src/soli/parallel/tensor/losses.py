@@ -51,8 +51,7 @@ def logsumexp(run: Run, x: Tensor, dim: int | tuple[int, ...], keepdim: bool = F
         gone = 0 if keepdim else int(dim % x.dim() < split.dim)
         return cut(torch.logsumexp(x, dim, keepdim), split.at(split.dim - gone))
     most = _largest(run, x, split.dim)
-    total = added(run, (x - most).exp().sum(split.dim, keepdim=True))
-    result = total.log() + most
+    result = added(run, (x - most).exp().sum(split.dim, keepdim=True)).log() + most
     return result if keepdim else result.squeeze(split.dim)
 
 
@@ -206,8 +205,7 @@ def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if given.get("out") is not None or (along and any(a != b for d, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if d not in both)):
         raise Misfit(origins_of(s for s in (split, split_of(index)) if s), "a tensor to write to, or an index that is broadcast")
     if split is None or split_of(index) is not None:
-        alike = _alike([x, index], dim)
-        return cut(x.gather(dim, index), alike)
+        return cut(x.gather(dim, index), _alike([x, index], dim))
     if dim == split.dim:
         return _picked(run, x, split, index)
     if index.shape[split.dim] != split.size:

@@ -30,8 +30,7 @@ def norm(run: Run, name: str, x: Tensor, split: Split, rest: list[Any], kwargs: 
     weight, bias = (_own(run, given.get(key), split.at(0)) for key in ("weight", "bias"))
     eps = given.get("eps", 1e-5 if centred else None)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    result = _Norm.apply(plain(x), weight, bias, eps, shape_of(x)[-1], centred, run.axis)
-    return marked(result, deeper(x))
+    return marked(_Norm.apply(plain(x), weight, bias, eps, shape_of(x)[-1], centred, run.axis), deeper(x))
 
 
 def _own(run: Run, weight: Tensor | None, split: Split) -> Tensor | None:

@@ -119,17 +119,13 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         result = func(*args, **kwargs)
         first = result if isinstance(result, Tensor) else result[0]
         gone = sum(d < split.dim for d in over) if first.dim() < count else 0
-        at = split.at(split.dim - gone)
-        return _cut_all(result, at)
+        return _cut_all(result, split.at(split.dim - gone))
     if name == "var" and len(over) == 1:
         return _variance(x, split.dim, given, keep)
     if name not in ("sum", "mean"):
         raise Misfit(split.origins, f"{name} over the dim that is cut")
     total = added(run, torch.sum(x, dim=tuple(over), keepdim=keep, dtype=given.get("dtype")))
-    if name == "sum":
-        return total
-    shape = shape_of(x)
-    return total / prod(shape[d] for d in over)
+    return total if name == "sum" else total / prod(shape_of(x)[d] for d in over)
 
 
 def _variance(x: Tensor, dim: int, given: dict[str, Any], keep: bool) -> Tensor:
