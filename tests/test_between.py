@@ -81,6 +81,15 @@ def written(model: nn.Module) -> None:
         model.head.bias.fill_(0.5)
 
 
+def one_written(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.head.bias[0] = 0.5
+
+
+def one_of_data_written(model: nn.Module) -> None:
+    model.head.weight.data[0, 0] = 0.5
+
+
 def attempt(plan: str, change: Callable[[nn.Module], None]) -> tuple[str, Tensor]:
     """What the second step says after a change, and the bias then."""
     model, loss_fn, batches = case_of(Plain).make()
@@ -105,6 +114,8 @@ def attempt(plan: str, change: Callable[[nn.Module], None]) -> tuple[str, Tensor
         (replaced, "dp=2,zero=1", "got     head.bias\n"),
         (replaced, "dp=2,zero=1", "or write in place"),
         (replaced, "dp=2,zero=3", "use zero=0"),
+        (one_written, "dp=2,zero=3", "got     head.bias\n"),
+        (one_of_data_written, "dp=2,zero=3", "got     head.weight\n"),
     ],
 )
 def test_changes_that_training_cannot_follow_are_refused(
@@ -112,6 +123,21 @@ def test_changes_that_training_cannot_follow_are_refused(
 ) -> None:
     for text, _ in pool.run(attempt, plan, change, ranks=2):
         assert said in text
+
+
+def written_after_two_steps(plan: str) -> str:
+    model, loss_fn, batches = case_of(Plain).make()
+    engine: Engine = parallelize(model.double(), loss_fn, optimizer=adamw, plan=plan)
+    for batch in batches[:2]:
+        engine.step(batch)
+    one_written(model)
+    with pytest.raises(SoliError) as caught:
+        engine.step(batches[0])
+    return str(caught.value)
+
+
+def test_a_write_into_one_element_of_what_is_elsewhere_is_not_lost(pool: Pool) -> None:
+    assert all("got     head.bias\n" in said for said in pool.run(written_after_two_steps, "dp=2,zero=3", ranks=2))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,11 @@ class Agreement:
     def begin(self, engine: Engine, batch: Any) -> None:
         """A step has this batch."""
         self.rows, self.common = marks(engine, batch).tolist()
-        self.wrote = bool(self.versions) and self.versions != versions(engine)
+        self.wrote = self.writes(engine)
+
+    def writes(self, engine: Engine) -> bool:
+        """Whether the program wrote into parameters since the newest step."""
+        return bool(self.versions) and self.versions != versions(engine)
 
     def seal(self, engine: Engine) -> float:
         """A number of all that is the same on every rank but the rows."""

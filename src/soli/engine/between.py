@@ -131,14 +131,13 @@ def _replaced(engine: Engine) -> Iterator[Problem]:
     """Parameters whose memory is not the one that the optimizer writes into."""
     if engine.parallel is None or not engine.plan.zero:
         return
-    names = [slot.names[0] for unit in engine.laid.units for slot in unit.slots if unit.lost(slot)]
+    zero, count = engine.plan.zero, engine.step_count
+    looking = zero == 3 and (engine._agreed.writes(engine) or count & (count + 1) == 0)
+    names = [slot.names[0] for unit in engine.laid.units for slot in unit.slots if unit.lost(slot, looking)]
     if names:
-        yield Problem(
-            f"the data of parameters was replaced after soli.parallelize, and under zero={engine.plan.zero} their values "
-            "lie in a buffer that ranks share",
-            got=listed(names),
-            fix="do it before soli.parallelize, or use zero=0" + ", or write in place" * (engine.plan.zero < 3),
-        )
+        what = f"the data of parameters was replaced{' or written' * (zero == 3)} after soli.parallelize, and under zero={zero} their values lie in a buffer that ranks share"
+        fix = f"do it before soli.parallelize, use zero=0, or write in place{' under zero=2' * (zero == 3)}"
+        yield Problem(what, got=listed(names), fix=fix)
 
 
 def written(engine: Engine) -> list[int]:
