@@ -1061,8 +1061,41 @@ class Same(Plain):
         return self.head(x)
 
 
+class Masks(Plain):
+    """Indices by masks between blocks: of the batch, of places, and in front of what is not cut there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("even", torch.arange(DIM) % 2 == 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, seen = self.embed(tokens), tokens > 10
+        for layer in self.layers:
+            y, z = torch.zeros_like(x), torch.zeros(x.shape, dtype=x.dtype)
+            y[seen] = torch.tanh(layer(x))[seen]
+            z[..., self.even] = y[..., self.even] - y[:, :, ~self.even]
+            x = x + y + z
+        return self.head(x)
+
+
+class Large(Plain):
+    """Those of a layer's results that are large: how many there are, only who has them knows."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            y, z = torch.tanh(layer(x)), torch.zeros_like(x)
+            z[y > 0.1] = y[y > 0.1]
+            x = x + z
+        return self.head(x)
+
+
+def test_an_index_by_values_between_stages_is_refused_where_they_are_cut(pool: Pool) -> None:
+    assert all("looks at a value (an index by a mask) after layers.0" in said for said in pool.run(first_step, Large, "pp=4,microbatches=4", ranks=4))
+
+
 @pytest.mark.parametrize(
-    ("kind", "plan"), [(Same, "pp=2,tp=2,microbatches=2"), (Meeting, "pp=2,microbatches=1"), (Scoring, "cp=2,recompute=full"), (Nothing, "dp=2"), (Gumbel, "tp=2"), (Gumbel, "dp=2,recompute=full")]
+    ("kind", "plan"), [(Masks, "pp=2,microbatches=2"), (Masks, "pp=2,tp=2,microbatches=2"), (Large, "pp=2,microbatches=2"), (Same, "pp=2,tp=2,microbatches=2"), (Meeting, "pp=2,microbatches=1"), (Scoring, "cp=2,recompute=full"), (Nothing, "dp=2"), (Gumbel, "tp=2"), (Gumbel, "dp=2,recompute=full")]
 )
 def test_what_is_right_is_not_refused(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=4 if "tp=2,m" in plan else 2))

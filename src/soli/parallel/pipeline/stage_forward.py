@@ -77,8 +77,8 @@ class StageForward(Watch):
             return func(torch.empty(0, device=self.device))
         try:
             with torch.no_grad():
-                out = as_value(func, func(*tree_map(_absent, args), **tree_map(_absent, kwargs)))
-        except (RuntimeError, NotImplementedError) as error:
+                out = as_value(func, func(*tree_map(_absent, _by_places(func, args)), **tree_map(_absent, kwargs)))
+        except RuntimeError as error:
             what = f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split("\n")[0]
             fix = "do it inside a block, or use pp=1"
             raise SoliError(what, got=f"stage {self.stage}, {self.trace.place(self.gap)}", fix=fix) from error
@@ -235,6 +235,15 @@ def _become(target: Tensor, result: Tensor) -> None:
     target.__class__, result.__class__ = type(result), type(target)
     target.__dict__, result.__dict__ = result.__dict__, target.__dict__
     torch._C._swap_tensor_impl(target, result)
+
+
+def _by_places(func: Any, args: tuple) -> tuple:
+    """What is indexed by masks that are here, by the places in them: how many there are, a mask without values does not say."""
+    if name_of(func) not in ("__getitem__", "__setitem__"):
+        return args
+    index = args[1] if type(args[1]) is tuple else (args[1],)
+    here = lambda x: type(x) is Tensor and x.dtype == torch.bool and x.dim() > 0 and not x.is_meta
+    return args[0], tuple(one for x in index for one in (x.nonzero(as_tuple=True) if here(x) else (x,))), *args[2:]
 
 
 def _absent(x: Any) -> Any:

@@ -7,8 +7,12 @@ runs on every stage. No list of attribute names: children of the outermost lists
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from soli.core.versions import FLOPS
 from soli.parallel.units import parts
 
 Unit = tuple[str, nn.Module]
@@ -37,3 +41,17 @@ def _children(unit: Unit) -> list[Unit]:
     """Units below one that is taken apart."""
     name, module = unit
     return [(path, part) for path, part, _ in parts(module, name)]
+
+
+class Flops(TorchDispatchMode):
+    """Sums the flops of products. torch's FlopCounterMode also follows modules, with operations of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in FLOPS:
+            self.total += FLOPS[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out

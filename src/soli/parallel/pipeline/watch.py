@@ -21,16 +21,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from soli.core.errors import on_all_ranks
 from soli.core.frames import in_autograd_function
 from soli.core.functions import in_place, name_of, tensors_in
 from soli.core.tables import table
-from soli.core.versions import FLOPS, mode_popped
+from soli.core.versions import mode_popped
 from soli.parallel import kept
-from soli.parallel.pipeline.units import Unit
+from soli.parallel.pipeline.units import Flops, Unit
 from soli.parallel.wrapping import unwrap, wrap
 
 Name = tuple[int, int, int]
@@ -161,6 +160,14 @@ def results_of(func: Any, args: tuple, out: Any) -> list[Tensor]:
     return []
 
 
+def looks_by(func: Any, args: tuple) -> str:
+    """What tells Python what is in a live tensor, or makes a result whose shape depends on it; "": nothing does."""
+    name = name_of(func)
+    if name == "__getitem__" and any(x.dtype == torch.bool and x.dim() for x in live_in(args[1:])):
+        return "an index by a mask"
+    return name if name in READS or (name == "where" and len(args) == 1) else ""
+
+
 def as_value(func: Any, out: Any) -> Any:
     """A parameter that came back as it is (x.to(where it lies)) as a value of this run, which a parameter, there in all of them, is not."""
     return out.view_as(out) if isinstance(out, nn.Parameter) and not in_place(func) else out
@@ -227,20 +234,6 @@ def standing_for(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
     if made is not x and hasattr(x, "_live"):
         made._live, made._run = x._live, watch.run  # type: ignore[attr-defined]
     return made
-
-
-class _Flops(TorchDispatchMode):
-    """Sums the flops of products. torch's FlopCounterMode also follows modules, with operations of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func._overloadpacket in FLOPS:
-            self.total += FLOPS[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
-        return out
 
 
 class _Within(TorchFunctionMode):
@@ -322,7 +315,7 @@ class Tracer(Watch):
         self._step = 0  # of operations and calls
         self._last_step: dict[Name, int] = {}
         self.trace, self.draws = Trace(), draws
-        self._flops, self._counted = _Flops(), 0.0
+        self._flops, self._counted = Flops(), 0.0
 
     def __enter__(self) -> Any:
         self._flops.__enter__()
@@ -389,7 +382,7 @@ class Tracer(Watch):
     def met(self, func: Any, args: tuple, kwargs: dict, live: list[Tensor]) -> Any:
         given = [(x, x.clone()) for x in tensors_in((args, kwargs)) if id(x) in self.buffers and kept.comparable(x)]
         out = as_value(func, func(*args, **kwargs))
-        called, made = name_of(func), results_of(func, args, out)
+        looks, made = looks_by(func, args), results_of(func, args, out)
         # running statistics are written without a word: neither the schema says it, nor the version
         self.trace.written |= {self.buffers[id(x)]: self.gap for x, before in given if not kept.same(x, before)}
         if made and in_place(func):
@@ -397,9 +390,9 @@ class Tracer(Watch):
         if kwargs.get("out") is not None:
             self.trace.aliased.add((self.gap, self.gap, FOREVER))
         before = getattr(args[0], "_live", None) if made and in_place(func) else None
-        if called in READS:
-            self.trace.reads.append((self.gap, called))
-        if made or called in READS:
+        if looks:
+            self.trace.reads.append((self.gap, looks))
+        if made or looks:
             self._used(live, self.gap)
         if made:
             self.trace.operations[self.gap].append(called_as(func, made))
