@@ -923,6 +923,20 @@ def clamped(plan: str) -> list[float]:
     return found
 
 
+def left_out_alone(plan: str, then: str) -> str:
+    engine, batches = engine_of(Plain, plan)
+    engine.step(batches[0])
+    engine.forward_backward(batches[1])
+    engine.update() if engine.rank else engine.discard()
+    return said_by(engine.step, batches[0]) if then == "step" else said_by(engine.evaluate, batches)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("then", ["step", "evaluate"])
+def test_a_step_that_some_ranks_leave_out_is_noticed(pool: Pool, plan: str, then: str) -> None:
+    assert all("steps left out by discard(): 0, and 1 on the others" in said for said in pool.run(left_out_alone, plan, then, ranks=2))
+
+
 def averaged(plan: str) -> list[float]:
     engine, batches = engine_of(Plain, plan)
     still, found = copy.deepcopy(engine.model), []

@@ -35,6 +35,7 @@ class Agreement:
         self.place: Facts = {}  # of that batch in its stream
         self.limit: float | None = None  # of the newest clip()
         self.states: int | None = None  # of the optimizer, when it had stepped
+        self.left_out = 0  # steps, by discard()
         self.wrote = False  # whether the program wrote into parameters since the step before
         self.versions: list[tuple[int, int]] = []
         self._options: Facts = {}
@@ -144,14 +145,15 @@ def _number(*facts: Any) -> float:
 def evaluated(engine: Engine, found: Tensor, seen: Tensor) -> Tensor:
     """An evaluation's total and count, summed over all ranks, which have seen the same batches. Collective."""
     rows, common = seen.tolist()
+    alike = _number(common, engine._agreed.left_out)
     told = found.new_zeros(2, engine.dp.size)
-    apart = same.apart_along(engine, [rows, common], found)
-    told[:, engine.dp.index] = torch.tensor([common, apart], dtype=torch.float64)
+    apart = same.apart_along(engine, [rows, alike], found)
+    told[:, engine.dp.index] = torch.tensor([alike, apart], dtype=torch.float64)
     sums = torch.cat([found, told.flatten()])
     all_reduce(sums, engine.dp, label="evaluation loss and count")
     told = sums[2:].view_as(told)
     if not engine.mesh.all.simulated and (told[1].any() or (told[0] != told[0, 0]).any()):
-        facts = engine._agreed.place | ({"marks of all": common} if rows != common else {})
+        facts = engine._agreed.place | ({"marks of all": common} if rows != common else {}) | {"steps left out by discard()": engine._agreed.left_out}
         need_alike(facts, engine.mesh.all, f"evaluates other batches after {engine.step_count} steps", ALIKE)
         need_same_rows(engine, rows, f"in an evaluation after {engine.step_count} steps")
     return sums[:2]
@@ -166,6 +168,7 @@ def options(engine: Engine) -> Facts:
         "clip": engine.max_norm,
         "the limit of the newest clip()": agreed.limit,
         "seed": engine.seed,
+        "steps left out by discard()": agreed.left_out,
         # under pp a rank's parameters are its own, and may be all frozen
         "states as the newest step left them": engine.plan.pp > 1 or agreed.states in (None, kept_states(made)),
     }

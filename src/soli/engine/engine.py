@@ -352,11 +352,13 @@ class Engine:
         """Leave the step out: the gradients of the last forward_backward are forgotten, and nothing is updated. On all ranks alike."""
         self._need_gradients("discard")
         self.last.skipped = True
+        self._agreed.left_out += 1
         self._end()
 
     def _end(self) -> None:
         if self.loss_scale is not None:
-            overflow = self._norm is not None and self._norm - self._norm != 0
+            found = self.gradient_norm() if self._norm is None else self._norm
+            overflow = found - found != 0
             self.loss_scale.after(overflow)
             if overflow:
                 self.last.skipped, scale = True, self.loss_scale.scale
