@@ -798,6 +798,17 @@ def test_gradients_are_not_where_a_loop_looks_for_them(use: Any) -> None:
     assert torch.equal(made.weight, other.weight)
 
 
+def test_a_backward_of_its_own_before_the_update_is_refused() -> None:
+    made, engine, batch = line()
+    engine.forward_backward(batch)
+    with pytest.raises(SoliError, match="a backward that is none of a step"):
+        made.weight.square().sum().backward()
+    engine.update()
+    other, straight, batch = line()
+    straight.step(batch)
+    assert torch.equal(made.weight, other.weight)
+
+
 def test_a_model_is_deferred_while_another_waits_for_its_update() -> None:
     """Deferred tensors are found among all of the process, what stands in the gradients' place too."""
     _, engine, batch = line()

@@ -13,7 +13,14 @@ from soli.core.functions import name_of
 
 
 class _Withheld(Tensor):
-    """In a gradient's place. One number's memory, whatever its shape, and no answers."""
+    """In a gradient's place. No memory, whatever its shape, and no answers."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What autograd asks: a backward adds to the gradient that is there."""
+        what = "a backward that is none of a step reached the parameters between forward_backward() and update()"
+        fix = "let the loss function have all of the loss; differentiate engine.copy_model(), or take gradients of inputs alone: torch.autograd.grad(loss, x)"
+        raise SoliError(what, got=str(func), fix=fix)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -26,5 +33,5 @@ def fill(model: nn.Module, withheld: bool) -> None:
     """Until update() or discard(); then gradients are what the next backward makes."""
     with torch._C.DisableTorchFunctionSubclass():
         for param in model.parameters():
-            none = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape) if withheld else None
-            param.grad = none if none is None else none.as_subclass(_Withheld)
+            none = Tensor._make_wrapper_subclass(_Withheld, param.shape, dtype=param.dtype, device=param.device)
+            param.grad = none if withheld else None
