@@ -63,8 +63,7 @@ def check(path: str | Path) -> list[Problem]:
         found += tiling_problems(name, saved.shape, [chunk.box for chunk in saved.chunks])
     with busy(f"checking {path}", sum(entry.size for entry in manifest.files.values())) as done:
         for name, entry in manifest.files.items():
-            bad = damage(place / name, entry, done)
-            found += bad or _content_problems(place / name, manifest)
+            found += damage(place / name, entry, done) or _content_problems(place / name, manifest)
     known = {*manifest.files, MANIFEST}
     for entry_path in sorted(place.iterdir()):
         if entry_path.name not in known:

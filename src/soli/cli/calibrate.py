@@ -22,6 +22,5 @@ def calibrate(
 
     It takes less than 20 seconds, and is kept by a fingerprint of the hardware in SOLI_CACHE, or ~/.cache/soli.
     """
-    given = json.dumps({"fresh": fresh, "as_json": as_json})
-    argv = [sys.executable, "-m", "soli.cli.calibrate_rank", given]
+    argv = [sys.executable, "-m", "soli.cli.calibrate_rank", json.dumps({"fresh": fresh, "as_json": as_json})]
     raise Exit(launch(ranks, argv, backend=backend))

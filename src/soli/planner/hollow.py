@@ -108,8 +108,7 @@ class Tracker(TorchDispatchMode):
             flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
             moved = sum(x.numel() * x.element_size() for x in both if not x.is_meta)
             shapes = tuple(tuple(x.shape) for x in given)
-            name = func.name().partition("::")[2]
-            self.calls.append(Call(name, shapes, both[0].dtype, flops, moved))
+            self.calls.append(Call(func.name().partition("::")[2], shapes, both[0].dtype, flops, moved))
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The operation itself."""

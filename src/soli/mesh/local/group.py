@@ -121,8 +121,7 @@ class LocalGroup(_Base):
         return _joined(works, outs)
 
     def allgather_coalesced(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Any:
-        turned = [[row[i] for row in outs] for i in range(len(tensors))]
-        return self.allgather(turned, tensors, opts)
+        return self.allgather([[row[i] for row in outs] for i in range(len(tensors))], tensors, opts)
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         flat, back = _target(out)

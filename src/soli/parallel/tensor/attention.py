@@ -28,8 +28,7 @@ def layer_norm(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
             raise Misfit(split.origins, "a norm over the cut dim")
         return cut(norms.norm(run, getattr(func, "__name__", ""), x, split, rest, kwargs), split)
     enter = lambda p: entered(run, p) if isinstance(p, Tensor) else p
-    result = func(x, shape, *(enter(p) for p in rest), **{k: enter(v) for k, v in kwargs.items()})
-    return cut(result, split)
+    return cut(func(x, shape, *(enter(p) for p in rest), **{k: enter(v) for k, v in kwargs.items()}), split)
 
 
 def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
