@@ -1222,6 +1222,21 @@ def test_a_model_that_recomputes_is_written_by_the_engine() -> None:
     torch.save(engine.copy_model(), io.BytesIO())
 
 
+def written_whole(plan: str) -> str:
+    engine, batches = engine_of(Plain, plan)
+    engine.step(batches[0])
+    kept = copy.deepcopy(engine.model)
+    torch.save(engine.copy_model(), io.BytesIO())
+    said = said_by(torch.save, engine.model, io.BytesIO())
+    assert said_by(torch.save, kept, io.BytesIO()) == said
+    return said
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
+def test_a_model_of_which_ranks_have_parts_is_not_written_as_if_it_were_whole(pool: Pool, plan: str) -> None:
+    assert all("with this rank's part of it" in said for said in pool.run(written_whole, plan, ranks=2))
+
+
 def test_the_package_is_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "soli", "--help"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, "soli" in done.stdout) == (0, True)

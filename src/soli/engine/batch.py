@@ -184,7 +184,7 @@ class Caller:
             args, kwargs = list(batch[:-1] if len(batch) > 1 else batch), {}
         else:
             args, kwargs = [batch], {}
-        with patch.object(partial.Called, "by_engine", True):
+        with patch.object(partial.OfParts, "by_engine", True):
             return self.model(*args, **kwargs)
 
     def _problems(self, batch: dict[str, Any]) -> list[Problem]:
