@@ -110,8 +110,7 @@ def _keep(base: sqlite3.Connection, repo: str, hash_: str, of: Mapping[str, str]
     if fix.word == FIX[0]:
         said |= {dimension: verdict(made.dimensions[dimension], of) for dimension in DIMENSIONS}
     for dimension, one in said.items():
-        told = (repo, hash_, dimension, one.word, one.confidence, RULES, made.digest)
-        store.say(base, told, one.evidence)
+        store.say(base, (repo, hash_, dimension, one.word, one.confidence, RULES, made.digest), one.evidence)
 
 
 def _by_model(where: Mapping[str, Path], mined: Path, endpoint: Endpoint, at_most: int) -> tuple[int, int, str]:

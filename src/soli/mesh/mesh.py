@@ -91,8 +91,7 @@ def rings(mesh: Mesh, axis: Axis) -> tuple[Axis, Axis] | None:
     number = {rank: (family[0], divmod(i, size)) for family in places for i, rank in enumerate(family)}
     place = lambda i: lambda rank: (number[rank][0], number[rank][1][i])
     inner = axis_by_key("cp inside a host", {}, mesh.all, place(0), mesh.world)
-    outer = axis_by_key("cp between hosts", {}, mesh.all, place(1), mesh.world)
-    return inner, outer
+    return inner, axis_by_key("cp between hosts", {}, mesh.all, place(1), mesh.world)
 
 
 def all_ranks(world: World) -> Axis:

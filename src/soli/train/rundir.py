@@ -140,8 +140,7 @@ def configuration(config_path: Path | None, resume: Path | None, named: Mapping[
     if resume is not None and config_path is not None:
         raise on_all_ranks("--resume takes the configuration of the run", got=config_path, fix="leave one out")
     start = config_path if resume is None else existing(resume) / CONFIG
-    place = {"data": "data.path"}
-    said = {place.get(key, f"run.{key}"): value for key, value in named.items()}
+    said = {"data.path" if key == "data" else f"run.{key}": value for key, value in named.items()}
     config = settings.load(start, said)
     if resume is not None:
         newest = latest(resume / "checkpoints")

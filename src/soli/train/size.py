@@ -47,5 +47,4 @@ def sized(config: Config, cores: int, accelerators: int) -> tuple[Config, str]:
         f"{config.optim.batch} windows a step, lr {lr:g}"
     )
     model = replace(model, dim=dim, layers=layers, heads=heads)
-    optim = replace(config.optim, lr=lr)
-    return replace(config, model=model, optim=optim), line
+    return replace(config, model=model, optim=replace(config.optim, lr=lr)), line

@@ -45,8 +45,7 @@ class Span:
 
     def ids(self) -> np.ndarray[Any, Any]:
         """The ids, memory-mapped, read-only, [stop - start]."""
-        whole = np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r")
-        return whole[self.start : self.stop]
+        return np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r")[self.start : self.stop]
 
     def __len__(self) -> int:
         return self.stop - self.start

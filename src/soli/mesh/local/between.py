@@ -35,8 +35,7 @@ def all_reduce(hosts: Hosts, operation: Operation, tensor: Tensor, op: str) -> A
 
 def reduce(hosts: Hosts, operation: Operation, tensor: Tensor, op: str, root: int) -> Any:
     """Reduce `tensor` [n] in place on the root alone."""
-    total = tensor if hosts.rank == root else tensor.clone()
-    yield from all_reduce(hosts, operation, total, op)
+    yield from all_reduce(hosts, operation, tensor if hosts.rank == root else tensor.clone(), op)
 
 
 def reduce_scatter(hosts: Hosts, operation: Operation, out: Tensor, parts: Sequence[Tensor], op: str) -> Any:

@@ -108,8 +108,7 @@ def _summed(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient [b, h, s, e] of what was repeated -> [b, g, s, e]."""
     if grad.shape == x.shape:
         return grad
-    groups = grad.unflatten(1, (x.shape[1], grad.shape[1] // x.shape[1]))
-    return groups.sum(2, dtype=sums(grad.dtype))
+    return grad.unflatten(1, (x.shape[1], grad.shape[1] // x.shape[1])).sum(2, dtype=sums(grad.dtype))
 
 
 def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

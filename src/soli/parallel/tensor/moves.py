@@ -75,8 +75,7 @@ def collected_later(x: Tensor, split: Split, axis: Axis, label: str) -> Later:
     sizes = [split.local(axis.size, r) for r in range(axis.size)]
     n = max(sizes)
     if not prod((*before, n, *after)):  # on every rank of the axis: backends refuse to move nothing
-        nothing = x.new_empty((*before, split.size, *after))
-        return lambda: nothing
+        return lambda: x.new_empty((*before, split.size, *after))
     piece = x.contiguous()
     if x.shape[split.dim] < n:
         piece = x.new_empty((*before, n, *after))
