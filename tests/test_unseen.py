@@ -778,6 +778,62 @@ class Positioned(torch.autograd.Function):
         return grad * torch.linspace(1, 2, grad.shape[1]).to(grad)[:, None]
 
 
+class Total(torch.autograd.Function):
+    """A sum over what is cut, which is whole; its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.expand(ctx.shape)
+
+
+class TotalOf(Total):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.ones_like(ctx.saved_tensors[0])
+
+
+class Doubled(torch.autograd.Function):
+    """In place, and marked as such more than once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Totals(Plain):
+    function: type[torch.autograd.Function] = Total
+
+    def layer(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for up, down in self.layers:
+            y = torch.tanh(up(x))
+            x = x + down(Doubled.apply(Doubled.apply(y * self.function.apply(y))))
+        return self.head(x)
+
+
+class TotalsOf(Totals):
+    function = TotalOf
+
+
 class Rounded(Factored):
     """The gradient goes straight through, and the scale has none."""
 
@@ -852,6 +908,8 @@ class SummedBefore(FactoredBefore):
         (Summed, "cp=2", "sums over the sequence"),
         (Centres, "tp=2", ""),
         (Rounded, "tp=2", ""),
+        (Totals, "tp=2", "gives a whole gradient of a tensor of which each rank has a part"),
+        (TotalsOf, "tp=2", ""),
         (HookedBeside, "pp=2,microbatches=4,schedule=zbh1", "would run twice"),
         (HookedBeside, "pp=2,microbatches=4", ""),
         (HookedBeside, "tp=2", ""),

@@ -38,6 +38,7 @@ from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.parallel import generators, wrapping
 from soli.parallel.keep import contexts
 from soli.parallel.tensor import reads
+from soli.parallel.tensor.cut import levels
 from soli.parallel.units import blocks
 
 
@@ -94,11 +95,17 @@ def wrap(model: nn.Module, plan: Plan) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say in words what torch found when a block did not compute the same again."""
+    """Say in words what torch found when a block did not compute the same again, or an autograd function gave a gradient of another shape."""
     try:
         yield
     except CheckpointError as error:
         raise _other(str(error)) from error
+    except RuntimeError as error:
+        if "returned an invalid gradient" not in str(error) or not levels():
+            raise
+        what = "the backward of an autograd function of the model's own gives a whole gradient of a tensor of which each rank has a part"
+        fix = "make it with the tensor that ctx saved (grad * torch.ones_like(x) and not grad.expand(shape)), or run with tp=1 and cp=1"
+        raise SoliError(what, got=str(error).split("\n")[0], fix=fix) from error
 
 
 class _Given:
