@@ -169,6 +169,10 @@ def to_a_file(kept: nn.Module, model: nn.Module) -> None:
     torch.save(list(model.parameters()), io.BytesIO())
 
 
+def as_a_vector(kept: nn.Module, model: nn.Module) -> None:
+    nn.utils.parameters_to_vector(model.parameters())
+
+
 def asked(kept: nn.Module, model: nn.Module) -> None:
     model.state_dict()
 
@@ -221,6 +225,7 @@ def done_as_by_one(pool: Pool, use: Callable[[nn.Module, nn.Module], None], plan
         (by_differences, "add_ is called with a weight of another stage"),
         (at_once, "_foreach_add_ is called with a weight of another stage"),
         (to_a_file, "written to a file"),
+        (as_a_vector, "cat is called with a weight of another stage beside what is here"),
     ],
 )
 def test_a_weight_of_another_stage_does_not_pass_for_nothing(

@@ -64,7 +64,12 @@ def _answer(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             raise _lacking(
                 f"{name_of(func)} is called with a weight of another stage, and would write nothing", named[0]
             )
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:
+            if not named or all(x.is_meta for x in given):
+                raise
+            raise _lacking(f"{name_of(func)} is called with a weight of another stage beside what is here", named[0]) from error
         return tree_map(lambda x: _marked(x, named), out) if named else out
 
 
