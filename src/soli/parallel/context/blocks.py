@@ -170,8 +170,7 @@ def _cuda_bias(of: Given) -> Tensor | None:
     if of.bias is None:
         return None
     s = of.bias.shape[-1]
-    rows = F.pad(of.bias.to(of.q.dtype), (0, -s % 16))[..., :s]
-    return rows.expand(*of.q.shape[:3], s)
+    return F.pad(of.bias.to(of.q.dtype), (0, -s % 16))[..., :s].expand(*of.q.shape[:3], s)
 
 
 def _cuda_forward(of: Given) -> tuple[Tensor, Tensor]:

@@ -100,8 +100,7 @@ def copies(p: Points, rank: Rank) -> Array:
 
 def states(p: Points, k: Constants) -> Array:
     """Bytes of parameters, gradients, optimizer, and what else stays between steps, of the rank with the most."""
-    each = [sum(of_states(p, rank), np.zeros(())) for rank in ranks(p)]
-    return np.maximum.reduce(each) + k.resident
+    return np.maximum.reduce([sum(of_states(p, rank), np.zeros(())) for rank in ranks(p)]) + k.resident
 
 
 def gathered(p: Points, rank: Rank) -> Array:

@@ -57,8 +57,7 @@ def devices() -> dict[str, Device]:
 
 def named(name: str) -> Device | None:
     """The device of this name or alias, whatever the case; None if there is none."""
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    return names().get(wanted)
+    return names().get(name.strip().lower().replace("_", "-").replace(" ", "-"))
 
 
 @cache
