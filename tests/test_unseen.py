@@ -1162,6 +1162,43 @@ class Large(Plain):
         return self.head(x)
 
 
+class Apart(Plain):
+    """What an evaluation sets after the last block, a training forward reads before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * (self.scale if self.training else 1)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if not self.training:
+            self.scale = 2.0
+        return self.head(x)
+
+
+class ApartInBuffer(Apart):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * (1 if self.training else self.scale)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if self.training:
+            self.scale.fill_(2.0)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [Apart, ApartInBuffer])
+def test_what_one_mode_leaves_for_another_stage_in_the_other_is_refused(pool: Pool, kind: type) -> None:
+    said = pool.run(first_step, kind, "pp=2,microbatches=1", ranks=2)
+    assert all("scale is read by a stage whose forward ends before it is changed" in words for words in said)
+
+
 def test_an_index_by_values_between_stages_is_refused_where_they_are_cut(pool: Pool) -> None:
     assert all("looks at a value (an index by a mask) after layers.0" in said for said in pool.run(first_step, Large, "pp=4,microbatches=4", ranks=4))
 

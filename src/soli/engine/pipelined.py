@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,8 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
     starts = gather_json(cut.starts, engine.mesh.all, label="stages")[0]
     cut = stages.Stages(tuple(starts), cut.costs, cut.rank_of)
     _agree(engine, traces, cut.starts[-1])
+    for trace, other in permutations(traces.values()):  # what one mode changes, the other may read
+        trace.kept_reads |= {name: min(gap, trace.kept_reads.get(name, gap)) for name, gap in other.kept_reads.items()}
     for trace in traces.values():
         stages.check_hidden(trace, cut)
         stages.check_aliases(trace, cut)
