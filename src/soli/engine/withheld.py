@@ -33,5 +33,6 @@ def fill(model: nn.Module, withheld: bool) -> None:
     """Until update() or discard(); then gradients are what the next backward makes."""
     with torch._C.DisableTorchFunctionSubclass():
         for param in model.parameters():
-            none = Tensor._make_wrapper_subclass(_Withheld, param.shape, dtype=param.dtype, device=param.device)
-            param.grad = none if withheld else None
+            param.grad = None
+            if withheld:
+                param.grad = Tensor._make_wrapper_subclass(_Withheld, param.shape, dtype=param.dtype, device=param.device)
