@@ -606,3 +606,64 @@ def test_an_optimizer_that_wants_a_closure_is_explained() -> None:
     with pytest.raises(TypeError) as caught:
         engine.step(batches[0])
     assert any("SAM.step() once a step and without a closure" in note for note in caught.value.__notes__)
+
+
+# --- what blocks leave for the loss, and operators that are given functions --------------------------------
+
+
+class Leaving(nn.Module):
+    """A loss of its own that each block leaves in an attribute, one number a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x))
+        self.auxiliary = y.square().mean((1, 2))
+        return x + y
+
+
+class WithLeft(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Leaving() for _ in range(2))
+
+
+def left(plan: str) -> list[float]:
+    model, loss_fn, batches = case_of(WithLeft).make()
+
+    def both(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        total, count = loss_fn(output, batch)
+        return total + sum(layer.auxiliary.sum() for layer in model.layers), count
+
+    engine = parallelize(model.double(), both, optimizer=sgd, plan=plan)
+    return [float(engine.step(batch)) for batch in batches]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3,accumulate=2", "tp=2"])
+def test_a_loss_may_read_what_blocks_left_in_attributes(pool: Pool, plan: str) -> None:
+    """The look in float64 ran a copy, and the loss read what the original had left: no sum of its rows'."""
+    expected = left("dp=1")
+    for found in pool.run(left, plan, ranks=2):
+        assert found == pytest.approx(expected, rel=BOUND)
+
+
+class Choosing(Plain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.cond(x.sum() > 0, torch.tanh, torch.sin, (layer(x),))
+        return self.head(x)
+
+
+def chosen(plan: str) -> str:
+    engine, batches = engine_of(Choosing, plan)
+    return said_by(engine.step, batches[0])
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
+def test_operators_that_are_given_functions_are_refused(pool: Pool, plan: str) -> None:
+    for said in pool.run(chosen, plan, ranks=2):
+        assert "an operator of torch that is given functions is not followed" in said
+        assert "cond" in said

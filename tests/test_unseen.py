@@ -1071,7 +1071,7 @@ def without_versions(plan: str) -> list[float]:
         return [*found, engine.evaluate(batches)]
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2", "tp=2"])
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2", "tp=2", "tp=2,sp=on"])
 def test_evaluation_in_inference_mode(pool: Pool, plan: str) -> None:
     expected = without_versions("dp=1")
     for found in pool.run(without_versions, plan, ranks=2):

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
+
+from soli.core.errors import SoliError
 
 _QUESTIONS = ("__invert__", "__int__", "__index__", "__iter__", "__init__")
 
@@ -24,6 +27,14 @@ def in_place(func: Any) -> bool:
     if name.startswith("__"):
         return name.startswith(("__set", "__i")) and name not in _QUESTIONS
     return name.endswith("_")
+
+
+def need_operator(func: Any) -> None:
+    """SoliError for an operator that is given functions, whose operations nobody here would see."""
+    if isinstance(func, HigherOrderOperator):
+        what = "an operator of torch that is given functions is not followed"
+        fix = "F.scaled_dot_product_attention with a mask in place of flex_attention, torch.where or a Python loop in place of control flow"
+        raise SoliError(what, got=func.name(), fix=fix)
 
 
 def held(x: Tensor) -> Tensor:

@@ -7,8 +7,11 @@ Some losses add up where their gradients do not (x / x.detach(), whose value is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,7 @@ from soli.engine.batch import Caller, Part, at, few, take, to_device
 from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import raise_together
+from soli.parallel.kept import OF_TORCH
 from soli.parallel.lift import lifted
 from soli.parallel.statistics import Statistics
 
@@ -124,10 +128,21 @@ def _moved(model: nn.Module) -> None:
 def _total(engine: Engine, model: nn.Module, norms: Statistics, piece: tuple[Any, int, bool], scale: float) -> Sum:
     """`scale`: of the loss that gradients are taken of, and given for 1 of; 0: there are none."""
     data, rows, part = piece
-    runner = Runner(model, Caller(model), engine.loss_fn, data, rows, engine.plan)
+    runner = Runner(model, Caller(model), _left_by(model, engine.model)(engine.loss_fn), data, rows, engine.plan)
     with norms.check(part), norms.computing():
         pulled = lambda found: _pulled(model, *total_and_count(found), scale)
         return runner.run(around=lambda _: lifted(), gradients=scale > 0, then=pulled)
+
+
+@contextmanager
+def _left_by(copied: nn.Module, model: nn.Module) -> Iterator[None]:
+    """A loss function that reads attributes of the model's modules (each block's auxiliary loss) finds what the copy's forward left in them."""
+    left = dict(copied.named_modules())
+    with ExitStack() as put:
+        for name, module in model.named_modules():
+            own = {key: value for key, value in vars(left.get(name, module)).items() if key not in OF_TORCH}
+            put.enter_context(patch.dict(vars(module), own))
+        yield
 
 
 def _pulled(model: nn.Module, total: Tensor, count: float, scale: float) -> Sum:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError, listed, on_all_ranks
-from soli.core.functions import written_by
+from soli.core.functions import need_operator, written_by
 from soli.core.plan import Plan
 from soli.core.tables import table
 from soli.mesh.record import telling
@@ -36,6 +36,8 @@ class Effects(TorchDispatchMode):
     """Around a forward of `model`. `before`: the values of the parameters that are written into, from before that; `written`: of buffers and
     tensors in attributes the names; `absent`: names of parameters that are read where ZeRO-3 has them nowhere."""
 
+    supports_higher_order_operators = True  # they come here, and are refused
+
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__()
         self.model, self.plan = model, plan
@@ -49,6 +51,7 @@ class Effects(TorchDispatchMode):
         place = _BY_FREQUENCY.get(func)
         if place is not None:
             self.by_frequency |= len(args) > place and bool(args[place])
+        need_operator(func)
         if func._schema.is_mutable and not _is_gather(sys._getframe(1)):
             # parameters that are cut are looked at as they lie in memory
             with torch._C.DisableTorchFunction():

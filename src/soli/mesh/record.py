@@ -26,7 +26,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from soli.core.functions import tensors_in
+from soli.core.functions import need_operator, tensors_in
 from soli.core.report import is_users
 
 KEPT = 100_000
@@ -164,7 +164,10 @@ def _operation(name: str) -> str | None:
 class _TorchCollectives(TorchDispatchMode):
     """Sees c10d and functional collectives as they are dispatched, from Python and from C++ alike."""
 
+    supports_higher_order_operators = True  # they come here, and are refused
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        need_operator(func)
         name = func.name().split("::")
         if name[0] not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return func(*args, **(kwargs or {}))

@@ -97,7 +97,7 @@ def _expanded(x: Tensor) -> bool:
 
 
 Value = Tensor | float | None | tuple[Tensor, ...] | Held  # an LSTM's state is a pair
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class Snapshot(dict[str, Value]):
@@ -151,7 +151,7 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
         for key in [key for key, _ in _attributes(module) if module in before.hooks and key not in own]:
             if tensors or not _of_tensors(vars(module)[key]):
                 del vars(module)[key]
-        for key in own - _OF_TORCH:
+        for key in own - OF_TORCH:
             name, value = name_in(path, key), vars(module).get(key)
             elsewhere = any(isinstance(x, Tensor) and x.is_meta for x in (value if type(value) is tuple else (value,)))  # on another stage
             stays = elsewhere or (_of_tensors(value) and not tensors)
@@ -226,7 +226,7 @@ def _attributes(module: nn.Module) -> list[tuple[str, Value]]:
     return [
         (key, value)
         for key, value in vars(module).items()
-        if key not in _OF_TORCH and (isinstance(value, int | float | NoneType) or _holds(value) or _whole(value))
+        if key not in OF_TORCH and (isinstance(value, int | float | NoneType) or _holds(value) or _whole(value))
     ]
 
 

@@ -6,9 +6,8 @@ an index) would be of other numbers than the program means, and is refused; so i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,11 +26,11 @@ class Part(Tensor):
 
     along: frozenset[int]  # dims that others have elements of
     origins: frozenset[str]  # the weights
+    updating = False  # inside an optimizer's step: True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            memo[id(self)] = copied = self.as_subclass(Tensor).__deepcopy__(memo)
-        return copied
+            return self.as_subclass(Tensor).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -42,22 +41,13 @@ class Part(Tensor):
         return dispatch(func, args, kwargs or {})
 
 
-class _State:
-    updating: bool = False
-
-
 _TRIED: set[Any] = set()
 """Functions that were found to be by elements: optimizers call a thousand a step."""
 
 
-@contextmanager
-def updating() -> Iterator[None]:
-    """Inside, what is computed of parts is the optimizer's own, and is not marked."""
-    _State.updating = True
-    try:
-        yield
-    finally:
-        _State.updating = False
+def updating() -> Any:
+    """A context: what is computed of parts is the optimizer's own, and is not marked."""
+    return patch.object(Part, "updating", True)
 
 
 DIM_AT = {"norm": 2, "normalize": 2, "vector_norm": 2, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "chunk": 2, "__iter__": 1}
@@ -83,12 +73,12 @@ def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """Outside of a forward, where a weight is what this rank has of it. Refused where others' elements would belong to the result."""
-    if _State.updating and func in _TRIED:
+    if Part.updating and func in _TRIED:
         return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
     by_place = name in (*NAMES["by_place"], *NAMES["drawn"])
     by_elements = not by_place and rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS
-    if by_elements and _State.updating:
+    if by_elements and Part.updating:
         _TRIED.add(func)
         return func(*args, **kwargs)
     given = tensors_in((args, kwargs))
@@ -105,7 +95,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
         result = None if by_place else func(*args, **kwargs)
         # what is no view of what is given was computed of all that the rank has
         if not by_place and (along is not None or all(map(views, tensors_in((result,))))):
-            return result if _State.updating else _marked(result, "", given, parts)
+            return result if Part.updating else _marked(result, "", given, parts)
     what = "a weight is computed with between steps, of which each rank has a part"
     got = f"{name_of(func)} of {', '.join(sorted(_origins(parts[0])))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}"
     fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'

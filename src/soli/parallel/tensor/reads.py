@@ -16,9 +16,9 @@ _readers: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def version_of(x: Tensor) -> int:
-    """How often it was written into."""
+    """How often it was written into; of one that inference_mode() made torch does not count."""
     with torch._C.DisableTorchFunctionSubclass():
-        return x._version
+        return 0 if x.is_inference() else x._version
 
 
 def was_read(x: Tensor) -> bool:
