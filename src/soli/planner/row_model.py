@@ -199,26 +199,25 @@ def adapters_of(row: Mapping[str, str], q: Mapping[str, float], found: Row) -> f
 
 
 def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row) -> dict[str, float]:
-    backend = text(row, "attn_backend").lower()
-    said = f"{backend} {text(row, 'notes')} {text(row, 'framework')}".lower()
+    backend, notes = text(row, "attn_backend").lower(), text(row, "notes").lower()
+    said = f"{backend} {notes} {text(row, 'framework').lower()}"
     if re.search(
         r"block[- ]diagonal|(?<![a-z])varlen|document[- ]mask|packed (?:documents|sequences)|(?:short|within) documents",
         said,
     ):
         found.inferred.append("attention=over the whole sequence, not within its documents")
+    speaks = not SILENT.fullmatch(backend)
+    kind = meant("attention", backend) if speaks else None
+    if speaks and kind is None:
+        found.inferred.append(f"attention: '{backend}' is not understood")
+    if kind is None:  # a program may be named by what a column says that this run is without
+        kind = meant("attends", notes if speaks else said)
     # Megatron-LM's long-term-support image has no flash attention that is deterministic.
     old = true(row, "deterministic") and text(row, "env") == "lts" and "flash" not in said
-    kind = meant("attention", backend)
-    if (
-        kind is False
-        or re.search(r"(?:unfused|eager)[ _-]att|(?:no|without) flash", said)
-        or old
-        or text(row, "impl") == "local"
-    ):
-        return {"flash": 0.0}
-    # Notes tell of fused optimizers, norms and losses too.
-    if kind or re.search(r"flash|(?:\bfused|cudnn)[ _-]att", said):
-        return {"flash": 1.0}
+    if old or text(row, "impl") == "local":
+        kind = False
+    if kind is not None:
+        return {"flash": float(kind)}
     if (found.framework in FLASH and not found.plain) or found.generation in FLASH_SINCE:
         return {"flash": 1.0}
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
