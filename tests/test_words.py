@@ -8,6 +8,7 @@ from tests.test_predict import ROW
 from soli.planner.rows import read
 
 TITAN = {"framework": "torchtitan"}
+FSDP, MEGATRON = {"framework": "PyTorch FSDP", "shard": "FULL_SHARD"}, {"framework": "Megatron-LM"}
 
 
 def each(row: dict[str, str], column: str, words: tuple[str, ...], **point: float) -> list[tuple[dict[str, str], dict[str, float]]]:
@@ -22,15 +23,28 @@ CASES = [
          "without FlashAttention (standard)", "unoptimized", "HF baseline (standard attention)"), flash=0,
     ),
     *each(
-        {"framework": "Megatron-LM"}, "attention",
+        MEGATRON, "attention",
         ("standard SDPA", "PyTorch SDPA", "FlashAttention (no dropout)", "flash attention, no bias", "baseline + flash", "FA2", "v2", "2", "aiter", "cudnn_flash_te",
          "mem-efficient", "fused kernels", "xformers"), flash=1,
     ),
-    *each({"framework": "Megatron-LM", "attention": "PyTorch"}, "notes", ("flash-attn 2 elsewhere",), flash=0),
+    *each(MEGATRON | {"attention": "PyTorch"}, "notes", ("flash-attn 2 elsewhere",), flash=0),
     *each({"framework": "FlashAttention's scripts"}, "attention", ("standard", "PyTorch"), flash=0),
     *each({"framework": "FlashAttention's scripts"}, "attention", ("", "n/a"), flash=1),
     *each(TITAN, "notes", ("standard attention", "vanilla attention", "no FA2", "without flash attention"), flash=0),
     *each(TITAN, "notes", ("2x faster than standard attention", "no fatal errors", "no fused norm"), flash=1),
+    *each(
+        FSDP, "precision",
+        ("torch_dtype=bfloat16", "torch_dtype: torch.bfloat16", "bf16 (weights loaded in bfloat16)", "model in bf16", "bf16 params", "full bf16", "bfloat16 (full)",
+         "bf16 only", "all states in bf16", "fully bf16", "bf16 everywhere"), weight=2, gradient=2, moments=4,
+    ),
+    *each(FSDP, "precision", ("bf16", "bf16 mixed", "bf16 mixed (bf16 params, fp32 reduce)", "bf16 params, fp32 master", "amp bf16"), moments=12),
+    *each(FSDP, "optimizer", ("Adam (bf16 states)", "AdamW bf16", "AdamWBF16", "AdamW (bf16 params)"), weight=2, moments=4),
+    *each(FSDP, "optimizer", ("AdamW 4bit", "AdamW4bit"), moments=5),
+    *each(FSDP, "optimizer", ("AdamWFp8", "adamw_bnb_8bit", "8-bit Adam"), moments=6),
+    *each(FSDP, "notes", ("bf16 full fine-tuning", "FSDP mixed precision: params in bf16", "recomputed in full", "not pure bf16"), moments=12),
+    *each(MEGATRON, "notes", ("model in bf16", "bf16 params", "torch_dtype=bfloat16", "GEMMs in bf16, attention full"), moments=12),  # beside a copy
+    *each(MEGATRON, "notes", ("full bf16 training", "all states in bf16"), moments=4),
+    *each(MEGATRON, "optimizer", ("Adam (bf16 states)",), moments=8),
 ]  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from soli.planner.combined import combined
 from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
-from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
-from soli.planner.cost.states import BOTH, DEEPSPEED, LORA, beside_narrow, narrow, of_states
+from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, first, of_program
+from soli.planner.cost.states import BOTH, DEEPSPEED, LORA, beside_narrow, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
@@ -72,7 +72,7 @@ def read(row: Mapping[str, str]) -> Row:
     point |= attention_of(row, point, found)
     point |= _degrees(said, point, found)
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
-    told, optimizer = f"{told} {text(row, 'precision')}", text(row, "optimizer")
+    told, optimizer = f"{told}; {text(row, 'precision')}", text(row, "optimizer")
     if not SILENT.fullmatch(optimizer) and spellings.meant("moments", optimizer.lower()) is None:
         found.inferred.append(f"optimizer={optimizer} as Adam")
     point |= of_states(found.framework, precision or "", point["pp"] > 1, told, optimizer)
@@ -88,7 +88,7 @@ def read(row: Mapping[str, str]) -> Row:
         spoken = spellings.affirmed(f"{called(row)} {told}").replace(
             text(row, "framework").lower(), ""
         )  # whose name may be of one way
-        if point["frozen"] and (bits := narrow(spoken)):
+        if point["frozen"] and (bits := first("narrow", spoken, 0.0)):
             found.inferred.append(f"frozen weights of {bits:g} bits")
             point["weight"] = _narrowed(point, bits, beside_narrow(text(row, "framework")))
         if point["frozen"]:

@@ -50,6 +50,11 @@ def tells(words: str, said: str) -> bool:
     return WORDS[words].search(said) is not None
 
 
+def first(table: str, said: str, otherwise: float) -> float:
+    """What the first pattern of a table of programs.toml that is there says."""
+    return next((float(value) for words, value in SAID[table].items() if re.search(words, said)), otherwise)
+
+
 def blocks(said: str, devices: float) -> bool:
     """Whether the host waits for each kernel before it launches the next one."""
     found = BLOCKS.search(affirmed(said))
@@ -81,7 +86,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "one_loss": float(framework == "fsdp" and tells("compiled", has)),
         "behind": BEHIND if tells("async", has) else 0.0,
         "fours": float(framework.startswith("megatron")),
-        "pieces": next((pieces for words, pieces in SAID["pieces"].items() if re.search(words, has)), 1.0),
+        "pieces": first("pieces", has, 1.0),
         "scored": MASKED if tells("masked", has) else 1.0,
         "turns": float(tells("turns", has)),
         "written": float(generation == "cpu"),

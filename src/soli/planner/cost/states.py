@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from soli.planner.cost.programs import MEGATRON, OLD, SAID, tells
+from soli.planner.cost.programs import MEGATRON, OLD, first, tells
 from soli.planner.spellings import affirmed, meant
 
 WIDE = {
@@ -28,8 +28,6 @@ CAST = {
 
 ADAM = 8.0
 """Bytes of two moments in fp32, which are among `moments`; SHORT and others have the copy of the parameters beside them."""
-MOMENTS = {r"(?:fp8|8-bit)": 1.0, r"(?:bf16|fp16|16-bit|bfloat16)": 2.0}
-"""Bytes of a moment by the words before or behind it."""
 LORA = re.compile(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", re.I)
 """Fine-tuning of a few weights beside frozen ones."""
 FULL_WIDTH = {"weight": 4.0, "gradient": 4.0, "summed": 4.0, "copied": 0.0}
@@ -37,11 +35,6 @@ HALF_WIDTH = {"weight": 2.0, "gradient": 2.0, "summed": 2.0, "copied": 0.0}
 
 SHORTER = ("fsdp", "deepspeed", "jax", "other")
 DEEPSPEED = "megatron-deepspeed"
-
-
-def narrow(told: str) -> float:
-    """Bits of frozen weights; 0: as many as others'."""
-    return next((bits for words, bits in SAID["narrow"].items() if re.search(words, told)), 0.0)
 
 
 def beside_narrow(framework: str) -> float:
@@ -60,14 +53,12 @@ def of_states(
     copy, width = found["moments"] - ADAM, 4.0
     if precision in ("fp32", "tf32", "fp64"):
         found, copy = found | FULL_WIDTH, 0.0
-    elif tells("true", full := f"{told}; {optimizer.lower()}") or (tells("pure", full) and not tells("beside", full)):
+    elif tells("true", full := f"{told}; {optimizer.lower()}") or (_pure(framework, full) and not tells("beside", full)):
         found, copy, width = found | HALF_WIDTH, 0.0, 2.0
     elif copy:
         found, copy, width = _told(found, copy, f"{said}; {optimizer}".lower())
     moments = meant("moments", optimizer.lower())
-    width = 1.0 if tells("eight", optimizer.lower()) else width
-    # memory that CUDA manages, on the host where there is too little
-    width = 0.0 if "paged" in optimizer.lower() else width
+    width = first("moments", optimizer.lower(), width)
     late = tells("trainer", told)
     return found | {
         "copied": width if late and moments in (None, 2.0) and width > 1 else found["copied"],
@@ -77,13 +68,18 @@ def of_states(
     }
 
 
+def _pure(framework: str, told: str) -> bool:
+    """Whether all that is kept has 16 bits."""
+    loaded = tells("loaded", told) or (tells("narrowly", told) and not tells("mixed", told))
+    return tells("pure", told) or (framework == "fsdp" and loaded)
+
+
 def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, float], float, float]:
     """A program's states as a row tells them otherwise; bytes of the copy in fp32, and of a moment."""
-    told, of = affirmed(said), r"(?:(?:adam\w*|optimizer) (?:moments|states?)|moments)"
-    width = next((size for word, size in MOMENTS.items() if re.search(rf"{word}[- ]{of}|{of} in {word}", told)), 4.0)
+    told = affirmed(said)
     copy = 0.0 if tells("unmastered", said) else 2.0 if tells("remainder", told) else copy
     narrow_sums = tells("sums", told) and not re.search("fp32 main", told)
-    return found | ({"gradient": 2.0, "summed": 2.0} if narrow_sums else {}), copy, width
+    return found | ({"gradient": 2.0, "summed": 2.0} if narrow_sums else {}), copy, first("wide", told, 4.0)
 
 
 def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> dict[str, float]:
