@@ -61,14 +61,15 @@ def read(row: Mapping[str, str]) -> Row:
         found.framework = MEGATRON
     if found.framework == spellings.OTHER:
         found.inferred.append("framework=any")
-    precision = precision_of(row, device, found)
+    told = told_by(row)
+    frozen = bool(LORA.search(f"{called(row)} {text(row, 'precision')}") or LORA.search(spellings.affirmed(told)))
+    precision = precision_of(row, device, found, frozen)
     point = cost.of_device(device, precision) if precision else {}
     point |= network_of(row, said, device, found)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != spellings.NANOTRON)}
-    told = told_by(row)
     point |= of_program(found.framework, found.generation, told)
     point |= model_of(row, said, found)
-    point["frozen"] = float(bool(LORA.search(called(row)) or LORA.search(spellings.affirmed(told))))
+    point["frozen"] = float(frozen)
     point |= attention_of(row, point, found)
     point |= _degrees(said, point, found)
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
@@ -88,7 +89,7 @@ def read(row: Mapping[str, str]) -> Row:
         spoken = spellings.affirmed(f"{called(row)} {told}").replace(
             text(row, "framework").lower(), ""
         )  # whose name may be of one way
-        if point["frozen"] and (bits := first("narrow", spoken, 0.0)):
+        if point["frozen"] and (bits := first("narrow", spoken, first("narrowed", text(row, "precision").lower(), 0.0))):
             found.inferred.append(f"frozen weights of {bits:g} bits")
             point["weight"] = _narrowed(point, bits, beside_narrow(text(row, "framework")))
         if point["frozen"]:

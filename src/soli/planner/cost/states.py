@@ -70,8 +70,7 @@ def of_states(
 
 def _pure(framework: str, told: str) -> bool:
     """Whether all that is kept has 16 bits."""
-    loaded = tells("loaded", told) or (tells("narrowly", told) and not tells("mixed", told))
-    return tells("pure", told) or (framework == "fsdp" and loaded)
+    return tells("pure", told) or (framework == "fsdp" and tells("loaded", told) and not tells("mixed", told))
 
 
 def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, float], float, float]:
