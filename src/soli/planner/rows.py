@@ -25,9 +25,6 @@ from soli.planner.row_fit import fitted
 from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
 from soli.planner.row_model import FLASH_SINCE, adapters_of, attention_of, called, model_of
 
-INTERLEAVED = re.compile(
-    r"interleav\w* (?:1f1b|pipeline|schedule|stages)|(?:1f1b|pipeline|schedule)[^.;,]{0,15} interleav"
-)
 COMPARED = re.compile(r"\b(?:than|like|as|vs\.?|versus|equal to|unlike)\s+\S+")
 """What a note says of another program or stage."""
 ROUNDED = 0.005
@@ -173,7 +170,7 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
 def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     """The order of a pipeline's passes, how attention crosses cp, how tp's ranks share a product, how many share an expert's."""
     order, kind, shape = (text(row, name) for name in ("schedule", "cp_kind", "tp_kind"))
-    if SILENT.fullmatch(order) and point["chunks"] == 1 and INTERLEAVED.search(spellings.affirmed(text(row, "notes"))):
+    if SILENT.fullmatch(order) and point["chunks"] == 1 and spellings.meant("told_schedules", spellings.affirmed(text(row, "notes"))):
         order = "interleaved"
     if (stages := re.search(r"\bvp{0,2}\s*=\s*(\d+)", order, re.I)) and point["chunks"] == 1:
         point = point | {"chunks": float(stages[1])}
