@@ -53,6 +53,21 @@ CASES = [
     *each(LORA, "precision", ("bf16", "bf16 mixed"), frozen=1, weight=2, low=2),
     *each(LORA | {"gpu": "H100"}, "precision", ("FP8", "fp8 hybrid"), frozen=1, weight=2, low=1),  # of products
     *each(FSDP, "precision", ("QLoRA",), frozen=1, low=2),
+    *each(
+        {"framework": "DeepSpeed", "shard": "zero1"}, "offload",
+        ("offload optimizer to CPU", "OffloadOptimizer", "Adam states to CPU", "optimizer to CPU", "cpu", "CPU offload", "offload", "full offload", "moments in DRAM",
+         "AdamW states: host", "on", "yes", "True"), offload=1, moved=0,
+    ),
+    *each({"framework": "DeepSpeed", "shard": "zero3"}, "offload", ("offload optimizer and params to CPU", "offload params to CPU", "weights to host"), offload=2),
+    *each(
+        {"framework": "DeepSpeed", "shard": "zero1"}, "offload",
+        ("no", "none", "offload: none", "no offload", "False", "optimizer on GPU", "offload optimizer: no", "0", "cpu: off"), offload=0, moved=0,
+    ),
+    *each({"shard": "zero1"}, "offload", ("offload activations", "activations to CPU", "activation offload"), offload=0, moved=1),
+    *each({"framework": "DeepSpeed", "shard": "zero1"}, "optimizer", ("CPUAdam", "DeepSpeedCPUAdam", "cpu_adam"), offload=1, moments=12),
+    *each({"framework": "DeepSpeed", "shard": "distributed optimizer, on every host"}, "optimizer", ("FusedAdam", "AdamW", "HybridAdam"), offload=0),
+    *each({"framework": "Colossal-AI"}, "shard", ("zero2_cpu", "ZeRO-2 (CPU)", "zero2 + cpu"), zero=2, offload=1),
+    *each({"framework": "Colossal-AI"}, "shard", ("zero2", "gemini (zero3), placed between GPU and CPU"), offload=0),
 ]  # fmt: skip
 
 

@@ -257,7 +257,7 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         found.inferred.append("offload=activations takes no time")
     ranks = point["dp"] * point["cp"]
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
-    aside = f"{text(row, 'framework')} {shard} {text(row, 'zero')}".lower()
+    aside = " ".join(text(row, name) for name in ("framework", "shard", "zero", "optimizer")).lower()
     hosted = zero == 3 and (
         found.framework == spellings.FSDP
         or any("param" in part or "weight" in part for part in parts)

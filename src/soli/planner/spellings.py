@@ -58,7 +58,7 @@ def sharding(said: str) -> Sharding | None:
     stage = STAGE.search(plain)
     kind = 0.0 if WHOLE.search(words) else meant("sharding", plain)
     zero = float(stage[1] or stage[2]) if stage else kind
-    offload = "offload" in plain or "infinity" in plain or "nvme" in plain
+    offload = bool(re.search(r"offload|infinity|nvme|(?:zero[\s_-]*[123]|fsdp\d?|gemini)[\s_+(-]*cpu", plain))
     if zero is None and not offload:
         return None
     pair = re.search(r"(\d+)\s*[x×]\s*(\d+)", plain)
