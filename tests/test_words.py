@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.test_predict import ROW
 
+from soli.planner.cost.points import FULL, NONE, SELECTIVE
 from soli.planner.rows import read
 
 TITAN = {"framework": "torchtitan"}
@@ -68,6 +69,10 @@ CASES = [
     *each({"framework": "DeepSpeed", "shard": "distributed optimizer, on every host"}, "optimizer", ("FusedAdam", "AdamW", "HybridAdam"), offload=0),
     *each({"framework": "Colossal-AI"}, "shard", ("zero2_cpu", "ZeRO-2 (CPU)", "zero2 + cpu"), zero=2, offload=1),
     *each({"framework": "Colossal-AI"}, "shard", ("zero2", "gemini (zero3), placed between GPU and CPU"), offload=0),
+    *each({"recompute": "", "attention": "eager"}, "framework", ("HF Trainer", "PyTorch", "TRL"), recompute=NONE, again=0),
+    *each({"recompute": "", "attention": "eager", "tp": "1", "dp": "32", "microbatch": "1", "shard": "zero3"}, "framework", ("HF Transformers + DeepSpeed",), recompute=NONE, again=0),
+    *each({"recompute": "", "attention": "eager"}, "framework", ("Megatron-LM", "Megatron-DeepSpeed"), recompute=SELECTIVE),
+    *each({"recompute": "", "attention": "eager", "tp": "1", "dp": "32", "microbatch": "8", "global_batch": "256"}, "framework", ("HF Trainer", "PyTorch", "HF Trainer, DeepSpeed"), recompute=FULL),
 ]  # fmt: skip
 
 

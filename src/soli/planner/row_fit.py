@@ -8,6 +8,7 @@ from soli.planner.cost import memory
 from soli.planner.cost.constants import known, repeated
 from soli.planner.cost.points import FULL, points
 from soli.planner.row import GROUP, RECOMPUTE, SIZE, Row
+from soli.planner.spellings import DEEPSPEED
 
 
 def fitted(found: Row) -> None:
@@ -16,7 +17,7 @@ def fitted(found: Row) -> None:
     An optimizer of which nothing is said is shared out, and then a sequence beside tp, if the run does not fit otherwise.
     Groups of states whose size nobody says are servers, or twice as many ranks until the run fits.
     A microbatch that was inferred is halved until the run fits, if all layers have to be computed again for it where nobody
-    says which; then as many are as do not fit otherwise.
+    says which; then as many are as do not fit otherwise, or all, which is the one choice of a switch (gradient_checkpointing).
     """
     point, words = found.point, found.inferred
 
@@ -40,7 +41,8 @@ def fitted(found: Row) -> None:
         found.inferred = words = [f"{SIZE}{point['microbatch']:g}" if w.startswith(SIZE) else w for w in words]
     if found.unsaid and not fits():
         own = ceil(point["layers"] / point["pp"])
-        again = next((n for n in range(1, own) if fits(again=float(n))), own)
+        switch = found.plain or (found.framework == DEEPSPEED and point["eager"] > 1)
+        again = next((n for n in range(1, own) if not switch and fits(again=float(n))), own)
         point |= {"again": float(again)} if again < own else {"recompute": FULL}
         said = f"full-{again}of{own}" if again < own else "full"
         found.inferred = [RECOMPUTE + said if w.startswith(RECOMPUTE) else w for w in words]

@@ -294,7 +294,8 @@ def _recomputed(
     if read is None:
         if not silent:
             found.refused.append(f"recompute: '{words}' is not understood (none, selective, full, full 5 of 48)")
-        level = NONE if point.get("flash") or "recompute_method" in row else SELECTIVE
+        # transformers' models compute all of a layer again, or nothing; Megatron what attention makes between its products
+        level = NONE if point.get("flash") or "recompute_method" in row or point["eager"] > 1 else SELECTIVE
         if "recompute_method" not in row:
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
         return level, 0.0
