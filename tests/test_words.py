@@ -6,11 +6,13 @@ import pytest
 from tests.test_predict import ROW
 
 from soli.planner.cost.points import FULL, NONE, SELECTIVE
+from soli.planner.predict import predict
 from soli.planner.rows import read
 
 TITAN = {"framework": "torchtitan"}
 FSDP, MEGATRON = {"framework": "PyTorch FSDP", "shard": "FULL_SHARD"}, {"framework": "Megatron-LM"}
 
+BERT = {"framework": "NVIDIA DeepLearningExamples (PyTorch)", "model": "BERT-large", "tp": "1", "dp": "32"}
 LORA = FSDP | {"model": "a LoRA", "tied": "true", "vocab": "1"}  # of as good as no table
 
 
@@ -73,6 +75,18 @@ CASES = [
     *each({"recompute": "", "attention": "eager", "tp": "1", "dp": "32", "microbatch": "1", "shard": "zero3"}, "framework", ("HF Transformers + DeepSpeed",), recompute=NONE, again=0),
     *each({"recompute": "", "attention": "eager"}, "framework", ("Megatron-LM", "Megatron-DeepSpeed"), recompute=SELECTIVE),
     *each({"recompute": "", "attention": "eager", "tp": "1", "dp": "32", "microbatch": "8", "global_batch": "256"}, "framework", ("HF Trainer", "PyTorch", "HF Trainer, DeepSpeed"), recompute=FULL),
+    *each(
+        BERT, "notes",
+        ("SQuAD fine-tuning", "span head", "sequence classification", "no vocabulary logits", "MRPC", "GLUE (MNLI)", "without LM head", "w/o the vocabulary logits",
+         "token-classification head"), scored=0,
+    ),
+    *each(BERT, "model", ("BERT-large SQuAD v1.1", "roberta-base, SST-2"), scored=0),
+    *each(BERT, "notes", ("pretraining", "logits of all tokens", "no dropout"), scored=1),
+    *each(BERT | {"model": "Llama-7B"}, "notes", ("evaluated on SQuAD and GLUE", "MRPC"), scored=1),  # its harness
+    *each(BERT, "notes", ("logits of the masked positions only",), scored=0.15),
+    *each(BERT, "gpu", ("H100", "L40S", "A100", "RTX 4090"), flash=0),
+    *each(BERT | {"gpu": "H100"}, "attention", ("flash attention", "fused attention"), flash=1),
+    *each({"gpu": "H100"}, "framework", ("HF Trainer", "torchtitan"), flash=1),
 ]  # fmt: skip
 
 
@@ -103,3 +117,9 @@ def test_what_is_said_of_words(changes: dict[str, str], said: str) -> None:
 )
 def test_what_is_refused_of_words(changes: dict[str, str], reason: str) -> None:
     assert any(reason in why for why in read(ROW | changes).refused)
+
+
+def test_a_head_without_logits_takes_less_of_both() -> None:
+    whole, head = predict([ROW | BERT | {"notes": words} for words in ("pretraining", "SQuAD")])
+    assert (head.predicted_time_s or 0) < (whole.predicted_time_s or 0)
+    assert 0 < (head.predicted_memory_gb or 0) < (whole.predicted_memory_gb or 0)

@@ -65,6 +65,7 @@ def read(row: Mapping[str, str]) -> Row:
     point |= network_of(row, said, device, found)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != spellings.NANOTRON)}
     point |= of_program(found.framework, found.generation, told)
+    point["scored"] = first("scored", f"{called(row)}; {told}".lower(), 1.0)
     point |= model_of(row, said, found)
     point["frozen"] = float(frozen)
     point |= attention_of(row, point, found)

@@ -39,9 +39,6 @@ ROUTED = {MEGATRON: 2.0, TESTS: 8.0}
 applied inside (Megatron-Core's recipes); that and what it gives; or both, in the order of tokens and in that of experts (the tests, whose
 memory was measured, docs/log.md)."""
 
-MASKED = 0.15
-"""Of an encoder's tokens those that are masked (arXiv 1810.04805, 3.1), which alone have logits in some programs: NVIDIA's DeepLearningExamples, not transformers."""
-
 BLOCKS = re.compile(r"cuda_launch_blocking ?= ?1(?: from (\d+) gpus on)?")
 
 
@@ -87,7 +84,6 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "behind": BEHIND if tells("async", has) else 0.0,
         "fours": float(framework.startswith("megatron")),
         "pieces": first("pieces", has, 1.0),
-        "scored": MASKED if tells("masked", has) else 1.0,
         "turns": float(tells("turns", has)),
         "written": float(generation == "cpu"),
     }
