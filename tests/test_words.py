@@ -8,6 +8,7 @@ from tests.test_predict import ROW
 from soli.planner.cost.points import FULL, NONE, SELECTIVE
 from soli.planner.predict import predict
 from soli.planner.rows import read
+from soli.planner.spellings import program
 
 TITAN = {"framework": "torchtitan"}
 FSDP, MEGATRON = {"framework": "PyTorch FSDP", "shard": "FULL_SHARD"}, {"framework": "Megatron-LM"}
@@ -87,6 +88,10 @@ CASES = [
     *each(BERT, "gpu", ("H100", "L40S", "A100", "RTX 4090"), flash=0),
     *each(BERT | {"gpu": "H100"}, "attention", ("flash attention", "fused attention"), flash=1),
     *each({"gpu": "H100"}, "framework", ("HF Trainer", "torchtitan"), flash=1),
+    *each({"framework": "HF Trainer", "precision": "bf16 mixed"}, "notes", ("torch_dtype=bfloat16", "weights loaded in bf16"), moments=4),
+    *each({"framework": "HF Trainer", "precision": "bf16 mixed", "shard": "FULL_SHARD"}, "notes", ("torch_dtype=bfloat16", "weights loaded in bf16"), moments=12),
+    *each({}, "framework", ("HF Accelerate + TE TransformerLayer", "PyTorch + Transformer Engine"), eager=1),
+    *each({}, "framework", ("HF Accelerate", "PyTorch, routed experts", "PyTorch (20 te)"), eager=2.1),
 ]  # fmt: skip
 
 
@@ -123,3 +128,17 @@ def test_a_head_without_logits_takes_less_of_both() -> None:
     whole, head = predict([ROW | BERT | {"notes": words} for words in ("pretraining", "SQuAD")])
     assert (head.predicted_time_s or 0) < (whole.predicted_time_s or 0)
     assert 0 < (head.predicted_memory_gb or 0) < (whole.predicted_memory_gb or 0)
+
+
+PROGRAMS = {
+    "fsdp": ("LLM Foundry", "llm_foundry", "llm-foundry", "MosaicBERT", "OLMo", "OLMo-core", "open_lm", "OpenLM", "verl", "verl (FSDP)"),
+    "megatron-deepspeed": ("GPT-NeoX", "GPT-NeoX (Megatron + DeepSpeed)", "gpt_neox", "Megatron-DeepSpeed"), "jax": ("levanter", "EasyLM", "MaxText"),
+    "pytorch": ("picotron", "nanochat", "nanoGPT", "Oumi", "PyTorch + Transformer Engine", "HF + TE", "Transformer Engine (PyTorch)", "ms-swift"),
+    "megatron": ("Megatron-SWIFT", "ms-swift (Megatron)", "Transformer Engine", "NeMo (PyTorch, Transformer Engine)", "Megatron-Core (Hugging Face, TE)"),
+    "megatron-2020": ("Megatron-LM", "verl (Megatron)"), "other": ("swiftly", "overly", "openllm", "doumi"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in PROGRAMS.items() for name in names])
+def test_programs_of_these_names(family: str, name: str) -> None:
+    assert program(name, "") == family

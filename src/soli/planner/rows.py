@@ -71,7 +71,7 @@ def read(row: Mapping[str, str]) -> Row:
     point |= attention_of(row, point, found)
     point |= _degrees(said, point, found)
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
-    told, optimizer = f"{told}; {text(row, 'precision')}", text(row, "optimizer")
+    told, optimizer = f"{told}; {text(row, 'shard')}; {text(row, 'precision')}", text(row, "optimizer")
     if not SILENT.fullmatch(optimizer) and spellings.meant("moments", optimizer.lower()) is None:
         found.inferred.append(f"optimizer={optimizer} as Adam")
     point |= of_states(found.framework, precision or "", point["pp"] > 1, told, optimizer)
