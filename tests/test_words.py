@@ -92,6 +92,10 @@ CASES = [
     *each({"framework": "HF Trainer", "precision": "bf16 mixed", "shard": "FULL_SHARD"}, "notes", ("torch_dtype=bfloat16", "weights loaded in bf16"), moments=12),
     *each({}, "framework", ("HF Accelerate + TE TransformerLayer", "PyTorch + Transformer Engine"), eager=1),
     *each({}, "framework", ("HF Accelerate", "PyTorch, routed experts", "PyTorch (20 te)"), eager=2.1),
+    *each(FSDP, "optimizer", ("Adam-mini", "adam_mini", "AdamMini"), moments=8),  # a copy and one moment
+    *each(FSDP, "optimizer", ("LOMO", "AdaLomo", "BAdam"), weight=2, gradient=0, moments=0),
+    *each(FSDP, "optimizer", ("GaLore", "GaLoreAdamW", "APOLLO"), gradient=2, moments=4),
+    *each(FSDP, "optimizer", ("Adam", "AdamW", "FusedAdam", "RAdam", "NAdam", "adamw_torch_fused", "Adam minimal"), moments=12),
 ]  # fmt: skip
 
 
@@ -118,6 +122,7 @@ def test_what_is_said_of_words(changes: dict[str, str], said: str) -> None:
     ("changes", "reason"),
     [
         *(({"precision": word}, f"multiplies no {word}") for word in ("int8", "nf4", "4-bit", "8-bit")),
+        *(({"optimizer": word}, f"optimizer: '{word}' has no backward") for word in ("MeZO", "zeroth-order SGD")),
     ],
 )
 def test_what_is_refused_of_words(changes: dict[str, str], reason: str) -> None:

@@ -72,8 +72,10 @@ def read(row: Mapping[str, str]) -> Row:
     point |= _degrees(said, point, found)
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
     told, optimizer = f"{told}; {text(row, 'shard')}; {text(row, 'precision')}", text(row, "optimizer")
-    if not SILENT.fullmatch(optimizer) and spellings.meant("moments", optimizer.lower()) is None:
+    kept = spellings.meant("moments", optimizer.lower())
+    if not SILENT.fullmatch(optimizer) and kept is None:
         found.inferred.append(f"optimizer={optimizer} as Adam")
+    found.refused += [f"optimizer: '{optimizer}' has no backward, of which nothing is known here"] if kept == -1 else []
     point |= of_states(found.framework, precision or "", point["pp"] > 1, told, optimizer)
     point |= _ways(row, said, point, found)
     point |= _borders(point, found)

@@ -63,7 +63,7 @@ def of_states(
     return found | {
         "copied": width if late and moments in (None, 2.0) and width > 1 else found["copied"],
         "moments": copy + width * (2.0 if moments is None else moments),
-        "gradient": 0.0 if tells("in_backward", told) else found["gradient"],
+        "gradient": 0.0 if tells("in_backward", f"{told}; {optimizer.lower()}") else found["gradient"],
         "late": float(late),
     }
 
