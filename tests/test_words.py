@@ -147,3 +147,17 @@ PROGRAMS = {
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in PROGRAMS.items() for name in names])
 def test_programs_of_these_names(family: str, name: str) -> None:
     assert program(name, "") == family
+
+
+@pytest.mark.parametrize(
+    ("changes", "zero"),
+    [
+        ({}, 0), ({"hidden": "4096"}, 1), ({"hidden": "8192"}, 3), ({"hidden": "8192", "framework": "PyTorch", "shard": "none"}, 0),
+        ({"hidden": "8192", "framework": "Megatron-LM"}, 1), ({"hidden": "8192", "tp": "2", "pp": "2", "dp": "16"}, 1),
+    ],
+)  # fmt: skip
+def test_what_pytorch_shares_out_is_as_much_as_it_has_to(changes: dict[str, str], zero: float) -> None:
+    row = read(ROW | {"framework": "PyTorch", "shard": "", "hidden": "2048", "ffn": "", "heads": "16", "tp": "1", "pp": "1", "dp": "64", "attention": "flash"} | changes)
+    assert not row.refused
+    assert row.point["zero"] == zero
+    assert "shard" in changes or f"zero={zero:g}" in row.inferred

@@ -8,13 +8,14 @@ from soli.planner.cost import memory
 from soli.planner.cost.constants import known, repeated
 from soli.planner.cost.points import FULL, points
 from soli.planner.row import GROUP, RECOMPUTE, SIZE, Row
-from soli.planner.spellings import DEEPSPEED
+from soli.planner.spellings import DEEPSPEED, FSDP
 
 
 def fitted(found: Row) -> None:
     """Settles a row's microbatch, and how many of its layers are computed again, where it says neither, or one of them; and HSDP's groups.
 
-    An optimizer of which nothing is said is shared out, and then a sequence beside tp, if the run does not fit otherwise.
+    An optimizer of which nothing is said is shared out, and then a sequence beside tp, if the run does not fit otherwise; under PyTorch, without tp
+    and pp, the parameters too, if it does not fit whatever is computed again.
     Groups of states whose size nobody says are servers, or twice as many ranks until the run fits.
     A microbatch that was inferred is halved until the run fits, if all layers have to be computed again for it where nobody
     says which; then as many are as do not fit otherwise, or all, which is the one choice of a switch (gradient_checkpointing).
@@ -35,6 +36,10 @@ def fitted(found: Row) -> None:
         if silent in words and may and not fits():
             point[shared.split("=")[0]] = 1.0
             found.inferred = words = [shared if word == silent else word for word in words]
+    small = {"microbatch": 1.0} if any(word.startswith(SIZE) for word in words) else {}
+    if found.framework == FSDP and point["tp"] * point["pp"] == 1 and "zero=1" in words and not fits(**least, **small):
+        point["zero"] = 3.0
+        found.inferred = words = ["zero=3" if word == "zero=1" else word for word in words]
     if any(word.startswith(SIZE) for word in words):
         while point["microbatch"] > 1 and not fits(**least):
             point["microbatch"] //= 2
