@@ -90,12 +90,23 @@ CASES = [
     *each({"gpu": "H100"}, "framework", ("HF Trainer", "torchtitan"), flash=1),
     *each({"framework": "HF Trainer", "precision": "bf16 mixed"}, "notes", ("torch_dtype=bfloat16", "weights loaded in bf16"), moments=4),
     *each({"framework": "HF Trainer", "precision": "bf16 mixed", "shard": "FULL_SHARD"}, "notes", ("torch_dtype=bfloat16", "weights loaded in bf16"), moments=12),
-    *each({}, "framework", ("HF Accelerate + TE TransformerLayer", "PyTorch + Transformer Engine"), eager=1),
+    *each({}, "framework", ("HF Accelerate + TE TransformerLayer", "HF + Transformer Engine", "PyTorch + Transformer Engine"), eager=1),
     *each({}, "framework", ("HF Accelerate", "PyTorch, routed experts", "PyTorch (20 te)"), eager=2.1),
     *each(FSDP, "optimizer", ("Adam-mini", "adam_mini", "AdamMini"), moments=8),  # a copy and one moment
     *each(FSDP, "optimizer", ("LOMO", "AdaLomo", "BAdam"), weight=2, gradient=0, moments=0),
     *each(FSDP, "optimizer", ("GaLore", "GaLoreAdamW", "APOLLO"), gradient=2, moments=4),
     *each(FSDP, "optimizer", ("Adam", "AdamW", "FusedAdam", "RAdam", "NAdam", "adamw_torch_fused", "Adam minimal"), moments=12),
+    *each({"shard": "none"}, "shard", ("optimizer+gradients", "os+g", "os_g", "optimizer states and gradients", "ShardedDDP", "sharded_ddp", "SDP"), zero=2),
+    *each({}, "shard", ("optimizer, gradients, parameters", "os+g+p", "Pos+g+p", "optimizer + gradients + weights"), zero=3),
+    *each({}, "shard", ("os", "P_os", "optimizer states", "optimizer", "DDP, distributed optimizer"), zero=1),
+    *each({}, "shard", ("ddp", "DDP (sharded never)", "no optimizer sharding"), zero=0),
+    *each({}, "recompute", ("act ckpt", "act. ckpt.", "Act Ckpt", "GC", "w/ GC", "nothing_saveable", "on (per layer)", "every layer", "checkpoint every block", "100%"), recompute=FULL, again=0),
+    *each({}, "recompute", ("partial", "50%", "half", "partial (50%)", "every 2 layers", "every_2", "every 2nd layer"), recompute=NONE, again=8),
+    *each({}, "recompute", ("12/32 layers", "12 of 32", "37.5%"), recompute=NONE, again=6),
+    *each({}, "recompute", ("mlp", "MLP only", "dots_saveable", "save_qkv_proj", "moe_act", "minimal_flash"), recompute=SELECTIVE),
+    *each({}, "recompute", ("no GC", "off (per layer)", "without act ckpt"), recompute=NONE, again=0),
+    *each({}, "sp", ("on (TP)", "yes (Megatron)", "True"), sp=1),
+    *each({}, "sp", ("off (TP alone)", "no"), sp=0),
 ]  # fmt: skip
 
 
@@ -110,6 +121,8 @@ def test_words(changes: dict[str, str], point: dict[str, float]) -> None:
     ("changes", "said"),
     [
         *(({"framework": name, "attention": "GQA"}, "attention: 'gqa' is not understood") for name in ("torchtitan", "FlashAttention's scripts")),
+        *(({"recompute": word}, f"recompute: '{word}' as selective") for word in ("mlp", "dots_saveable", "save_qkv_proj")),
+        ({"recompute": "partial"}, "recompute: 'partial' as half of the layers"),
     ],
 )  # fmt: skip
 def test_what_is_said_of_words(changes: dict[str, str], said: str) -> None:
@@ -123,6 +136,7 @@ def test_what_is_said_of_words(changes: dict[str, str], said: str) -> None:
     [
         *(({"precision": word}, f"multiplies no {word}") for word in ("int8", "nf4", "4-bit", "8-bit")),
         *(({"optimizer": word}, f"optimizer: '{word}' has no backward") for word in ("MeZO", "zeroth-order SGD")),
+        *(({"recompute": word}, f"recompute: '{word}' is not understood") for word in ("gcc", "moe+layernorm", "a few")),
     ],
 )
 def test_what_is_refused_of_words(changes: dict[str, str], reason: str) -> None:
@@ -138,8 +152,8 @@ def test_a_head_without_logits_takes_less_of_both() -> None:
 PROGRAMS = {
     "fsdp": ("LLM Foundry", "llm_foundry", "llm-foundry", "MosaicBERT", "OLMo", "OLMo-core", "open_lm", "OpenLM", "verl", "verl (FSDP)"),
     "megatron-deepspeed": ("GPT-NeoX", "GPT-NeoX (Megatron + DeepSpeed)", "gpt_neox", "Megatron-DeepSpeed"), "jax": ("levanter", "EasyLM", "MaxText"),
-    "pytorch": ("picotron", "nanochat", "nanoGPT", "Oumi", "PyTorch + Transformer Engine", "HF + TE", "Transformer Engine (PyTorch)", "ms-swift"),
-    "megatron": ("Megatron-SWIFT", "ms-swift (Megatron)", "Transformer Engine", "NeMo (PyTorch, Transformer Engine)", "Megatron-Core (Hugging Face, TE)"),
+    "pytorch": ("picotron", "nanochat", "nanoGPT", "Oumi", "HF + Transformer Engine", "HF + TE", "Transformer Engine (Hugging Face)", "ms-swift"),
+    "megatron": ("Megatron-SWIFT", "ms-swift (Megatron)", "Transformer Engine", "PyTorch + Transformer Engine", "NeMo (PyTorch, Transformer Engine)", "Megatron-Core (Hugging Face, TE)"),
     "megatron-2020": ("Megatron-LM", "verl (Megatron)"), "other": ("swiftly", "overly", "openllm", "doumi"),
 }  # fmt: skip
 

@@ -303,6 +303,8 @@ def _recomputed(
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
         return level, 0.0
     level, share, count = read
+    if nearly := spellings.meant("recomputed_nearly", words.lower()):
+        found.inferred.append(f"recompute: '{words}' as {nearly}")
     own = ceil(point.get("layers", 1.0) / point["pp"])
     if level == FULL and text(row, "recompute_method").lower() == "block" and said["again"]:
         count = int(said["again"])
