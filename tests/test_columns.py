@@ -40,6 +40,8 @@ BIG = ROW | {"layers": "32", "tp": "2", "pp": "2", "dp": "16", "microbatch": "1"
         ("a100", "4x A100 per node, NVLink3, 1x HDR", 50, 300, 4), ("gb200", "NVL72 NVLink5", 400, 900, 72), ("v100", "NVLink4; IB 8x50 GB/s", 400, 150, 8),
         ("h100", "NVLink in node; inter-node not stated", 400, 450, 8), ("v100", "NVSwitch 3.6TB/s; 8 x 400 Gbit/s InfiniBand", 400, 150, 8),
         ("v100", "GPUDirect-TCPX 4x200G", 100, 150, 8), ("a100-pcie", "100 GbE", 12.5, 25, 8), ("a100", "400GbE RoCE", 400, 300, 8), ("v100", "PCIe 3.0 x16 / 40GbE", 5, 12.5, 8), ("v100", "NVLink 300GB/s | 4xHDR", 100, 150, 8),
+        ("a100", "3.2Tbps IB", 400, 300, 8), ("a100", "3200 Gbps IB", 400, 300, 8), ("a100", "NVLink, 3200 Gb/s InfiniBand", 400, 300, 8), ("h100", "3200 Gbps IB", 400, 450, 8),
+        ("h100", "3.2 Tbps IB per GPU", 3200, 450, 8), ("h100", "800 Gbps IB", 800, 450, 8), ("a100", "400 Gbps IB", 400, 300, 8),
     ],
 )  # fmt: skip
 def test_what_joins_devices_is_read(gpu: str, said: str, net: float, link: float, node: int) -> None:

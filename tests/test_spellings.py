@@ -98,6 +98,10 @@ def test_switches_types_and_programs() -> None:
         ("A10G", "a10g", 0), ("NVIDIA A10G 24GB", "a10g", 24), ("A10", "a10", 0), ("GH200 480GB", "gh200", 480), ("GH200 (95 GB)", "gh200", 95), ("GH200 144GB HBM3e", "gh200-144gb", 144),
         ("RTX A5000", "rtx-a5000", 0), ("NVIDIA RTX 6000 Ada", "rtx-6000-ada", 0), ("RTX 4060 Ti", "rtx-4060-ti", 0), ("RTX 5090", "rtx-5090", 0),
         ("MI250X (one GCD)", "mi250x", 0), ("AMD Instinct MI210", "mi210", 0), ("MI100", "mi100", 0), ("RTX 4070", "rtx-4070", 0),
+        ("RTX 2080 Ti", "rtx-2080-ti", 0), ("GeForce RTX 2080Ti", "rtx-2080-ti", 0), ("2080 Ti", "rtx-2080-ti", 0), ("Titan RTX 24GB", "titan-rtx", 24),
+        ("Quadro RTX 8000", "quadro-rtx-8000", 0), ("RTX 8000 48GB", "quadro-rtx-8000", 48), ("Quadro RTX 6000", "quadro-rtx-6000", 0), ("RTX 3080", "rtx-3080", 0),
+        ("RTX 3090 Ti", "rtx-3090-ti", 0), ("RTX 3090", "rtx-3090", 0), ("RTX 4090D", "rtx-4090-d", 0), ("RTX 4090 D", "rtx-4090-d", 0), ("NVIDIA A30", "a30", 0),
+        ("Tesla P100", "p100", 0), ("B100", "b100", 0), ("AMD Instinct MI300A", "mi300a", 0),
     ],
 )  # fmt: skip
 def test_devices(said: str, name: str, size: float) -> None:
@@ -113,7 +117,7 @@ def test_what_a_device_is_sold_as_may_count_other_memory() -> None:
         row = read(ROW | {"gpu": gpu, "precision": "fp16"})
         assert not row.refused
         assert row.point["capacity"] == pytest.approx(USABLE * mib * 2**20, rel=1e-3)  # what correcting errors leaves
-    for gpu in ("A100-100GB", "A100 20GB"):
+    for gpu in ("A100-100GB", "A100 20GB", "RTX 3080 Ti", "RTX 3080 12GB", "RTX 6000", "Titan V", "P1000", "A300"):
         assert f"no device '{gpu}' is known" in read(ROW | {"gpu": gpu}).refused[0]
     usual, less = (read(ROW | {"gpu": gpu}) for gpu in ("A100-80GB", "NVIDIA A100 64GB"))
     for name in ("capacity", "bandwidth"):

@@ -73,21 +73,17 @@ class PendingSave:
     def __init__(self, job: _Job) -> None:
         self._seen = False  # its error
         with_one = futures.ThreadPoolExecutor(1, f"soli-save-{job.path.name}")
-        self._end = with_one.submit(_write, job)
+        self.end = with_one.submit(_write, job)
         with_one.shutdown(wait=False)
 
     def done(self) -> bool:
         """True once the save has ended, well or not."""
-        return self._end.done()
+        return self.end.done()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete; raise its error if it failed."""
-        self._seen = self._end.exception() is not None
-        self._end.result()
-
-    def join(self, seconds: float) -> None:
-        """Give it so long to end, well or not."""
-        futures.wait([self._end], seconds)
+        self._seen = self.end.exception() is not None
+        self.end.result()
 
     def report_unseen(self) -> None:
         """Raise the error of a save that nobody waited for; return once it has ended otherwise."""
@@ -128,8 +124,7 @@ FINISH_SECONDS = 60.0
 
 
 def _finish() -> None:
-    for pending in _last.values():
-        pending.join(FINISH_SECONDS)
+    futures.wait([pending.end for pending in _last.values()], FINISH_SECONDS)
 
 
 FINISH.append(_finish)

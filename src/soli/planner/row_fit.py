@@ -8,15 +8,17 @@ from soli.planner.cost import memory
 from soli.planner.cost.constants import known, repeated
 from soli.planner.cost.points import FULL, points
 from soli.planner.row import GROUP, RECOMPUTE, SIZE, Row
+from soli.planner.spellings import DEEPSPEED, FSDP
 
 
 def fitted(found: Row) -> None:
     """Settles a row's microbatch, and how many of its layers are computed again, where it says neither, or one of them; and HSDP's groups.
 
-    An optimizer of which nothing is said is shared out, and then a sequence beside tp, if the run does not fit otherwise.
+    An optimizer of which nothing is said is shared out, and then a sequence beside tp, if the run does not fit otherwise; under PyTorch, without tp
+    and pp, the parameters too, if it does not fit whatever is computed again.
     Groups of states whose size nobody says are servers, or twice as many ranks until the run fits.
     A microbatch that was inferred is halved until the run fits, if all layers have to be computed again for it where nobody
-    says which; then as many are as do not fit otherwise.
+    says which; then as many are as do not fit otherwise, or all, which is the one choice of a switch (gradient_checkpointing).
     """
     point, words = found.point, found.inferred
 
@@ -34,13 +36,18 @@ def fitted(found: Row) -> None:
         if silent in words and may and not fits():
             point[shared.split("=")[0]] = 1.0
             found.inferred = words = [shared if word == silent else word for word in words]
+    small = {"microbatch": 1.0} if any(word.startswith(SIZE) for word in words) else {}
+    if found.framework == FSDP and point["tp"] * point["pp"] == 1 and "zero=1" in words and not fits(**least, **small):
+        point["zero"] = 3.0
+        found.inferred = words = ["zero=3" if word == "zero=1" else word for word in words]
     if any(word.startswith(SIZE) for word in words):
         while point["microbatch"] > 1 and not fits(**least):
             point["microbatch"] //= 2
         found.inferred = words = [f"{SIZE}{point['microbatch']:g}" if w.startswith(SIZE) else w for w in words]
     if found.unsaid and not fits():
         own = ceil(point["layers"] / point["pp"])
-        again = next((n for n in range(1, own) if fits(again=float(n))), own)
+        switch = found.plain or (found.framework == DEEPSPEED and point["eager"] > 1)
+        again = next((n for n in range(1, own) if not switch and fits(again=float(n))), own)
         point |= {"again": float(again)} if again < own else {"recompute": FULL}
         said = f"full-{again}of{own}" if again < own else "full"
         found.inferred = [RECOMPUTE + said if w.startswith(RECOMPUTE) else w for w in words]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from soli.core.errors import SoliError
 from soli.planner.cells import SILENT, text, true
 from soli.planner.columns import SYSTEMS
+from soli.planner.cost.programs import SAID
 from soli.planner.hardware import interconnect
 from soli.planner.hardware.clusters import read_cluster, unknown
 from soli.planner.hardware.devices import Device
@@ -107,11 +108,12 @@ def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -
     }  # fmt: skip
 
 
-def precision_of(row: Mapping[str, str], device: Device, found: Row) -> str:
-    """Of linear products; empty where the device has it not, which refuses the row."""
+def precision_of(row: Mapping[str, str], device: Device, found: Row, frozen: bool) -> str:
+    """Of linear products, which beside frozen weights of few bits is not theirs; empty where the device has it not, which refuses the row."""
     said = text(row, "precision") or next((name for name in ("fp8", "fp16", "bf16") if true(row, name)), "")
-    name = precision(said)
-    if not name and (SILENT.fullmatch(said) or re.search("mixed|amp|^(true|yes|on|o[12])$", said.lower())):
+    rest = re.sub("|".join([*SAID["narrow"], *SAID["narrowed"]]), "mixed", said.lower()) if frozen else said.lower()
+    name = precision(rest)
+    if not name and (SILENT.fullmatch(said) or re.search("mixed|amp|^(true|yes|on|o[12])$", rest)):
         name = precision(re.sub(r"[_-]", " ", text(row, "model")))
         name = name or ("bf16" if "bf16" in device.tflops else "fp16")
         found.inferred.append(f"precision={name}")

@@ -14,20 +14,9 @@ from soli.planner.row import Row, Said
 from soli.planner.spellings import FSDP, OTHER, affirmed, meant, switch
 
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?[\s,/]*top[\s-]*(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
-GATED = re.compile(r"llama|mistral|mixtral|qwen|deepseek|gemma|swiglu|phi-?3|olmo", re.I)
-UNGATED = re.compile(
-    r"(?<!router )\b(?:no|not|without|non)[ -](?:--)?(?:swiglu|geglu|glu\b|gat(?:e|es|ed|ing)\b(?! *(?:network|bias|gather)))"
-    r"|\b(?:2|two)[ -]matri(?:x|ces)[ -](?:mlp|ffn)|squared[ -]relu|relu\^?2",
-    re.I,
-)
-"""MLPs without a gate, of models whose family mostly has one."""
-SECOND_TORCH = re.compile(r"torch\.?[ -]?compile|torch[ =]*2\.|nano-?gpt")
-"""torch of 2023 and later, whose own attention takes a kernel."""
 LONG = 2048.0
 """Tokens. The published runs on A100 that say no kernel, some 1,100, have no gates and no longer sequences, but two, which came later."""
 LATENT = 160.0
-BESIDE = re.compile(r"\bvlm\b|_vlm_|multimodal|llava", re.I)
-"""Models of which the columns say only a part."""
 SIZED = re.compile(r"(?<![\da-z.×])(\d+(?:\.\d+)?) ?b(?:illion)?(?![a-z\d])")
 """A number of parameters in a name: not one of active ones, nor of each expert."""
 RANK = re.compile(r"(?:\brank|\br(?= *=))[ =:]*(\d+)")
@@ -76,11 +65,11 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         found.refused.append("it has no sequence length (seq_len)")
         seq = 1.0
     vocab = take("vocab", 51200.0)
-    if BESIDE.search(name):
+    if meant("pictures", name.lower()):
         found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
-    told = bool(UNGATED.search(text(row, "notes")))
+    told = meant("gated", text(row, "notes").lower()) is False
     gated = float(
-        true(row, "swiglu") or ("swiglu" not in row and not told and (bool(GATED.search(name)) or experts > 0))
+        true(row, "swiglu") or ("swiglu" not in row and not told and (meant("families_gated", name.lower()) or experts > 0))
     )
     head_size = _head_size(said, row, hidden / heads)
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
@@ -199,30 +188,26 @@ def adapters_of(row: Mapping[str, str], q: Mapping[str, float], found: Row) -> f
 
 
 def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row) -> dict[str, float]:
-    backend = text(row, "attn_backend").lower()
-    said = f"{backend} {text(row, 'notes')} {text(row, 'framework')}".lower()
-    if re.search(
-        r"block[- ]diagonal|(?<![a-z])varlen|document[- ]mask|packed (?:documents|sequences)|(?:short|within) documents",
-        said,
-    ):
+    backend, notes = text(row, "attn_backend").lower(), text(row, "notes").lower()
+    said = f"{backend} {notes} {text(row, 'framework').lower()}"
+    if meant("documents", said):
         found.inferred.append("attention=over the whole sequence, not within its documents")
+    speaks = not SILENT.fullmatch(backend)
+    kind = meant("attention", backend) if speaks else None
+    if speaks and kind is None:
+        found.inferred.append(f"attention: '{backend}' is not understood")
+    if kind is None:  # a program may be named by what a column says that this run is without
+        kind = meant("attends", notes if speaks else said)
     # Megatron-LM's long-term-support image has no flash attention that is deterministic.
     old = true(row, "deterministic") and text(row, "env") == "lts" and "flash" not in said
-    kind = meant("attention", backend)
-    if (
-        kind is False
-        or re.search(r"(?:unfused|eager)[ _-]att|(?:no|without) flash", said)
-        or old
-        or text(row, "impl") == "local"
-    ):
-        return {"flash": 0.0}
-    # Notes tell of fused optimizers, norms and losses too.
-    if kind or re.search(r"flash|(?:\bfused|cudnn)[ _-]att", said):
-        return {"flash": 1.0}
+    if old or text(row, "impl") == "local":
+        kind = False
+    if kind is not None:
+        return {"flash": float(kind)}
     if (found.framework in FLASH and not found.plain) or found.generation in FLASH_SINCE:
         return {"flash": 1.0}
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
-    since = point.get("gated") or point.get("seq", 0.0) > LONG or (found.plain and SECOND_TORCH.search(affirmed(said)))
+    since = point.get("gated") or point.get("seq", 0.0) > LONG or (found.plain and meant("second_torch", affirmed(said)))
     later = found.generation in ("ampere", "cdna2") and since
     if later or found.plain or found.framework == OTHER:
         found.inferred.append(f"attention={'flash' if later else 'scores kept'}")

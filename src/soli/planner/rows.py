@@ -18,16 +18,13 @@ from soli.planner.combined import combined
 from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
-from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, of_program
-from soli.planner.cost.states import DEEPSPEED, KEPT, LORA, beside_narrow, narrow, of_states
+from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, first, of_program
+from soli.planner.cost.states import DEEPSPEED, KEPT, LORA, beside_narrow, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
 from soli.planner.row_model import FLASH_SINCE, adapters_of, attention_of, called, model_of
 
-INTERLEAVED = re.compile(
-    r"interleav\w* (?:1f1b|pipeline|schedule|stages)|(?:1f1b|pipeline|schedule)[^.;,]{0,15} interleav"
-)
 COMPARED = re.compile(r"\b(?:than|like|as|vs\.?|versus|equal to|unlike)\s+\S+")
 """What a note says of another program or stage."""
 ROUNDED = 0.005
@@ -61,20 +58,24 @@ def read(row: Mapping[str, str]) -> Row:
         found.framework = MEGATRON
     if found.framework == spellings.OTHER:
         found.inferred.append("framework=any")
-    precision = precision_of(row, device, found)
+    told = told_by(row)
+    frozen = bool(LORA.search(f"{called(row)} {text(row, 'precision')}") or LORA.search(spellings.affirmed(told)))
+    precision = precision_of(row, device, found, frozen)
     point = cost.of_device(device, precision) if precision else {}
     point |= network_of(row, said, device, found)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != spellings.NANOTRON)}
-    told = told_by(row)
     point |= of_program(found.framework, found.generation, told)
+    point["scored"] = first("scored", f"{called(row)}; {told}".lower(), 1.0)
     point |= model_of(row, said, found)
-    point["frozen"] = float(bool(LORA.search(called(row)) or LORA.search(spellings.affirmed(told))))
+    point["frozen"] = float(frozen)
     point |= attention_of(row, point, found)
     point |= _degrees(said, point, found)
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
-    told, optimizer = f"{told} {text(row, 'precision')}", text(row, "optimizer")
-    if not SILENT.fullmatch(optimizer) and spellings.meant("moments", optimizer.lower()) is None:
+    told, optimizer = f"{told}; {text(row, 'shard')}; {text(row, 'precision')}", text(row, "optimizer")
+    kept = spellings.meant("moments", optimizer.lower())
+    if not SILENT.fullmatch(optimizer) and kept is None:
         found.inferred.append(f"optimizer={optimizer} as Adam")
+    found.refused += [f"optimizer: '{optimizer}' has no backward, of which nothing is known here"] if kept == -1 else []
     point |= of_states(found.framework, precision or "", point["pp"] > 1, told, optimizer)
     point |= _ways(row, said, point, found)
     point |= _borders(point, found)
@@ -88,7 +89,7 @@ def read(row: Mapping[str, str]) -> Row:
         spoken = spellings.affirmed(f"{called(row)} {told}").replace(
             text(row, "framework").lower(), ""
         )  # whose name may be of one way
-        if point["frozen"] and (bits := narrow(spoken)):
+        if point["frozen"] and (bits := first("narrow", spoken, first("narrowed", text(row, "precision").lower(), 0.0))):
             found.inferred.append(f"frozen weights of {bits:g} bits")
             point["weight"] = _narrowed(point, bits, beside_narrow(text(row, "framework")))
         if point["frozen"]:
@@ -172,7 +173,7 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
 def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     """The order of a pipeline's passes, how attention crosses cp, how tp's ranks share a product, how many share an expert's."""
     order, kind, shape = (text(row, name) for name in ("schedule", "cp_kind", "tp_kind"))
-    if SILENT.fullmatch(order) and point["chunks"] == 1 and INTERLEAVED.search(spellings.affirmed(text(row, "notes"))):
+    if SILENT.fullmatch(order) and point["chunks"] == 1 and spellings.meant("told_schedules", spellings.affirmed(text(row, "notes"))):
         order = "interleaved"
     if (stages := re.search(r"\bvp{0,2}\s*=\s*(\d+)", order, re.I)) and point["chunks"] == 1:
         point = point | {"chunks": float(stages[1])}
@@ -259,7 +260,7 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         found.inferred.append("offload=activations takes no time")
     ranks = point["dp"] * point["cp"]
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
-    aside = f"{text(row, 'framework')} {shard} {text(row, 'zero')}".lower()
+    aside = " ".join(text(row, name) for name in ("framework", "shard", "zero", "optimizer")).lower()
     hosted = zero == 3 and (
         found.framework == spellings.FSDP
         or any("param" in part or "weight" in part for part in parts)
@@ -296,11 +297,14 @@ def _recomputed(
     if read is None:
         if not silent:
             found.refused.append(f"recompute: '{words}' is not understood (none, selective, full, full 5 of 48)")
-        level = NONE if point.get("flash") or "recompute_method" in row else SELECTIVE
+        # transformers' models compute all of a layer again, or nothing; Megatron what attention makes between its products
+        level = NONE if point.get("flash") or "recompute_method" in row or point["eager"] > 1 else SELECTIVE
         if "recompute_method" not in row:
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
         return level, 0.0
     level, share, count = read
+    if nearly := spellings.meant("recomputed_nearly", words.lower()):
+        found.inferred.append(f"recompute: '{words}' as {nearly}")
     own = ceil(point.get("layers", 1.0) / point["pp"])
     if level == FULL and text(row, "recompute_method").lower() == "block" and said["again"]:
         count = int(said["again"])

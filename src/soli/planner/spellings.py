@@ -58,7 +58,7 @@ def sharding(said: str) -> Sharding | None:
     stage = STAGE.search(plain)
     kind = 0.0 if WHOLE.search(words) else meant("sharding", plain)
     zero = float(stage[1] or stage[2]) if stage else kind
-    offload = "offload" in plain or "infinity" in plain or "nvme" in plain
+    offload = bool(re.search(r"offload|infinity|nvme|(?:zero[\s_-]*[123]|fsdp\d?|gemini)[\s_+(-]*cpu", plain))
     if zero is None and not offload:
         return None
     pair = re.search(r"(\d+)\s*[x×]\s*(\d+)", plain)
@@ -82,14 +82,16 @@ def recomputation(said: str) -> tuple[float, float, int] | None:
     part = re.search(r"(\d+)\s*(?:of|/)\s*(\d+)", words)
     count = re.search(r"(\d+) ?layers|(?:block|layers)\D{0,3}(\d+)", words)
     share = min(float(part[1]) / max(float(part[2]), 1.0), 1.0) if part else 1.0
+    if some := re.search(r"(\d+(?:\.\d+)?) ?%|every[ _-]?(\d+)|^(?:partial|half|some layers)", words):
+        share = min(float(some[1]) / 100, 1.0) if some[1] else 1 / float(some[2] or 2)
     # Uniform recomputation counts the layers of a piece, and recomputes them all (Megatron-LM, recompute_num_layers).
-    several = count and not part and "uniform" not in words
+    several = count and not part and "uniform" not in words and share == 1
     return level, share, int(count[1] or count[2]) if count and several else 0
 
 
 def switch(said: str) -> bool | None:
-    """Yes or no."""
-    return cast("bool | None", meant("switch", said.lower()))
+    """Yes or no, whatever is said of it behind in parentheses."""
+    return cast("bool | None", meant("switch", re.sub(r"\s*\(.*\)$", "", said.lower())))
 
 
 def offloaded(said: str) -> list[str]:

@@ -140,7 +140,7 @@ def recomputed(p: Points, whole: Array, attention: Array) -> Array:
 def logits(p: Points, k: Constants) -> Array:
     """Seconds of the last product, its two gradients, and the loss of one microbatch, on the last stage."""
     T, V = p.tokens * p.scored, p.vocab / p.tp
-    share = k.product_share * T / (T + k.product_half) * (p.hidden / (p.hidden + k.product_half_inner))
+    share = k.product_share / (1 + k.product_half / np.maximum(T, 1.0)) * (p.hidden / (p.hidden + k.product_half_inner))
     flops = 6.0 * T * V * p.hidden / (p.peak_wide * share)
     moved = np.where(p.one_loss > 0, ONE_LOSS * p.number / 2, k.logit_bytes)  # others are in fp32 anyway
     return flops + T * V * (moved + p.number) / (p.bandwidth * k.stream_share)

@@ -39,15 +39,17 @@ ROUTED = {MEGATRON: 2.0, TESTS: 8.0}
 applied inside (Megatron-Core's recipes); that and what it gives; or both, in the order of tokens and in that of experts (the tests, whose
 memory was measured, docs/log.md)."""
 
-MASKED = 0.15
-"""Of an encoder's tokens those that are masked (arXiv 1810.04805, 3.1), which alone have logits in some programs: NVIDIA's DeepLearningExamples, not transformers."""
-
 BLOCKS = re.compile(r"cuda_launch_blocking ?= ?1(?: from (\d+) gpus on)?")
 
 
 def tells(words: str, said: str) -> bool:
     """Whether what is said has these words of programs.toml."""
     return WORDS[words].search(said) is not None
+
+
+def first(table: str, said: str, otherwise: float) -> float:
+    """What the first pattern of a table of programs.toml that is there says."""
+    return next((float(value) for words, value in SAID[table].items() if re.search(words, said)), otherwise)
 
 
 def blocks(said: str, devices: float) -> bool:
@@ -81,8 +83,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "one_loss": float(framework == "fsdp" and tells("compiled", has)),
         "behind": BEHIND if tells("async", has) else 0.0,
         "fours": float(framework.startswith("megatron")),
-        "pieces": next((pieces for words, pieces in SAID["pieces"].items() if re.search(words, has)), 1.0),
-        "scored": MASKED if tells("masked", has) else 1.0,
+        "pieces": first("pieces", has, 1.0),
         "turns": float(tells("turns", has)),
         "written": float(generation == "cpu"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from soli.core.tables import table
-from soli.planner.cost.programs import MEGATRON, OLD, SAID, tells
+from soli.planner.cost.programs import MEGATRON, OLD, first, tells
 from soli.planner.spellings import affirmed, meant
 
 KEPT: dict[str, dict[str, float]] = table(__package__, "states.toml")
@@ -17,11 +17,6 @@ LORA = re.compile(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", re.I)
 
 SHORTER = ("fsdp", "deepspeed", "jax", "other")
 DEEPSPEED = "megatron-deepspeed"
-
-
-def narrow(told: str) -> float:
-    """Bits of frozen weights; 0: as many as others'."""
-    return next((bits for words, bits in SAID["narrow"].items() if re.search(words, told)), 0.0)
 
 
 def beside_narrow(framework: str) -> float:
@@ -40,31 +35,34 @@ def of_states(
     copy, width = found["moments"] - ADAM, 4.0
     if precision in ("fp32", "tf32", "fp64"):
         found, copy = found | KEPT["full_width"], 0.0
-    elif tells("true", full := f"{told}; {optimizer.lower()}") or (tells("pure", full) and not tells("beside", full)):
+    elif tells("true", full := f"{told}; {optimizer.lower()}") or (_pure(framework, full) and not tells("beside", full)):
         found, copy, width = found | KEPT["half_width"], 0.0, 2.0
     elif copy:
         found, copy, width = _told(found, copy, f"{said}; {optimizer}".lower())
     moments = meant("moments", optimizer.lower())
-    width = 1.0 if tells("eight", optimizer.lower()) else width
-    # memory that CUDA manages, on the host where there is too little
-    width = 0.0 if "paged" in optimizer.lower() else width
+    width = first("moments", optimizer.lower(), width)
     late = tells("trainer", told)
     return found | {
         "copied": width if late and moments in (None, 2.0) and width > 1 else found["copied"],
         "moments": copy + width * (2.0 if moments is None else moments),
-        "gradient": 0.0 if tells("in_backward", told) else found["gradient"],
+        "gradient": 0.0 if tells("in_backward", f"{told}; {optimizer.lower()}") else found["gradient"],
         "late": float(late),
     }
 
 
+def _pure(framework: str, told: str) -> bool:
+    """Whether all that is kept has 16 bits."""
+    mixed = tells("mixed", told)
+    loaded = (tells("loaded", told) and not (mixed and tells("upcast", told))) or (tells("narrowly", told) and not mixed)
+    return tells("pure", told) or (framework == "fsdp" and loaded)
+
+
 def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, float], float, float]:
     """A program's states as a row tells them otherwise; bytes of the copy in fp32, and of a moment."""
-    told, of = affirmed(said), r"(?:(?:adam\w*|optimizer) (?:moments|states?)|moments)"
-    sizes = KEPT["of_a_moment"].items()
-    width = next((size for word, size in sizes if re.search(rf"{word}[- ]{of}|{of} in {word}", told)), 4.0)
+    told = affirmed(said)
     copy = 0.0 if tells("unmastered", said) else 2.0 if tells("remainder", told) else copy
     narrow_sums = tells("sums", told) and not re.search("fp32 main", told)
-    return found | ({"gradient": 2.0, "summed": 2.0} if narrow_sums else {}), copy, width
+    return found | ({"gradient": 2.0, "summed": 2.0} if narrow_sums else {}), copy, first("wide", told, 4.0)
 
 
 def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> dict[str, float]:

@@ -15,6 +15,8 @@ from soli.planner.hardware.devices import Device
 from soli.planner.hardware.networks import networks
 
 RATE = re.compile(r"(\d+(?:\.\d+)?)[ -]?([TGtg])(?:(B/s|Bps)|b(?:its?)?(?:/s|ps|E|e)?|BE|)(?![A-Za-z])")
+MOST = 4.0
+"""How often the usual a device's rate can be: what is more is its server's."""
 WORDS = table(__package__, "interconnect.toml")
 
 
@@ -83,7 +85,7 @@ def _between(clause: str, device: Device) -> tuple[float, bool]:
     whole = _has("shared", clause) or "server_gbits" in named
     if not whole and not glued:
         unnamed = not _has("between", clause) and gbits != device.net_gbits
-        whole = unnamed or gbits == device.net_gbits * device.node
+        whole = unnamed or gbits == device.net_gbits * device.node or gbits > MOST * device.net_gbits
     return gbits / (device.node if whole else 1.0), False
 
 
