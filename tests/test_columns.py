@@ -419,11 +419,13 @@ def test_ways_of_a_program() -> None:
     ("cells", "sequences"),
     [
         ({"global_batch_tokens": "4M"}, 2048), ({"global_batch": "4M tokens"}, 2048), ({"global_batch": "4194304 tokens"}, 2048),
-        ({"global_batch": "512K tokens"}, 256), ({"tokens_per_batch": "4,000,000"}, 1952), ({"global_batch": "1M toks", "seq_len": "1000"}, 1000),
+        ({"global_batch": "512K tokens"}, 256), ({"tokens_per_batch": "4,000,000"}, 1952), ({"global_batch": "1M toks", "seq_len": "1000"}, 992),
+        ({"global_batch": "2M tokens", "seq_len": "2048", "gpus": "992", "tp": "8", "pp": "1", "dp": "124"}, 992), ({"global_batch": "2.00M tokens", "gpus": "62", "dp": "62", "tp": "1", "pp": "1"}, 1024),
+        ({"global_batch": "1M toks", "seq_len": "1000", "gpus": "48", "tp": "1", "pp": "1", "dp": "48"}, 1008), ({"global_batch": "2^20 tokens"}, 512),
     ],
 )  # fmt: skip
 def test_batches_of_tokens(cells: dict[str, str], sequences: int) -> None:
-    """4M are 2^22 where that is so many whole sequences."""
+    """4M are 2^22 where that is so many whole sequences; and as many as replicas share, where so few digits may mean that."""
     row = read(BIG | {"global_batch": ""} | cells)
     assert row.point["global_batch"] == sequences
     assert any(word.startswith(f"global_batch={sequences} of ") for word in row.inferred)

@@ -107,6 +107,15 @@ CASES = [
     *each({}, "recompute", ("no GC", "off (per layer)", "without act ckpt"), recompute=NONE, again=0),
     *each({}, "sp", ("on (TP)", "yes (Megatron)", "True"), sp=1),
     *each({}, "sp", ("off (TP alone)", "no"), sp=0),
+    *each({"dp": "", "tp": "1", "pp": "1"}, "gpus", ("16", "2x8", "2 × 8", "16x A100", "16 GPUs"), dp=16),
+    *each({"experts": "64", "moe_ffn": "512"}, "topk", ("top-2", "top2", "2", "Top 2"), experts=64, active=2),
+    *each({"topk": "8", "moe_ffn": "512"}, "experts", ("256+1", "256 + 1", "256+1 shared"), experts=256, active=9, shared=1),
+    *each({"topk": "8", "moe_ffn": "512"}, "experts", ("256",), experts=256, active=8, shared=0),
+    *each({"layers": "", "hidden": "4096", "ffn": "", "pp": "1", "dp": "16"}, "params_b", ("6.44B/1B", "6.44", "6.44B / 0.5B"), layers=32),
+    *each({}, "global_batch", ("64 → 1024", "64->1024", "1024", "2^10", "2**10"), global_batch=1024),
+    *each({}, "seq_len", ("1M",), seq=2**20),
+    *each({"microbatch": "", "tp": "8", "pp": "1", "dp": "8", "recompute": "full"}, "global_batch", ("96", "48", "144"), microbatch=6),  # which divides a replica's
+    *each({"microbatch": "", "tp": "8", "pp": "1", "dp": "8", "recompute": "full"}, "global_batch", ("128", "100"), microbatch=8),
 ]  # fmt: skip
 
 
@@ -122,6 +131,7 @@ def test_words(changes: dict[str, str], point: dict[str, float]) -> None:
     [
         *(({"framework": name, "attention": "GQA"}, "attention: 'gqa' is not understood") for name in ("torchtitan", "FlashAttention's scripts")),
         *(({"recompute": word}, f"recompute: '{word}' as selective") for word in ("mlp", "dots_saveable", "save_qkv_proj")),
+        ({"global_batch": "64 → 1024"}, "global_batch=1024 of '64 → 1024'"),
         ({"recompute": "partial"}, "recompute: 'partial' as half of the layers"),
     ],
 )  # fmt: skip
@@ -137,6 +147,8 @@ def test_what_is_said_of_words(changes: dict[str, str], said: str) -> None:
         *(({"precision": word}, f"multiplies no {word}") for word in ("int8", "nf4", "4-bit", "8-bit")),
         *(({"optimizer": word}, f"optimizer: '{word}' has no backward") for word in ("MeZO", "zeroth-order SGD")),
         *(({"recompute": word}, f"recompute: '{word}' is not understood") for word in ("gcc", "moe+layernorm", "a few")),
+        *(({"gpus": word}, f"gpus: '{word}' is no whole number") for word in ("8/16", "2x8x4", "some", "8 per node")),
+        *(({"params_b": word, "layers": ""}, f"params_b: '{word}' is no number") for word in ("7B/s", "7/device")),
     ],
 )
 def test_what_is_refused_of_words(changes: dict[str, str], reason: str) -> None:

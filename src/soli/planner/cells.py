@@ -22,6 +22,10 @@ REST: list[str] = _SAID["rest"]
 """Numbers of which -1 says that they are what is left, or the usual one."""
 OTHERWISE: dict[str, str] = _SAID["otherwise"]
 """Words behind a number that make another one of it: "8 per node" is not of all."""
+WRITTEN: dict[str, dict[str, str]] = _SAID["written"]
+"""How numbers are written otherwise: a pattern, and what stands in its place."""
+TIMES, POWER = re.compile(r"^(\d+)\s*[x×]\s*(\d+)$"), re.compile(r"2\s*(?:\^|\*\*)\s*(\d+)")
+"""A number of servers and of the devices of each; a power of two."""
 COUNTED = 1e6
 """Parameters above which their number is not one of billions."""
 MOST = 1e12
@@ -56,6 +60,11 @@ def number(row: Mapping[str, str], name: str, columns: Sequence[str], problems: 
 
 def parsed(said: str, name: str) -> float | None:
     """A number above 0 (or 0, where that may be), or None if it is no such number."""
+    for pattern, instead in WRITTEN.get(name, {}).items():
+        said = re.sub(pattern, instead, said)
+    said = POWER.sub(lambda power: str(2 ** min(int(power[1]), 63)), said)
+    if name == "gpus" and (each := TIMES.fullmatch(said)):
+        return float(each[1]) * float(each[2])
     found = NUMBER.fullmatch(said)
     if found is None or not any(c.isdigit() for c in found.group(1)):
         return None

@@ -58,6 +58,8 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
         for column in columns:
             if cells.get(column) and cells[column] == (own := own or cells[column]):
                 cells[COLUMNS[name][0]] = cells.pop(column)
+    both = next((cells[one] for one in COLUMNS["experts"] if "+" in cells.get(one, "")), "")  # routed ones and shared
+    cells["shared_experts"] = cells.get("shared_experts") or both
     if flavor := cells.get("flavor"):
         cells["model"] = f"{cells.get('model', '')} {flavor}"
     for column in (*COLUMNS["global_batch"], *COLUMNS["batch"]):

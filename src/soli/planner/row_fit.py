@@ -31,15 +31,13 @@ def fitted(found: Row) -> None:
         while point["replicate"] % 2 == 0 and not fits(**least):
             point["replicate"] /= 2
         words.append(f"{GROUP}{point['dp'] * point['cp'] / point['replicate']:g}")
-    sharing = {"zero=0": ("zero=1", point["dp"] * point["cp"] > 1), "sp=off": ("sp=on", True)}
-    for silent, (shared, may) in sharing.items():
-        if silent in words and may and not fits():
-            point[shared.split("=")[0]] = 1.0
+    small = least | ({"microbatch": 1.0} if any(word.startswith(SIZE) for word in words) else {})
+    alone = found.framework == FSDP and point["tp"] * point["pp"] == 1
+    sharing = {"zero=0": ("zero=1", point["dp"] * point["cp"] > 1, {}), "zero=1": ("zero=3", alone, small), "sp=off": ("sp=on", True, {})}
+    for silent, (shared, may, less) in sharing.items():
+        if silent in words and may and not fits(**less):
+            point[shared.split("=")[0]] = 3.0 if shared == "zero=3" else 1.0
             found.inferred = words = [shared if word == silent else word for word in words]
-    small = {"microbatch": 1.0} if any(word.startswith(SIZE) for word in words) else {}
-    if found.framework == FSDP and point["tp"] * point["pp"] == 1 and "zero=1" in words and not fits(**least, **small):
-        point["zero"] = 3.0
-        found.inferred = words = ["zero=3" if word == "zero=1" else word for word in words]
     if any(word.startswith(SIZE) for word in words):
         while point["microbatch"] > 1 and not fits(**least):
             point["microbatch"] //= 2

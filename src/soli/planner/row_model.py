@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from soli.planner.cells import SILENT, text, true
 from soli.planner.columns import COLUMNS
@@ -53,8 +53,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         stages = (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
         layers, hidden = _shape_of(total * 1e9, layers, hidden, stages)
         found.inferred.append(f"layers={layers:g}, hidden={hidden:g} of {total:g}B parameters")
-    take: Callable[[str, float], float] = lambda name, usual: found.assumed(said, name, usual)
-    heads = take("heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
+    heads = found.assumed(said, "heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
     kv_heads = said["kv_heads"] or heads
     experts, active, shared = _experts(said, name, found)
     seq = said["seq"]
@@ -64,14 +63,15 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     if seq is None:
         found.refused.append("it has no sequence length (seq_len)")
         seq = 1.0
-    vocab = take("vocab", 51200.0)
+    vocab = found.assumed(said, "vocab", 51200.0)
     if meant("pictures", name.lower()):
         found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
     told = meant("gated", text(row, "notes").lower()) is False
     gated = float(
         true(row, "swiglu") or ("swiglu" not in row and not told and (meant("families_gated", name.lower()) or experts > 0))
     )
-    head_size = _head_size(said, row, hidden / heads)
+    family = " ".join(text(row, n) for n in ("model", "test_case", "arch")).lower()
+    head_size = said["head_size"] or meant("heads", family) or hidden / heads  # of some families heads are wider together than the model
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
     latent = (head_size == LATENT and head_size != hidden / heads) or true(row, "mla")
     rest = (total or 0.0) * 1e9 - layers * attention - 2 * vocab * hidden
@@ -82,7 +82,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
             found.inferred.append(f"an expert's width {ffn:.0f} of {total:g}B parameters")
         ffn = ffn or said["ffn"] or 4 * hidden
     else:
-        ffn = take("ffn", 4 * hidden)
+        ffn = found.assumed(said, "ffn", 4 * hidden)
         if total and rest > 0 and not told:  # which of the two number of matrices gives the parameters that it has
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
     said_tied = switch(text(row, "tied"))
@@ -154,12 +154,6 @@ def _experts(said: Said, name: str, found: Row) -> tuple[float, float, float]:
         routed = 2.0
         found.inferred.append("topk=2")
     return experts, routed + shared, shared
-
-
-def _head_size(said: Said, row: Mapping[str, str], share: float) -> float:
-    """Of a head: hidden / heads, but for families whose heads are wider together than the model."""
-    name = " ".join(text(row, n) for n in ("model", "test_case", "arch"))
-    return said["head_size"] or meant("heads", name.lower()) or share
 
 
 def _shape_of(parameters: float, layers: float | None, hidden: float | None, stages: float) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, first, of_program
-from soli.planner.cost.states import DEEPSPEED, KEPT, LORA, beside_narrow, of_states
+from soli.planner.cost.states import DEEPSPEED, KEPT, LORA, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted
 from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
@@ -29,6 +29,8 @@ COMPARED = re.compile(r"\b(?:than|like|as|vs\.?|versus|equal to|unlike)\s+\S+")
 """What a note says of another program or stage."""
 ROUNDED = 0.005
 """How far a number of three digits may be from what it stands for."""
+LOOSE = 0.1
+"""The same of one digit: "4M"."""
 USUAL = 8.0
 """Sequences of a microbatch where nobody says it and no pipeline wants many."""
 
@@ -91,7 +93,7 @@ def read(row: Mapping[str, str]) -> Row:
         )  # whose name may be of one way
         if point["frozen"] and (bits := first("narrow", spoken, first("narrowed", text(row, "precision").lower(), 0.0))):
             found.inferred.append(f"frozen weights of {bits:g} bits")
-            point["weight"] = _narrowed(point, bits, beside_narrow(text(row, "framework")))
+            point["weight"] = _narrowed(point, bits, first("beside_narrow", text(row, "framework").lower(), 2.0))
         if point["frozen"]:
             point["adapters"] = adapters_of(row, point, found)
         found.inferred += _uncounted(said, point)
@@ -261,16 +263,9 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     ranks = point["dp"] * point["cp"]
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
     aside = " ".join(text(row, name) for name in ("framework", "shard", "zero", "optimizer")).lower()
-    hosted = zero == 3 and (
-        found.framework == spellings.FSDP
-        or any("param" in part or "weight" in part for part in parts)
-        or re.search(r"infinity|offload[^;()]{0,30}param|param[^;()]{0,30}offload", aside)
-    )
-    offload = float(
-        states.offload
-        or by_stage.offload
-        or any(spellings.meant("offloaded", words) for words in (*parts, f"; {aside}"))
-    )
+    places = (*parts, f"; {aside}")
+    hosted = zero == 3 and (found.framework == spellings.FSDP or any(spellings.meant("hosted", place) for place in places))
+    offload = float(states.offload or by_stage.offload or any(spellings.meant("offloaded", place) for place in places))
     group = said["shard_group"] or states.group
     copies = said["replicate"] or states.replicate
     found.grouped = states.copied and not group and not copies
@@ -331,7 +326,7 @@ def _batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: R
     assert whole is not None
     if size is None:
         size = whole / dp / times if times else min(whole / dp, USUAL if point["pp"] == 1 else 1.0)
-        size = float(max(int(size), 1))
+        size = float(max((n for n in range(1, int(size) + 1) if times or whole % dp or whole / dp % n == 0), default=1))
         found.inferred.append(f"{SIZE}{size:g}")
     if whole < dp * size:
         found.refused.append(f"global_batch={whole:g} is less than dp x microbatch = {dp * size:g}")
@@ -349,14 +344,17 @@ def _whole_batch(row: Mapping[str, str], said: Said, point: dict[str, float], fo
     pieces = any(text(row, column) for column in ("local_batch_size", "local_batch", "lbs"))
     if local and pieces and said["global_batch"] and point["pp"] == 1:
         said["microbatch"] = said["microbatch"] or local
+    cells = (text(row, column) for column in COLUMNS["global_batch"] if said["global_batch"])
+    found.inferred += [f"global_batch={said['global_batch']:g} of '{cell}'" for cell in cells if re.search("→|->|⇒", cell)]
     if said["global_batch"] or (said["batch"] and said["microbatch"]):
         return said["global_batch"] or said["batch"]
     if tokens:
-        letter = re.search(r"\d\s*([kM])", " ".join(text(row, c) for c in COLUMNS["batch_tokens"]), re.I)
-        binary = tokens * {"": 1.0, "k": 1.024, "m": 1.024**2}[letter[1].lower() if letter else ""]
+        letter = re.search(r"(\d[\d.]*)\s*([kM])", " ".join(text(row, c) for c in COLUMNS["batch_tokens"]), re.I)
+        binary = tokens * {"": 1.0, "k": 1.024, "m": 1.024**2}[letter[2].lower() if letter else ""]
         whole = binary / seq if binary % seq == 0 else max(round(tokens / seq), 1.0)
-        even = round(whole / dp) * dp  # "62.9M" tokens are some 15,360 sequences
-        whole = even if whole % dp and abs(even / whole - 1) < ROUNDED else whole
+        even = round(whole / dp) * dp  # "62.9M" tokens are some 15,360 sequences, "2M" of 2,048 are 992
+        near = max(ROUNDED, LOOSE / 10 ** (len(letter[1].replace(".", "")) - 1)) if letter else ROUNDED
+        whole = even if whole % dp and abs(even / whole - 1) < near else whole
         found.inferred.append(f"global_batch={whole:g} of {tokens:g} tokens")
         return float(whole)
     times, batch = said["accumulate"], said["batch"]
@@ -375,7 +373,7 @@ def _whole_batch(row: Mapping[str, str], said: Said, point: dict[str, float], fo
 
 def _uncounted(said: Said, q: Mapping[str, float]) -> list[str]:
     """What a row says beside what is counted."""
-    count = float(memory.parameters(cost.points([q]))[0]) / 1e9
+    count = float(memory.parameters(points([q]))[0]) / 1e9
     stated, beside = said["params_b"] or count, []
     if abs(count / stated - 1) > 0.25:
         beside.append(f"params_b={stated:g} is not counted: its dimensions have {count:.3g}B")

@@ -6,6 +6,7 @@ an index) would be of other numbers than the program means, and is refused; so i
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import Any
 from unittest.mock import patch
 
@@ -15,17 +16,16 @@ from torch import Tensor
 from soli.core.errors import SoliError
 from soli.core.functions import name_of, tensors_in
 from soli.parallel.tensor import pointwise, shapes
-from soli.parallel.tensor.cut import CutParameter, dispatch
+from soli.parallel.tensor.cut import CutParameter
 from soli.parallel.tensor.pointwise import NAMES
 from soli.parallel.tensor.rules import local, rule_of
-from soli.parallel.tensor.split import origins_of
+from soli.parallel.tensor.split import Split, origins_of
 
 
 class Part(Tensor):
     """What was computed between steps of weights that are cut: this rank's part. Copied or saved it is a tensor like any other."""
 
-    along: frozenset[int]  # dims that others have elements of
-    origins: frozenset[str]  # the weights
+    cuts: dict[Any, Split]  # as a weight has them
     updating = False  # inside an optimizer's step: True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -36,9 +36,7 @@ class Part(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(func, args, kwargs or {})
+    __torch_function__ = CutParameter.__torch_function__
 
 
 _TRIED: set[Any] = set()
@@ -50,8 +48,6 @@ def updating() -> Any:
     return patch.object(Part, "updating", True)
 
 
-DIM_AT = {"norm": 2, "normalize": 2, "vector_norm": 2, "select": 1, "narrow": 1, "unbind": 1, "split": 2, "chunk": 2, "__iter__": 1}
-"""Which argument is the dim; of all but norms it is 0 where it is not said."""
 BY_ELEMENTS = (local, pointwise.pointwise, pointwise.cast, pointwise.where, shapes.cat, shapes.stack, shapes.repeat)
 """Rules of functions of which parts give parts: each element of the result is of one element of an argument."""
 
@@ -65,8 +61,8 @@ def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
         each = lambda i: isinstance(i, slice) and i == slice(None)
         mask = lambda i: getattr(i, "dtype", None) is torch.bool and i.dim() == count
         return {d for d, i in enumerate(index) if not each(i) and not mask(i)}
-    usual = 0 if name in DIM_AT and name not in ("norm", "normalize", "vector_norm") else None
-    place = DIM_AT.get(name, int(name in (*NAMES["reductions"], *NAMES["along"], "softmax", "log_softmax", "flip")))
+    usual = 0 if name in NAMES["dim_at"] and name not in ("norm", "normalize", "vector_norm") else None
+    place = NAMES["dim_at"].get(name, int(name in (*NAMES["reductions"], *NAMES["along"], "softmax", "log_softmax", "flip")))
     dims = kwargs.get("dim", args[place] if 0 < place < len(args) else usual)
     return {d % count for d in dims} if isinstance(dims, tuple | list) else {dims % count} if type(dims) is int else None
 
@@ -82,12 +78,12 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
         _TRIED.add(func)
         return func(*args, **kwargs)
     given = tensors_in((args, kwargs))
-    parts = [x for x in given if type(x) is Part or (type(x) is CutParameter and getattr(x, "cuts", None))]
+    parts: list[Any] = [x for x in given if type(x) in (Part, CutParameter) and getattr(x, "cuts", None)]
     if not parts or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
         return func(*args, **kwargs)
     if by_elements:
         return _marked(func(*args, **kwargs), name_of(func), given, parts)
-    cut_along = _cut_along(parts[0])
+    cut_along = {split.dim for split in parts[0].cuts.values()}
     along = _along(name, args, kwargs, parts[0].dim())
     if along is None or not along & cut_along:
         views = lambda x: any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
@@ -97,25 +93,16 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
         if not by_place and (along is not None or all(map(views, tensors_in((result,))))):
             return result if Part.updating else _marked(result, "", given, parts)
     what = "a weight is computed with between steps, of which each rank has a part"
-    got = f"{name_of(func)} of {', '.join(sorted(_origins(parts[0])))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}"
+    got = f"{name_of(func)} of {', '.join(sorted(origins_of(parts[0].cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}"
     fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
     raise SoliError(what, got=got, allowed="what is done element by element, or along other dims", fix=fix)
-
-
-def _cut_along(part: Any) -> frozenset[int]:
-    return part.along if type(part) is Part else frozenset(split.dim for split in part.cuts.values())
-
-
-def _origins(part: Any) -> frozenset[str]:
-    return part.origins if type(part) is Part else origins_of(part.cuts.values())
 
 
 def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
     """What a function made of parts is one: cut as those of its shape are, or, where it has another or is a view, perhaps along any dim."""
     for x in tensors_in((result,)):
         if type(x) is Tensor and name != "grad" and not name.startswith("new_") and all(x is not y for y in given):
-            same = [_cut_along(part) for part in parts if part.shape == x.shape and name]
-            x.__class__ = Part
-            x.along = frozenset().union(*same) if same else frozenset(range(x.dim()))  # type: ignore[attr-defined]
-            x.origins = _origins(parts[0])  # type: ignore[attr-defined]
+            x.__class__, any_of = Part, next(iter(parts[0].cuts.values()))
+            same = [part.cuts for part in parts if part.shape == x.shape and name]
+            x.cuts = dict(ChainMap(*same)) if same else {d: any_of.at(d) for d in range(x.dim())}  # type: ignore[attr-defined]
     return result

@@ -15,9 +15,6 @@ from soli.parallel.tensor.cut import Rule, Run, body, shape_of, split_of
 from soli.parallel.tensor.pointwise import NAMES
 from soli.parallel.tensor.split import Misfit, origins_of
 
-NUMPY = {"axis": "dim", "keepdims": "keepdim"}
-"""Names of arguments that torch takes too."""
-
 
 def _as_torch(rule: Callable[..., Any]) -> Rule:
     """Of a rule whose arguments are those of torch's function, by place or by name."""
@@ -25,7 +22,7 @@ def _as_torch(rule: Callable[..., Any]) -> Rule:
     def answer(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         if kwargs.get("out") is not None:
             raise Misfit(origins_of(s for x in args if (s := split_of(x))), "a tensor to write to")
-        return rule(run, *args, **{NUMPY.get(name, name): value for name, value in kwargs.items() if name != "out"})
+        return rule(run, *args, **{NAMES["of_numpy"].get(name, name): value for name, value in kwargs.items() if name != "out"})
 
     return answer
 

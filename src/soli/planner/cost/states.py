@@ -19,12 +19,6 @@ SHORTER = ("fsdp", "deepspeed", "jax", "other")
 DEEPSPEED = "megatron-deepspeed"
 
 
-def beside_narrow(framework: str) -> float:
-    """Bytes of a parameter that is not of so few bits, by its program."""
-    said = framework.lower()
-    return 4.0 if tells("peft", said) and not tells("otherwise", said) else 2.0
-
-
 def of_states(
     framework: str, precision: str = "bf16", pipeline: bool = True, said: str = "", optimizer: str = ""
 ) -> dict[str, float]:
