@@ -328,6 +328,10 @@ def by_parts(kept: nn.Module, model: nn.Module) -> None:
     nn.init.constant_(model.layers[0].bias, 0.25)
     model.zero_grad()
     torch.save(list(model.parameters()), io.BytesIO())
+    torch.save(model.head.weight.data, file := io.BytesIO())
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)) is Tensor
+    assert type(copy.deepcopy(model.head.weight.data * 2)) is Tensor
     copied = copy.deepcopy(model)
     assert "Parameter" in f"{model.head.weight}"
     assert model.head.weight.numpy().ndim == 2

@@ -201,7 +201,7 @@ class Unit:
         memory = slot.param.untyped_storage()
         if self.gathered:
             return bool(memory._cdata != self.full.untyped_storage()._cdata)
-        written = looking and self.dtype.is_floating_point and not slot.param.detach().as_strided((), ()).isnan()
+        written = looking and self.dtype.is_floating_point and not held(slot.param).as_strided((), ()).isnan()
         return memory.nbytes() > slot.param.element_size() or bool(written)
 
     def parameter(self, slot: Slot) -> Sharded:

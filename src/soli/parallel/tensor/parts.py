@@ -22,7 +22,7 @@ from soli.parallel.tensor.rules import local, rule_of
 from soli.parallel.tensor.split import Split, origins_of
 
 
-class Part(Tensor):
+class WeightPart(Tensor):
     """What was computed between steps of weights that are cut: this rank's part. Copied or saved it is a tensor like any other."""
 
     cuts: dict[Any, Split]  # as a weight has them
@@ -45,7 +45,7 @@ _TRIED: set[Any] = set()
 
 def updating() -> Any:
     """A context: what is computed of parts is the optimizer's own, and is not marked."""
-    return patch.object(Part, "updating", True)
+    return patch.object(WeightPart, "updating", True)
 
 
 BY_ELEMENTS = (local, pointwise.pointwise, pointwise.cast, pointwise.where, shapes.cat, shapes.stack, shapes.repeat)
@@ -69,16 +69,16 @@ def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """Outside of a forward, where a weight is what this rank has of it. Refused where others' elements would belong to the result."""
-    if Part.updating and func in _TRIED:
+    if WeightPart.updating and func in _TRIED:
         return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
     by_place = name in (*NAMES["by_place"], *NAMES["drawn"])
     by_elements = not by_place and rule_of(func, name.removeprefix("_foreach_")) in BY_ELEMENTS
-    if by_elements and Part.updating:
+    if by_elements and WeightPart.updating:
         _TRIED.add(func)
         return func(*args, **kwargs)
     given = tensors_in((args, kwargs))
-    parts: list[Any] = [x for x in given if type(x) in (Part, CutParameter) and getattr(x, "cuts", None)]
+    parts: list[Any] = [x for x in given if type(x) in (WeightPart, CutParameter) and getattr(x, "cuts", None)]
     if not parts or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
         return func(*args, **kwargs)
     if by_elements:
@@ -91,7 +91,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
         result = None if by_place else func(*args, **kwargs)
         # what is no view of what is given was computed of all that the rank has
         if not by_place and (along is not None or all(map(views, tensors_in((result,))))):
-            return result if Part.updating else _marked(result, "", given, parts)
+            return result if WeightPart.updating else _marked(result, "", given, parts)
     what = "a weight is computed with between steps, of which each rank has a part"
     got = f"{name_of(func)} of {', '.join(sorted(origins_of(parts[0].cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}"
     fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
@@ -101,8 +101,8 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
 def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
     """What a function made of parts is one: cut as those of its shape are, or, where it has another or is a view, perhaps along any dim."""
     for x in tensors_in((result,)):
-        if type(x) is Tensor and name != "grad" and not name.startswith("new_") and all(x is not y for y in given):
-            x.__class__, any_of = Part, next(iter(parts[0].cuts.values()))
+        if type(x) is Tensor and name not in ("grad", "_grad") and not name.startswith("new_") and all(x is not y for y in given):
+            x.__class__, any_of = WeightPart, next(iter(parts[0].cuts.values()))
             same = [part.cuts for part in parts if part.shape == x.shape and name]
             x.cuts = dict(ChainMap(*same)) if same else {d: any_of.at(d) for d in range(x.dim())}  # type: ignore[attr-defined]
     return result
