@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from soli.planner.cost import arithmetic, communication, context, memory, pipeline, rings
 from soli.planner.cost.constants import MEANINGS, Constants, known, repeated
-from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points, points
+from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points, of_device, points
 from soli.planner.cost.programs import blocks, of_program
 from soli.planner.cost.states import of_states
 from soli.planner.cost.step import layer, step
+from soli.planner.hardware.devices import devices
 
 PUBLISHED = Path(__file__).parent.parent / "benchmarks/published"
 BASE = {
@@ -261,6 +262,27 @@ def test_written_out_attention_and_experts_are_launched_too() -> None:
     assert isclose(took(flash=1, experts=8, active=2) / took(flash=1), 2.0)
 
 
+def test_what_graphs_launch_and_where_no_host_waits_takes_as_long_as_it_computes() -> None:
+    k = usual(layer_floor=1e-2, routing_floor=1e-2, collective_floor=1e-9)
+    small = {"hidden": 128, "heads": 2, "kv_heads": 2, "ffn": 512, "seq": 64, "flash": 1, "experts": 8, "active": 2}
+    took = lambda said: layer(point(**small, **of_program("fsdp", "hopper", said)), k)[0][0]
+    assert isclose(took(""), 6e-2)
+    assert isclose(took("HybridEP"), 3e-2)
+    assert took("cuda graphs") < 1e-3
+    for said in ("no cuda graphs", "te cuda graphs of the router", "scoped CUDA graphs", "router CUDA graphs"):
+        assert took(said) == took("")
+
+
+def test_experts_that_compute_one_after_another_are_launched_each() -> None:
+    k = usual(layer_floor=1e-2, routing_floor=1e-9, collective_floor=1e-9)
+    small = {"hidden": 128, "heads": 2, "kv_heads": 2, "ffn": 512, "seq": 64, "flash": 1, "dp": 2}
+    took = lambda said, **plan: layer(point(**small, **plan, **of_program("fsdp", "hopper", said)), k)[0][0]
+    assert isclose(took("HF Trainer", experts=8, active=2), took("HF Trainer") * (1 + 8 / 2), rel_tol=1e-6)
+    assert isclose(took("HF Trainer", experts=8, active=2, ep=2), took("HF Trainer") * (1 + 4 / 2), rel_tol=1e-6)
+    for program in ("torchtitan (PyTorch)", "HF, grouped experts"):
+        assert isclose(took(program, experts=8, active=2), took(program), rel_tol=1e-6)
+
+
 def test_scores_that_no_kernel_takes_four_of_are_launched_moved_and_kept_by_torch() -> None:
     """Megatron's softmax takes four matrices of scores at a time: of a rank with two heads, not of one sequence but of two."""
     assert [of_program(name, "ampere")["fours"] for name in ("megatron-2020", "megatron-deepspeed", "fsdp")] == [
@@ -285,6 +307,77 @@ def test_scores_that_no_kernel_takes_four_of_are_launched_moved_and_kept_by_torc
         (lambda p: memory.activations_of_layer(p)[0], 2),
     ):
         assert isclose(part(made()) - part(made(fours=0)), a_score * 2048 * 2048 * 16 / 8, rel_tol=1e-9)
+
+
+def test_programs_of_torchs_operations_make_a_softmax_of_them_too() -> None:
+    """One after another, whatever the number of heads; a compiler or a kernel made by hand fuses them. Of 32 bits nothing is cast."""
+    eager, fused = (point(eager=of_program("fsdp", "ampere", said)["eager"]) for said in ("", "fused softmax"))
+    assert eager.unfused[0]
+    assert not fused.unfused[0]
+    assert not point(eager=2.1, flash=1).unfused[0]
+    for wide, a_score in ((2, 28), (4, 16)):
+        slow, quick = (arithmetic.attention(replace(p, low=np.full(1, wide)), ONE)[0][0] for p in (eager, fused))
+        assert isclose((slow - quick) * 2e12 * 0.85, a_score * 2048 * 2048 * 16, rel_tol=1e-9)
+    kept = memory.activations_of_layer(eager)[0] - memory.activations_of_layer(fused)[0]
+    assert isclose(kept, 2 * 2048 * 2048 * 16)
+
+
+def test_a_slower_product_is_at_its_rate_with_fewer_rows() -> None:
+    """What it waits for are bytes: of 32 bits on a V100 a quarter of the sizes; of tf32 on an A100, and of 8 bits, as many as of 16."""
+    of = lambda device, precision: of_device(devices()[device], precision)["filling"]
+    assert isclose(of("v100", "fp32"), 15.7 * 4 / (125 * 2))
+    assert [of("a100", "tf32"), of("h100", "fp8"), of("h100", "bf16"), of("cpu", "fp32")] == [1, 1, 1, 1]
+    k = usual(product_half=100.0, product_half_inner=1e-9, product_share=1.0)
+    took = lambda filling: arithmetic.product(point(bandwidth=1e18, filling=filling), k, *np.full((3, 1), 1024.0))[0]
+    least = 2 * 1024.0**3 / 312e12
+    assert isclose(took(1), least * (1 + 100 / 1024))
+    assert isclose(took(0.25), least * (1 + 25 / 1024))
+
+
+def test_an_update_takes_as_long_as_its_states_are_wide() -> None:
+    k = usual(optimizer_bytes=50.0, stream_share=1.0)
+    took = lambda framework, said: arithmetic.optimizer(
+        point(**of_states(framework, "bf16", False, said)), k, np.full(1, 1e9)
+    )
+    assert isclose(took("megatron", "")[0], 50e9 / 2e12)  # 4 + 2 * 12 + 2 * 2 bytes
+    assert isclose(took("fsdp", "pure bf16")[0], 50e9 / 2e12 * (2 + 2 * 4 + 2 * 2) / 32)
+    fused = lambda most: arithmetic.optimizer(point(fused=1), usual(optimizer_bytes=most, stream_share=1.0), np.full(1, 1e9))[0]  # fmt: skip
+    assert isclose(fused(90.0), 40e9 / 2e12)
+    assert isclose(fused(30.0), 30e9 / 2e12)
+
+
+def test_what_frozen_products_read_is_kept_for_nobody_but_adapters() -> None:
+    for low in (2, 1):
+        kept, spared = (memory.activations_of_layer(point(frozen=1, low=low, spared=flag))[0] for flag in (0, 1))
+        assert isclose(kept - spared, 2048 * low * (2048 + 8192))  # what an MLP's two products read
+
+
+def test_adapters_are_launched_too_and_weights_of_4_bits_made_wider_before_each_pass() -> None:
+    """A forward's and a backward's, and that of what is computed again."""
+    k = usual(layer_floor=1e-2, stream_share=1.0)
+    small = {"hidden": 128, "heads": 2, "kv_heads": 2, "ffn": 512, "seq": 64, "flash": 1, "frozen": 1}
+    took = lambda **more: layer(point(**small, **more), k)[0][0]
+    assert isclose(took(eager=2.1, adapters=1e3), 2 * took(eager=2.1))
+    assert isclose(took(eager=2.1, adapters=1e3, spared=1), 1.5 * took(eager=2.1))
+    assert isclose(took(eager=1, adapters=1e3), took(eager=1))
+    one = usual(stream_share=1.0, layer_floor=1e-9)
+    for recompute, passes in ((NONE, 2), (FULL, 3)):
+        for low, times in ((2, passes), (1, 0)):  # products of 8 bits read them as they are
+            of = lambda weight: layer(point(frozen=1, weight=weight, low=low, recompute=recompute), one)[0][0]  # noqa: B023
+            expected = times * 16 * memory.of_layer(point())[0][0] / 2e12
+            assert isclose(of(0.5625) - of(2), expected, abs_tol=1e-12)
+
+
+def test_half_of_what_experts_exchange_runs_behind_a_pair_of_passes() -> None:
+    """On 16 H100, and between them: 31.3 s for 41.3 s, 21.0 s for 24.7 s (benchmarks/published/megatron_bridge_skills.csv)."""
+    made = {"experts": 8, "active": 2, "ep": 8, "dp": 8, "global_batch": 64}
+    alone, paired = (step(point(**made, paired=share), ONE).exposed[0] for share in (0.0, 0.5))
+    assert isclose(paired, alone / 2)
+    for said, share in (
+        ("EP overlap on", 0.5), ("1F1B A2A overlap", 0.5), ("overlap_moe_expert_parallel_comm", 0.5), ("dualpipe", 0.5), ("expert-parallel overlap", 0.5),
+        ("EP overlap off", 0), ("no EP overlap", 0), ("overlap grad reduce", 0), ("tp comm overlap on", 0), ("param gather overlap", 0),
+    ):  # fmt: skip
+        assert of_program("megatron", "hopper", said)["paired"] == share, said
 
 
 def test_more_ranks_wait_for_a_slower_one() -> None:

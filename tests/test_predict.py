@@ -410,6 +410,16 @@ def test_groups_of_states_that_nobody_says_are_as_large_as_they_have_to_be() -> 
     assert (wide.feasible, enough.feasible, less.feasible, said.feasible) == (True, True, False, False)
 
 
+def test_frozen_weights_of_products_of_8_bits_have_as_many_where_they_have_to() -> None:
+    """Llama 2 70B with adapters: 138 GB of 16 bits beside a sequence's activations go onto no B200, 74 do; onto four H100 both do."""
+    row = {"framework": "NeMo", "model": "Llama-2-70B LoRA", "seq_len": "8192", "gpus": "8", "microbatch": "1", "global_batch": "8", "recompute": "full"}  # fmt: skip
+    for machine, bits in (({"gpu": "B200", "tp": "1"}, 8.5), ({"gpu": "H100", "tp": "4"}, 16)):
+        for precision in ("FP8", "bf16"):
+            read_row = read(row | machine | {"precision": precision, "recompute": "none" if bits < 16 else "full"})
+            narrow = bits < 16 and precision == "FP8"
+            assert (read_row.point["weight"] < 1.1) == narrow == ("frozen weights of 8 bits" in read_row.inferred)
+
+
 def test_a_microbatch_that_nobody_says_is_one_that_fits() -> None:
     unsaid = {"tp": "1", "pp": "1", "dp": "64", "global_batch": "1024", "microbatch": ""}
     unsaid |= {"layers": "16", "attn_backend": "flash", "shard": "dist-optimizer"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
 
 from soli.planner.cost import memory
@@ -14,6 +15,7 @@ from soli.planner.spellings import DEEPSPEED, FSDP
 def fitted(found: Row) -> None:
     """Settles a row's microbatch, and how many of its layers are computed again, where it says neither, or one of them; and HSDP's groups.
 
+    Frozen weights of products of 8 bits have as many if the run does not fit otherwise.
     An optimizer of which nothing is said is shared out, and then a sequence beside tp, if the run does not fit otherwise; under PyTorch, without tp
     and pp, the parameters too, if it does not fit whatever is computed again.
     Groups of states whose size nobody says are servers, or twice as many ranks until the run fits.
@@ -32,6 +34,9 @@ def fitted(found: Row) -> None:
             point["replicate"] /= 2
         words.append(f"{GROUP}{point['dp'] * point['cp'] / point['replicate']:g}")
     small = least | ({"microbatch": 1.0} if any(word.startswith(SIZE) for word in words) else {})
+    if point["frozen"] and point["low"] < 2 == point["weight"] and not fits(**small):
+        point["weight"] = narrowed(point, 8.0, 2.0)
+        words.append("frozen weights of 8 bits")
     alone = found.framework == FSDP and point["tp"] * point["pp"] == 1
     sharing = {"zero=0": ("zero=1", point["dp"] * point["cp"] > 1, {}), "zero=1": ("zero=3", alone, small), "sp=off": ("sp=on", True, {})}
     for silent, (shared, may, less) in sharing.items():
@@ -49,3 +54,10 @@ def fitted(found: Row) -> None:
         point |= {"again": float(again)} if again < own else {"recompute": FULL}
         said = f"full-{again}of{own}" if again < own else "full"
         found.inferred = [RECOMPUTE + said if w.startswith(RECOMPUTE) else w for w in words]
+
+
+def narrowed(point: Mapping[str, float], bits: float, other: float) -> float:
+    """Bytes a parameter where matrices have so many bits, and 32 more for 64 elements (arXiv 2305.14314, 2), and tables `other` bytes."""
+    p = points([point])
+    tables = float((2 - p.tied[0]) * p.vocab[0] * p.hidden[0] / memory.parameters(p)[0])
+    return (bits + 32 / 64) / 8 * (1 - tables) + other * tables

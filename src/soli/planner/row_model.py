@@ -177,7 +177,7 @@ def adapters_of(row: Mapping[str, str], q: Mapping[str, float], found: Row) -> f
         found.inferred.append(f"lora_rank={USUAL_RANK}")
     rank = float(column or (told[1] if told else USUAL_RANK))
     width = q["heads"] * q["head_size"]
-    mlp = 0.0 if q["experts"] else (2 + q["gated"]) * (q["hidden"] + q["ffn"])
+    mlp = 0.0 if q["experts"] or q["spared"] else (2 + q["gated"]) * (q["hidden"] + q["ffn"])
     return rank * (4 * q["hidden"] + 2 * width * (1 + q["kv_heads"] / q["heads"]) + mlp)
 
 

@@ -18,10 +18,10 @@ from soli.planner.combined import combined
 from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
-from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, first, of_program
-from soli.planner.cost.states import DEEPSPEED, KEPT, LORA, of_states
+from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, first, of_program, tells
+from soli.planner.cost.states import DEEPSPEED, FULLY, KEPT, LORA, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
-from soli.planner.row_fit import fitted
+from soli.planner.row_fit import fitted, narrowed
 from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
 from soli.planner.row_model import FLASH_SINCE, adapters_of, attention_of, called, model_of
 
@@ -61,12 +61,15 @@ def read(row: Mapping[str, str]) -> Row:
     if found.framework == spellings.OTHER:
         found.inferred.append("framework=any")
     told = told_by(row)
-    frozen = bool(LORA.search(f"{called(row)} {text(row, 'precision')}") or LORA.search(spellings.affirmed(told)))
+    spoken = spellings.affirmed(f"{called(row)}; {text(row, 'precision')}; {told}")
+    if FULLY.search(spoken):  # programs are named by what they can as well
+        spoken = spoken.replace(text(row, "framework").lower(), "")
+    frozen = bool(LORA.search(spoken))
     precision = precision_of(row, device, found, frozen)
     point = cost.of_device(device, precision) if precision else {}
     point |= network_of(row, said, device, found)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != spellings.NANOTRON)}
-    point |= of_program(found.framework, found.generation, told)
+    point |= of_program(found.framework, found.generation, f"{told}; {text(row, 'schedule')}")
     point["scored"] = first("scored", f"{called(row)}; {told}".lower(), 1.0)
     point |= model_of(row, said, found)
     point["frozen"] = float(frozen)
@@ -74,6 +77,7 @@ def read(row: Mapping[str, str]) -> Row:
     point |= _degrees(said, point, found)
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
     told, optimizer = f"{told}; {text(row, 'shard')}; {text(row, 'precision')}", text(row, "optimizer")
+    point["fused"] = float("fused" in spellings.affirmed(optimizer) and "unfused" not in optimizer.lower())
     kept = spellings.meant("moments", optimizer.lower())
     if not SILENT.fullmatch(optimizer) and kept is None:
         found.inferred.append(f"optimizer={optimizer} as Adam")
@@ -93,19 +97,13 @@ def read(row: Mapping[str, str]) -> Row:
         )  # whose name may be of one way
         if point["frozen"] and (bits := first("narrow", spoken, first("narrowed", text(row, "precision").lower(), 0.0))):
             found.inferred.append(f"frozen weights of {bits:g} bits")
-            point["weight"] = _narrowed(point, bits, first("beside_narrow", text(row, "framework").lower(), 2.0))
+            point["weight"] = narrowed(point, bits, first("beside_narrow", text(row, "framework").lower(), 2.0))
         if point["frozen"]:
+            point["spared"] = float(not point["experts"] and tells("attention_alone", spoken))
             point["adapters"] = adapters_of(row, point, found)
         found.inferred += _uncounted(said, point)
         fitted(found)
     return found
-
-
-def _narrowed(point: Mapping[str, float], bits: float, other: float) -> float:
-    """Bytes a parameter where matrices have so many bits, and 32 more for 64 elements (arXiv 2305.14314, 2), and tables `other` bytes."""
-    p = points([point])
-    tables = float((2 - p.tied[0]) * p.vocab[0] * p.hidden[0] / memory.parameters(p)[0])
-    return (bits + 32 / 64) / 8 * (1 - tables) + other * tables
 
 
 def read_measured(row: Mapping[str, str]) -> Row:

@@ -15,8 +15,12 @@ from soli.planner.cost.points import CUBE, FULL, LINE, SELECTIVE, Array, Points
 SCORE = 48.0
 """Flops by head size that the softmax of a score takes the time of: heads of 64 reach 5/6 of the rate of heads of 128
 in the measurements of arXiv 2307.08691, figure 4."""
-SLOW_SCORE = 28.0
-"""Bytes that torch's operations move for a score beside the one pass of a kernel: to fp32 (2 read, 4 written), scaled, masked (8 each), and back (4, 2)."""
+SLOW_SCORE, SLOW_WIDE = 28.0, 16.0
+"""Bytes that torch's operations move for a score beside the one pass of a kernel: to fp32 (2 read, 4 written), scaled, masked (8 each), and back (4, 2).
+And in programs of 32 bits, which have nothing to cast."""
+UPDATE, FUSED = 32.0, 40.0
+"""Bytes of an update that takes `optimizer_bytes`: gradients of 4 are read, 12 of moments and a copy read and written, parameters of 2 too.
+And the most that it takes where one kernel does it, at 0.8 of the memory's rate: torch's usual AdamW is a dozen, each of which reads and writes some of them."""
 HOST_ADAM = 14.0
 """Bytes over a device's link to the host that take as long as a server's processors for a parameter's update: 72 billion on four servers of 8 A100,
 with links of 25 GB/s, in some 10 s (deepspeedai/DeepSpeed#6834). The best that was published is 4 (ZeRO-Offload, arXiv 2101.06840, table 4), a Llama
@@ -24,6 +28,9 @@ of 1.2 billion on one device has 30 (#6695). Where links are quicker, so is the 
 ONE_LOSS = 8.0
 """Bytes of a loss for a logit of 16 bits where a compiler makes one kernel of each direction: its largest and its sum are read for (4), and
 the backward reads it and writes its gradient (2 each)."""
+WIDENED = 16.0
+"""Bytes that take as long as a frozen weight of 4 bits is made one of 16: Qwen 7B on an A100 takes 7.0 s for 8 sequences of 2048 tokens with such weights and 5.2 s
+without (QwenLM/Qwen, README). They are 2.5; kernels that look up each value are slow."""
 ROUTED = 8.0
 """Bytes for each value of a token at an expert: there and back, in 16 bits, written and read."""
 ODD, UNALIGNED = 0.85, 1 / 8
@@ -47,9 +54,9 @@ def product(p: Points, k: Constants, m: Array, n: Array, summed: Array) -> Array
     (arXiv 1811.02084 has it for the batch). Never faster than its matrices are read and written (roofline,
     Williams et al. 2009).
     """
-    share = k.product_share * np.where(p.low < 2, k.low_share, 1.0)
-    share = share * m / (m + k.product_half) * (n / (n + k.product_half_inner))
-    share = share * summed / (summed + k.product_half_inner) * np.minimum(aligned(n), aligned(summed))
+    share, inner = k.product_share * np.where(p.low < 2, k.low_share, 1.0), k.product_half_inner * p.filling
+    share = share * m / (m + k.product_half * p.filling) * (n / (n + inner))
+    share = share * summed / (summed + inner) * np.minimum(aligned(n), aligned(summed))
     moved = p.low * (m * summed + summed * n) + p.number * m * n
     return np.maximum(2.0 * m * n * summed / (p.peak * share), moved / (p.bandwidth * k.stream_share))
 
@@ -105,10 +112,12 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
     filled = np.ceil(p.head_size / 32) * 32
     reached = p.peak_wide * p.kernel * k.attention_share * (128 + SCORE) / 128
     kernel = 2.0 * scores * (filled + SCORE) / reached
-    summed = p.head_size / (p.head_size + k.product_half_inner)
-    rate = p.peak_wide * k.product_share * aligned(p.head_size) * summed * p.seq / (p.seq + k.product_half_inner)
+    inner = k.product_half_inner * p.filling
+    summed = p.head_size / (p.head_size + inner)
+    rate = p.peak_wide * k.product_share * aligned(p.head_size) * summed * p.seq / (p.seq + inner)
     products = 4.0 * scores * p.head_size / rate
-    moved = scores * (k.score_bytes + SLOW_SCORE * p.unfused) * p.number / 2 / (p.bandwidth * k.stream_share)
+    slow = np.where(p.number > 2, SLOW_WIDE, SLOW_SCORE)
+    moved = scores * (k.score_bytes * p.number / 2 + slow * p.unfused) / (p.bandwidth * k.stream_share)
     flash = p.flash > 0
     return np.where(flash, kernel, products + moved), np.where(flash, 2.5 * kernel, 2.0 * products + 1.5 * moved)
 
@@ -132,6 +141,11 @@ def elements_forward(p: Points, k: Constants) -> Array:
     return ((usual + ROUTED * routed) * p.number / 2 + cast) / (p.bandwidth * k.stream_share)
 
 
+def widened(p: Points, k: Constants, parameters: Array) -> Array:
+    """Seconds in which a layer's frozen weights of fewer than 16 bits are made such of 16, before each pass of products that read those."""
+    return np.where((p.frozen > 0) & (p.weight < 2) & (p.low >= 2), WIDENED * parameters / (p.bandwidth * k.stream_share), 0.0)
+
+
 def recomputed(p: Points, whole: Array, attention: Array) -> Array:
     """What of a forward runs again in the backward."""
     return np.where(p.recompute == FULL, whole, np.where(p.recompute == SELECTIVE, attention, 0.0))
@@ -140,7 +154,8 @@ def recomputed(p: Points, whole: Array, attention: Array) -> Array:
 def logits(p: Points, k: Constants) -> Array:
     """Seconds of the last product, its two gradients, and the loss of one microbatch, on the last stage."""
     T, V = p.tokens * p.scored, p.vocab / p.tp
-    share = k.product_share / (1 + k.product_half / np.maximum(T, 1.0)) * (p.hidden / (p.hidden + k.product_half_inner))
+    share = k.product_share / (1 + k.product_half * p.filling / np.maximum(T, 1.0))
+    share = share * p.hidden / (p.hidden + k.product_half_inner * p.filling)
     flops = 6.0 * T * V * p.hidden / (p.peak_wide * share)
     moved = np.where(p.one_loss > 0, ONE_LOSS * p.number / 2, k.logit_bytes)  # others are in fp32 anyway
     return flops + T * V * (moved + p.number) / (p.bandwidth * k.stream_share)
@@ -152,7 +167,9 @@ def embedding(p: Points, k: Constants) -> Array:
 
 
 def optimizer(p: Points, k: Constants, parameters: Array) -> Array:
-    """Seconds of the update of so many parameters: memory alone; or the way to the host and back, and a server's processors,
-    which have the parameters of all its devices to update."""
+    """Seconds of the update of so many parameters: memory alone, by how wide they are kept; or the way to the host and back, and a server's
+    processors, which have the parameters of all its devices to update."""
     there = parameters * (4.0 + np.minimum(p.node, p.devices) * HOST_ADAM) / p.host
-    return np.where(p.offload > 0, there, parameters * k.optimizer_bytes / (p.bandwidth * k.stream_share))
+    bytes_of_usual = np.where(p.fused > 0, np.minimum(k.optimizer_bytes, FUSED), k.optimizer_bytes)
+    moved = bytes_of_usual * (p.gradient + 2 * p.moments + 2 * p.weight) / UPDATE
+    return np.where(p.offload > 0, there, parameters * moved / (p.bandwidth * k.stream_share))

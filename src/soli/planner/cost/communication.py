@@ -69,7 +69,8 @@ def of_layer(p: Points, k: Constants, crossing: tuple[Array, Array], grid: tuple
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
     inner = np.where(p.etp > 0, p.etp, inner)
-    experts = np.where(p.experts > 0, 2 * all_to_all(p, k, routed, p.ep, inner, *_crossing(p, inner)), 0.0)
+    exchanged = 2 * all_to_all(p, k, routed, p.ep, inner, *_crossing(p, inner)) * (1 - p.paired)
+    experts = np.where(p.experts > 0, exchanged, 0.0)
     forward = sums + grid[0] + crossing[0] + experts
     backward = sums + grid[1] + crossing[1] + experts
     return forward, backward + np.where(p.recompute == FULL, forward, 0.0)

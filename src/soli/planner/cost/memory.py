@@ -137,6 +137,9 @@ def activations_of_layer(p: Points) -> Array:
         less, read = 2.0 - p.low, np.where(p.experts > 0, p.hidden * active, 0.0)
         outside = outside - less * 2.0 * p.hidden
         inside = inside - less * (p.ffn * active + read) + np.where(p.low < 2, p.low, 0.0) * width
+    # Of frozen products without adapters nobody needs what they read.
+    spared = p.spared * np.minimum(p.low, 2.0)
+    outside, inside = outside - spared * p.hidden, inside - spared * p.ffn * active
     # Scores, softmax and its dropout's bytes; of a kernel that keeps none one fp32 number a query.
     scores = np.where(p.recompute == NONE, (5.0 + 2.0 * p.unfused) * p.heads * p.seq, 0.0)
     scores = np.where(p.flash > 0, 4.0 * p.heads, scores)

@@ -127,6 +127,15 @@ class Points:
     # layers of a rank that are computed again whole, where `recompute` says less of the others
     again: Array = field(metadata={"unsaid": 0.0})
     adapters: Array = field(metadata={"unsaid": 0.0})  # parameters of a layer's that are trained beside frozen ones
+    spared: Array = field(metadata={"unsaid": 0.0})  # flag: an MLP's matrices are frozen and have no adapters
+    # of what experts exchange the share that runs behind another microbatch's computing, where it is told so
+    paired: Array = field(metadata={"unsaid": 0.0})
+    graphs: Array = field(metadata={"unsaid": 0.0})  # flag: CUDA graphs launch a layer's kernels
+    unwaited: Array = field(metadata={"unsaid": 0.0})  # flag: the host does not wait for where tokens go
+    fused: Array = field(metadata={"unsaid": 0.0})  # flag: one kernel updates a parameter
+    looped: Array = field(metadata={"unsaid": 0.0})  # flag: a rank's experts compute one after another
+    # sizes at which a product reaches half of its rate, by those of a product of 16 bits
+    filling: Array = field(metadata={"unsaid": 1.0})
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -137,10 +146,11 @@ class Points:
 
     @property
     def unfused(self) -> NDArray[np.bool_]:
-        """Where torch's operations make the softmax of scores that are kept: Megatron's kernel takes four matrices of them at a time
-        (NVIDIA/Megatron-LM, megatron/core/fusions/fused_softmax.py, is_kernel_available). Heads that are guessed say nothing of it."""
+        """Where torch's operations make the softmax of scores that are kept, one by one: in programs that run what a model is written in, and
+        where Megatron's kernel does not, which takes four matrices of them at a time (NVIDIA/Megatron-LM, megatron/core/fusions/fused_softmax.py, is_kernel_available). Heads that are guessed say nothing of it."""
         matrices = self.microbatch * self.heads / self.tp
-        return (self.fours > 0) & (self.flash == 0) & (self.heads % self.tp == 0) & (matrices % 4 != 0)
+        odd = (self.fours > 0) & (self.heads % self.tp == 0) & (matrices % 4 != 0)
+        return (self.flash == 0) & (odd | (self.eager > 1))
 
     @property
     def microbatches(self) -> Array:
@@ -255,8 +265,11 @@ def of_device(device: Device, precision: str) -> dict[str, float]:
     """A device's part of a point, whose linear products are in `precision` and attention in 16 bits at the least."""
     peak = device.tflops[precision]
     wide = device.tflops.get("bf16", device.tflops.get("fp16", peak))
+    # What a product waits for until it is at its rate are bytes, in which a slower one computes less.
+    filling = min(peak * SIZES[precision] / (wide * SIZES["bf16"]), 1.0)
     return {
         "precision": PRECISIONS.index(precision), "peak": peak * 1e12, "peak_wide": min(peak, wide) * 1e12, "low": SIZES[precision],
+        "filling": filling,
         "capacity": device.usable, "bandwidth": device.memory_gbs * 1e9, "node": device.node,
         "link": device.link_gbs * 1e9, "link_latency": device.link_us * 1e-6, "net": device.net_gbits * 1e9 / 8,
         "net_latency": device.net_us * 1e-6, "host": device.host_gbs * 1e9,

@@ -34,6 +34,11 @@ BEHIND = 0.4
 """Of what tp sends the share that torch's AsyncTP runs behind products: Llama 3 70B of tp=8 takes 18.7 s a step with it, 19.8 s without
 (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 4), where the sums take some 3 s."""
 
+PAIRED = 0.5
+"""Of what experts exchange the share that runs behind another microbatch's passes where one's forward is paired with another's backward: Qwen3 30B
+on 16 H100 takes 31.3 s so and 41.3 s without, 21.0 and 24.7 s by HybridEP (NVIDIA-NeMo/Megatron-Bridge@067f987, skills), whose exchanges take some 20
+and 6 s."""
+
 ROUTED = {MEGATRON: 2.0, TESTS: 8.0}
 """Bytes a hidden unit that programs keep of a token at its expert: what the expert reads, where the permutation is fused and its weight is
 applied inside (Megatron-Core's recipes); that and what it gives; or both, in the order of tokens and in that of experts (the tests, whose
@@ -76,12 +81,16 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
     return {
         "kernel": attends(framework, generation, said),
         "once": float(
-            bool(re.search(r"deepep|hybridep", said, re.I)) or (framework == MEGATRON and "alltoall" not in said)
+            bool(re.search(r"deepep|hybridep|dual-?pipe", said, re.I)) or (framework == MEGATRON and "alltoall" not in said)
         ),
         "routed": ROUTED.get(framework, 4.0),
         "eager": EAGER if unfused and not (tells("compiled", has) or tells("compiler", has)) else 1.0,
         "one_loss": float(framework == "fsdp" and tells("compiled", has)),
         "behind": BEHIND if tells("async", has) else 0.0,
+        "looped": float(tells("plain", has) and not tells("grouped", has)),
+        "graphs": float(tells("graphs", has)),
+        "unwaited": float(tells("unwaited", has)),
+        "paired": PAIRED if tells("paired", has) else 0.0,
         "fours": float(framework.startswith("megatron")),
         "pieces": first("pieces", has, 1.0),
         "turns": float(tells("turns", has)),

@@ -15,6 +15,9 @@ ADAM = 8.0
 LORA = re.compile(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", re.I)
 """Fine-tuning of a few weights beside frozen ones."""
 
+FULLY = re.compile(r"\bfull[- ](?:parameters?|weights?|(?:model )?fine[- ]?tun\w*|ft|sft)\b", re.I)
+"""Fine-tuning of all of them."""
+
 SHORTER = ("fsdp", "deepspeed", "jax", "other")
 DEEPSPEED = "megatron-deepspeed"
 
