@@ -9,12 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
 from typer import Argument, Option, Typer
 
 from soli.cli.options import AsJson
+from soli.cli.tables import show as show_table
 from soli.core.errors import SoliError, needing
 
 if TYPE_CHECKING:
@@ -116,10 +114,8 @@ def show(
     if as_json:
         print(json.dumps([asdict(one) for one in chosen], indent=1, default=str))
     elif not name:
-        table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
-        for one in chosen:
-            table.add_row(one.name, one.what, f"{len(one.fixes)} fix{'es' * (len(one.fixes) > 1)}")
-        Console().print(table)
+        rows = ([one.name, one.what, f"{len(one.fixes)} fix{'es' * (len(one.fixes) > 1)}"] for one in chosen)
+        show_table(["", "", ""], [], rows, pad_edge=False, show_header=False)
     else:
         one = chosen[0]
         print(f"{one.name}: {one.what}\n")
@@ -251,11 +247,8 @@ def _json(said: Any) -> str:
 
 
 def _show(found: list[Mined]) -> None:
-    numbers = [Column(title, justify="right", no_wrap=True) for title in ("commits", "new", "fixes", "lines, median")]
-    table = Table(Column("", no_wrap=True), *numbers, box=box.SIMPLE, pad_edge=False)
-    for one in found:
-        table.add_row(one.repo, str(one.commits), str(one.new), str(one.fixes), f"{one.median:.0f}")
-    Console().print(table)
+    rows = ([one.repo, str(one.commits), str(one.new), str(one.fixes), f"{one.median:.0f}"] for one in found)
+    show_table([""], ("commits", "new", "fixes", "lines, median"), rows, pad_edge=False)
     for one in found:
         shares = ", ".join(
             f"{definition} {100 * p:.0f}% ({100 * low:.0f} to {100 * high:.0f})"
