@@ -109,6 +109,17 @@ def needing(what: str, extra: str) -> Iterator[None]:
         raise SoliError(what, got=str(error), fix=f"pip install 'soli[{extra}]'") from error
 
 
+@contextmanager
+def blaming(failed: Callable[[Exception], SoliError]) -> Iterator[None]:
+    """Around code that is not soli's: `failed` says how what it raises is told."""
+    try:
+        yield
+    except SoliError:
+        raise
+    except Exception as error:
+        raise failed(error) from error
+
+
 def nearest(word: str, known: Iterable[str], otherwise: str = "", least: float = 0.6) -> str:
     """How to mend a word that nobody knows: the one of those known that is most like it; `otherwise` where none is (`least`: of 1)."""
     near = difflib.get_close_matches(word, list(known), 1, least)
