@@ -217,7 +217,8 @@ def test_what_was_not_mined_is_refused(mined: tuple[Path, Path], tmp_path: Path)
         classify([repo], tmp_path / "none.db")
     other = tmp_path / "other"
     other.mkdir()
-    git(other, "init", "-q")
+    git(other, "init", "-q", "-b", "main")
+    commit(other, "Begin", {"a.py": "x = 1\n"})
     with pytest.raises(SoliError, match="were not mined"):
         classify([repo, other], db)
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from answering import answering
-from soli.bugs import github, history, store
-from soli.bugs.mine import mine, name, share, take_in
+from soli.bugs import github, history
+from soli.bugs.mine import mine, name, share
 from soli.bugs.selection import pull, rules, tag
 from soli.core.errors import SoliError
 from typed import soli
@@ -364,7 +364,7 @@ def test_issues_are_exported_and_joined(repo: Path, tmp_path: Path) -> None:
     assert [one["variables"]["after"] for one in asked] == [None, None, None, None, "two"]
     assert {one["key"] for one in asked} == {"bearer secret"}
     mine([repo], base)
-    assert take_in(base, out) == take_in(base, out) == ("owner/name", 1, 3)
+    assert github.load(base, out) == github.load(base, out) == ("owner/name", 1, 3)
     assert read(base, "SELECT number, hash IS NULL, reviewers FROM request") == [(7, 0, 2), (8, 1, 2), (99, 1, 2)]
     # The issue was opened on the second of January, and its fix taken in on the fifth; the link is in the message and GitHub's own.
     assert read(base, "SELECT days, labels, reviewers FROM time_to_fix") == [(3.0, '["bug"]', 2)]
@@ -402,8 +402,8 @@ def test_an_export_goes_on_where_it_stopped(tmp_path: Path) -> None:
         with pytest.raises(SoliError, match="GitHub does not answer"):
             github.export("owner/name", out, "secret", api, pause=0.001)
         out.write_text(out.read_text() + '{"number": 99, "tit')  # killed while it wrote
-        with store.opened(tmp_path / "bugs.db", made=True) as base, pytest.raises(SoliError, match="this is no export"):
-            github.load(base, out)
+        with pytest.raises(SoliError, match="this is no export"):
+            github.load(tmp_path / "bugs.db", out)
         assert github.export("owner/name", out, "secret", api) == 3
         assert asked[-1]["variables"]["after"] == "two"
         numbers = [json.loads(line).get("number") for line in out.read_text().splitlines()]
@@ -531,7 +531,7 @@ def test_an_export_is_of_the_folder_of_its_name(repo: Path, tmp_path: Path) -> N
     with served([]) as (api, _):
         github.export("owner/name", out, "secret", api, pause=0.001)
     mine([plain], base)
-    assert take_in(base, out) == ("name", 1, 3)
+    assert github.load(base, out) == ("name", 1, 3)
     assert read(base, "SELECT count(*) FROM time_to_fix") == [(1,)]
     other = tmp_path / "other.db"
     path = tmp_path / "else"
@@ -540,7 +540,7 @@ def test_an_export_is_of_the_folder_of_its_name(repo: Path, tmp_path: Path) -> N
     commit(path, "Fix it", {"a.py": lines(1)})
     mine([path], other)
     with pytest.raises(SoliError, match="not mined into this file"):
-        take_in(other, out)
+        github.load(other, out)
 
 
 # --- as typed ---------------------------------------------------------------------------------------------

@@ -59,9 +59,9 @@ def test_show_says_what_is_there(tmp_path: Path) -> None:
     rows = [line.split() for line in text.splitlines()]
     assert ["step", "12"] in rows
     assert ["plan", "dp=4,zero=2"] in rows
-    assert ["model", "4", "tensors,", "288", "B"] in rows
-    assert ["model.model.embed.weight", "10", "x", "6", "float32", "240", "B", "2"] in rows
-    assert ["model.scale", "scalar", "float32", "4", "B", "1"] in rows
+    assert ["model", "4", "tensors,", "288", "bytes"] in rows
+    assert ["model.model.embed.weight", "10", "x", "6", "float32", "240", "bytes", "2"] in rows
+    assert ["model.scale", "scalar", "float32", "4", "bytes", "1"] in rows
     assert check(tmp_path / "c") == []
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import softmax
 
-from soli.bugs.selection import written
+from soli.bugs.selection import unfit, written
 from soli.bugs.syntax import Edit
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import Problem, raise_all
@@ -123,53 +123,54 @@ def likely(hints: Hints, matched: NDArray[np.float64]) -> NDArray[np.float64]:
 def classifier(path: Path | None = None) -> Classifier:
     """soli's own, or a file's. SoliError with all that is wrong in it."""
     said, digest = written("classification.toml", path)
-    wrong: list[Problem] = []
-    made = {name: _hints(name, words, said.get(name), wrong) for name, words in DIMENSIONS.items()}
-    fix = dict(said["fix"]) if isinstance(said.get("fix"), dict) else {}
-    least = fix.pop("least", None)
+    least: Any = said["fix"].pop("least", None) if isinstance(said.get("fix"), dict) else None
+    words = {**{name: tuple(known) for name, known in DIMENSIONS.items()}, "fix": FIX}
+    wrong = [problem for name, known in words.items() for problem in _wrong(name, known, said.get(name))]
     if not isinstance(least, float) or not 0 < least < 1:
         wrong.append(Problem("fix: 'least' is a probability", got=repr(least)))
-    decides = _hints("fix", FIX, fix, wrong)
     raise_all(wrong)
-    return Classifier(made, decides, least, digest)
+    made = {name: _hints(known, said[name]) for name, known in words.items()}
+    fix = made.pop("fix")
+    return Classifier(made, fix, least, digest)
 
 
-def _hints(name: str, words: Iterable[str], said: Any, wrong: list[Problem]) -> Hints:
-    known = tuple(words)
+def _wrong(name: str, known: tuple[str, ...], said: Any) -> Iterator[Problem]:
+    """What is wrong with what a file says of a dimension."""
     given: Mapping[str, Any] = said if isinstance(said, dict) else {}
-    wrong += [
-        Problem(f"{name} has no such word", got=word, allowed=", ".join(known)) for word in given if word not in known
-    ]
     if not given:
-        wrong.append(Problem("nothing is said of a dimension", got=name, fix=f'[{name}."{known[-1]}"]'))
-    prior = dict.fromkeys(known, -np.inf)  # of a word that is not there: it is never said
-    told = {word: given[word] for word in known if word in given}
-    for word, one in told.items():
-        if isinstance(one, dict) and isinstance(one.get("prior"), int | float) and not set(one) - {"prior", "rules"}:
-            prior[word] = float(one["prior"])
-        else:
-            wrong.append(Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(one)[:200]))
-    rules = ((word, rule) for word, one in told.items() if isinstance(one, dict) for rule in one.get("rules", ()))
-    return Hints(prior, tuple(_hint(name, word, rule, wrong) for word, rule in rules))
+        yield Problem("nothing is said of a dimension", got=name, fix=f'[{name}."{known[-1]}"]')
+    for word, one in given.items():
+        if word not in known:
+            yield Problem(f"{name} has no such word", got=word, allowed=", ".join(known))
+            continue
+        fits = isinstance(one, dict) and isinstance(one.get("prior"), int | float)
+        if not fits or set(one) - {"prior", "rules"}:
+            yield Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(one)[:200])
+        for rule in one.get("rules", ()) if isinstance(one, dict) else ():
+            yield from _wrong_rule(f"{name} {word}: {rule.get('name', 'a rule without a name')}", rule)
 
 
-def _hint(dimension: str, word: str, one: Mapping[str, Any], wrong: list[Problem]) -> Hint:
-    said = f"{dimension} {word}: {one.get('name', 'a rule without a name')}"
-    where = [name for name in PLACES if name in one]
-    if len(where) != 1 or not one.get("name") or set(one) - {*PLACES, "name", "weight"}:
+def _wrong_rule(said: str, rule: Mapping[str, Any]) -> Iterator[Problem]:
+    where = [name for name in PLACES if name in rule]
+    if len(where) != 1 or not rule.get("name") or set(rule) - {*PLACES, "name", "weight"}:
         what = f"{said}: a rule has a name, a weight, and looks in one place"
-        wrong.append(Problem(what, got=", ".join(one), allowed=", ".join(PLACES)))
-        return Hint(word, said, "subject", re.compile("$^"), 0.0)
-    try:
-        pattern = re.compile(one[where[0]], FLAGS)
-    except (TypeError, re.error) as error:
-        wrong.append(Problem(f"{said}: this is no pattern", got=str(error)))
-        pattern = re.compile("$^")
-    weight = one.get("weight", 1.0)
-    if not isinstance(weight, (int, float)):
-        wrong.append(Problem(f"{said}: a weight is a number", got=repr(weight)))
-        weight = 0.0
-    return Hint(word, str(one["name"]), where[0], pattern, float(weight))
+        yield Problem(what, got=", ".join(rule), allowed=", ".join(PLACES))
+    else:
+        yield from unfit(rule[where[0]], f"{said}: this")
+    if not isinstance(rule.get("weight", 1.0), int | float):
+        yield Problem(f"{said}: a weight is a number", got=repr(rule["weight"]))
+
+
+def _hints(known: tuple[str, ...], said: Mapping[str, Any]) -> Hints:
+    # a word that is not there is never said
+    prior = {word: float(said[word]["prior"]) if word in said else -np.inf for word in known}
+    rules = [(word, rule) for word in known if word in said for rule in said[word].get("rules", ())]
+    return Hints(prior, tuple(_hint(word, rule) for word, rule in rules))
+
+
+def _hint(word: str, rule: Mapping[str, Any]) -> Hint:
+    where = next(name for name in PLACES if name in rule)
+    return Hint(word, rule["name"], where, re.compile(rule[where], FLAGS), float(rule.get("weight", 1.0)))
 
 
 def _short(found: re.Match[str]) -> str:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from soli.bugs import history, store
+from soli.bugs import store
 from soli.bugs.changes import LANGUAGES, batched, changes, patches
 from soli.bugs.classification import FIX, Classifier, classifier, decided, places, verdict
 from soli.bugs.endpoint import Endpoint, Nonsense, Unreachable
-from soli.bugs.mine import by_name
+from soli.bugs.mine import histories
 from soli.bugs.syntax import edits
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import SoliError
@@ -53,7 +53,7 @@ def classify(
 ) -> Classified:
     """Every fix of these histories. SoliError where a history was not mined, or is not whole."""
     made = classifier(rules)
-    where = by_name(repos)
+    where = histories(repos)
     with store.opened(mined) as base:
         known = {repo for (repo,) in base.execute("SELECT repo FROM history")}
     lacking = set(where) - known
@@ -61,8 +61,6 @@ def classify(
         got = f"{', '.join(sorted(lacking))} (it has {', '.join(sorted(known))})"
         fix = f"soli bugs mine ... --out {mined}"
         raise SoliError("these histories were not mined into this file", got=got, fix=fix)
-    for path in repos:
-        history.check(path)
     looked = sum(_by_rules(repo, path, mined, made) for repo, path in where.items())
     asked, nonsense, said = _by_model(where, mined, endpoint, at_most) if endpoint else (0, 0, "")
     with store.opened(mined) as base:
@@ -153,15 +151,10 @@ def shown(base: sqlite3.Connection, repo: str, path: Path, hash_: str) -> str:
 
 
 def _summary(base: sqlite3.Connection, looked: int, asked: int, nonsense: int, said: str) -> Classified:
-    words: dict[str, dict[str, int]] = {}
-    for dimension in DIMENSIONS:
-        rows = base.execute("SELECT word FROM class WHERE dimension = ?", (dimension,))
-        words[dimension] = dict(Counter(word for (word,) in rows).most_common())
-    unsure = dict(
-        base.execute(
-            "SELECT dimension, count(*) FROM class WHERE confidence < ? GROUP BY dimension", (store.SURE,)
-        ).fetchall()
-    )
+    query = "SELECT word, count(*) FROM class WHERE dimension = ? GROUP BY word ORDER BY 2 DESC, word"
+    words = {dimension: dict(base.execute(query, (dimension,)).fetchall()) for dimension in DIMENSIONS}
+    query = "SELECT dimension, count(*) FROM class WHERE confidence < ? GROUP BY dimension"
+    unsure = dict(base.execute(query, (store.SURE,)).fetchall())
     fixes = base.execute("SELECT count(*) FROM fix").fetchone()[0]
     taken, dropped = base.execute(
         "SELECT total(word = 'yes' AND NOT fix), total(word = 'no' AND fix) FROM change JOIN verdict USING (repo, hash) WHERE dimension = 'fix'"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from soli.bugs import store
 from soli.core.errors import SoliError, failure
 from soli.core.progress import busy
 
@@ -77,27 +78,27 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
                 return count
 
 
-def load(base: sqlite3.Connection, path: Path) -> tuple[str, int, int]:
+def load(mined: Path, exported: Path) -> tuple[str, int, int]:
     """Into what `soli bugs mine` made: the repository, requests of which it has the commit, and all."""
-    lines = _lines(path)
-    repo = _called(base, lines[0]["repo"])
-    found = 0
+    lines = _lines(exported)
     requests = [one for one in lines[1:] if "number" in one]
-    numbers = dict(base.execute("SELECT pull, hash FROM change WHERE repo = ? AND pull IS NOT NULL", (repo,)))
-    hashes = {hash_ for (hash_,) in base.execute("SELECT hash FROM change WHERE repo = ?", (repo,))}
-    for one in requests:
-        hash_ = one["hash"] if one["hash"] in hashes else numbers.get(one["number"])
-        found += hash_ is not None
-        said = (repo, one["number"], hash_, one["title"], json.dumps(one["labels"]))
-        more = (one["opened"], one["merged"], one["reviewers"])
-        base.execute("INSERT OR REPLACE INTO request VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*said, *more))
-        for issue in one["closes"]:
-            about = (repo, issue["number"], issue["title"], issue["body"], json.dumps(issue["labels"]))
-            when = (issue["opened"], issue["ended"])
-            base.execute("INSERT OR REPLACE INTO issue VALUES (?, ?, ?, ?, ?, ?, ?)", (*about, *when))
-            if hash_ is not None:
-                base.execute("INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'github')", (repo, hash_, issue["number"]))
-    return repo, found, len(requests)
+    with store.opened(mined) as base:
+        repo = _called(base, lines[0]["repo"])
+        numbers = dict(base.execute("SELECT pull, hash FROM change WHERE repo = ? AND pull IS NOT NULL", (repo,)))
+        hashes = {hash_ for (hash_,) in base.execute("SELECT hash FROM change WHERE repo = ?", (repo,))}
+        found = [one["hash"] if one["hash"] in hashes else numbers.get(one["number"]) for one in requests]
+        for one, hash_ in zip(requests, found, strict=True):
+            said = (repo, one["number"], hash_, one["title"], json.dumps(one["labels"]))
+            more = (one["opened"], one["merged"], one["reviewers"])
+            base.execute("INSERT OR REPLACE INTO request VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*said, *more))
+            for issue in one["closes"]:
+                about = (repo, issue["number"], issue["title"], issue["body"], json.dumps(issue["labels"]))
+                when = (issue["opened"], issue["ended"])
+                base.execute("INSERT OR REPLACE INTO issue VALUES (?, ?, ?, ?, ?, ?, ?)", (*about, *when))
+                if hash_ is not None:
+                    row = (repo, hash_, issue["number"])
+                    base.execute("INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'github')", row)
+    return repo, sum(hash_ is not None for hash_ in found), len(requests)
 
 
 def _called(base: sqlite3.Connection, repo: str) -> str:
@@ -153,24 +154,15 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
     text = out.read_text(encoding="utf-8")
     if text and not text.startswith('{"repo": '):
         raise SoliError("this file is no export of GitHub's", got=str(out), fix="another --out")
-    keep, count, cursor, at = 0, 0, None, 0
-    pending = 0
-    for line in text.splitlines(keepends=True):
-        at += len(line)
-        try:
-            said = json.loads(line) if line.endswith("\n") else {}
-        except json.JSONDecodeError:
-            break
-        if "repo" in said:
-            if said["repo"] != repo:
-                raise SoliError("this file holds another repository", got=f"{out}: {said['repo']}", fix="another --out")
-            keep = at
-        elif "cursor" in said:
-            cursor, count, pending, keep = said["cursor"], count + pending, 0, at
-        else:
-            pending += "number" in said
-    out.write_text(text[:keep], encoding="utf-8")
-    return cursor, count
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    held = json.loads(lines[0])["repo"] if lines else repo
+    if held != repo:
+        raise SoliError("this file holds another repository", got=f"{out}: {held}", fix="another --out")
+    ends = [i for i, line in enumerate(lines) if line.startswith('{"cursor": ')]
+    kept = lines[: ends[-1] + 1 if ends else 1]
+    out.write_text("".join(kept), encoding="utf-8")
+    cursor = json.loads(kept[-1])["cursor"] if ends else None
+    return cursor, sum(line.startswith('{"number": ') for line in kept)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

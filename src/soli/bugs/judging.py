@@ -35,12 +35,8 @@ class Judged:
 def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
     """The verdicts of a classified file on the labelled fixes that it has, by every labeller and by all of them together."""
     with store.opened(mined) as base:
-        said = {
-            (repo, hash_, dimension): (word, confidence >= store.SURE)
-            for repo, hash_, dimension, word, confidence in base.execute(
-                "SELECT repo, hash, dimension, word, confidence FROM class"
-            )
-        }
+        rows = base.execute("SELECT repo, hash, dimension, word, confidence FROM class")
+        said = {(repo, hash_, of): (word, sure >= store.SURE) for repo, hash_, of, word, sure in rows}
     labels = list(labels)
     if not any((one.repo, one.commit, dimension) in said for one in labels for dimension in DIMENSIONS):
         raise SoliError(

@@ -60,15 +60,13 @@ def read(path: Path) -> list[Label]:
     odd = [number for number, row in enumerate(rows, 2) if None in row or None in row.values()]
     raise_all(Problem(f"line {number}: it has not {len(NAMES)} cells") for number in odd)
     found = [Label(**row) for row in rows]
-    problems = [
-        Problem(f"line {number}: {text}", got=got) for number, one in enumerate(found, 2) for text, got in wrong(one)
-    ]
-    seen: set[tuple[str, ...]] = set()
-    for n, one in enumerate(found, 2):
-        key = (one.repo, one.commit, one.labeller)
+    problems, seen = [], set()
+    for number, one in enumerate(found, 2):
+        said, key = wrong(one), (one.repo, one.commit, one.labeller)
         if key in seen:
-            problems.append(Problem(f"line {n}: {one.labeller} labels this commit twice", got=one.commit))
+            said.append((f"{one.labeller} labels this commit twice", one.commit))
         seen.add(key)
+        problems += [Problem(f"line {number}: {text}", got=got) for text, got in said]
     raise_all(problems)
     return found
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from scipy.stats import binomtest
 
-from soli.bugs import github, history, store
+from soli.bugs import history, store
 from soli.bugs.selection import rules
 from soli.core.errors import SoliError
 
@@ -35,11 +35,8 @@ class Mined:
 def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[Mined]:
     """Read these histories into `out`. All of one is kept, or nothing. SoliError where one is not whole, or none has a fix."""
     made = rules(chosen)
-    named = by_name(paths)
-    for path in paths:
-        history.check(path)  # all of them, before the first is read
     found = []
-    for repo, path in named.items():
+    for repo, path in histories(paths).items():
         with store.opened(out, made=True) as base:
             count, new = store.add(base, repo, history.read(path, made.left_out), made)
             found.append(summary(base, repo, count, new))
@@ -49,20 +46,16 @@ def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[M
     return found
 
 
-def by_name(paths: Collection[Path]) -> dict[str, Path]:
-    """Histories by what they are called. SoliError where two have one name."""
+def histories(paths: Collection[Path]) -> dict[str, Path]:
+    """Those in these folders by what they are called. SoliError where two have one name, or one is not whole."""
     names = [name(path) for path in paths]
     twice = {one for one in names if names.count(one) > 1}
     if twice:
         fix = "name their folders owner+name, or mine them into two files"
         raise SoliError("two of these histories have one name", got=", ".join(sorted(twice)), fix=fix)
+    for path in paths:
+        history.check(path)
     return dict(zip(names, paths, strict=True))
-
-
-def take_in(out: Path, exported: Path) -> tuple[str, int, int]:
-    """What GitHub says of a repository that was mined: its name, pull requests whose commit is known, and all."""
-    with store.opened(out) as base:
-        return github.load(base, exported)
 
 
 def name(path: Path) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment
 
 from soli.bugs.agreement import bounded
 from soli.bugs.judging import ALL, Judged
@@ -22,9 +23,6 @@ Said = Mapping[str, Any]  # what study.py finds
 Selected = Mapping[str, Selection] | None
 LONG = 25  # characters of a cell that is words and no number
 KINDS = (("fixes", "fixes"), ("no fixes", "others"))  # how tables call them, and study.py
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;font-size:14px;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,.words{text-align:left}div{overflow-x:auto}figure{margin:2em 0}figcaption{color:#555;overflow-wrap:anywhere}svg{max-width:100%;height:auto}"""
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
 
 
@@ -42,6 +40,11 @@ class Table:
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+    @property
+    def words(self) -> list[bool]:
+        """Of each column, whether a cell of it is words and no number."""
+        return [any(len(row[i]) > LONG for row in self.rows) for i in range(len(self.titles))]
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,9 @@ def markdown(said: Said, judged: Sequence[Judged] = (), selected: Selected = Non
 
 def page(said: Said, judged: Sequence[Judged] = (), selected: Selected = None) -> str:
     """The report as one HTML page. Nothing is fetched, nothing runs in it."""
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        f"<title>Bugs of distributed training</title><style>{STYLE}</style>",
-    ]
-    return "\n".join([*parts, *map(_html, blocks(said, judged, selected))]) + "\n</html>\n"
+    pages = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = pages.from_string(files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
+    return template.render(blocks=blocks(said, judged, selected), svg=svg, long=LONG) + "\n"
 
 
 def _markdown(block: Heading | Table | str) -> str:
@@ -77,23 +78,6 @@ def _markdown(block: Heading | Table | str) -> str:
         head, *rows = ["| " + " | ".join(row) + " |" for row in (block.titles, *block.rows)]
         return "\n".join([head, "|" + "---|" * len(block.titles), *rows])
     return block
-
-
-def _html(block: Block) -> str:
-    if isinstance(block, Heading):
-        return f"<h{block.level}>{escape(block.text)}</h{block.level}>"
-    if isinstance(block, Table):
-        words = [any(len(row[i]) > LONG for row in block.rows) for i in range(len(block.titles))]
-        titles = "".join(f"<th{' class=words' * left}>{escape(cell)}</th>" for cell, left in zip(block.titles, words, strict=True))
-        cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in block.rows)
-        return f"<div><table><tr>{titles}</tr>{cells}</table></div>"
-    if isinstance(block, Figure):
-        return f"<figure>{svg(block.draw)}<figcaption>{escape(block.caption)}</figcaption></figure>"
-    return f"<p>{escape(block)}</p>"
-
-
-def _cell(text: str) -> str:
-    return f"<td{' class=words' * (len(text) > LONG)}>{escape(text)}</td>"
 
 
 def blocks(said: Said, judged: Sequence[Judged] = (), selected: Selected = None) -> Iterator[Block]:

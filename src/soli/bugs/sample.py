@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from soli.bugs import history, labels, store
+from soli.bugs import labels, store
 from soli.bugs.changes import patches
 from soli.bugs.label_page import Item
-from soli.bugs.mine import by_name
+from soli.bugs.mine import histories
 from soli.core.errors import SoliError
 
 LINES = 400  # of a diff that a person is shown
@@ -32,7 +32,7 @@ def drawn(
         return dict(said)
     with store.opened(mined) as base:
         heads = base.execute("SELECT repo, head, rules FROM history ORDER BY repo").fetchall()
-        of = set(by_name(repos)) or {repo for repo, *_ in heads}
+        of = set(histories(repos)) or {repo for repo, *_ in heads}
         commits, population = labels.draw(base, seed, counts, of=of)
         heads = [row for row in heads if row[0] in of]
     said = {
@@ -45,20 +45,16 @@ def drawn(
 
 def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list[Item]:
     """Each drawn commit as it is shown. SoliError where its history is not given."""
-    where = by_name(repos)
+    where = histories(repos)
     lacking = {repo for commits in said["commits"].values() for repo, _ in commits} - set(where)
     if lacking:
         raise SoliError(
             "commits of other histories were drawn", got=", ".join(sorted(lacking)), fix="give these clones too"
         )
-    for path in repos:
-        history.check(path)
     all_ = [(sample, repo, hash_) for sample, commits in said["commits"].items() for repo, hash_ in commits]
     with store.opened(mined) as base:
-        texts = {
-            (repo, hash_): (subject, body)
-            for repo, hash_, subject, body in base.execute("SELECT repo, hash, subject, body FROM change")
-        }
+        rows = base.execute("SELECT repo, hash, subject, body FROM change")
+        texts = {(repo, hash_): (subject, body) for repo, hash_, subject, body in rows}
     unknown = [f"{repo} {hash_[:10]}" for _, repo, hash_ in all_ if (repo, hash_) not in texts]
     if unknown:
         got = f"{mined} lacks {len(unknown)}: {', '.join(unknown[:3])} ..."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +15,7 @@ from soli.bugs.history import Commit
 from soli.core.errors import Problem, SoliError, raise_all
 
 PLACES = ("subject", "tag", "body", "kinds", "parents")
-OTHER = "other"
+OTHER, UNNAMED = "other", "a rule without a name"
 TAG = re.compile(r"^(?:ADLR/megatron-lm!\d+ - )?(?:\[([^\]]{1,40})\]|([\w/ -]{1,24})(?:\([^)]*\))?!?:(?=\s))")
 PULL = re.compile(
     r"\(#(\d+)\)\s*$|\((?:!|GH-)(\d+)\)\s*$|^ADLR/megatron-lm!(\d+)\b|^Merge (?:pull request|branch).*?#(\d+)"
@@ -89,36 +90,38 @@ def written(own: str, path: Path | None) -> tuple[dict[str, Any], str]:
 def rules(path: Path | None = None) -> Rules:
     """soli's own, or a file's. SoliError with all that is wrong in it."""
     said, digest = written("selection.toml", path)
-    wrong: list[Problem] = [
-        Problem(f"'{key}' is a list of tables", got=repr(said[key])[:80], allowed=f"[[{key}]]")
-        for key in ("kind", "rule")
-        if not (isinstance(said.get(key, []), list) and all(isinstance(one, dict) for one in said.get(key, [])))
-    ]
-    raise_all(wrong)
-    kinds = tuple((one.get("name", ""), _pattern(one, "path", wrong)) for one in said.get("kind", []))
-    made = tuple(_rule(one, wrong) for one in said.get("rule", []))
-    if not made or made[-1].match.pattern:
-        wrong.append(Problem("the last rule must decide on whatever is left", fix="match = ''"))
-    raise_all(wrong)
+    raise_all(_wrong(said))
+    kinds = tuple((one.get("name", ""), re.compile(one["path"], re.I)) for one in said.get("kind", []))
+    made = tuple(
+        Rule(one.get("name", UNNAMED), one["where"], re.compile(one["match"], re.I), one["fix"], one["why"])
+        for one in said["rule"]
+    )
     return Rules(kinds, made, digest, tuple(map(str, said.get("left_out", []))))
 
 
-def _rule(one: dict[str, Any], wrong: list[Problem]) -> Rule:
-    name = str(one.get("name", "a rule without a name"))
-    if one.get("where") not in PLACES:
-        wrong.append(Problem(f"{name}: there is no such place", got=repr(one.get("where")), allowed=", ".join(PLACES)))
-    if not isinstance(one.get("fix"), bool) or not one.get("why"):
-        wrong.append(
-            Problem(f"{name}: a rule says whether it is a fix, and why", allowed="fix = true or false, why = '...'")
-        )
-    return Rule(
-        name, str(one.get("where")), _pattern(one, "match", wrong), bool(one.get("fix")), str(one.get("why", ""))
-    )
+def _wrong(said: dict[str, Any]) -> Iterator[Problem]:
+    lists = {key: said.get(key, []) for key in ("kind", "rule")}
+    for key, given in lists.items():
+        if not (isinstance(given, list) and all(isinstance(one, dict) for one in given)):
+            yield Problem(f"'{key}' is a list of tables", got=repr(given)[:80], allowed=f"[[{key}]]")
+            lists[key] = []
+    for one in lists["kind"]:
+        yield from unfit(one.get("path"), f"{one.get('name', UNNAMED)}: 'path'")
+    for one in lists["rule"]:
+        name = one.get("name", UNNAMED)
+        if one.get("where") not in PLACES:
+            yield Problem(f"{name}: there is no such place", got=repr(one.get("where")), allowed=", ".join(PLACES))
+        if not isinstance(one.get("fix"), bool) or not one.get("why"):
+            allowed = "fix = true or false, why = '...'"
+            yield Problem(f"{name}: a rule says whether it is a fix, and why", allowed=allowed)
+        yield from unfit(one.get("match"), f"{name}: 'match'")
+    if not lists["rule"] or lists["rule"][-1].get("match"):
+        yield Problem("the last rule must decide on whatever is left", fix="match = ''")
 
 
-def _pattern(one: dict[str, Any], key: str, wrong: list[Problem]) -> re.Pattern[str]:
+def unfit(pattern: Any, what: str) -> Iterator[Problem]:
+    """A problem where this is no pattern."""
     try:
-        return re.compile(one[key], re.I)
-    except (KeyError, TypeError, re.error) as error:
-        wrong.append(Problem(f"{one.get('name', 'a rule without a name')}: '{key}' is no pattern", got=str(error)))
-        return re.compile("")
+        re.compile(pattern)
+    except (TypeError, re.error) as error:
+        yield Problem(f"{what} is no pattern", got=str(error))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -35,30 +35,26 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
     if fresh and not made:
         raise SoliError("there is no such file", got=str(path), fix=f"soli bugs mine ... --out {path}")
     try:
-        base = sqlite3.connect(path)
-    except sqlite3.OperationalError as error:
-        raise SoliError("this file cannot be opened", got=f"{path}: {error}", fix="another --out") from error
-    try:
-        base.execute("PRAGMA foreign_keys = ON")
-        found = 0 if fresh else base.execute("PRAGMA user_version").fetchone()[0]
-        if fresh:
-            base.executescript(SCHEMA.format(CODE=CODE, SURE=SURE, VERSION=VERSION))
-        elif found != VERSION:
-            what = "this file holds no bugs that this version of soli knows"
-            fix = "mine into another file"
-            raise SoliError(what, got=f"{path}: version {found}", allowed=f"version {VERSION}", fix=fix)
-        with base:
-            yield base
+        with closing(sqlite3.connect(path)) as base:
+            base.execute("PRAGMA foreign_keys = ON")
+            found = 0 if fresh else base.execute("PRAGMA user_version").fetchone()[0]
+            if fresh:
+                base.executescript(SCHEMA.format(CODE=CODE, SURE=SURE, VERSION=VERSION))
+            elif found != VERSION:
+                what = "this file holds no bugs that this version of soli knows"
+                fix = "mine into another file"
+                raise SoliError(what, got=f"{path}: version {found}", allowed=f"version {VERSION}", fix=fix)
+            with base:
+                yield base
     except sqlite3.DatabaseError as error:
         if "locked" in str(error):
             raise SoliError("another command is writing this file", got=str(path), fix="wait for it") from error
         if "readonly" in str(error) or "unable to open" in str(error):
-            raise SoliError("this file cannot be written", got=f"{path}: {error}") from error
+            what = f"this file cannot be {'written' if 'readonly' in str(error) else 'opened'}"
+            raise SoliError(what, got=f"{path}: {error}", fix="another file") from error
         raise SoliError(
             "this file is no SQLite database, or is damaged", got=f"{path}: {error}", fix="mine into another file"
         ) from error
-    finally:
-        base.close()
 
 
 def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: Rules) -> tuple[int, int]:
@@ -74,19 +70,9 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
     for commit in commits:
         gone.discard(commit.hash)
         head, count = head or commit.hash, count + 1
-        if commit.hash not in known:
-            _insert(base, repo, commit, rules)
-            new += 1
-        elif again:
-            rule = rules.of(commit)
-            base.execute(
-                "UPDATE change SET fix = ?, rule = ? WHERE repo = ? AND hash = ?",
-                (rule.fix, rule.name, repo, commit.hash),
-            )
-            base.executemany(
-                "UPDATE file SET kind = ? WHERE repo = ? AND hash = ? AND path = ?",
-                [(rules.kind(f.path), repo, commit.hash, f.path) for f in commit.files],
-            )
+        new += commit.hash not in known
+        if again or commit.hash not in known:
+            _keep(base, repo, commit, rules)
     if known and gone == known:
         fix = "mine into another file, or name the folder owner+name"
         raise SoliError("another history of this name is in this file", got=repo, fix=fix)
@@ -98,17 +84,20 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
     return count, new
 
 
-def _insert(base: sqlite3.Connection, repo: str, commit: Commit, rules: Rules) -> None:
+def _keep(base: sqlite3.Connection, repo: str, commit: Commit, rules: Rules) -> None:
     rule = rules.of(commit)
     one = (repo, commit.hash)
     said = (commit.written, commit.committed, _text(commit.subject), _text(commit.body))
     row = (*one, *said, rule.fix, rule.name, pull(commit.subject))
-    base.execute("INSERT INTO change VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+    again = "ON CONFLICT (repo, hash) DO UPDATE SET fix = excluded.fix, rule = excluded.rule"
+    base.execute(f"INSERT INTO change VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) {again}", row)
+    again = "ON CONFLICT (repo, hash, path) DO UPDATE SET kind = excluded.kind"
     base.executemany(
-        "INSERT OR IGNORE INTO file VALUES (?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT INTO file VALUES (?, ?, ?, ?, ?, ?, ?) {again}",
         [(*one, _text(f.path), _text(f.was), rules.kind(f.path), f.added, f.deleted) for f in commit.files],
     )
-    base.executemany("INSERT INTO closed VALUES (?, ?, ?, 'message')", [(*one, number) for number in closes(commit)])
+    closed = [(*one, number) for number in closes(commit)]
+    base.executemany("INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'message')", closed)
 
 
 def _text(words: str) -> str:

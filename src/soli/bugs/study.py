@@ -107,10 +107,9 @@ def _sizes(
         others = [size for (size,) in base.execute(f'SELECT "{name}" FROM judged WHERE NOT told')]
         syntax = [size for (size,) in base.execute(f'SELECT "{name}" FROM fix')]
         small = set(base.execute(f'SELECT repo, hash FROM size WHERE "{name}" <= ?', (SMALL,)))
-        by: dict[str, list[float]] = {}
-        for repo, size, _ in rows:
-            by.setdefault(repo, []).append(size)
-        parts = {repo: share(sum(s <= SMALL for s in sizes), len(sizes)) for repo, sizes in sorted(by.items())}
+        repos = sorted({repo for repo, _, _ in rows})
+        by = {repo: [size for of, size, _ in rows if of == repo] for repo in repos}
+        parts = {repo: share(sum(s <= SMALL for s in sizes), len(sizes)) for repo, sizes in by.items()}
         before = [size for _, size, when in rows if when < end]
         weights = {repo: paper["mix"].get(repo, 0) for repo in by}
         found[name] = {
@@ -147,21 +146,16 @@ def _lines(base: sqlite3.Connection, of: str) -> list[Share]:
 
 def _words(base: sqlite3.Connection, dimension: str, labels: Sequence[Label]) -> dict[str, Any]:
     """Of one dimension each word's count and share: by rules in all, each repository and year, and by labels (of the first labeller, of chosen fixes)."""
-    rows = base.execute(
-        "SELECT repo, word, committed FROM class JOIN fix USING (repo, hash) WHERE dimension = ?", (dimension,)
-    ).fetchall()
+    query = "SELECT repo, word, committed FROM class JOIN fix USING (repo, hash) WHERE dimension = ?"
+    rows = [(repo, word, _day(when)[:4]) for repo, word, when in base.execute(query, (dimension,))]
     known = list(DIMENSIONS[dimension])
-    years: dict[str, list[str]] = {}
-    repos: dict[str, list[str]] = {}
-    for repo, word, when in rows:
-        repos.setdefault(repo, []).append(word)
-        years.setdefault(_day(when)[:4], []).append(word)
+    repos, years = (sorted({row[i] for row in rows}) for i in (0, 2))
     first = min((one.labeller for one in labels), default="")
     told = [getattr(one, dimension) for one in labels if (one.labeller, one.sample, one.fix) == (first, "fix", "yes")]
     return {
         "all": _shares(known, [word for _, word, _ in rows]),
-        "repos": {repo: _shares(known, words) for repo, words in sorted(repos.items())},
-        "years": {year: dict(Counter(words)) for year, words in sorted(years.items())},
+        "repos": {repo: _shares(known, [word for of, word, _ in rows if of == repo]) for repo in repos},
+        "years": {year: dict(Counter(word for _, word, of in rows if of == year)) for year in years},
         "labels": {"count": len(told), "words": _shares(known, told)} if told else None,
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ast_grep_py import SgNode, SgRoot
 
@@ -41,17 +41,17 @@ class _Fact:
     kind: str
     name: str
     text: str
-    line: int
+    line: int = field(compare=False)
 
 
 def edits(change: Change) -> list[Edit]:
     """What was done to one file, in the order of its lines."""
     old = _facts(change.before, change.language, change.removed, change.opened)
     new = _facts(change.after, change.language, change.added, change.closed)
-    same = Counter((one.kind, one.name, one.text) for one in old)
-    same &= Counter((one.kind, one.name, one.text) for one in new)
-    found = list(_compared(_without(old, same), _without(new, same)))
-    return sorted([*found, *_moved(change)], key=lambda one: one.line)
+    for one in (Counter(old) & Counter(new)).elements():  # what both sides say
+        old.remove(one)
+        new.remove(one)
+    return sorted([*_compared(old, new), *_moved(change)], key=lambda one: one.line)
 
 
 def _facts(text: str, language: str, lines: frozenset[int], gaps: frozenset[int]) -> list[_Fact]:
@@ -79,18 +79,6 @@ def _lines(node: SgNode) -> range:
     where = node.range()
     # a node of the preprocessor ends where the next line begins
     return range(where.start.line, where.end.line + (where.end.column > 0))
-
-
-def _without(facts: list[_Fact], same: Counter[tuple[str, str, str]]) -> list[_Fact]:
-    """Those that the other side does not have."""
-    left, found = Counter(same), []
-    for one in facts:
-        key = (one.kind, one.name, one.text)
-        if left[key]:
-            left[key] -= 1
-        else:
-            found.append(one)
-    return found
 
 
 def _compared(old: list[_Fact], new: list[_Fact]) -> Iterator[Edit]:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ def to_text(manifest: Manifest) -> str:
     body = {
         "format": FORMAT,
         **{name: getattr(manifest, name) for name in ("version", "created", "soli", "torch", "state")},
-        "files": {name: {"size": f.size, "checksum": f.checksum} for name, f in manifest.files.items()},
+        "files": {name: asdict(file) for name, file in manifest.files.items()},
         "tensors": {name: _saved_to_json(saved) for name, saved in manifest.tensors.items()},
     }
     lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in (body | {"seal": _seal(body)}).items()]
@@ -129,11 +129,8 @@ def _lines(value: Any) -> str:
 
 
 def _saved_to_json(saved: Saved) -> dict[str, Any]:
-    chunks = [
-        {"offsets": list(chunk.box.offsets), "sizes": list(chunk.box.sizes), "file": chunk.file}
-        for chunk in saved.chunks
-    ]
-    return {"shape": list(saved.shape), "dtype": dtype_name(saved.dtype), "chunks": chunks}
+    chunks = [{**asdict(chunk.box), "file": chunk.file} for chunk in saved.chunks]
+    return {"shape": saved.shape, "dtype": dtype_name(saved.dtype), "chunks": chunks}
 
 
 def _seal(body: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from soli.checkpoint.folder import MANIFEST, locate
 from soli.checkpoint.load import damage
 from soli.checkpoint.manifest import Manifest, key_of, read_manifest
@@ -13,8 +15,6 @@ from soli.checkpoint.tensorfile import dtype_name, headers
 from soli.checkpoint.tiling import tiling_problems
 from soli.core.errors import Problem, SoliError
 from soli.core.progress import busy
-
-UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def show(path: str | Path) -> str:
@@ -24,28 +24,20 @@ def show(path: str | Path) -> str:
     facts = [("checkpoint", str(path)), ("written", f"{when}, soli {manifest.soli}, torch {manifest.torch}")]
     facts += [(key, str(manifest.state[key])) for key in ("step", "plan", "imported_from") if key in manifest.state]
     size = sum(entry.size for entry in manifest.files.values())
-    facts.append(("files", f"{len(manifest.files)}, {human(size)}"))
+    facts.append(("files", f"{len(manifest.files)}, {decimal(size)}"))
     for prefix in dict.fromkeys(name.split(".", 1)[0] for name in manifest.tensors):
         held = [saved for name, saved in manifest.tensors.items() if name.split(".", 1)[0] == prefix]
-        facts.append((prefix, f"{len(held)} tensors, {human(sum(saved.size for saved in held))}"))
+        facts.append((prefix, f"{len(held)} tensors, {decimal(sum(saved.size for saved in held))}"))
     rows = [("tensor", "shape", "dtype", "size", "chunks")]
     for name, saved in manifest.tensors.items():
         shape = " x ".join(str(n) for n in saved.shape) or "scalar"
-        rows.append((name, shape, dtype_name(saved.dtype), human(saved.size), str(len(saved.chunks))))
+        rows.append((name, shape, dtype_name(saved.dtype), decimal(saved.size), str(len(saved.chunks))))
     return "\n".join([*_table(facts), "", *_table(rows)])
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def human(size: int) -> str:
-    """Bytes for people: powers of 1000."""
-    shown, unit = float(size), 0
-    while shown >= 1000 and unit < len(UNITS) - 1:
-        shown, unit = shown / 1000, unit + 1
-    return f"{shown:.0f} {UNITS[0]}" if unit == 0 else f"{shown:.1f} {UNITS[unit]}"
 
 
 def check(path: str | Path) -> list[Problem]:

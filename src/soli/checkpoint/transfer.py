@@ -11,8 +11,8 @@ import functools
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -60,19 +60,18 @@ def export(
     names = _model_names(manifest)
     files = sorted({chunk.file for name in names.values() for chunk in manifest.tensors[name].chunks})
     check_files(place, manifest, files)
-    partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:12]}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            aside = tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent)
+            partial = Path(stack.enter_context(aside)) / out.name
             handles = {file: stack.enter_context(reading(place / file)) for file in files}
-            tied = manifest.state.get("tied") or {}
-            gets = {own: _assemble(handles, name, manifest.tensors[name]) for own, name in names.items()}
-            raise_all(_tied_problems(tied, gets))
-            entries = [
-                Entry(own, manifest.tensors[name].dtype, manifest.tensors[name].shape, gets[own])
-                for own, name in names.items()
-                if own not in tied
-            ]
+            entries = []
+            for own, name in names.items():
+                saved = manifest.tensors[name]
+                get = functools.partial(_assemble, handles, name, saved)
+                entries.append(Entry(own, saved.dtype, saved.shape, get))
+            entries = _untied(entries, manifest.state.get("tied") or {})
             if config is not None:
                 entries = converted(entries, Path(config), back=True)
             done = stack.enter_context(busy(f"writing {out}", sum(entry.size for entry in entries)))
@@ -82,15 +81,10 @@ def export(
             else:
                 write_file(partial, entries, {"format": "pt"}, done)
                 written = [""]
-        os.rename(partial, out)
+            os.rename(partial, out)
         flush(out.parent)
     except OSError as error:
         raise as_soli_error(f"writing {out}", error) from error
-    finally:
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        elif partial.exists():
-            partial.unlink()
     return [out / name if name else out for name in written]
 
 
@@ -115,16 +109,12 @@ def _model_names(manifest: Manifest) -> dict[str, str]:
     return names
 
 
-def _assemble(handles: dict[str, Any], name: str, saved: Saved) -> Callable[[], Tensor]:
-    """How to get the whole tensor, when its turn comes."""
-
-    def get() -> Tensor:
-        result = torch.empty(saved.shape, dtype=saved.dtype)
-        for chunk in saved.chunks:
-            narrow(result, chunk.box).copy_(handles[chunk.file].get_tensor(key_of(name, chunk.box)))
-        return result
-
-    return get
+def _assemble(handles: dict[str, Any], name: str, saved: Saved) -> Tensor:
+    """The whole tensor."""
+    result = torch.empty(saved.shape, dtype=saved.dtype)
+    for chunk in saved.chunks:
+        narrow(result, chunk.box).copy_(handles[chunk.file].get_tensor(key_of(name, chunk.box)))
+    return result
 
 
 def _write_hf(folder: Path, entries: list[Entry], limit: int, config: str | Path | None, done: Add) -> list[str]:
@@ -169,8 +159,7 @@ def import_(source: str | Path, out: str | Path, tied: dict[str, str] | None = N
         entries = [Entry(name, *forms[name][::-1], functools.partial(handles[file].get_tensor, name)) for name, file in files.items()]
         if (source / "config.json").is_file():
             entries = converted(entries, source / "config.json", back=False)
-        raise_all(_tied_problems(tied or {}, {entry.key: entry.get for entry in entries}))
-        entries = [entry for entry in entries if entry.key not in (tied or {})]
+        entries = _untied(entries, tied or {})
         # one element stands for what is read when it is written
         shown = {PREFIX + e.key: Sharded(e.shape, e.dtype, [(whole(e.shape), torch.zeros((), dtype=e.dtype).expand(e.shape))]) for e in entries}
         state: dict[str, Any] = {"step": 0, "imported_from": source.resolve().name}
@@ -231,14 +220,17 @@ def _indexed(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in names.items()}
 
 
-def _tied_problems(tied: dict[str, str], gets: Mapping[str, Callable[[], Tensor]]) -> Iterator[Problem]:
-    """None where every canonical tensor is there and equals its alias, where that is stored too."""
+def _untied(entries: list[Entry], tied: dict[str, str]) -> list[Entry]:
+    """Without aliases. SoliError where a canonical tensor is not there, or does not equal its alias that is stored too."""
+    gets, problems = {entry.key: entry.get for entry in entries}, []
     for alias, canonical in tied.items():
         if canonical not in gets:
-            yield Problem(f"{alias} is tied to {canonical}, which is not there")
+            problems.append(Problem(f"{alias} is tied to {canonical}, which is not there"))
         elif alias in gets and not _same_bits(gets[alias](), gets[canonical]()):
             fix = "leave it out of tied: they are two parameters"
-            yield Problem(f"{alias} and {canonical} are not equal, so not tied", fix=fix)
+            problems.append(Problem(f"{alias} and {canonical} are not equal, so not tied", fix=fix))
+    raise_all(problems)
+    return [entry for entry in entries if entry.key not in tied]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -9,12 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
 from typer import Argument, Option, Typer
 
 from soli.cli.options import AsJson
+from soli.cli.tables import show as show_table
 from soli.core.errors import SoliError, needing
 
 if TYPE_CHECKING:
@@ -36,11 +34,11 @@ def mine(
     as_json: AsJson = False,
 ) -> None:
     """Read git histories: every commit, whether it fixes a bug, why or why not, and how large it is."""
+    from soli.bugs import github
     from soli.bugs.mine import mine as read
-    from soli.bugs.mine import take_in
 
     found = read(repos, out, rules)
-    joined = [take_in(out, path) for path in issues or []]
+    joined = [github.load(out, path) for path in issues or []]
     if as_json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return
@@ -116,10 +114,8 @@ def show(
     if as_json:
         print(json.dumps([asdict(one) for one in chosen], indent=1, default=str))
     elif not name:
-        table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
-        for one in chosen:
-            table.add_row(one.name, one.what, f"{len(one.fixes)} fix{'es' * (len(one.fixes) > 1)}")
-        Console().print(table)
+        rows = ([one.name, one.what, f"{len(one.fixes)} fix{'es' * (len(one.fixes) > 1)}"] for one in chosen)
+        show_table(["", "", ""], [], rows, pad_edge=False, show_header=False)
     else:
         one = chosen[0]
         print(f"{one.name}: {one.what}\n")
@@ -138,9 +134,10 @@ def report(
     sample: Sample = None,
 ) -> None:
     """The four questions of arXiv 2506.10426 asked of the mined fixes, beside what it states; with commits that are no fixes."""
+    with needing("the report needs a package that is not installed", "bugs"):
+        from soli.bugs import report as written
     from soli.bugs import judging
     from soli.bugs import labels as of
-    from soli.bugs import report as written
     from soli.bugs.study import study
 
     if out.exists() and not out.is_dir():
@@ -151,15 +148,10 @@ def report(
     said = study(db, rows, of.population(sample) if sample else None)
     judged = judging.judge(rows, db) if rows else []
     selected = of.judged(rows, sample, db) if rows and sample else {}
-    told = {
-        **said,
-        "judged": [asdict(one) for one in judged],
-        "selection": {name: asdict(one) for name, one in selected.items()},
-    }
     texts = {
         "study.md": written.markdown(said, judged, selected),
         "study.html": written.page(said, judged, selected),
-        "study.json": _json(told) + "\n",
+        "study.json": _json({**said, "judged": judged, "selection": selected}) + "\n",
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -220,8 +212,7 @@ def agree(
     judged = judging.judge(rows, db) if db is not None else []
     selected = of.judged(rows, sample, db) if sample is not None and db is not None else {}
     if as_json:
-        more = {"selection": {name: asdict(one) for name, one in selected.items()}} if selected else {}
-        print(_json({"pairs": [asdict(one) for one in pairs], "judged": [asdict(one) for one in judged], **more}))
+        print(_json({"pairs": pairs, "judged": judged, **({"selection": selected} if selected else {})}))
         return
     for pair in pairs:
         print(f"{pair.first} and {pair.second}: {pair.fix.count} commits, {len(pair.differ)} labelled differently")
@@ -247,15 +238,12 @@ def agree(
 
 def _json(said: Any) -> str:
     """JSON, which has no word for what is no number: null."""
-    return json.dumps(json.loads(json.dumps(said), parse_constant=lambda _: None), indent=1)
+    return json.dumps(json.loads(json.dumps(said, default=asdict), parse_constant=lambda _: None), indent=1)
 
 
 def _show(found: list[Mined]) -> None:
-    numbers = [Column(title, justify="right", no_wrap=True) for title in ("commits", "new", "fixes", "lines, median")]
-    table = Table(Column("", no_wrap=True), *numbers, box=box.SIMPLE, pad_edge=False)
-    for one in found:
-        table.add_row(one.repo, str(one.commits), str(one.new), str(one.fixes), f"{one.median:.0f}")
-    Console().print(table)
+    rows = ([one.repo, str(one.commits), str(one.new), str(one.fixes), f"{one.median:.0f}"] for one in found)
+    show_table([""], ("commits", "new", "fixes", "lines, median"), rows, pad_edge=False)
     for one in found:
         shares = ", ".join(
             f"{definition} {100 * p:.0f}% ({100 * low:.0f} to {100 * high:.0f})"

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -41,6 +42,7 @@ def gather() -> dict[str, Any]:
 
     problems: list[str] = []
     memory = psutil.virtual_memory()
+    own, needed = _soli(problems)
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": processor() or "unknown",
@@ -50,8 +52,8 @@ def gather() -> dict[str, Any]:
         "ulimit -n": _open_files(problems),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
         "python": f"{platform.python_version()} at {sys.executable}",
-        "soli": _soli(problems),
-        "packages": {name: _version(name, extra, problems) for name, extra in _packages().items()},
+        "soli": own,
+        "packages": {name: _version(name, extra, problems) for name, extra in needed.items()},
     }
     facts |= _torch(problems)
     return facts | {"problems": problems}
@@ -122,10 +124,6 @@ def _shm(problems: list[str]) -> str:
 
 
 def _open_files(problems: list[str]) -> str:
-    try:
-        import resource
-    except ImportError:
-        return "unknown"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
         problems.append(f"only {soft} files may be open: many ranks or loader workers need more (ulimit -n)")
@@ -136,21 +134,15 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _soli(problems: list[str]) -> str:
+def _soli(problems: list[str]) -> tuple[str, dict[str, str]]:
+    """Its version; what it needs, and what its extras need beside it, each with its extra; but for what only development does."""
     try:
-        return version("soli")
+        own, said = version("soli"), requires("soli") or []
     except PackageNotFoundError:
         problems.append("soli is run from its source and is not installed, so what it needs was not looked for")
-        return f"{SOLI}, not installed"
-
-
-def _packages() -> dict[str, str]:
-    """What soli needs, and what its extras need beside it, each with its extra; but for what only development does."""
-    try:
-        said = [REQUIREMENT.match(text) for text in requires("soli") or []]
-    except PackageNotFoundError:
-        return {}
-    return {found[1]: found[2] or "" for found in said if found and found[2] != "dev"}
+        return f"{SOLI}, not installed", {}
+    needed = filter(None, map(REQUIREMENT.match, said))
+    return own, {found[1]: found[2] or "" for found in needed if found[2] != "dev"}
 
 
 def _version(name: str, extra: str, problems: list[str]) -> str:

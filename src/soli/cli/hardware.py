@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
 from typer import Argument
 
 from soli.cli.options import AsJson
+from soli.cli.tables import show
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.hardware.devices import Device, devices
 from soli.planner.hardware.networks import SHARED, networks
@@ -55,21 +54,22 @@ def hardware(
 
 
 def _networks() -> None:
-    table = Table("network", box=box.SIMPLE, caption="--cluster DEVICE:8x64@NETWORK", caption_justify="left")
-    for title in ("GB/s in a server", "Gbit/s a device", "Gbit/s a server", "us"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for name, said in networks().items():
-        own = (said.get(key) for key in ("link_gbs", "net_gbits", SHARED))
-        rates = (*own, said.get("link_us", said.get("net_us")))
-        table.add_row(name, *("" if n is None else f"{n:g}" for n in rates))
-    Console().print(table)
+    titles = ("GB/s in a server", "Gbit/s a device", "Gbit/s a server", "us")
+    rows = {
+        name: (*map(said.get, ("link_gbs", "net_gbits", SHARED)), said.get("link_us", said.get("net_us")))
+        for name, said in networks().items()
+    }
+    _table("network", titles, rows, "--cluster DEVICE:8x64@NETWORK")
 
 
 def _show(known: list[Device]) -> None:
-    columns = [Column(title, justify="right", no_wrap=True) for title in ("16 bit", "8 bit", *COLUMNS.values())]
-    table = Table("device", *columns, box=box.SIMPLE, caption=CAPTION, caption_justify="left")
-    for device in known:
-        peak = device.tflops.get("bf16", device.tflops.get("fp16"))
-        numbers = (peak, device.tflops.get("fp8"), *(getattr(device, key) for key in COLUMNS))
-        table.add_row(device.name, *("" if n is None else f"{n:g}" for n in numbers))
-    Console().print(table)
+    rows = {}
+    for one in known:
+        peak = one.tflops.get("bf16", one.tflops.get("fp16"))
+        rows[one.name] = (peak, one.tflops.get("fp8"), *(getattr(one, key) for key in COLUMNS))
+    _table("device", ("16 bit", "8 bit", *COLUMNS.values()), rows, CAPTION)
+
+
+def _table(what: str, titles: Sequence[str], rows: Mapping[str, Sequence[Any]], caption: str) -> None:
+    said = ([name, *("" if n is None else f"{n:g}" for n in numbers)] for name, numbers in rows.items())
+    show([what], titles, said, caption=caption, caption_justify="left")

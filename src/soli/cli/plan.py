@@ -11,15 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from typer import Argument, Option, Typer
 from typer.core import TyperGroup
 
 from soli.cli import plan_search
 from soli.cli.options import AsJson, Ranks
+from soli.cli.tables import show
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.planner.legality import plain, resolve
@@ -130,19 +128,14 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _show(found: list[Prediction]) -> None:
-    table = Table("row", box=box.SIMPLE, caption="Intervals: 90%. fits: what is predicted of memory is there.")
-    for title in ("step, s", "from", "to", "memory, GB", "to", "fits"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("inferred, or why not")
-    for number, one in enumerate(found, 1):
-        if one.refused:
-            table.add_row(str(number), *[""] * 6, escape(one.refused))
-            continue
-        numbers = (one.predicted_time_s, one.time_low_s, one.time_high_s, one.predicted_memory_gb, one.memory_high_gb)
-        table.add_row(
-            str(number),
-            *(f"{n:.4g}" for n in numbers),
-            "yes" if one.feasible else "no",
-            escape("; ".join(one.inferred)),
-        )
-    Console().print(table)
+    rows = ([str(number), *_cells(one)] for number, one in enumerate(found, 1))
+    titles = ("step, s", "from", "to", "memory, GB", "to", "fits")
+    caption = "Intervals: 90%. fits: what is predicted of memory is there."
+    show(["row"], titles, rows, ["inferred, or why not"], caption=caption)
+
+
+def _cells(one: Prediction) -> list[str]:
+    if one.refused:
+        return [*[""] * 6, escape(one.refused)]
+    numbers = (one.predicted_time_s, one.time_low_s, one.time_high_s, one.predicted_memory_gb, one.memory_high_gb)
+    return [*(f"{n:.4g}" for n in numbers), "yes" if one.feasible else "no", escape("; ".join(one.inferred))]

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich import box
-from rich.console import Console
-from rich.table import Column, Table
 from typer import Argument, Option
 
 from soli.cli import programs
 from soli.cli.options import AsJson
+from soli.cli.tables import show
 from soli.core.errors import SoliError
 
 if TYPE_CHECKING:
@@ -210,10 +209,6 @@ def _best(choices: list[Choice]) -> None:
 
 
 def _table(titles: list[str], rows: list[list[str]], caption: str) -> None:
-    numbers = [Column(title, justify="right", no_wrap=True) for title in titles]
-    first = Column("", min_width=2, no_wrap=True)
-    table = Table(first, *numbers, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    for number, row in enumerate(rows, 1):
-        table.add_row(str(number), *row)
-    Console().print(table)
+    numbered = ([str(number), *row] for number, row in enumerate(rows, 1))
+    show([" " * 2], titles, numbered, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     print(caption)

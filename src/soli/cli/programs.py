@@ -9,11 +9,12 @@ import re
 import sys
 import traceback
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 
 RETURNS = "(model, batch) or (model, batch, loss_fn)"
 FORM = f"FILE.py:NAME, a function that returns {RETURNS}"
@@ -32,12 +33,8 @@ def from_file(path: Path, name: str) -> tuple[Any, Any, Any]:
     if not callable(function) or inspect.isclass(function):
         here = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         raise SoliError(f"{path} has no function '{name}'", allowed=", ".join(here) or "none", fix=FORM)
-    try:
+    with blaming(partial(_failed, f"{name}() of {path} fails", path)):
         result = function()
-    except SoliError:
-        raise
-    except Exception as error:
-        raise _failed(f"{name}() of {path} fails", error, path) from error
     return _checked(name, result)
 
 
@@ -98,16 +95,12 @@ def _loaded(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
     sys.modules[module.__name__] = module  # where dataclasses look for what annotations mean
-    try:
+    with blaming(partial(_failed, f"{path} cannot be imported", path)):
         spec.loader.exec_module(module)
-    except SoliError:
-        raise
-    except Exception as error:
-        raise _failed(f"{path} cannot be imported", error, path) from error
     return module
 
 
-def _failed(what: str, error: Exception, path: Path) -> SoliError:
+def _failed(what: str, path: Path, error: Exception) -> SoliError:
     """The error of the user's own code, with the last line of the file that was on the way to it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     at = f"{path}:{lines[-1]}: " if lines and not isinstance(error, SyntaxError) else ""

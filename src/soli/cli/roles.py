@@ -14,7 +14,8 @@ from typer import Argument, Option
 
 from soli.cli import programs
 from soli.cli.options import AsJson
-from soli.core.errors import SoliError
+from soli.cli.tables import show
+from soli.core.errors import SoliError, blaming
 
 FORMS = f"{programs.FORM}; or a transformers config.json"
 TOKENS, ROWS = 8, 2  # of the batch that is made for a transformers model
@@ -30,18 +31,18 @@ def roles(
 ) -> None:
     """Find what each weight is to tensor parallelism: column, row, vocabulary or replicated, with the reason."""
     made, batch, loss_fn = _made(model)
-    try:
+    with blaming(_failed):
         found, sizes = find(made, batch, loss_fn, tp, sp, _hints(role or []))
-    except SoliError:
-        raise
-    except Exception as error:  # of somebody's model
-        got = f"{type(error).__name__}: {error}".split("\n")[0]
-        fix = f"run a step of it by itself; or give {programs.FORM}"
-        raise SoliError("the model does not run on its batch, which tells the roles", got=got, fix=fix) from error
     if as_json:
         print(json.dumps({n: _as_dict(r, sizes[n]) for n, r in found.items()}, indent=1))
         return
-    print(table(found, sizes, tp, every))
+    _show(found, sizes, tp, every)
+
+
+def _failed(error: Exception) -> SoliError:
+    got = f"{type(error).__name__}: {error}".split("\n")[0]
+    fix = f"run a step of it by itself; or give {programs.FORM}"
+    return SoliError("the model does not run on its batch, which tells the roles", got=got, fix=fix)
 
 
 def find(
@@ -63,28 +64,23 @@ def find(
     return found, {name: tuple(model.get_parameter(name).shape) for name in found}
 
 
-def table(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, every: bool) -> str:
-    """The roles as text, layers of one kind in one row."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+def _show(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, every: bool) -> None:
+    """The roles, layers of one kind in one row."""
     kinds: dict[Any, list[str]] = {}
     for name, role in found.items():
         shown = name if every else re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name, count=1)
         kinds.setdefault((shown, sizes[name], role.kind, _cut(role)), []).append(name)
-    rows = Table("weight", "of", "shape", "role", "cut", "why", box=box.SIMPLE)
-    for (shown, shape, kind, cut), names in kinds.items():
-        why = found[names[0]].why
-        rows.add_row(shown, str(len(names)), " x ".join(map(str, shape)), kind, cut, why)
+    rows = [
+        [shown, str(len(names)), " x ".join(map(str, shape)), kind, cut, found[names[0]].why]
+        for (shown, shape, kind, cut), names in kinds.items()
+    ]
+    wide = None if sys.stdout.isatty() else 200
+    show(("weight", "of", "shape", "role", "cut", "why"), [], rows, wide=wide)
     numel = {name: math.prod(shape) for name, shape in sizes.items()}
     whole = sum(numel.values())
     cut_count = sum(numel[name] for name, role in found.items() if role.split is not None)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    with console.capture() as capture:
-        console.print(rows)
-    return (
-        f"{capture.get().rstrip()}\n\n{cut_count:,} of {whole:,} parameters ({cut_count / max(whole, 1):.0%}) are cut over "
+    print(
+        f"{cut_count:,} of {whole:,} parameters ({cut_count / max(whole, 1):.0%}) are cut over "
         f"tp={tp}; a rank holds about {whole - cut_count + cut_count // tp:,}"
     )
 

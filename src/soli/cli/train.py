@@ -15,9 +15,6 @@ from soli.core.plan import Plan
 from soli.mesh.launch.local import launch
 from soli.planner.legality import resolve
 
-PATHS = ("config_path", "resume")
-"""The arguments of train.loop.main that are paths; they travel to the ranks as text."""
-
 
 def train(
     config: Annotated[Path | None, Argument(help="A TOML file; without one the main job runs.")] = None,
@@ -34,9 +31,15 @@ def train(
     """Train a GPT on text: Python's own standard library unless told otherwise."""
     named = {"plan": plan, "steps": steps, "minutes": minutes, "data": data, "name": name, "seed": seed}
     check(ranks, config, resume, named)
-    given = {"config_path": config, "resume": resume, **named}
-    argv = [sys.executable, "-m", "soli.cli.train_rank", json.dumps(given, default=str)]
-    raise Exit(launch(ranks, argv, backend=backend))
+    given = json.dumps({"config": config, "resume": resume, **named}, default=str)
+    raise Exit(launch(ranks, [sys.executable, "-m", "soli.cli.rank", "train", given], backend=backend))
+
+
+def of_rank(config: str | None, resume: str | None, **named: object) -> None:
+    """Run the loop."""
+    from soli.train import loop
+
+    loop.main(Path(config) if config else None, resume=Path(resume) if resume else None, **named)
 
 
 def check(ranks: int, config: Path | None, resume: Path | None, named: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ code tells a mistake of the user (2) from a failure at run time (1).
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -106,6 +107,23 @@ def needing(what: str, extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise SoliError(what, got=str(error), fix=f"pip install 'soli[{extra}]'") from error
+
+
+@contextmanager
+def blaming(failed: Callable[[Exception], SoliError]) -> Iterator[None]:
+    """Around code that is not soli's: `failed` says how what it raises is told."""
+    try:
+        yield
+    except SoliError:
+        raise
+    except Exception as error:
+        raise failed(error) from error
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str = "", least: float = 0.6) -> str:
+    """How to mend a word that nobody knows: the one of those known that is most like it; `otherwise` where none is (`least`: of 1)."""
+    near = difflib.get_close_matches(word, list(known), 1, least)
+    return f"did you mean '{near[0]}'?" if near else otherwise
 
 
 def listed(names: list[str]) -> str:

@@ -9,16 +9,13 @@ from typing import Any
 
 def svg(draw: Callable[[Any], None]) -> str:
     """What `draw` draws on matplotlib's axes, without a date or random names in it."""
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"svg.hashsalt": "soli", "svg.fonttype": "none", "font.size": 9}):
-        figure, axes = pyplot.subplots(figsize=(9.0, 3.6), layout="constrained")
-        draw(axes)
+    with rc_context({"svg.hashsalt": "soli", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+        draw(figure.add_subplot())
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
     whole = text.getvalue()
     return whole[whole.index("<svg") :]

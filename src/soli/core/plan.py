@@ -7,7 +7,6 @@ plan is legal for a world, and what of it is built, is `planner.legality`'s busi
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from math import isqrt, prod
 from typing import Any
 
 from soli.core.axes import DEPTH, PP, REPLICATE, ROW, SHARD, TP
-from soli.core.errors import Problem, raise_all
+from soli.core.errors import Problem, nearest, raise_all
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "tensor": ("1d", "2d", "2.5d", "3d"),
@@ -190,8 +189,7 @@ def _from_pairs(pairs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
     problems = []
     for key, value in pairs.items():
         if key not in defaults:
-            near = difflib.get_close_matches(key, defaults, n=1)
-            fix = f"did you mean '{near[0]}'?" if near else _keys()
+            fix = nearest(key, defaults, _keys())
             problems.append(Problem(f"a plan has no key '{key}'", got=f"{key}={value}", fix=fix))
             continue
         try:
@@ -233,8 +231,7 @@ def _value_problems(values: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("'zero' of the plan is no stage of ZeRO", got=str(values["zero"]), allowed="0, 1, 2, 3")
     for key, allowed in CHOICES.items():
         if values.get(key, allowed[0]) not in allowed:
-            near = difflib.get_close_matches(str(values[key]), allowed, n=1)
-            fix = f"did you mean '{near[0]}'?" if near else ""
+            fix = nearest(str(values[key]), allowed)
             yield Problem(f"'{key}' of the plan is not known", got=values[key], allowed=", ".join(allowed), fix=fix)
     recompute = values.get("recompute", "none")
     if recompute not in RECOMPUTE and not _is_share(recompute):

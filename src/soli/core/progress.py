@@ -17,7 +17,7 @@ Add = Callable[[int], None]
 
 @contextmanager
 def busy(what: str, total: int = 0, *, unit: str = "bytes", shown: bool = True) -> Iterator[Add]:
-    """Around work of `total` units; it calls what it is given with the units just done.
+    """Around work of `total` units (0: nobody knows); it calls what it is given with the units just done.
 
     From the second second on a line says how far it is, then ever more rarely. `shown`: on one rank of many.
     """
@@ -42,9 +42,12 @@ def busy(what: str, total: int = 0, *, unit: str = "bytes", shown: bool = True) 
 
 
 def _amount(done: int, total: int, unit: str) -> str:
-    if not total:
+    """What is done, of how much where that is known."""
+    if not done and not total:
         return ""
-    if unit != "bytes":
-        return f"{done} of {total} {unit}, "
-    size, name = next((s, n) for s, n in SIZES if total >= s)
-    return f"{done / size:.1f} of {total / size:.1f} {name}, "
+    size, digits = 1.0, 0
+    if unit == "bytes":
+        size, unit = next(one for one in SIZES if max(done, total) >= one[0])
+        digits = 1
+    of = f" of {total / size:.{digits}f}" if total else ""
+    return f"{done / size:.{digits}f}{of} {unit}, "

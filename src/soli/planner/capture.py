@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 from soli.core.functions import tensors_in
 from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed
 from soli.planner.where import here, place
@@ -176,9 +176,12 @@ class Follower(Hollow):
             return marks | {("scores", number)}
         scores = self.trace.products[max(weighed)]
         own, queries = frozenset({max(weighed), number}), made.numel()
-        self.trace.attentions.append(
-            Attention(where, queries, goes[0], scores.goes[0], marks | scores.reads, flash=False, products=own)
-        )
+        reads = marks | scores.reads
+        made_of = Attention(where, queries, goes[0], scores.goes[0], reads, flash=False, products=own)
+        return self._noted(made_of)
+
+    def _noted(self, one: Attention) -> frozenset[Mark]:
+        self.trace.attentions.append(one)
         return frozenset({("attention", len(self.trace.attentions) - 1)})
 
     def attend(
@@ -190,10 +193,8 @@ class Follower(Hollow):
         with patch.object(self, "inside", True):
             result = kernel(query, key, value, *args, **kwargs)
         where, reads = tuple(self.where), self.marks([query, key, value])
-        self.trace.attentions.append(
-            Attention(where, query.numel(), int(key.shape[-2]), int(query.shape[-1]), reads, flash=True)
-        )
-        self.give([result], frozenset({("attention", len(self.trace.attentions) - 1)}))
+        tokens, width = int(key.shape[-2]), int(query.shape[-1])
+        self.give([result], self._noted(Attention(where, query.numel(), tokens, width, reads, flash=True)))
         return result
 
 
@@ -246,16 +247,13 @@ def capture(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]) 
     # nn.MultiheadAttention, which is a function itself, calls the kernel where no mode sees it.
     attend = partial(follower.attend, KERNEL)
     try:
-        with patch.object(F, "scaled_dot_product_attention", attend), Kernels(follower), follower:
+        hidden = patch.object(F, "scaled_dot_product_attention", attend)
+        with blaming(_failed), hidden, Kernels(follower), follower:
             run(copy, batch)
     except ValuesError as error:
         raise SoliError(
             [type(p)(p.what, p.got, "a forward whose shapes say all that it does", MEASURED) for p in error.problems]
         ) from error
-    except SoliError:
-        raise
-    except Exception as error:
-        raise _failed(error) from error
     return follower.trace
 
 

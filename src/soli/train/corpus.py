@@ -14,7 +14,6 @@ the split is the same on every machine and in every order, and two equal documen
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import sysconfig
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, nearest, needing
 from soli.train.config import Data
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -53,9 +52,8 @@ def kind_of(data: Data) -> str:
         return "stdlib"
     path = Path(data.path)
     if not path.exists():
-        near = difflib.get_close_matches(data.path, ["stdlib", *map(str, path.parent.glob("*"))], 1, 0.6)
         allowed = "stdlib, or an existing file or folder"
-        fix = f"did you mean {near[0]}?" if near else "check data.path (--data)"
+        fix = nearest(data.path, ["stdlib", *map(str, path.parent.glob("*"))], "check data.path (--data)")
         raise SoliError("there is no such data", got=data.path, allowed=allowed, fix=fix)
     if path.is_dir():
         if (path / "train.bin").exists():
@@ -187,12 +185,8 @@ def _field(row: object, field: str, place: str) -> str:
 
 
 def _dataset(path: Path, field: str) -> Iterator[Document]:
-    try:
+    with needing("a Hugging Face dataset needs the package `datasets`", "hf"):
         import datasets
-    except ImportError as error:
-        raise SoliError(
-            "a Hugging Face dataset needs the package `datasets`", got=path, fix="pip install 'soli[hf]'"
-        ) from error
     try:
         data = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:

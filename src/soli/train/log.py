@@ -46,23 +46,22 @@ class Log:
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
         console = Console()
         columns = TextColumn("{task.fields[place]}"), BarColumn(bar_width=16), TextColumn("{task.fields[words]}")
-        self.bar = Progress(*columns, console=console) if console.is_terminal else None
-        if self.bar:
-            self.bar.start()
-            self.task = self.bar.add_task("", total=steps or None, completed=first, words="", place="")
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.bar.start()
+        self.task = self.bar.add_task("", total=steps or None, completed=first, words="", place="")
 
     def say(self, text: str) -> None:
         """A line of its own."""
         if self.active:
-            if self.bar:
-                self.bar.console.print(text, highlight=False, markup=False)
-            else:
+            if self.bar.disable:
                 print(text, flush=True)
+            else:
+                self.bar.console.print(text, highlight=False, markup=False)
 
     def plan_steps(self, steps: int) -> None:
         """The number of steps, once it is known."""
         self.steps = steps
-        if self.active and self.bar:
+        if self.active:
             self.bar.update(self.task, total=steps)
 
     def step(self, step: int, loss: float, tokens: int, lr: float, norm: float | None) -> None:
@@ -84,10 +83,9 @@ class Log:
             + (f" | norm {norm:.2f}" if norm is not None else "")
             + f" | {left} left"
         )
-        if self.bar:
-            short = f"loss {loss:.3f} | {self.speed:,.0f} tokens/s | {row['memory_mb']:,.0f} MB | {left} left"
-            self.bar.update(self.task, completed=step, words=short, place=f"{step}/{self.steps or '?'}")
-        else:
+        short = f"loss {loss:.3f} | {self.speed:,.0f} tokens/s | {row['memory_mb']:,.0f} MB | {left} left"
+        self.bar.update(self.task, completed=step, words=short, place=f"{step}/{self.steps or '?'}")
+        if self.bar.disable:
             print(f"step {step:>5} of {self.steps or '?'} | {words}", flush=True)
 
     def look(self, step: int, loss: float, windows: int, bits: float | None) -> None:
@@ -113,5 +111,4 @@ class Log:
         if self.active:
             self.file.close()
             self.board.close()
-            if self.bar:
-                self.bar.stop()
+            self.bar.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import tomllib
@@ -11,7 +10,7 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from soli.core.errors import Problem, SoliError, on_all_ranks, raise_all
+from soli.core.errors import Problem, SoliError, nearest, on_all_ranks, raise_all
 from soli.core.files import write_whole
 from soli.core.plan import Plan
 from soli.train.config import Config
@@ -100,8 +99,7 @@ def _build(tables: Tables, problems: list[Problem]) -> Config:
 
 
 def _unknown(what: str, name: str, known: list[str], place: str) -> Problem:
-    near = difflib.get_close_matches(name, known, 1, 0.6)
-    fix = f"did you mean {near[0]}?" if near else "remove it, or use one of these"
+    fix = nearest(name, known, "remove it, or use one of these")
     return Problem(f"unknown {what}", f"{name} ({place})" if place else name, ", ".join(known), fix)
 
 
@@ -113,8 +111,7 @@ def _check(name: str, value: Any, kind: type, entry: Field[Any], place: str) -> 
     if type(value) is not kind and not (kind is float and number):
         return Problem(f"{name} has the wrong type", got, KIND_WORDS[kind], default)
     if choices and value not in choices:
-        near = difflib.get_close_matches(str(value), choices, 1, 0.5)
-        fix = f"did you mean {near[0]}?" if near else default
+        fix = nearest(str(value), choices, default, 0.5)
         return Problem(f"{name} is none of its choices", got, ", ".join(choices), fix)
     if number and not (math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)):
         allowed = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"

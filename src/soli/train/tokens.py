@@ -22,6 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from soli.core.errors import SoliError
+from soli.core.progress import busy
 from soli.train.config import Config
 from soli.train.corpus import Document, documents, kind_of, place, read_text
 from soli.train.windows import DTYPES, Span, open_tokens, sum_of, width_for, write_header
@@ -29,7 +30,6 @@ from soli.train.windows import DTYPES, Span, open_tokens, sum_of, width_for, wri
 END = "<|end|>"  # the end of a document, id 0
 FORMAT = b"soli tokens 1"  # goes into the key of the cache: change it when the encoding changes
 BATCH_BYTES = 1 << 20
-QUIET_SECONDS = 2.0
 
 Say = Callable[[str], None]
 
@@ -102,7 +102,7 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
 def prepare(config: Config, cache: Path, say: Say) -> Tokens:
     """Token files for the data of this configuration: opened, found in `cache`, or made there.
 
-    say: is told what was found, and how far it is, on anything that takes over two seconds.
+    say: is told what was found, and how it was made.
     """
     if kind_of(config.data) == "tokens":
         found = _opened(Path(config.data.path), config.data.validation)
@@ -156,24 +156,25 @@ def _survey(config: Config, say: Say) -> _Survey:
 
     The sample is the training documents of the smallest hashes: a fair draw, the same in every order.
     """
-    found, whole, tick = _Survey(part=config.data.validation), hashlib.blake2b(FORMAT), _Ticker(say)
+    found, whole = _Survey(part=config.data.validation), hashlib.blake2b(FORMAT)
     heap: list[tuple[int, int, str]] = []
     least, alike = b"\xff" * 32, 0  # the training document that drew least, and how often it is there
     held, room = 0, config.tokenizer.sample_megabytes * 1e6
-    for document in documents(config.data):
-        digest, size = document.digest(), len(document.text.encode("utf-8"))
-        whole.update(digest)
-        found.documents, found.bytes = found.documents + 1, found.bytes + size
-        tick(f"reading: {found.bytes / 1e6:.1f} MB")
-        if place(digest) < found.part:
-            found.kept += 1
-            continue
-        heapq.heappush(heap, (-int.from_bytes(digest, "big"), found.documents, document.text))
-        held += len(document.text)
-        alike = 1 if digest < least else alike + (digest == least)
-        least = min(least, digest)
-        while held > room and len(heap) > 1 + alike:
-            held -= len(heapq.heappop(heap)[2])
+    with busy(f"reading {config.data.path}") as done:
+        for document in documents(config.data):
+            digest, size = document.digest(), len(document.text.encode("utf-8"))
+            whole.update(digest)
+            found.documents, found.bytes = found.documents + 1, found.bytes + size
+            done(size)
+            if place(digest) < found.part:
+                found.kept += 1
+                continue
+            heapq.heappush(heap, (-int.from_bytes(digest, "big"), found.documents, document.text))
+            held += len(document.text)
+            alike = 1 if digest < least else alike + (digest == least)
+            least = min(least, digest)
+            while held > room and len(heap) > 1 + alike:
+                held -= len(heapq.heappop(heap)[2])
     if not found.kept and 0 < 2 * alike <= found.documents:  # as may be of few: then the one that drew least
         heap = [one for one in heap if one[0] != -int.from_bytes(least, "big")]
         found.kept, found.part = alike, math.nextafter(place(least), 1.0)
@@ -201,7 +202,7 @@ def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: 
         size = sum(len(text) for text in survey.sample) / 1e6
         how = "loaded" if given else f"trained on {size:.1f} MB"
         say(f"tokenizer: {tokenizer.get_vocab_size()} tokens, {how}, {time.perf_counter() - start:.1f} s")
-        _encode(config, tokenizer, survey, work, say)
+        _encode(config, tokenizer, survey, work)
         try:
             os.rename(work, home)
         except OSError:
@@ -210,28 +211,29 @@ def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: 
     say(f"tokens: written to {home}, {time.perf_counter() - start:.1f} s")
 
 
-def _encode(config: Config, tokenizer: Tokenizer, survey: _Survey, folder: Path, say: Say) -> None:
+def _encode(config: Config, tokenizer: Tokenizer, survey: _Survey, folder: Path) -> None:
     vocab = tokenizer.get_vocab_size()
-    dtype, tick = width_for(vocab), _Ticker(say)
-    writers = {part: _Writer(folder / f"{part}.bin", dtype) for part in ("train", "validation")}
+    writers = {part: _Writer(folder / f"{part}.bin", width_for(vocab)) for part in ("train", "validation")}
     batch: list[Document] = []
-    held = done = 0
 
     def flush() -> None:
         texts = [document.text for document in batch]
         for document, coded in zip(batch, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
             part = "validation" if place(document.digest()) < survey.part else "train"
-            writers[part].add(coded.ids, len(document.text.encode("utf-8")))
+            size = len(document.text.encode("utf-8"))
+            writers[part].add(coded.ids, size)
+            done(size)
         batch.clear()
 
-    for document in documents(config.data):
-        batch.append(document)
-        held += len(document.text)
-        if held >= BATCH_BYTES:
-            flush()
-            done, held = done + held, 0
-            tick(f"encoding: {done / 1e6:.1f} of {survey.bytes / 1e6:.1f} MB")
-    flush()
+    with busy("encoding", survey.bytes) as done:
+        held = 0
+        for document in documents(config.data):
+            batch.append(document)
+            held += len(document.text)
+            if held >= BATCH_BYTES:
+                flush()
+                held = 0
+        flush()
     for writer in writers.values():
         writer.close(vocab)
 
@@ -257,15 +259,3 @@ class _Writer:
         self.file.close()
         counts = {"tokens": self.tokens, "documents": self.documents, "bytes_": self.bytes}
         write_header(self.path, dtype=self.dtype, vocab=vocab, **counts)
-
-
-class _Ticker:
-    """Says how far something is, at most once in two seconds, and not in the first two."""
-
-    def __init__(self, say: Say) -> None:
-        self.say, self.last = say, time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        if time.monotonic() - self.last > QUIET_SECONDS:
-            self.say(text)
-            self.last = time.monotonic()

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, SoliError, nearest, raise_all
 from soli.planner.hardware.devices import NUMBERS, PRECISIONS, Device, devices, named, names
 from soli.planner.hardware.networks import joined
 
@@ -85,7 +85,8 @@ def _of_file(path: Path) -> Cluster:
         raise SoliError("the file of the cluster cannot be read", got=f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SoliError("the file of the cluster is not TOML", got=f"{path}: {error}") from error
-    problems = [_misspelt(path, key) for key in said if key not in WORDS]
+    odd, known = [key for key in said if key not in WORDS], ", ".join(WORDS)
+    problems = [Problem(f"{path} says '{k}', which no cluster has", "", known, nearest(k, WORDS)) for k in odd]
     problems += [problem for key, value in said.items() if (problem := _unfit(path, key, value))]
     base = named(said["like"]) if isinstance(said.get("like"), str) else None
     if "like" in said and base is None:
@@ -103,12 +104,6 @@ def _of_file(path: Path) -> Cluster:
     # which count beside a network's name
     numbers = {key: value for key, value in own.items() if key in NUMBERS}
     return Cluster(replace(device, **numbers), said.get("nodes", 1), network)
-
-
-def _misspelt(path: Path, key: str) -> Problem:
-    near = difflib.get_close_matches(key, WORDS, n=1)
-    fix = f"did you mean '{near[0]}'?" if near else ""
-    return Problem(f"{path} says '{key}', which no cluster has", allowed=", ".join(WORDS), fix=fix)
 
 
 def _unfit(path: Path, key: str, value: Any) -> Problem | None:
