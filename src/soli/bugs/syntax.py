@@ -48,10 +48,8 @@ def edits(change: Change) -> list[Edit]:
     """What was done to one file, in the order of its lines."""
     old = _facts(change.before, change.language, change.removed, change.opened)
     new = _facts(change.after, change.language, change.added, change.closed)
-    for one in (Counter(old) & Counter(new)).elements():  # what both sides say
-        old.remove(one)
-        new.remove(one)
-    return sorted([*_compared(old, new), *_moved(change)], key=lambda one: one.line)
+    same = Counter(old) & Counter(new)
+    return sorted([*_compared(_without(old, same), _without(new, same)), *_moved(change)], key=lambda one: one.line)
 
 
 def _facts(text: str, language: str, lines: frozenset[int], gaps: frozenset[int]) -> list[_Fact]:
@@ -79,6 +77,16 @@ def _lines(node: SgNode) -> range:
     where = node.range()
     # a node of the preprocessor ends where the next line begins
     return range(where.start.line, where.end.line + (where.end.column > 0))
+
+
+def _without(facts: list[_Fact], same: Counter[_Fact]) -> list[_Fact]:
+    """Those that the other side does not have, in one pass: both sides of a file that was laid out anew have thousands."""
+    left, found = Counter(same), []
+    for one in facts:
+        left[one] -= 1
+        if left[one] < 0:
+            found.append(one)
+    return found
 
 
 def _compared(old: list[_Fact], new: list[_Fact]) -> Iterator[Edit]:

@@ -133,7 +133,8 @@ class Points:
     graphs: Array = field(metadata={"unsaid": 0.0})  # flag: CUDA graphs launch a layer's kernels
     unwaited: Array = field(metadata={"unsaid": 0.0})  # flag: the host does not wait for where tokens go
     fused: Array = field(metadata={"unsaid": 0.0})  # flag: one kernel updates a parameter
-    looped: Array = field(metadata={"unsaid": 0.0})  # flag: a rank's experts compute one after another
+    # a rank's experts compute at once; 1: one after another; 2: and ZeRO-3 gathers each matrix of theirs by itself
+    looped: Array = field(metadata={"unsaid": 0.0})
     # sizes at which a product reaches half of its rate, by those of a product of 16 bits
     filling: Array = field(metadata={"unsaid": 1.0})
 

@@ -87,7 +87,8 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "eager": EAGER if unfused and not (tells("compiled", has) or tells("compiler", has)) else 1.0,
         "one_loss": float(framework == "fsdp" and tells("compiled", has)),
         "behind": BEHIND if tells("async", has) else 0.0,
-        "looped": float(tells("plain", has) and not tells("grouped", has)),
+        # DeepSpeed's hooks are of modules, FSDP's units of layers
+        "looped": (1.0 + (framework == "deepspeed")) * (tells("plain", has) and not tells("grouped", has)),
         "graphs": float(tells("graphs", has)),
         "unwaited": float(tells("unwaited", has)),
         "paired": PAIRED if tells("paired", has) else 0.0,

@@ -13,9 +13,9 @@ from soli.planner.cost.points import FULL, INTERLEAVED, LINE, Amount, Array, Poi
 WRITTEN_OUT = 1.15
 """Launches of a layer that makes attention's scores, by those of one with a kernel: what Megatron-LM's test of tp=4 took on one
 image without and with it (0.312 to 0.329 s and 0.278 to 0.280 s a step)."""
-LOOPED = 0.5
-"""And of one expert, where a program has them compute one after another: ten operations, with those that pick its tokens and add its results, where
-a layer's forward has some twenty (huggingface/transformers, models/mixtral/modeling_mixtral.py)."""
+LOOPED = 0.0005
+"""Seconds in which one expert's pass is launched, where a program has them compute one after another: ten operations, with those that pick its tokens, for
+which the host waits, and add its results (huggingface/transformers, models/mixtral/modeling_mixtral.py)."""
 ADAPTED = 1.0
 """And of adapters beside all of a layer's matrices, each of which drops out, multiplies twice, scales and adds: Qwen 7B takes 1.2 s for 8 sequences of 256
 tokens, which are 1.2 ms for each of a layer's four passes, and 1.8B 1.4 ms, where layers without adapters take some 0.7 (QwenLM/Qwen, README, "Profiling of
@@ -62,7 +62,8 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     launched = k.layer_floor * np.where(p.flash > 0, 1.0, written)
     adapted = (p.adapters > 0) & (p.eager > 1)
     launched = launched * (1 + ADAPTED * adapted * np.where(p.spared > 0, 0.5, 1.0))
-    launched = launched * (1 + LOOPED * p.looped * p.experts / p.ep) + np.where(p.zero >= 3, k.gather_floor, 0.0)
+    one_by_one = LOOPED + np.where((p.zero >= 3) & (p.looped > 1), p.matrices * k.gather_floor, 0.0)
+    launched = launched + np.where(p.looped > 0, one_by_one * p.experts / p.ep, 0.0) + np.where(p.zero >= 3, k.gather_floor, 0.0)
     launched = launched + np.where(p.experts > 0, k.routing_floor * (1 - p.unwaited), 0.0) + calls * k.collective_floor
     busy, launching = forward + backward + exposed, passes * launched * (1 - p.graphs)
     return np.where(p.blocking > 0, busy + launching, np.maximum(busy, launching)), exposed
