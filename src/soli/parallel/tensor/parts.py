@@ -81,21 +81,35 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     parts: list[Any] = [x for x in given if type(x) in (WeightPart, CutParameter) and getattr(x, "cuts", None)]
     if not parts or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
         return func(*args, **kwargs)
-    if by_elements:
+    # not those in lists, each of which is for another one
+    whole = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and _is_for_all(x, parts, name)), None)
+    if by_elements and whole is None:
         return _marked(func(*args, **kwargs), name_of(func), given, parts)
     cut_along = {split.dim for split in parts[0].cuts.values()}
     along = _along(name, args, kwargs, parts[0].dim())
-    if along is None or not along & cut_along:
+    if whole is None and (along is None or not along & cut_along):
         views = lambda x: any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
         by_place &= along is None
         result = None if by_place else func(*args, **kwargs)
         # what is no view of what is given was computed of all that the rank has
         if not by_place and (along is not None or all(map(views, tensors_in((result,))))):
             return result if WeightPart.updating else _marked(result, "", given, parts)
-    what = "a weight is computed with between steps, of which each rank has a part"
-    got = f"{name_of(func)} of {', '.join(sorted(origins_of(parts[0].cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}"
+    drawn = name in NAMES["drawn"]
+    what = f"{'numbers are drawn into a weight' if drawn else 'a weight is computed with'} between steps, of which each rank has a part"
+    beside = "" if whole is None else f", with what is of the whole one's size, {tuple(whole.shape)}"
+    got = f"{name_of(func)} of {', '.join(sorted(origins_of(parts[0].cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}{beside}"
+    allowed = "draws before soli.parallelize, or into weights that are whole" if drawn else "what is done element by element, of parts alone, or along other dims"
     fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
-    raise SoliError(what, got=got, allowed="what is done element by element, or along other dims", fix=fix)
+    raise SoliError(what, got=got, allowed=allowed, fix=fix)
+
+
+def _is_for_all(x: Tensor, parts: list[Any], name: str) -> bool:
+    """Whether a tensor that is no part was made for the whole of one: as long along a dim that is cut, or now given its shape."""
+    if any(x is part for part in parts):
+        return False
+    reshaped = name in ("view_as", "reshape_as") and x.shape != parts[0].shape
+    pairs = [(split.dim - part.dim(), split.size, part.shape) for part in parts for split in part.cuts.values()]
+    return reshaped or any(-d <= x.dim() and x.shape[d] == size != shape[d] for d, size, shape in pairs)
 
 
 def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
