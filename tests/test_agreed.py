@@ -204,6 +204,22 @@ def test_parameters_are_compared_before_the_fourth_step_too(pool: Pool) -> None:
         assert said.startswith("4: rank 1 has other values than the others in the same parameters after 3 steps")
 
 
+def own_noise(engine: Engine) -> None:
+    """Into what no rank has a part of."""
+    with torch.no_grad():
+        for param in engine.model.parameters():
+            if type(param) is nn.Parameter:
+                param.add_(1e-3 * (1 + engine.rank))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,sp=on,zero=1"])
+def test_what_ranks_of_tp_have_whole_is_compared_too(pool: Pool, plan: str) -> None:
+    """Each computed with its own, without a word."""
+    for said in pool.run(changed, plan, own_noise, True, ranks=2):
+        assert said.startswith("4: ranks of tp have other values than each other in weights that each has whole, after 3 steps")
+        assert "got     1.0.bias" in said
+
+
 @pytest.mark.parametrize("change", [same_values, looked_up])
 def test_values_that_stay_are_no_change(pool: Pool, change: Change) -> None:
     assert pool.run(changed, "dp=2", change, False, ranks=2) == ["it ran"] * 2

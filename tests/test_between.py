@@ -310,6 +310,37 @@ def test_what_is_computed_of_a_part_is_one(pool: Pool, name: str) -> None:
     assert all("of embed.weight, which is cut along dim" in said for said in pool.run(computed, name, "tp=2", ranks=2))
 
 
+WHOLE: dict[str, Callable[[nn.Module, nn.Module], None]] = {
+    "view_as": lambda kept, model: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(kept.parameters()), model.parameters()),
+    "copy_": lambda kept, model: model.embed.weight.copy_(kept.embed.weight),
+    "mul_": lambda kept, model: model.layers[0].bias.data.mul_(kept.layers[0].bias > 0),
+    "__setitem__": lambda kept, model: model.embed.weight.__setitem__(..., kept.embed.weight),
+    "__set__": lambda kept, model: setattr(model.embed.weight, "data", kept.embed.weight.data),
+}
+
+
+def written_whole(name: str, plan: str) -> str:
+    return weights_used(WHOLE[name], plan)[0]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_for_the_whole_is_not_written_into_a_part(pool: Pool, name: str) -> None:
+    """A vector was cut by the lengths of parts, without a word; the others ended in torch's words."""
+    assert written_whole(name, "dp=1") == ""
+    for said in pool.run(written_whole, name, "tp=2", ranks=2):
+        assert f"{name} of " in said
+        assert "with what is of the whole one's size" in said
+
+
+def drawn(kept: nn.Module, model: nn.Module) -> None:
+    nn.init.trunc_normal_(model.embed.weight, std=0.02)
+
+
+def test_numbers_that_are_drawn_are_said_to_be(pool: Pool) -> None:
+    for said, _ in pool.run(weights_used, drawn, "tp=2", ranks=2):
+        assert said.startswith("numbers are drawn into a weight between steps, of which each rank has a part\n  got     normal_ of embed.weight")
+
+
 def by_parts(kept: nn.Module, model: nn.Module) -> None:
     """What parts have as the whole has it, and what is no computation."""
     for x in model.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from soli.engine import between, effects
 from soli.engine.batch import Part, part_of, to_device
 from soli.engine.contract import depth, rounding, total_and_count
 from soli.engine.layout import Runner
-from soli.mesh.collectives import all_reduce, raise_together
+from soli.mesh.collectives import Axis, all_reduce, raise_together
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -53,10 +54,8 @@ def mark(engine: Engine, batch: Any) -> float:
         return 0.0
     total = 0.0
     for number, x in enumerate(tree_leaves(batch.data if isinstance(batch, Part) else batch), 1):
-        if isinstance(x, Tensor) and x.numel() and not x.is_complex():
-            flat = x.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // ELEMENTS)].double().nan_to_num(1.0, 2.0, -2.0).cpu()
-            total += number * float((some * torch.arange(1, len(some) + 1)).sum())
+        if isinstance(x, Tensor) and x.numel():
+            total += number * float(_weighed(x).sum())
     return total
 
 
@@ -79,42 +78,45 @@ def apart_along(engine: Engine, numbers: list[float], facts: Tensor, on_tp: floa
     return found
 
 
-def buffers_apart(engine: Engine) -> list[str]:
-    """Buffers of which ranks of dp, which had the same, have others now: some elements of each are compared, where they are as many (a cache
-    grows with the rows of a rank). Collective."""
-    buffers = [(name, x) for name, x in engine.model.named_buffers() if x.layout == torch.strided and not x.is_meta]
-    if not buffers or engine.dp.size == 1 or engine.mesh.all.simulated:
+def apart(engine: Engine, given: Iterable[tuple[str, Tensor]], axis: Axis, least: float = 0.0) -> list[str]:
+    """The names of tensors of which ranks along an axis, which had the same, have others now: some elements of each are compared, where they
+    are as many (a cache grows with the rows of a rank). `least`: how exact numbers are taken to be, at most. Collective."""
+    named = [(name, x) for name, x in given if x.layout == torch.strided and not x.is_meta]
+    if not named or axis.size == 1 or engine.mesh.all.simulated:
         return []
-    found = torch.zeros(engine.dp.size, 3, len(buffers), dtype=torch.float64)
-    for number, (_, x) in enumerate(buffers):
-        flat = torch.view_as_real(x).reshape(-1) if x.is_complex() else x.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // ELEMENTS)].double().nan_to_num(1.0, 2.0, -2.0).cpu()
-        weighed = some * torch.arange(1, len(some) + 1)
-        found[engine.dp.index, :, number] = torch.stack(
-            [weighed.sum(), weighed.abs().sum(), torch.tensor(flat.numel())]
-        )
-    all_reduce(found, engine.dp, label="buffers")
+    found = torch.zeros(axis.size, 3, len(named), dtype=torch.float64)
+    for number, (_, x) in enumerate(named):
+        weighed = _weighed(x)
+        found[axis.index, :, number] = torch.stack([weighed.sum(), weighed.abs().sum(), torch.tensor(x.numel())])
+    all_reduce(found, axis, label="buffers, or weights that are whole")
     marks, sizes, counts = found.unbind(1)
-    rounds = [torch.finfo(x.dtype).eps if x.is_floating_point() or x.is_complex() else 0.0 for _, x in buffers]
+    rounds = [max(least, torch.finfo(x.dtype).eps) if x.is_floating_point() or x.is_complex() else 0.0 for _, x in named]
     bound = 8 * depth(engine.model) * torch.tensor(rounds, dtype=torch.float64) * sizes.amax(0)
-    apart = ((marks - marks[0]).abs().amax(0) > bound) & (counts == counts[0]).all(0)
-    return [name for (name, _), one in zip(buffers, apart.tolist(), strict=True) if one]
+    others = ((marks - marks[0]).abs().amax(0) > bound) & (counts == counts[0]).all(0)
+    return [name for (name, _), one in zip(named, others.tolist(), strict=True) if one]
+
+
+def _weighed(x: Tensor) -> Tensor:
+    """Some elements, each by its place."""
+    flat = torch.view_as_real(x.detach()).reshape(-1) if x.is_complex() else x.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // ELEMENTS)].double().nan_to_num(1.0, 2.0, -2.0).cpu()
+    return some * torch.arange(1, len(some) + 1)
 
 
 def agree_on_buffers(engine: Engine) -> None:
     """SoliError where there are such after 1, 3, 7, 15, ... steps: what begins later than a forward was looked at is seen while there are
     few. Collective."""
-    if engine.step_count & (engine.step_count + 1) == 0 and (apart := buffers_apart(engine)):
+    if engine.step_count & (engine.step_count + 1) == 0 and (found := apart(engine, engine.model.named_buffers(), engine.dp)):
         what = f"ranks that had the same buffers have others after {engine.step_count} steps: a forward changes them by the rows that it sees"
         allowed = "buffers that stay as they are, or change alike whatever the rows; the first step is looked at, and this began later"
         fix = "change them between steps (of the loss's batch, alike on every rank), from the first step on, or run with dp=1"
-        raise on_all_ranks(what, got=listed(apart), allowed=allowed, fix=fix)
+        raise on_all_ranks(what, got=listed(found), allowed=allowed, fix=fix)
 
 
 def say_buffers(engine: Engine) -> None:
     """Before they are saved: what of them is one rank's. Collective."""
-    if apart := buffers_apart(engine):
-        text = f"buffers that are not the same on all ranks any more are saved as the first has them: {listed(apart)}"
+    if found := apart(engine, engine.model.named_buffers(), engine.dp):
+        text = f"buffers that are not the same on all ranks any more are saved as the first has them: {listed(found)}"
         events.note(text, shown=engine.rank == 0)
 
 
