@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
@@ -90,6 +91,40 @@ class Overwritten(Copying):
     def forward(self, tokens: Tensor) -> Tensor:
         self.slow.copy_(self.head.weight.detach())
         return Plain.forward(self, tokens) + torch.tanh(self.embed(tokens)) @ self.slow.t()
+
+
+class Rounding(Copying):
+    """The same, in a way that rounds: the first forward moves it by an epsilon, and the second nothing."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.slow.copy_(self.slow * 0.9 + self.head.weight.detach() * 0.1)
+        return Plain.forward(self, tokens) + torch.tanh(self.embed(tokens)) @ self.slow.t()
+
+
+class Teacher(Plain):
+    """Weights that do not train begin as others, and follow them in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = copy.deepcopy(self.head).requires_grad_(False)
+
+    def follow(self, slow: nn.Parameter, quick: Tensor) -> None:
+        slow.lerp_(quick, 0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for slow, quick in zip(self.slow.parameters(), self.head.parameters(), strict=True):
+                    self.follow(slow, quick)
+        return super().forward(tokens) + torch.tanh(self.slow(self.embed(tokens)))
+
+
+class Exchanging(Teacher):
+    """The same, in other memory each time."""
+
+    def follow(self, slow: nn.Parameter, quick: Tensor) -> None:
+        slow.data = slow * 0.9 + quick * 0.1
 
 
 class Queue(Plain):
@@ -522,7 +557,10 @@ def test_what_a_plan_would_keep_otherwise_is_refused(pool: Pool, kind: type[nn.M
     [
         (Copying, "dp=1,accumulate=2", "slow"),
         (Copying, "dp=1,recompute=full", "slow"),
-        (Assigned, "dp=1,accumulate=2", "slow, also"),
+        (Rounding, "dp=1,accumulate=2", "slow"),
+        (Teacher, "dp=1,accumulate=2", "slow.bias, slow.weight"),
+        (Exchanging, "dp=1,accumulate=2", "slow.bias, slow.weight"),
+        (Assigned, "dp=1,accumulate=2", "also, slow"),
         (Queue, "dp=2", "seen"),
         (Replaced, "dp=1,accumulate=2", "seen"),
         (Seldom, "dp=2", "seen"),
@@ -570,6 +608,8 @@ def test_buffers_that_ranks_have_apart_are_seen(pool: Pool, plan: str, tmp_path:
         (Copying, "dp=2"),
         (Copying, "dp=1"),
         (Overwritten, "dp=2,accumulate=2"),
+        (Teacher, "dp=2,zero=2"),
+        (Exchanging, "dp=2"),
         (Assigned, "dp=2"),
         (Formed, "dp=2,accumulate=2"),
         (Kinds, "dp=2,accumulate=2"),

@@ -106,10 +106,6 @@ class FirstStep:
             engine.randomness.forget()
             whole = _run(engine, data, rows)  # the losses are compared from the same values
             kept.restore(model, before)
-        still = sorted(_made_anew(model, effects.written, objects) - moved.keys()) if engine.plan.runs > 1 else []
-        if _anywhere(engine, bool(still), "whether a forward writes what was there"):
-            changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
-            kept.restore(model, before)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
             idle = _idle(engine, data, rows, start, before, whole)
             kept.restore(model, before)
@@ -117,6 +113,13 @@ class FirstStep:
         for a, b in parts:
             sums.append(_run(engine, take(data, a, b), b - a, part=True))
             changes.again.append(kept.changed(model, before))
+            kept.restore(model, before)
+        # what is in the state and moved once alone may be an average of what it began as, and that was rounding
+        settled = kept.in_state(model, moved).keys() - (changes.again or [{}])[0].keys()
+        written = _made_anew(model, effects.written, objects) | weights.keys()
+        still = sorted(written - (moved.keys() - settled)) if engine.plan.runs > 1 else []
+        if _anywhere(engine, bool(still), "whether a forward writes what was there"):
+            changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
         first = _counts_first(engine, data, rows, whole)
         if idle:
@@ -183,7 +186,7 @@ def _remembered(
     ]
     if not _anywhere(engine, bool(moved), "whether a forward goes on changing what it left"):
         return []
-    left = kept.values(model)  # what is only brought to a form (a triangle, a norm) stays as it is from then on
+    left = kept.values(model, names)  # what is only brought to a form (a triangle, a norm) stays as it is from then on
     _run(engine, data, rows)
     return [name for name in kept.changed(model, left) if name in moved]
 

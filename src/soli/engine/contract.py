@@ -54,7 +54,7 @@ def rounding(engine: Engine, count: float) -> float:
 
     Of float32 at the least: models from elsewhere compute norms and losses in it whatever they are given (parallel/lift.py).
     """
-    dtype = next(p.dtype for p in engine.model.parameters() if p.is_floating_point())
+    dtype = next((p.dtype for p in engine.model.parameters() if p.is_floating_point()), torch.float64)  # all may be complex
     epsilon = max(torch.finfo(one).eps for one in (precision.AUTOCAST.get(engine.plan.precision, dtype), torch.float32))
     return float(min(0.1, epsilon * depth(engine.model) * max(count, 1) ** 0.5 * 8))
 

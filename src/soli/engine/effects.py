@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError, listed, on_all_ranks
-from soli.core.functions import need_operator, written_by
+from soli.core.functions import held, need_operator, written_by
 from soli.core.plan import Plan
 from soli.core.tables import table
 from soli.mesh.record import telling
@@ -42,10 +42,18 @@ class Effects(TorchDispatchMode):
         super().__init__()
         self.model, self.plan = model, plan
         self._kept = list(kept.tensors(model))
+        self._had = {name: held(param) for name, param in model.named_parameters()}
         self.before: dict[str, Tensor] = {}
         self.written: set[str] = set()
         self.absent: set[str] = set()
         self.by_frequency = False
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        # `param.data = x` is no operation. Under zero=3 gathers do it
+        for name, param in self.model.named_parameters() if self.plan.zero < 3 else ():
+            if name in self._had and held(param).untyped_storage()._cdata != self._had[name].untyped_storage()._cdata:
+                self.before.setdefault(name, self._had[name])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = _BY_FREQUENCY.get(func)

@@ -176,7 +176,7 @@ def shift(model: nn.Module, names: Collection[str]) -> None:
     """Give floating-point ones of those other values, near by; once where several lie in one memory."""
     seen: set[int] = set()
     with torch.no_grad():
-        for name, tensor in tensors(model):
+        for name, tensor in (*tensors(model), *model.named_parameters()):
             memory = tensor.untyped_storage()._cdata
             if name in names and tensor.is_floating_point() and memory not in seen and not _expanded(tensor):
                 seen.add(memory)
@@ -274,7 +274,7 @@ class Changes:
         # Weights are changed by the tokens of a rank; what is computed of them for a buffer is of all ranks of cp.
         if plan.pieces == 1:
             by_rows = [name for name in by_rows if name in self.weights and plan.cp > 1]
-        first = [*(self.again[0] if self.again else ()), *self.begin_alike]
+        first = sorted({*(self.again[0] if self.again else ()), *self.begin_alike})
         if by_rows:
             what = "the forward changes what the model keeps by the rows that it sees: no part of a batch changes it as the whole does"
             allowed = "buffers, attributes and weights that stay as they are, or change alike whatever the rows"
