@@ -867,3 +867,47 @@ def test_what_is_written_between_load_and_the_first_step_is_not_lost(pool: Pool,
         assert "kaiming_uniform_ of 0.weight" in said  # every rank would draw the same into its part
     for said in pool.run(written_over, str(tmp_path / "c"), True, ranks=2):
         assert "wrote into parameters or buffers after load()" in said
+
+
+class OnlyComplex(nn.Module):
+    """It has no weight that is real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = (nn.Linear(*sizes, dtype=torch.complex128) for sizes in ((3, 8), (8, 2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x.to(torch.complex128))).abs()
+
+
+def only_complex(plan: str, twice: bool = False) -> list[float]:
+    model, draw = OnlyComplex(), torch.Generator().manual_seed(0)
+    batch = {name: torch.randn(6, size, generator=draw, dtype=torch.float64) for name, size in (("x", 3), ("y", 2))}
+
+    def distance(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, float]:
+        output = output + model(batch["x"]) if twice else output
+        return (output - batch["y"]).square().sum(), output.numel()
+
+    engine = parallelize(model, distance, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    return [float(engine.step(batch)) for _ in range(3)]
+
+
+def test_weights_may_all_be_complex(pool: Pool) -> None:
+    model = OnlyComplex()
+    assert not any(p.is_floating_point() for p in model.parameters())
+    for plan in ("dp=2,zero=1", "tp=2"):
+        for found in pool.run(only_complex, plan, ranks=2):
+            assert found == pytest.approx(only_complex("dp=1"), rel=1e-10)
+
+
+def told_what_a_loss_can_do() -> str:
+    try:
+        only_complex("tp=2", twice=True)
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_a_loss_that_calls_the_model_is_told_what_to_do(pool: Pool) -> None:
+    assert all("in a loss: let the forward of a module around it" in said for said in pool.run(told_what_a_loss_can_do, ranks=2))

@@ -14,7 +14,7 @@ from soli.core.errors import failure, listed, on_all_ranks
 from soli.engine import between, norm, pipelined, same
 from soli.engine.batch import Part
 from soli.engine.plain import plain
-from soli.mesh.collectives import Axis, all_reduce, gather_json, raise_together
+from soli.mesh.collectives import Axis, all_reduce, extreme, gather_json
 from soli.mesh.mesh import all_ranks
 from soli.parallel.data import checksum
 from soli.parallel.generators import hashed
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
 ALIKE = "let every rank do the same: the same model, loss, optimizer, options, batches and changes of them, and nothing that is a rank's own"
-FLOAT32 = torch.finfo(torch.float32).eps
 Facts = dict[str, Any]
 """What a rank has, by what it is called."""
 
@@ -124,14 +123,11 @@ def need_same_parameters(engine: Engine) -> None:
     need_alike(facts, engine.mesh.all, what, ALIKE, place)
     if engine.plan.tp > 1 and engine.plan.tensor == "1d" and engine.plan.zero < 3:
         # ranks of tp each compute what is whole, and where a kernel adds in any order not to the last bit
-        found = same.apart(engine, [(n, x) for n, x in values.items() if not cut_over(x)], engine.mesh["tp"], FLOAT32)
-        raise_together(lambda: _refuse_apart(engine, found), engine.mesh.all, label="whether ranks of tp have whole weights alike")
-
-
-def _refuse_apart(engine: Engine, found: list[str]) -> None:
-    if found:
-        what = f"ranks of tp have other values than each other in weights that each has whole, after {engine.step_count} steps"
-        raise failure(what, got=listed(found), fix=ALIKE)
+        whole = [(name, value) for name, value in values.items() if not cut_over(value)]
+        found = same.apart(engine, whole, engine.mesh["tp"], least=torch.finfo(torch.float32).eps)
+        if extreme(len(found), engine.mesh.all, "max", label="whether ranks of tp have the same whole weights"):
+            what = f"ranks of tp have other values than each other in weights that each has whole, after {engine.step_count} steps"
+            raise failure(what, got=listed(found) or "those of other ranks", fix=ALIKE, everywhere=True)
 
 
 def need_same_path(engine: Engine, path: Path) -> None:

@@ -114,10 +114,7 @@ class FirstStep:
             sums.append(_run(engine, take(data, a, b), b - a, part=True))
             changes.again.append(kept.changed(model, before))
             kept.restore(model, before)
-        # what is in the state and moved once alone may be an average of what it began as, and that was rounding
-        settled = kept.in_state(model, moved).keys() - (changes.again or [{}])[0].keys()
-        written = _made_anew(model, effects.written, objects) | weights.keys()
-        still = sorted(written - (moved.keys() - settled)) if engine.plan.runs > 1 else []
+        still = _left(model, effects.written | weights.keys(), objects, changes) if engine.plan.runs > 1 else []
         if _anywhere(engine, bool(still), "whether a forward writes what was there"):
             changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
@@ -179,11 +176,8 @@ def _remembered(
     idle = {name for name, loss in zip(aside, alone, strict=False) if kept.same(loss, whole)}
     names = [name for name in names if name not in idle]
     _shifted(engine, data, rows, names, start)
-    moved = [
-        name
-        for name, value in kept.changed(model, start).items()
-        if name in names and not kept.same(value, before[name])
-    ]
+    now = kept.changed(model, start)
+    moved = [name for name in names if name in now and not kept.same(now[name], before[name])]
     if not _anywhere(engine, bool(moved), "whether a forward goes on changing what it left"):
         return []
     left = kept.values(model, names)  # what is only brought to a form (a triangle, a norm) stays as it is from then on
@@ -231,10 +225,14 @@ def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
     return True
 
 
-def _made_anew(model: nn.Module, written: set[str], before: list[torch.Tensor]) -> set[str]:
-    """Buffers and attributes that a forward wrote into, or replaced."""
+def _left(model: nn.Module, written: set[str], before: list[torch.Tensor], changes: kept.Changes) -> list[str]:
+    """What a forward wrote into, or replaced, and left as it was. So it left what is in the state and moved once, and not again: it may be an
+    average of what it began as, which rounding moved."""
+    moved, again = ((found or [{}])[0] for found in (changes.once, changes.again))
     known = {id(x) for x in before}
-    return written | {name for name, x in kept.tensors(model) if id(x) not in known}
+    anew = {name for name, x in kept.tensors(model) if id(x) not in known}
+    settled = kept.in_state(model, moved).keys() - again.keys()
+    return sorted((written | anew) - (moved.keys() - settled))
 
 
 def _counts_first(engine: Engine, data: Any, rows: int, whole: Loss) -> bool | None:

@@ -171,5 +171,4 @@ def _cut(value: Any, slot: Slot) -> Any:
         return value
     if slot.portion is not None:
         value = slot.portion.taken(value)
-    start = slot.first
-    return value.flatten()[start : start + slot.piece.numel()].reshape(slot.piece.shape).clone()
+    return value.flatten()[slot.first : slot.first + slot.piece.numel()].reshape(slot.piece.shape).clone()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,8 +175,7 @@ def _agreed_shapes(engine: Engine, local: dict[str, Sharded]) -> dict[str, tuple
     mine = {name: [list(s.shape), str(s.dtype).removeprefix("torch.")] for name, s in local.items()}
     merged: dict[str, Any] = {}
     for axis in (engine.mesh.sharing()[1], engine.mesh["pp"]):
-        for other in gather_json(merged or mine, axis, label="optimizer state names"):
-            merged |= other
+        merged = dict(ChainMap(*gather_json(merged or mine, axis, label="optimizer state names")))
     return {n: (tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in sorted(merged.items())}
 
 
@@ -186,13 +186,9 @@ def optimizer_tensors(engine: Engine, saving: bool = False) -> dict[str, Sharded
     held = [one for one in _held(engine) if not saving or _saves(engine, *one[:2])]
     for unit, slot, param in held:
         for key, value in engine.optimizer.state.get(param, {}).items():
-            name = f"optimizer.{slot.name}.{key}"
-            if not isinstance(value, Tensor):
-                continue  # see _numbers
-            if value.shape == param.shape and value.dim():
-                found[name] = _like_parameter(unit, slot, value.detach())
-            else:
-                found[name] = from_whole(value.detach())
+            if isinstance(value, Tensor):  # of others see _numbers
+                is_like = value.shape == param.shape and value.dim()
+                found[f"optimizer.{slot.name}.{key}"] = _like_parameter(unit, slot, value.detach()) if is_like else from_whole(value.detach())
     return found
 
 
@@ -204,9 +200,7 @@ def _numbers(engine: Engine) -> dict[str, str]:
             if not isinstance(value, Tensor):
                 known = value is None or isinstance(value, int | float)
                 mine[f"{slot.name}.{key}"] = json.dumps(value) if known else [type(value).__name__]
-    found: dict[str, Any] = {}
-    for each in gather_json(mine, engine.mesh.all, label="save(), which every rank calls"):
-        found |= each
+    found = dict(ChainMap(*gather_json(mine, engine.mesh.all, label="save(), which every rank calls")))
     strange = [f"{name}: {value[0]}" for name, value in found.items() if isinstance(value, list)]
     if strange:
         what = "states of the optimizer are neither tensors nor numbers, and could not be brought back"
@@ -310,19 +304,14 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     only_weights = not any(name.startswith(("optimizer.", RNG)) for name in manifest.tensors)
     if not only_weights:
         raise_all(_group_problems(engine, manifest), everywhere=True)
-    drawn = {
-        name: torch.empty(saved.shape, dtype=saved.dtype)
-        for name, saved in manifest.tensors.items()
-        if name.startswith(RNG)
-    }
+    drawn = _room(manifest, [name for name in manifest.tensors if name.startswith(RNG)])
     state = manifest.state
     if engine.parallel is not None:
         state = fill(engine, path, drawn)
     else:
         engine.to_load = path, between.written(engine)
         if drawn:
-            wanted = {name: from_whole(value) for name, value in drawn.items()}
-            state = checkpoint.load(path, wanted, group=_everyone(engine), ignore=lambda n: n not in drawn)
+            state = _read(engine, path, drawn)
     if only_weights:
         rest = "; learning rate, scheduler and loss scale stay as they are" * bool(engine.step_count)
         text = f"{path} holds weights alone: the optimizer's states, data positions and step start anew{rest}"
@@ -345,10 +334,8 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
     manifest = checkpoint.read_manifest(path)
     fresh: dict[Any, dict[str, Any]] = {}
     wanted = model_tensors(engine, filling=True) | _optimizer_to_fill(engine, manifest, fresh)
-    wanted |= {name: from_whole(value) for name, value in (drawn or {}).items()}
-    own = (f"model.{name}" for name in _of_modules(engine))
-    saved = {n: torch.empty(x.shape, dtype=x.dtype) for n in own if (x := manifest.tensors.get(n)) is not None}
-    wanted |= {name: from_whole(value) for name, value in saved.items()}
+    saved = _room(manifest, [f"model.{name}" for name in _of_modules(engine) if f"model.{name}" in manifest.tensors])
+    wanted |= {name: from_whole(value) for name, value in ((drawn or {}) | saved).items()}
     if not fresh and engine._given.begun and stepped(engine.optimizer):
         raise on_all_ranks(
             f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} had some when soli.parallelize was given it, which are gone",
@@ -373,15 +360,25 @@ def _second_names(engine: Engine, path: Path, manifest: checkpoint.Manifest, wan
     """Names of tied weights that a checkpoint has beside or in place of the model's first, which is asked for by one. Collective."""
     found = {f"model.{n}": f"model.{first}" for n, first in engine.tied.items() if f"model.{n}" in manifest.tensors}
     by = {first: first if first in manifest.tensors else name for name, first in found.items()}
-    read = {n: torch.empty(manifest.tensors[n].shape, dtype=manifest.tensors[n].dtype) for n in {*found, *by.values()}}
+    read = _room(manifest, {*found, *by.values()})
     if found:
-        both = {name: from_whole(value) for name, value in read.items()}
-        checkpoint.load(path, both, group=_everyone(engine), ignore=lambda name: name not in read)
+        _read(engine, path, read)
     unlike = [name for name, first in found.items() if not torch.equal(read[name], read[by[first]])]
     if unlike:
         raise on_all_ranks("a weight that the model has once has two values in the checkpoint", got=listed(unlike))
     wanted |= {name: wanted.pop(first) for first, name in by.items()}
     return set(found)
+
+
+def _room(manifest: checkpoint.Manifest, names: Iterable[str]) -> dict[str, Tensor]:
+    """For tensors of a checkpoint, whole."""
+    return {name: torch.empty(manifest.tensors[name].shape, dtype=manifest.tensors[name].dtype) for name in names}
+
+
+def _read(engine: Engine, path: Path, into: dict[str, Tensor]) -> dict[str, Any]:
+    """Read these tensors of a checkpoint alone; returns its state. Collective."""
+    wanted = {name: from_whole(value) for name, value in into.items()}
+    return checkpoint.load(path, wanted, group=_everyone(engine), ignore=lambda name: name not in into)
 
 
 def _everyone(engine: Engine) -> Any:

@@ -29,7 +29,7 @@ from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, all_reduce, broadcast, gather_json
 from soli.mesh.mesh import Mesh
 from soli.parallel.gather import Block, Gatherer
-from soli.parallel.init import fingerprint, is_deferred, materialise, sweep
+from soli.parallel.init import fingerprint, materialise, sweep
 from soli.parallel.reduce import Reducer
 from soli.parallel.units import Named, Slot, Unit, become, blocks, buckets, cut_over, named_once, slots_of
 
@@ -209,10 +209,9 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
         raise on_all_ranks("the ranks' optimizers have not the same states", got=got, fix=fix)
     tensors += [(f"state {number} of the optimizer", value) for number, value in enumerate(states)]
     marks = torch.tensor([checksum(tensor, name) for name, tensor in tensors], dtype=torch.int64)
-    low, high = marks.clone(), marks.clone()
-    all_reduce(low, world, "min", label="checksums of the weights")
-    all_reduce(high, world, "max", label="checksums of the weights")
-    differ = [pair for pair, same in zip(tensors, (low == high).tolist(), strict=True) if not same]
+    ends = torch.stack([marks, -marks])
+    all_reduce(ends, world, "max", label="checksums of the weights")
+    differ = [pair for pair, spread in zip(tensors, ends.sum(0).tolist(), strict=True) if spread]
     if not differ:
         return
     if any(tensor.is_meta for _, tensor in differ):
@@ -228,8 +227,5 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
 def checksum(tensor: Tensor, name: str) -> int:
     """Of its bytes."""
     if tensor.is_meta:
-        if not is_deferred(tensor):
-            what = f"{name} is on the meta device and nothing is known of its values"
-            raise on_all_ranks(what, fix="build and change the model inside `with soli.deferred():`")
-        return fingerprint(tensor) & (2**62 - 1)
+        return fingerprint(tensor, name) & (2**62 - 1)
     return zlib.crc32(held(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

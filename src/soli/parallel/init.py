@@ -93,10 +93,10 @@ def materialise(tensor: Tensor, name: str = "a tensor") -> Tensor:
         return torch.as_strided(base, tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
 
 
-def fingerprint(tensor: Tensor) -> int:
+def fingerprint(tensor: Tensor, name: str = "a tensor") -> int:
     """A checksum of how a tensor is made: equal on two ranks, so will the values be."""
     mark = 0
-    for entry in _needed(tensor, "a tensor"):
+    for entry in _needed(tensor, name):
         constants = [
             (x.shape, x.stride, x.offset) if isinstance(x, _View) else repr(x)
             for x in tree_leaves((entry.args, entry.kwargs))

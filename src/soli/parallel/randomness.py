@@ -193,11 +193,8 @@ class Randomness:
                 if dim != NO_ROWS and key in self._drew and self._turned(key, dim, rows, other_rows):
                     self._inner.add((evaluating, key))
             elif key in self._drew:
-                raise on_all_ranks(
-                    f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
-                    got=f"shape {shapes[key]} for {rows} rows and {others[key]} for {other_rows}",
-                    allowed="at most one dim that is the rows, or a multiple of them",
-                )
+                got = f"shape {shapes[key]} for {rows} rows and {others[key]} for {other_rows}"
+                raise _of_no_rows(key, got, allowed="at most one dim that is the rows, or a multiple of them", everywhere=True)
         self.forget()
 
     # --- calls ----------------------------------------------------------------------------------------
@@ -251,10 +248,7 @@ class Randomness:
             generator.manual_seed(base)
             return fill(torch.empty(shape, dtype=like.dtype, device=like.device), generator)
         if shape[dim] % now.rows:
-            raise SoliError(
-                f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
-                got=f"shape {shape} for {now.rows} rows, and on the first step a multiple of them",
-            )
+            raise _of_no_rows(key, f"shape {shape} for {now.rows} rows, and on the first step a multiple of them")
         inner = shape[dim] // now.rows
         rest = (*shape[:dim], inner, *shape[dim + 1 :])
         rows = torch.empty((now.rows, *rest), dtype=like.dtype, device=like.device)
@@ -296,11 +290,8 @@ class Randomness:
         near = eps**0.5 * float(whole.abs().max())
         usual, turned = (float((way - part).abs().max()) <= near for way in ways)
         if self.apart and sure and not usual and not turned:
-            raise SoliError(
-                f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch",
-                got="rows in another order than the batch's",
-                fix="draw before rows are put in another order, or sorted; or call the module once for each part of what is put together",
-            )
+            fix = "draw before rows are put in another order, or sorted; or call the module once for each part of what is put together"
+            raise _of_no_rows(key, "rows in another order than the batch's", fix=fix)
         return turned and not usual
 
     def drawn(self, like: Tensor, shape: tuple[int, ...], how: str, *numbers: Any, beside: Any = None, **more: Any) -> Tensor:
@@ -336,6 +327,10 @@ class Randomness:
                 f"{self._module() or 'the model'} draws random numbers with {what}, which depend on the plan",
                 fix="use dropout, or draw them before the step and pass them in the batch",
             )
+
+
+def _of_no_rows(key: Key, got: str, **more: Any) -> SoliError:
+    return SoliError(f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch", got=got, **more)
 
 
 class _Mode(TorchFunctionMode):

@@ -22,7 +22,7 @@ from soli.core.axes import CP, DEPTH, ROW, TP
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.core.plan import Plan
-from soli.mesh.collectives import all_reduce
+from soli.mesh.collectives import all_reduce, extreme
 from soli.mesh.mesh import Mesh
 from soli.parallel import generators
 from soli.parallel.lift import lifted
@@ -131,13 +131,12 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
             if not off <= worst:
                 worst, where = off, name
     worst = worst if worst == worst else float("inf")
-    found = torch.tensor([worst], dtype=torch.float64)
-    for over in (mesh[name] for name in (CP, DEPTH, ROW, TP)):
-        all_reduce(found, over, "max", label=LABEL)
+    for name in (CP, DEPTH, ROW, TP):
+        worst = extreme(worst, mesh[name], "max", label=LABEL)
     dims = max((d for p in sample.module.parameters() for d in p.shape), default=1)
     bound = SAFETY * torch.finfo(torch.float64).eps * len(list(sample.module.modules())) * dims
-    if float(found) > bound:
-        raise _refused(sample, f"relative error {float(found):.1e} of {where or 'another rank'}, bound {bound:.1e}")
+    if worst > bound:
+        raise _refused(sample, f"relative error {worst:.1e} of {where or 'another rank'}, bound {bound:.1e}")
 
 
 def _add_up(whole: Tensor, own: Tensor, cut_over: dict[str, Any], plan: Plan, mesh: Mesh) -> None:

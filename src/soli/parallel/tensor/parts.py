@@ -105,11 +105,10 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _is_for_all(x: Tensor, parts: list[Any], name: str) -> bool:
     """Whether a tensor that is no part was made for the whole of one: as long along a dim that is cut, or now given its shape."""
-    if any(x is part for part in parts):
-        return False
     reshaped = name in ("view_as", "reshape_as") and x.shape != parts[0].shape
     pairs = [(split.dim - part.dim(), split.size, part.shape) for part in parts for split in part.cuts.values()]
-    return reshaped or any(-d <= x.dim() and x.shape[d] == size != shape[d] for d, size, shape in pairs)
+    longer = any(-d <= x.dim() and x.shape[d] == size != shape[d] for d, size, shape in pairs)
+    return (reshaped or longer) and all(x is not part for part in parts)
 
 
 def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
