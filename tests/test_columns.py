@@ -380,9 +380,10 @@ def test_a_loss_in_pieces_is_read_from_a_column_of_its_own() -> None:
     assert [read(ROW | {"extra": said}).point["pieces"] for said in ("Liger kernel", "no Liger kernel")] == [0.0, 1.0]
 
 
-def test_attention_within_documents_is_said() -> None:
-    said = "attention=over the whole sequence, not within its documents"
-    assert said in read(ROW | {"notes": "short documents (block-diagonal attention)"}).inferred
+def test_attention_within_documents_or_a_window_is_said() -> None:
+    said = "attention=over the whole sequence, not within its documents or windows"
+    for notes in ("short documents (block-diagonal attention)", "sliding-window attention", "attention windowed to 1024 tokens"):
+        assert said in read(ROW | {"notes": notes}).inferred
     assert said not in read(ROW).inferred
 
 

@@ -185,7 +185,7 @@ def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row)
     backend, notes = text(row, "attn_backend").lower(), text(row, "notes").lower()
     said = f"{backend} {notes} {text(row, 'framework').lower()}"
     if meant("documents", said):
-        found.inferred.append("attention=over the whole sequence, not within its documents")
+        found.inferred.append("attention=over the whole sequence, not within its documents or windows")
     speaks = not SILENT.fullmatch(backend)
     kind = meant("attention", backend) if speaks else None
     if speaks and kind is None:
