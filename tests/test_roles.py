@@ -297,10 +297,12 @@ def test_a_copy_is_the_plain_model(pool: Pool) -> None:
             assert got == pytest.approx(expected, rel=1e-12)
 
 
-def tensor_bytes(plan: str) -> dict[str, int]:
+def tensor_bytes(plan: str, before: int = 2) -> dict[str, int]:
+    """Of the step after so many. Before the first, second, fourth, ... parameters are compared."""
     model, loss_fn, batches = CASES["gpt"].make()
     engine = parallelize(model, loss_fn, optimizer=adamw, plan=plan)
-    engine.step(batches[0])
+    for _ in range(before):
+        engine.step(batches[0])
     recorder.clear()
     engine.step(batches[1])
     found: dict[str, int] = {}
@@ -318,6 +320,9 @@ def test_bytes_of_a_step(pool: Pool, plan: str) -> None:
     for found in pool.run(tensor_bytes, plan, ranks=2):
         marks = 2 * 5 * 8  # five numbers from each rank, by which rows, options and losses that differ are found
         assert found == {"all_reduce": (4 * layers + 2) * stream + logits + marks}
+    # Of what each rank has whole (norms, row biases, positions) three numbers from each rank.
+    for beside in pool.run(tensor_bytes, plan, 1, ranks=2):
+        assert beside["all_reduce"] - found["all_reduce"] == 2 * 3 * 8 * (6 * layers + 3)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
