@@ -60,10 +60,13 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     calls = calls + context.calls(p) + grids.calls(p)
     written = WRITTEN_OUT * np.where(p.unfused, UNFUSED, 1.0)
     launched = k.layer_floor * np.where(p.flash > 0, 1.0, written)
-    adapted = (p.adapters > 0) & (p.eager > 1)
-    launched = launched * (1 + ADAPTED * adapted * np.where(p.spared > 0, 0.5, 1.0))
-    one_by_one = LOOPED + np.where((p.zero >= 3) & (p.looped > 1), p.matrices * k.gather_floor, 0.0)
-    launched = launched + np.where(p.looped > 0, one_by_one * p.experts / p.ep, 0.0) + np.where(p.zero >= 3, k.gather_floor, 0.0)
+    if p.frozen.any():
+        adapted = (p.adapters > 0) & (p.eager > 1)
+        launched = launched * (1 + ADAPTED * adapted * np.where(p.spared > 0, 0.5, 1.0))
+    if p.looped.any():
+        one_by_one = LOOPED + np.where((p.zero >= 3) & (p.looped > 1), p.matrices * k.gather_floor, 0.0)
+        launched = launched + np.where(p.looped > 0, one_by_one * p.experts / p.ep, 0.0)
+    launched = launched + np.where(p.zero >= 3, k.gather_floor, 0.0)
     launched = launched + np.where(p.experts > 0, k.routing_floor * (1 - p.unwaited), 0.0) + calls * k.collective_floor
     busy, launching = forward + backward + exposed, passes * launched * (1 - p.graphs)
     return np.where(p.blocking > 0, busy + launching, np.maximum(busy, launching)), exposed
