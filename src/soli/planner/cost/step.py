@@ -13,15 +13,15 @@ from soli.planner.cost.points import FULL, INTERLEAVED, LINE, Amount, Array, Poi
 WRITTEN_OUT = 1.15
 """Launches of a layer that makes attention's scores, by those of one with a kernel: what Megatron-LM's test of tp=4 took on one
 image without and with it (0.312 to 0.329 s and 0.278 to 0.280 s a step)."""
+UNFUSED = 1.2
+"""And of one whose softmax no kernel makes: four operations more where such a layer's forward has some twenty."""
+ADAPTED = 1.0
+"""Launches of adapters beside all of a layer's matrices, by its own: each of which drops out, multiplies twice, scales and adds: Qwen 7B takes 1.2 s for 8 sequences of 256
+tokens, which are 1.2 ms for each of a layer's four passes, and 1.8B 1.4 ms, where layers without adapters take some 0.7 (QwenLM/Qwen, README, "Profiling of
+Memory and Speed")."""
 LOOPED = 0.0005
 """Seconds in which one expert's pass is launched, where a program has them compute one after another: ten operations, with those that pick its tokens, for
 which the host waits, and add its results (huggingface/transformers, models/mixtral/modeling_mixtral.py)."""
-ADAPTED = 1.0
-"""And of adapters beside all of a layer's matrices, each of which drops out, multiplies twice, scales and adds: Qwen 7B takes 1.2 s for 8 sequences of 256
-tokens, which are 1.2 ms for each of a layer's four passes, and 1.8B 1.4 ms, where layers without adapters take some 0.7 (QwenLM/Qwen, README, "Profiling of
-Memory and Speed")."""
-UNFUSED = 1.2
-"""And of one whose softmax no kernel makes: four operations more where such a layer's forward has some twenty."""
 
 
 @dataclass(frozen=True)
