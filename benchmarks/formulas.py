@@ -80,7 +80,7 @@ def main() -> None:
         program = Program(model, made, loss_fn, batch, device="cuda")
         task = Task(dimensions, read_cluster(f"h100:{RANKS}"), ROWS, dimensions.seq)
         p = spaces(task)
-        kinds = memory.kinds(p, constants_of(task, len(p)))
+        kinds = memory.kinds(p, constants_of(task))
         said = sum(part for kind, part in kinds.items() if kind != "workspace") / 1e9
         drawn = np.random.default_rng(args.seed).permutation(np.flatnonzero(p.microbatches <= MOST))
         for i in drawn[: args.plans]:

@@ -156,7 +156,7 @@ def test_no_bubble_is_below_another() -> None:
     """Of one layout: gpipe waits as 1f1b does and keeps more, zbh1 waits less and keeps what its second halves need."""
     asked = task(SMALL, "a100:4", batch=32, seq=1024, fixed={"pp": 4.0, "microbatch": 1.0, "recompute": NONE, "zero": 0.0})  # fmt: skip
     p = spaces(asked)
-    cost = step(p, bounds.constants_of(asked, len(p)))
+    cost = step(p, bounds.constants_of(asked))
     of = {name: np.flatnonzero((p.schedule == code) & (p.tp == 1))[0] for name, code in SCHEDULES.items()}
     waits = {name: cost.waiting[i] for name, i in of.items()}
     assert waits["gpipe"] == pytest.approx(waits["1f1b"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from math import ceil
 
@@ -280,6 +280,29 @@ def test_no_plan_is_below_its_bounds(asked: Task) -> None:
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda t: f"{t.model.name}-{t.cluster}-{t.framework}")
+def test_what_plans_have_alike_costs_what_it_costs_at_each(asked: Task) -> None:
+    """Fields [1] beside those [N], and all of them [N], on places that are not the first ones too."""
+    p = space.points_of(asked, space.shards(asked, space.stages(asked, space.layouts(asked))))
+    at = np.arange(0, len(p), 7)
+    whole = p.spread()
+    assert {len(getattr(whole, f.name)) for f in fields(Points)} == {len(p)}
+    assert {1, len(p)} >= {len(getattr(p, f.name)) for f in fields(Points)}
+    for some, other in ((p, whole), (p.take(at), whole.take(at))):
+        one, each = costs(asked, some), costs(asked, other)
+        for f in fields(one):
+            np.testing.assert_array_equal(getattr(one, f.name), getattr(each, f.name), err_msg=f.name)
+            assert getattr(one, f.name).shape == (len(some),)
+
+
+def test_rows_that_differ() -> None:
+    draw = np.random.default_rng(0)
+    rows = draw.integers(0, [2, 70000, 1, 5], size=(4000, 4)).astype(float)
+    found, place = space.distinct(rows)
+    np.testing.assert_array_equal(found, np.unique(rows, axis=0))
+    np.testing.assert_array_equal(found[place], rows)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda t: f"{t.model.name}-{t.cluster}-{t.framework}")
 @pytest.mark.parametrize("count", [1, 3, 10])
 def test_a_search_begins_at_what_a_few_plans_take(asked: Task, count: int) -> None:
     """The last of so many layouts, which is a plan of the space: the best ones are no slower."""
@@ -394,7 +417,7 @@ def test_as_many_layers_are_recomputed_as_a_solver_would(pp: int, room: float) -
     plain = space.shards(asked, space.stages(asked, space.layouts(asked)))
     p = space.points_of(asked, plain)
     none, full = (np.flatnonzero((plain["recompute"] == level) & (plain["most"] == 0))[0] for level in (NONE, FULL))
-    k = bounds.constants_of(asked, len(p))
+    k = bounds.constants_of(asked)
     layer, layers = layer_of(p, k)[0], 24 // pp
     kept = k.activation_scale * memory.activations_of_layer(p) * pipeline.in_flight(p)
     # What does not depend on how many are kept: all but the layers' own, the one that is recomputed among it.
@@ -406,7 +429,7 @@ def test_as_many_layers_are_recomputed_as_a_solver_would(pp: int, room: float) -
     if found is None:
         assert best == np.inf
         return
-    got = layers_of(found.points.take([0]), bounds.constants_of(asked, 1))[0][0]
+    got = layers_of(found.points.take([0]), bounds.constants_of(asked))[0][0]
     assert got == pytest.approx(layers * layer[none] if everything else best, rel=1e-9)
 
 
@@ -472,7 +495,7 @@ def test_the_optimizer_moves_to_the_host_where_nothing_else_fits() -> None:
     fixed = {"zero": 1.0, "tp": 1.0, "pp": 1.0, "cp": 1.0, "replicate": 1.0, "recompute": FULL, "microbatch": 1.0}
     asked = task(cluster="h200:8x1", batch=64, framework="megatron", fixed=fixed)
     moved, kept = (search(asked.with_fixed({"offload": n})) for n in (1.0, 0.0))
-    p, k = moved.points.take([0]), bounds.constants_of(asked, 1)
+    p, k = moved.points.take([0]), bounds.constants_of(asked)
     count = memory.trained(p)[0][0]
     stays = memory.states(replace(p, offload=np.zeros(1)), k) - memory.states(p, k)
     assert stays[0] == pytest.approx(12 * count / 8)  # the copy in fp32 and two moments

@@ -12,9 +12,9 @@ import numpy as np
 
 from soli.planner import space
 from soli.planner.cost import arithmetic, communication, memory
-from soli.planner.cost.constants import Constants, known, spread_of
+from soli.planner.cost.constants import Constants, known, repeated, spread_of
 from soli.planner.cost.points import FULL, Array, Points
-from soli.planner.cost.step import late, running, sums, update, whole
+from soli.planner.cost.step import late, running, sums, updating, whole
 from soli.planner.offers import chooses
 from soli.planner.space import Table, points_of
 from soli.planner.task import Task
@@ -23,10 +23,9 @@ SLACK = 1 - 1e-9
 """Of sums that are added in another order."""
 
 
-def constants_of(task: Task, count: int) -> Constants:
-    """What the search assumes."""
-    one = known(task.framework, task.cluster.device.generation)
-    return Constants(**{name: np.broadcast_to(value, (count,)) for name, value in one.items()})
+def constants_of(task: Task) -> Constants:
+    """What the search assumes of every plan: arrays [1]."""
+    return repeated(known(task.framework, task.cluster.device.generation), 1)
 
 
 def high(task: Task) -> float:
@@ -66,9 +65,10 @@ def time_of_shards(task: Task, stages: Table, ways: Table) -> Array:
     p, k = _made(task, space.sharded(stages, each))
     of, summed = each["stage"], sums(p, k)
     busy, backward = (run.busy + run.waiting)[of], run.layers[of] / 2
-    flag = lambda value: np.full(len(p), float(value))
-    one = update(replace(p, zero=flag(0)), k)
-    parts = np.stack([update(replace(p, zero=flag(1), offload=flag(moved)), k) for moved in (0, 1)])
+    flag = lambda value: np.full(1, float(value))
+    learnt = memory.trained(p)
+    one = updating(replace(p, zero=flag(0)), k, *learnt)
+    parts = np.stack([updating(replace(p, zero=flag(1), offload=flag(moved)), k, *learnt) for moved in (0, 1)])
     found = np.empty((4, 2, len(p)))
     for zero in range(4):
         reduced = late(replace(p, zero=flag(zero)), k, summed, np.inf if zero == 3 else backward)
@@ -107,4 +107,4 @@ def _sharded(task: Task, p: Points) -> Points:
 
 def _made(task: Task, table: Table) -> tuple[Points, Constants]:
     p = points_of(task, table)
-    return p, constants_of(task, len(p))
+    return p, constants_of(task)

@@ -20,7 +20,7 @@ from soli.planner.cost import memory
 from soli.planner.cost.points import FULL, GRID, INTERLEAVED, NONE, ONE, PRECISIONS, Array, Points
 from soli.planner.cost.step import Step, seconds, step
 from soli.planner.offers import NAMED
-from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Table, points_of, spaces
+from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Places, Table, points_of, spaces
 from soli.planner.task import FIXED, Task, problems
 
 MOST = 16384  # servers
@@ -55,6 +55,9 @@ class Found:
     least: float  # its upper bound of memory, bytes
 
 
+Bound = Callable[[Task, Table], Array]
+
+
 class Best:
     """The best value of each layout, and how bad the last of so many is."""
 
@@ -67,9 +70,9 @@ class Best:
         """Values of the layouts that the rows of `keys` say."""
         if not len(values):
             return
-        each, place = np.unique(keys, axis=0, return_inverse=True)
+        each, place = space.distinct(keys)
         least = np.full(len(each), np.inf)
-        np.minimum.at(least, place.ravel(), values)
+        np.minimum.at(least, place, values)
         for key, value in zip(map(tuple, each.tolist()), least.tolist(), strict=True):
             self.of[key] = min(self.of.get(key, np.inf), value)
         if len(self.of) >= self.count:
@@ -91,7 +94,7 @@ def search(task: Task, count: int = SHOWN, near: float = 0.0) -> Found:
     if not fit:
         nearest, least = thriftiest(task)
         return Found(task, nearest.take([]), costs(task, nearest.take([])), whole, looked, 0, nearest, least)
-    p = points_of(task, _sorted(kept, best.worst))
+    p = points_of(task, _sorted(kept, best.worst)).spread()
     return Found(task, p, costs(task, p), whole, looked, fit, None, float(peaks(task, p).min()))
 
 
@@ -109,9 +112,8 @@ def _explored(task: Task, best: Best) -> tuple[list[tuple[Table, Array]], int, i
     """Plans that are no slower than the best so far, with their times; how many were looked at; and how many fit."""
     kept: list[tuple[Table, Array]] = []
     looked = fit = 0
-    fitting = lambda sizes, times: np.where(sizes > task.limit, np.inf, times)
-    low = lambda t: fitting(bounds.memory_of_layouts(task, t), bounds.time_of_layouts(task, t))
-    then = lambda t: fitting(bounds.memory_of_stages(task, t), bounds.time_of_stages(task, t))
+    low = _fitting(task, bounds.memory_of_layouts, bounds.time_of_layouts)
+    then = _fitting(task, bounds.memory_of_stages, bounds.time_of_stages)
     for part in descend(task, low, then, lambda: best.worst):
         ways = space.ways(task, part)
         looked += len(ways["zero"])
@@ -128,6 +130,18 @@ def _explored(task: Task, best: Best) -> tuple[list[tuple[Table, Array]], int, i
     return kept, looked, fit
 
 
+def _fitting(task: Task, memory_of: Bound, time_of: Bound) -> Callable[[Table], Array]:
+    """Bounds of the time of rows that may fit; infinite of others."""
+
+    def bound(table: Table) -> Array:
+        fits = np.flatnonzero(memory_of(task, table) <= task.limit)
+        found = np.full(space.size(table), np.inf)
+        found[fits] = time_of(task, space.rows_of(table, fits))
+        return found
+
+    return bound
+
+
 def descend(
     task: Task, first: Callable[[Table], Array], second: Callable[[Table], Array], worst: Callable[[], float]
 ) -> Iterator[Table]:
@@ -137,8 +151,7 @@ def descend(
     """
     table = space.layouts(task)
     low = np.concatenate([first(part) for part in _parts(table)])
-    order = np.argsort(low, kind="stable")
-    order = order[: int(np.isfinite(low).sum())]
+    order = _ascending(low, worst())
     start, many = 0, FEW
     while start < len(order) and low[order[start]] <= worst():
         some = order[start : start + many]
@@ -147,14 +160,19 @@ def descend(
         if not space.size(middle):
             continue
         later = np.concatenate([second(part) for part in _parts(middle)])
-        following = np.argsort(later, kind="stable")
-        following = following[: int(np.isfinite(later).sum())]
+        following = _ascending(later, worst())
         for a in range(0, len(following), PIECE // 2):
             part = following[a : a + PIECE // 2]
             part = part[later[part] <= worst()]
             if not len(part):
                 break
             yield space.rows_of(middle, part)
+
+
+def _ascending(bounds: Array, most: float) -> Places:
+    """Places of the finite ones that are no more than `most`, the least first."""
+    places = np.flatnonzero(np.isfinite(bounds) & (bounds <= most))
+    return places[np.argsort(bounds[places], kind="stable")]
 
 
 def thriftiest(task: Task, enough: float = -np.inf) -> tuple[Points, float]:
@@ -172,7 +190,7 @@ def thriftiest(task: Task, enough: float = -np.inf) -> tuple[Points, float]:
         i = int(np.argmin(sizes))
         if sizes[i] < best.worst:
             best.note(np.zeros((1, 1)), sizes[[i]])
-            found = [p.take([i])]
+            found = [p.take([i]).spread()]
     return found[0], float(best.worst)
 
 
@@ -184,10 +202,10 @@ def settled(task: Task, table: Table) -> Table:
     open_rows = np.flatnonzero(table["most"] > 0)
     some = space.rows_of(table, open_rows)
     low, high_ = some["again"] / some["chunks"] - 1, some["most"] / some["chunks"]
-    while (low + 1 < high_).any():
-        middle = np.where(low + 1 < high_, np.floor((low + high_) / 2), high_)
-        fits = peaks(task, points_of(task, {**some, "again": middle * some["chunks"]})) <= task.limit
-        low, high_ = np.where(fits, low, np.minimum(middle, high_ - 1)), np.where(fits, middle, high_)
+    while len(at := np.flatnonzero(low + 1 < high_)):
+        part, middle = space.rows_of(some, at), np.floor((low[at] + high_[at]) / 2)
+        fits = peaks(task, points_of(task, {**part, "again": middle * part["chunks"]})) <= task.limit
+        low[at], high_[at] = np.where(fits, low[at], middle), np.where(fits, middle, high_[at])
     again = table["again"].copy()
     again[open_rows] = high_ * some["chunks"]
     return {**table, "again": again}
@@ -200,18 +218,18 @@ def holds(task: Task) -> bool:
 
 def peaks(task: Task, p: Points) -> Array:
     """The upper bound of each point's memory, bytes."""
-    parts = [memory.peak(piece, constants_of(task, len(piece))) for piece in _pieces(p)]
+    parts = [memory.peak(piece, constants_of(task)) for piece in _pieces(p)]
     return high(task) * np.concatenate(parts)
 
 
 def times(task: Task, p: Points) -> Array:
     """Seconds of each point's step."""
-    return np.concatenate([seconds(piece, constants_of(task, len(piece)))[0] for piece in _pieces(p)])
+    return np.concatenate([seconds(piece, constants_of(task))[0] for piece in _pieces(p)])
 
 
 def costs(task: Task, p: Points) -> Step:
     """What each point costs."""
-    parts = [step(piece, constants_of(task, len(piece))) for piece in _pieces(p)]
+    parts = [step(piece, constants_of(task)) for piece in _pieces(p)]
     return Step(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Step)})
 
 
@@ -234,8 +252,7 @@ def _sorted(kept: list[tuple[Table, Array]], worst: float) -> Table:
     """What is no slower, quickest first."""
     times = np.concatenate([time for _, time in kept])
     whole = {name: np.concatenate([table[name] for table, _ in kept]) for name in kept[0][0]}
-    order = np.argsort(times, kind="stable")
-    return space.rows_of(whole, order[: int((times <= worst).sum())])
+    return space.rows_of(whole, _ascending(times, worst))
 
 
 def _none(task: Task) -> Problem:
@@ -272,7 +289,7 @@ def plan_of(p: Points, i: int) -> Plan:
 
 def kept_share(p: Points) -> float:
     """Of the activations that would be kept if nothing were recomputed."""
-    whole, least = (memory.activations_of_layer(replace(p, recompute=np.full(1, n)))[0] for n in (NONE, FULL))
+    whole, least = (memory.activations_of_layer(p.recomputing(n))[0] for n in (NONE, FULL))
     share = 1 - p.again[0] / p.own_layers[0] * (1 - least / whole)
     return float(np.clip(share, 0.001, 0.999))
 

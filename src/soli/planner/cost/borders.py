@@ -16,7 +16,14 @@ from soli.planner.cost.points import Array, Points
 
 
 def placed(p: Points) -> Points:
-    """The plans with the longest stage as short as can be: `longest`, `fewer`."""
+    """Plans of one model with the longest stage as short as can be: `longest`, `fewer`. How many stages there are says all of it."""
+    stages = (p.pp * p.chunks).astype(np.int64)
+    best, last = lengths(replace(p, pp=np.arange(1.0, stages.max(initial=1) + 1), chunks=np.ones(1)))
+    return replace(p, longest=p.chunks * best[stages - 1], fewer=(best - last)[stages - 1])
+
+
+def lengths(p: Points) -> tuple[Array, Array]:
+    """Layers of the longest stage, and of the last."""
     stages, ends = p.pp * p.chunks, last_by_layer(p)
     least = np.ceil(p.layers / stages - 1e-9)
     middle = (p.layers + ends) / stages
@@ -30,7 +37,7 @@ def placed(p: Points) -> Points:
     for n in (np.floor(middle - ends), np.ceil(middle - ends)):
         n = np.clip(n, least, np.maximum(most, least))
         last = np.where(_squares(p, n, ends) < _squares(p, last, ends), n, last)
-    return replace(p, longest=p.chunks * best, fewer=best - last)
+    return best, last
 
 
 def last_by_layer(p: Points) -> Array:

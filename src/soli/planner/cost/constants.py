@@ -13,6 +13,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from soli.core.tables import table
 
@@ -40,7 +41,11 @@ of one workload are off beside each other, the median. And where nothing is know
 
 
 class Constants(SimpleNamespace):
-    """Each constant as an array [N], beside Points. The names are those of MEANINGS."""
+    """Each constant as an array [N], beside Points, or [1]. The names are those of MEANINGS."""
+
+    def take(self, index: NDArray[np.intp]) -> Constants:
+        """Of the points at these places."""
+        return Constants(**{name: of[index] if len(of) > 1 else of for name, of in vars(self).items()})
 
 
 @cache

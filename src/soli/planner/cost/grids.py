@@ -42,16 +42,15 @@ def products(p: Points) -> Iterator[tuple[Array, Array, Array, bool]]:
 def of_layer(p: Points, k: Constants) -> tuple[Array, Array]:
     """Seconds of the collectives of a layer's products and norms, forward and backward; 0 where tp is one line."""
     forward, backward = np.zeros_like(p.tp), np.zeros_like(p.tp)
-    for summed, width, count, ends in products(p):
-        x, w = _grid(p, k, summed, width)
-        a, b, y = _cube(p, k, summed, width, ends)
-        forward = forward + count * np.where(p.tensor == GRID, x + w, a + b + y)
-        backward = backward + count * np.where(p.tensor == GRID, 2 * (x + w), 2 * (a + b) + y)
-    # a norm's, a token: of what it reads, then of what the mean leaves
-    sums = p.tokens * 4.0 * p.columns / p.tp
-    norm = all_reduce(p, k, sums, p.columns, np.ones_like(p.tp))
-    flat = p.tensor == 0
-    return np.where(flat, 0.0, forward + 4 * norm), np.where(flat, 0.0, backward + 4 * norm)
+    for kind, of in ((GRID, _of_grid), (CUBE, _of_cube)):
+        at = np.flatnonzero(np.broadcast_to(p.tensor == kind, len(p)))
+        some, constants = p.take(at), k.take(at)
+        # a norm's, a token: of what it reads, then of what the mean leaves
+        sums = some.tokens * 4.0 * some.columns / some.tp
+        norms = 4 * all_reduce(some, constants, sums, some.columns, np.ones_like(some.tp))
+        one, other = of(some, constants)
+        forward[at], backward[at] = one + norms, other + norms
+    return forward, backward
 
 
 def calls(p: Points) -> Array:
@@ -70,22 +69,26 @@ def beside(p: Points) -> Array:
     return np.where(p.tensor == 0, 0.0, most)
 
 
-def _grid(p: Points, k: Constants, summed: Array, width: Array) -> tuple[Array, Array]:
-    """Seconds in which one product's panels of x, and of W, are broadcast."""
-    pieces, one = panels(p), np.ones_like(p.tp)
-    x = _broadcast(p, k, p.number * p.tokens / p.rows * summed / pieces, p.columns, one)
-    w = _broadcast(p, k, p.number * width / p.columns * summed / pieces, p.rows, p.columns)
-    return pieces * x, pieces * w
+def _of_grid(p: Points, k: Constants) -> tuple[Array, Array]:
+    """Seconds in which panels of each product's x, and of its W, are broadcast."""
+    pieces, one, spent = panels(p), np.ones_like(p.tp), np.zeros_like(p.tp)
+    for summed, width, count, _ in products(p):
+        x = _broadcast(p, k, p.number * p.tokens / p.rows * summed / pieces, p.columns, one)
+        w = _broadcast(p, k, p.number * width / p.columns * summed / pieces, p.rows, p.columns)
+        spent = spent + count * pieces * (x + w)
+    return spent, 2 * spent
 
 
-def _cube(p: Points, k: Constants, summed: Array, width: Array, ends: bool) -> tuple[Array, Array, Array]:
-    """Seconds in which one product's x and W are gathered, and its y is scattered."""
-    q, one = p.columns, np.ones_like(p.tp)
-    over_x, over_y = (q, one) if ends else (one, q)
-    x = gather(p, k, p.number * p.tokens * summed / q**2, q, over_x)
-    w = gather(p, k, p.number * summed * width / q**2, q, q**2)
-    y = gather(p, k, p.number * p.tokens * width / q**2, q, over_y)
-    return x, w, y
+def _of_cube(p: Points, k: Constants) -> tuple[Array, Array]:
+    """Seconds in which each product's x and W are gathered, and its y is scattered."""
+    q, one, forward, backward = p.columns, np.ones_like(p.tp), np.zeros_like(p.tp), np.zeros_like(p.tp)
+    for summed, width, count, ends in products(p):
+        over_x, over_y = (q, one) if ends else (one, q)
+        x = gather(p, k, p.number * p.tokens * summed / q**2, q, over_x)
+        w = gather(p, k, p.number * summed * width / q**2, q, q**2)
+        y = gather(p, k, p.number * p.tokens * width / q**2, q, over_y)
+        forward, backward = forward + count * (x + w + y), backward + count * (2 * (x + w) + y)
+    return forward, backward
 
 
 def _broadcast(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Array:

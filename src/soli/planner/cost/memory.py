@@ -8,13 +8,12 @@ activations     bytes a token and layer, by what is recomputed (arXiv 2205.05198
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from numpy.typing import NDArray
 
 from soli.planner.cost import grids
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, LINE, NONE, RING, SELECTIVE, Array, Points, in_the_mean
+from soli.planner.cost.points import FULL, LINE, NONE, RING, SELECTIVE, Array, Points, in_the_mean, once
 from soli.planner.cost.ranks import Rank, ranks
 from soli.planner.cost.schedules import in_a_v
 
@@ -25,6 +24,7 @@ NORMS = 4.0
 """Vectors of a layer's width: two norms' weights and biases, or what others have in their place."""
 
 
+@once
 @in_the_mean
 def of_layer(p: Points) -> tuple[Array, Array]:
     """A layer's parameters on a rank: those that dp replicates, and those of experts, which dp / ep ranks have."""
@@ -79,12 +79,13 @@ def of_rank(p: Points, rank: Rank) -> tuple[Array, Array]:
 def of_states(p: Points, rank: Rank) -> tuple[Array, Array, Array]:
     """Bytes of parameters, gradients, and what the optimizer has of them; adapters have at least 16 bits."""
     weights = gradients = moments = np.zeros_like(p.dp)
-    adapters = (rank.layers * p.adapters / p.tp, np.zeros_like(p.dp))
-    for count, few, over in zip(of_rank(p, rank), adapters, (p.shards, p.expert_shards), strict=True):
+    here, width = np.where(p.offload > 1, 0.0, 1.0), np.maximum(p.weight, 2.0)
+    apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
+    adapters = (rank.layers * p.adapters / p.tp, np.zeros(1))
+    kinds = list(zip(of_rank(p, rank), adapters, (p.shards, p.expert_shards), strict=True))
+    for count, few, over in kinds if p.experts.any() else kinds[:1]:
         learnt = count * (1 - p.frozen) + few
-        here, width = np.where(p.offload > 1, 0.0, 1.0), np.maximum(p.weight, 2.0)
         weights = weights + here * (count * p.weight + few * width) / np.where(p.zero >= 3, over, 1.0)
-        apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
         gradients = gradients + here * learnt * (p.gradient / np.where(apart, over, 1.0))
         own = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
         moments = moments + learnt * own
@@ -121,6 +122,7 @@ def casts(p: Points, rank: Rank) -> Array:
     return np.where(p.casts > 0, 2.0 * (rank.layers * layer * times + table), 0.0)
 
 
+@once
 @in_the_mean
 def activations_of_layer(p: Points) -> Array:
     """Bytes that one layer keeps of one microbatch for its backward."""
@@ -176,10 +178,10 @@ def activations(p: Points, k: Constants, rank: Rank) -> Array:
     """Bytes of a rank's microbatches that are under way, and of a recomputed layer beside them."""
     one = activations_of_layer(p)
     kept = rank.layers * rank.under_way * one
-    whole = activations_of_layer(replace(p, recompute=np.full(len(p), NONE)))
+    whole = activations_of_layer(p.recomputing(NONE))
     least = one
     if p.again.any():
-        least = activations_of_layer(replace(p, recompute=np.full(len(p), FULL)))
+        least = activations_of_layer(p.recomputing(FULL))
         kept = kept - np.minimum(p.again, rank.layers) * rank.under_way * (one - least)
     if p.moved.any():  # one comes or goes while the next is computed
         kept = np.where(p.moved > 0, np.minimum(kept, 2 * one), kept)
@@ -212,7 +214,7 @@ def average(p: Points, k: Constants) -> Array:
 
 def backward(p: Points) -> Array:
     """Bytes that soli's backward of one layer has beside what is kept: what it makes again, and gradients."""
-    again = activations_of_layer(replace(p, recompute=np.full(len(p), NONE))) - activations_of_layer(p)
+    again = activations_of_layer(p.recomputing(NONE)) - activations_of_layer(p)
     return again + p.tokens * p.hidden * GRADIENTS / p.around
 
 
@@ -228,9 +230,13 @@ def kinds(p: Points, k: Constants, bare: bool = False) -> dict[str, Array]:
     `bare`: as if copies of parameters, whole ones and those in 16 bits, took no place.
     """
     each = [_kinds(p, k, rank, bare) for rank in ranks(p)]
-    total = np.stack([sum(found.values(), np.zeros(len(p))) for found in each])
-    fullest = np.where(p.logged > 0, np.where((p.pp == 1) | in_a_v(p), 0, 2), total.argmax(axis=0))
+    fullest = _place_of_fullest(p, np.stack([sum(found.values(), np.zeros(len(p))) for found in each]))
     return {kind: np.choose(fullest, [np.broadcast_to(found[kind], len(p)) for found in each]) for kind in each[0]}
+
+
+def _place_of_fullest(p: Points, total: Array) -> NDArray[np.intp]:
+    """Of totals [ranks, N]."""
+    return np.where(p.logged > 0, np.where((p.pp == 1) | in_a_v(p), 0, 2), total.argmax(axis=0))
 
 
 def _kinds(p: Points, k: Constants, rank: Rank, bare: bool) -> dict[str, Array]:
@@ -276,4 +282,5 @@ def _fullest(p: Points, rank: Rank, found: dict[str, Array]) -> dict[str, Array]
 
 def peak(p: Points, k: Constants, bare: bool = False) -> Array:
     """Bytes at the fullest moment; `bare` as in `kinds`."""
-    return sum(kinds(p, k, bare).values(), np.zeros(()))
+    total = np.stack([sum(_kinds(p, k, rank, bare).values(), np.zeros(len(p))) for rank in ranks(p)])
+    return np.choose(_place_of_fullest(p, total), total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ ONE, INTERLEAVED, GPIPE, ZBH1, ZBH2, ZBV, DUALPIPEV = 0.0, 1.0, 2.0, 3.0, 3.5, 4
 
 @dataclass(frozen=True)
 class Points:
-    """Each field is an array [N]. A flag is 0 or 1."""
+    """Each field is an array [N], or [1]: what all plans have alike, and is computed once. `tp` is [N]. A flag is 0 or 1."""
 
     # the model
     layers: Array
@@ -139,105 +139,139 @@ class Points:
     filling: Array = field(metadata={"unsaid": 1.0})
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return len(self.tp)
 
     def take(self, index: Any) -> Points:
         """The plans at these places."""
-        return Points(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        columns = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return Points(**{name: column[index] if len(column) == len(self) else column for name, column in columns})
 
-    @property
+    def spread(self) -> Points:
+        """The same with every field [N]."""
+        return Points(**{f.name: np.broadcast_to(getattr(self, f.name), (len(self),)) for f in fields(self)})
+
+    def recomputing(self, level: float) -> Points:
+        """The same with so much of each layer made again."""
+        name = f"recomputing {level}"
+        if name not in self.__dict__:
+            self.__dict__[name] = replace(self, recompute=np.full(1, level))
+        return self.__dict__[name]
+
+    @cached_property
+    def kinds(self) -> tuple[Points, Points]:
+        """The same of layers with experts alone, and of those without."""
+        none = np.zeros(1)
+        alike = replace(self, plain=none)
+        return alike, replace(alike, experts=none, active=none + 1, shared=none, ffn=self.plain_ffn)
+
+    @cached_property
     def unfused(self) -> NDArray[np.bool_]:
         """Where torch's operations make the softmax of scores that are kept, one by one: in programs that run what a model is written in, and
         where Megatron's kernel does not, which takes four matrices of them at a time (NVIDIA/Megatron-LM, megatron/core/fusions/fused_softmax.py, is_kernel_available). Heads that are guessed say nothing of it."""
+        if (self.flash > 0).all():
+            return self.flash == 0
         matrices = self.microbatch * self.heads / self.tp
         odd = (self.fours > 0) & (self.heads % self.tp == 0) & (matrices % 4 != 0)
         return (self.flash == 0) & (odd | (self.eager > 1))
 
-    @property
+    @cached_property
     def microbatches(self) -> Array:
         """Of a replica in a step; the last may be smaller, and takes as long."""
         return np.maximum(np.ceil(self.global_batch / (self.dp * self.microbatch) - 1e-9), 1.0)
 
-    @property
+    @cached_property
     def own_layers(self) -> Array:
         """Of the rank that has the most, where each of its stages has whole ones."""
         return np.maximum(self.chunks * np.ceil(self.layers / (self.pp * self.chunks) - 1e-9), self.longest)
 
-    @property
+    @cached_property
     def columns(self) -> Array:
         """Ranks of tp over which heads and a product's widths are cut: of a cube its edge."""
         return np.where(self.tensor == CUBE, self.rows, self.tp / self.rows)
 
-    @property
+    @cached_property
     def around(self) -> Array:
         """Ranks of tp that share what lies around a layer's products: one but under sp, or on a grid."""
         return np.where((self.sp > 0) | (self.tensor > 0), self.tp, 1.0)
 
-    @property
+    @cached_property
     def tokens(self) -> Array:
         """Of one microbatch, on one rank of cp."""
         return self.microbatch * self.seq / self.cp
 
-    @property
+    @cached_property
     def number(self) -> Array:
         """Bytes of a number that products give and layers move: 2, or 4 of programs of 32 bits."""
         return np.maximum(self.low, 2.0)
 
-    @property
+    @cached_property
     def kv_share(self) -> Array:
         """Width of keys (or values) by width of queries."""
         return self.kv_heads / self.heads
 
-    @property
+    @cached_property
     def attention_width(self) -> Array:
         """All heads' queries."""
         return self.heads * self.head_size
 
-    @property
+    @cached_property
     def attention_matrices(self) -> Array:
         """Parameters of a layer's attention: those that make queries, keys and values, and the one that reads its result."""
         usual = self.attention_width * self.hidden * (2 + 2 * self.kv_share)
         return np.where(self.compressed > 0, self.compressed, usual)
 
-    @property
+    @cached_property
     def opening_width(self) -> Array:
         """Columns of the product that makes queries, keys and values; of several smaller ones as of one."""
         apart = np.ceil((self.compressed / self.hidden - self.attention_width) / 64) * 64
         return np.where(self.compressed > 0, apart, self.attention_width * (1 + 2 * self.kv_share))
 
-    @property
+    @cached_property
     def expert_tp(self) -> Array:
         """Ranks that share one expert's products: those of tp, or what is left of them where ep takes some."""
         return np.where(self.etp > 0, self.etp, np.clip(self.tp * self.dp * self.cp / self.ep, 1.0, self.tp))
 
-    @property
+    @cached_property
     def expert_stride(self) -> Array:
         """Ranks between two that have the same experts."""
         return np.where(self.etp > 0, self.etp, self.tp) * self.ep
 
-    @property
+    @cached_property
     def expert_replicas(self) -> Array:
         """Ranks that have the same experts."""
         return np.maximum(self.tp * self.dp * self.cp / (self.ep * self.expert_tp), 1.0)
 
-    @property
+    @cached_property
     def shards(self) -> Array:
         """Ranks over which ZeRO cuts a state, neighbours; HSDP has `replicate` such groups (arXiv 2304.11277, 3.2.2)."""
         return self.dp * self.cp / self.replicate
 
-    @property
+    @cached_property
     def expert_shards(self) -> Array:
         """The same of experts."""
         return np.maximum(self.expert_replicas / self.replicate, 1.0)
 
-    @property
+    @cached_property
     def matrices(self) -> Array:
         """Of an MLP."""
         return 2.0 + self.gated
 
-    @property
+    @cached_property
     def devices(self) -> Array:
         return self.tp * self.cp * self.pp * self.dp
+
+
+def once(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What is said of one frozen thing alone, computed once of each: a pipeline's ranks ask alike, which took a third of a search."""
+    name = f"{of.__module__}.{of.__name__}"
+
+    @wraps(of)
+    def kept(thing: Any) -> Any:
+        if name not in thing.__dict__:  # a field's name has no dots; what `replace` makes has none of these
+            thing.__dict__[name] = of(thing)
+        return thing.__dict__[name]
+
+    return kept
 
 
 def in_the_mean(of: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,9 +281,7 @@ def in_the_mean(of: Callable[..., Any]) -> Callable[..., Any]:
     def mean(p: Points, *more: Any) -> Any:
         if not p.plain.any():
             return of(p, *more)
-        alike, none = replace(p, plain=np.zeros(len(p))), np.zeros(len(p))
-        dense = replace(alike, experts=none, active=none + 1, shared=none, ffn=p.plain_ffn)
-        one, other = (np.asarray(of(points, *more)) for points in (alike, dense))
+        one, other = (np.asarray(of(points, *more)) for points in p.kinds)
         return one + p.plain / p.layers * (other - one)
 
     return mean

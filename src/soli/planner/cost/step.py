@@ -86,7 +86,7 @@ def layers(p: Points, k: Constants) -> tuple[Array, Array]:
     one, exposed = layer(p, k)
     if not p.again.any():
         return one * p.own_layers, exposed * p.own_layers
-    again = layer(replace(p, recompute=np.full(len(p), FULL)), k)
+    again = layer(p.recomputing(FULL), k)
     mixed = lambda less, more: less * (p.own_layers - p.again) + more * p.again
     return mixed(one, again[0]), mixed(exposed, again[1])
 
@@ -152,8 +152,12 @@ def late(p: Points, k: Constants, summed: communication.Sums, backward: Amount) 
 
 
 def update(p: Points, k: Constants) -> Array:
-    """Seconds of the optimizer. Of `zero` it matters whether states are shared out at all."""
-    dense, experts = memory.trained(p)
+    """Seconds of the optimizer."""
+    return updating(p, k, *memory.trained(p))
+
+
+def updating(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
+    """The same of so many parameters. Of `zero` it matters whether states are shared out at all."""
     sharded = p.zero >= 1
     own = dense / np.where(sharded, p.shards, 1.0) + experts / np.where(sharded, p.expert_shards, 1.0)
     return arithmetic.optimizer(p, k, own)
