@@ -382,9 +382,30 @@ def test_a_loss_in_pieces_is_read_from_a_column_of_its_own() -> None:
 
 def test_attention_within_documents_or_a_window_is_said() -> None:
     said = "attention=over the whole sequence, not within its documents or windows"
-    for notes in ("short documents (block-diagonal attention)", "sliding-window attention", "attention windowed to 1024 tokens"):
+    for notes in ("short documents (block-diagonal attention)", "sliding-window attention", "attention windowed to 1024 tokens, scores kept: no flash"):
         assert said in read(ROW | {"notes": notes}).inferred
     assert said not in read(ROW).inferred
+
+
+@pytest.mark.parametrize(
+    ("notes", "window", "share"),
+    [
+        ("sliding window attention (4,096)", 4096, 1), ("SWA-4k", 4096, 1), ("1024-token sliding window in every other layer", 1024, 1 / 2),
+        ("window_size=512, 5:1 local:global", 512, 5 / 6), ("attention windowed to 1024 tokens", 1024, 1), ("", 0, 0),
+        ("warmup window 10, context window of 4096 tokens is filled", 0, 0), ("128k context window", 0, 0),
+    ],
+)  # fmt: skip
+def test_windows_that_a_row_tells_of(notes: str, window: int, share: float) -> None:
+    point = read(ROW | {"attn_backend": "flash", "notes": notes}).point
+    assert (point["window"], point["windowed"]) == (window, pytest.approx(share))
+
+
+def test_windows_of_a_published_model_are_kept_to_where_a_kernel_does() -> None:
+    """Megatron's does, and FlashAttention; a mask that torch's attention is given leaves nothing out."""
+    named = lambda **more: read(ROW | {"model": "Gemma-3-27B", "layers": "62", "hidden": "5376", "heads": "32", "params_b": "27"} | more).point
+    assert named(framework="Megatron-LM", gpu="H100")["windowed"] == pytest.approx(5 / 6, abs=1e-4)
+    assert named(framework="Hugging Face", gpu="H100")["windowed"] == 0
+    assert named(framework="Hugging Face", gpu="H100", attn_backend="flash_attention_2")["window"] == 1024
 
 
 def test_networks_by_their_names_here() -> None:

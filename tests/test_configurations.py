@@ -160,6 +160,22 @@ def test_parts_of_a_configuration_count_as_its_own(tmp_path: Path) -> None:
     assert read(tmp_path, model_type="chatglm", hidden_size=4096, num_attention_heads=32, **whole)[0].kv_heads == 32
 
 
+@pytest.mark.parametrize(
+    ("said", "window", "share"),
+    [
+        ({"sliding_window": 4096}, 4096, 1), ({"sliding_window": None}, 0, 0), ({"sliding_window": 4096, "use_sliding_window": False}, 0, 0),
+        ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 24}, 4096, 1 / 4), ({"sliding_window": 1024, "sliding_window_pattern": 6}, 1024, 5 / 6),
+        ({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 16}, 128, 1 / 2), ({"model_type": "gemma2", "sliding_window": 4096}, 4096, 1 / 2),
+        ({"attention_chunk_size": 8192, "no_rope_layers": [1, 1, 1, 0] * 8}, 4096, 3 / 4), ({"model_type": "gpt_oss", "sliding_window": 128}, 0, 0),
+    ],
+)  # fmt: skip
+def test_windows_of_a_configuration(said: dict[str, Any], window: int, share: float, tmp_path: Path) -> None:
+    """Which layers have one; within chunks a token reads half of one in the mean."""
+    model, inferred = read(tmp_path, **{"model_type": "llama", **DIMENSIONS, **said})
+    assert (model.window, model.windowed) == (window, pytest.approx(share))
+    assert any(f"{share:.0%} of its layers attend to {window} tokens" in one for one in inferred) == (window > 0)
+
+
 def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_understood(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention"]
     assert read(tmp_path, model_type="llama", layer_types=kinds, embedding_size=4096, **DIMENSIONS)[0].layers == 32

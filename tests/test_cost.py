@@ -325,6 +325,20 @@ def test_programs_of_torchs_operations_make_a_softmax_of_them_too() -> None:
     assert isclose(kept, 2 * 2048 * 2048 * 16)
 
 
+@pytest.mark.parametrize(("seq", "window"), [(4096, 1024), (4096, 512), (8192, 4096), (2048, 4096)])
+def test_a_kernel_makes_the_scores_of_its_windows_alone(seq: int, window: int) -> None:
+    """As many as one by one, but for the half of a row that a sum of whole numbers lacks; in the layers that have a window."""
+    reads = min(window + arithmetic.TILE, seq)
+    whole, some, half = (point(flash=1, seq=seq, window=window, windowed=share) for share in (0, 1, 0.5))
+    counted = sum(min(i, reads) for i in range(seq)) + reads / 2
+    for way in (0, 1):
+        of = [arithmetic.attention(p, ONE)[way][0] for p in (whole, some, half)]
+        assert isclose(of[1] / of[0], counted / (seq**2 / 2), rel_tol=1e-12)
+        assert isclose(of[2], (of[0] + of[1]) / 2, rel_tol=1e-12)
+    kept = [arithmetic.attention(point(flash=0, seq=seq, window=window, windowed=share), ONE)[0][0] for share in (0, 1)]
+    assert kept[0] == kept[1]
+
+
 def test_a_slower_product_is_at_its_rate_with_fewer_rows() -> None:
     """What it waits for are bytes: of 32 bits on a V100 a quarter of the sizes; of tf32 on an A100, and of 8 bits, as many as of 16."""
     of = lambda device, precision: of_device(devices()[device], precision)["filling"]

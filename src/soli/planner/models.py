@@ -19,6 +19,8 @@ from soli.planner.families import FAMILIES, Family
 _KEYS = table(__package__, "configurations.toml")
 NAMES: dict[str, list[str]] = _KEYS["dimensions"]
 """A dimension, and the keys under which configurations have it."""
+WINDOWED: dict[str, float] = _KEYS["windowed"]
+"""Of a family's layers those with windows, where its configuration does not say which."""
 MOST = 10**9
 NEEDED = ("layers", "hidden", "heads", "vocab")
 GATED = ("silu", "swiglu", "gelu_pytorch_tanh", "swigluoai")
@@ -59,6 +61,8 @@ class Model:
     flash: bool = True  # attention's scores are not kept in memory
     plain: int = 0  # layers of a mixture that have one MLP in the place of experts
     plain_ffn: int = 0
+    windowed: float = 0.0  # of its layers those whose attention reads so many tokens before each
+    window: int = 0
 
     @property
     def parameters(self) -> float:
@@ -140,7 +144,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         ffn=(numbers["expert_ffn"] if experts else None) or wide, gated=family.gated, vocab=vocab, experts=experts,
         active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=numbers["seq"] or 0,
         tied=bool(said.get("tie_word_embeddings", family.tied)), compressed=_compressed(said, hidden, heads),
-        plain=plain, plain_ffn=(numbers["plain_ffn"] or wide) if plain else 0,
+        plain=plain, plain_ffn=(numbers["plain_ffn"] or wide) if plain else 0, **_windows(kind, said, layers),
     )  # fmt: skip
     return model, tuple(_inferred(kind, said, numbers, model))
 
@@ -172,6 +176,26 @@ def _compressed(said: Mapping[str, Any], hidden: int, heads: int) -> int:
         return 0
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return int(compressed(hidden, heads, said.get("q_lora_rank") or 0, *(said[name] for name in names if name in said)))
+
+
+def _windows(kind: str, said: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """How many tokens attention reads, and in which part of the layers. Within chunks a token reads half of one in the mean, as of a window of half its size."""
+    window, chunk = said.get("sliding_window"), said.get("attention_chunk_size")
+    size = window if isinstance(window, int) else chunk // 2 if isinstance(chunk, int) else 0
+    every, kinds, ropes = said.get("sliding_window_pattern"), said.get("layer_types"), said.get("no_rope_layers")
+    if WINDOWED.get(kind) == 0:
+        share = 0.0
+    elif isinstance(kinds, list) and kinds:
+        share = 1 - kinds.count("full_attention") / len(kinds)
+    elif isinstance(ropes, list) and ropes:  # Llama 4's: whole where there are no positions
+        share = sum(map(bool, ropes)) / len(ropes)
+    elif said.get("use_sliding_window") is False:
+        share = 0.0
+    elif isinstance(first := said.get("max_window_layers"), int):
+        share = max(1 - first / layers, 0.0)
+    else:
+        share = 1 - 1 / every if isinstance(every, int) and every > 0 else WINDOWED.get(kind, 1.0)
+    return {"window": size, "windowed": share} if size > 0 and share > 0 else {}
 
 
 def _shared(said: Mapping[str, Any]) -> int | None:
@@ -229,6 +253,8 @@ def _inferred(kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | No
         found.append("each token goes to one expert")
     if model.plain:
         found.append(f"{model.plain} of its {model.layers} layers have an MLP of {model.plain_ffn} and no experts, and a stage has as many of both as the model")
+    if model.window:
+        found.append(f"{model.windowed:.0%} of its layers attend to {model.window} tokens before each, which takes less time in Megatron's kernels, as much in soli's")
     found += [f"{key} is left out, only text is planned" for key in said if TOWER.fullmatch(key) and said[key]]
     return found
 

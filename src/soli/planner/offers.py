@@ -20,6 +20,7 @@ LACKS = {
     "some": not any(value not in RECOMPUTE for value in BUILT["recompute"]),
     "offload": len(BUILT["offload"]) == 1,
     "fp8": "fp8" not in BUILT["precision"],
+    "windows": True,  # a mask that a program gives torch's attention leaves nothing out
 }
 """Which choices soli has not built."""
 MORE: dict[str, list[str]] = table(__package__, "offers.toml")["more"]

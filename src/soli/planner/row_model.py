@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from soli.planner.cells import SILENT, text, true
 from soli.planner.columns import COLUMNS
-from soli.planner.cost.programs import TESTS
+from soli.planner.cost.programs import MEGATRON, TESTS, WORDS, tells
 from soli.planner.models import Model, compressed
 from soli.planner.published import named, plain_name
 from soli.planner.row import Row, Said
@@ -97,7 +97,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size,
         "compressed": compressed(hidden, heads, 1536 if hidden > 2048 else 0) if latent else 0.0,
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active, "shared": shared,
-        "tied": float(tied),
+        "tied": float(tied), "window": float(known.window) if known else 0.0, "windowed": known.windowed if known else 0.0,
     }  # fmt: skip
 
 
@@ -182,10 +182,31 @@ def adapters_of(row: Mapping[str, str], q: Mapping[str, float], found: Row) -> f
 
 
 def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row) -> dict[str, float]:
+    """Whether scores are kept, and the windows that a kernel keeps to."""
     backend, notes = text(row, "attn_backend").lower(), text(row, "notes").lower()
     said = f"{backend} {notes} {text(row, 'framework').lower()}"
-    if meant("documents", said):
+    told = WORDS["window"].search(f"{said} {text(row, 'arch').lower()}")
+    kernel = _kernel(row, point, found, backend, notes, said)
+    # Where nothing is told of a published model's windows, a mask that is given to torch's attention leaves nothing out.
+    keeps = bool(kernel) and bool(told or found.framework == MEGATRON or meant("attends", f"{backend} {notes}"))
+    windows = _windows(told, said, point) if keeps else {"window": 0.0, "windowed": 0.0}
+    if meant("documents", said) and not windows["windowed"]:
         found.inferred.append("attention=over the whole sequence, not within its documents or windows")
+    return {"flash": kernel, **windows}
+
+
+def _windows(told: re.Match[str] | None, said: str, point: Mapping[str, float]) -> dict[str, float]:
+    """Those that a row tells, or else its published model has."""
+    if told is None:
+        return {"window": point.get("window", 0.0), "windowed": point.get("windowed", 0.0)}
+    each = sum(int(n) for one in WORDS["local_each"].findall(said)[:1] for n in one if n)
+    share = each / (each + 1) if each else 0.5 if tells("local_others", said) else point.get("windowed") or 1.0
+    size, thousands = told[1] or told[3], told[2] or told[4]
+    return {"window": float(size.replace(",", "")) * (1024 if thousands else 1), "windowed": share}
+
+
+def _kernel(row: Mapping[str, str], point: Mapping[str, float], found: Row, backend: str, notes: str, said: str) -> float:
+    """Whether attention keeps no scores."""
     speaks = not SILENT.fullmatch(backend)
     kind = meant("attention", backend) if speaks else None
     if speaks and kind is None:
@@ -197,12 +218,12 @@ def attention_of(row: Mapping[str, str], point: Mapping[str, float], found: Row)
     if old or text(row, "impl") == "local":
         kind = False
     if kind is not None:
-        return {"flash": float(kind)}
+        return float(kind)
     if (found.framework in FLASH and not found.plain) or found.generation in FLASH_SINCE:
-        return {"flash": 1.0}
+        return 1.0
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
     since = point.get("gated") or point.get("seq", 0.0) > LONG or (found.plain and meant("second_torch", affirmed(said)))
     later = found.generation in ("ampere", "cdna2") and since
     if later or found.plain or found.framework == OTHER:
         found.inferred.append(f"attention={'flash' if later else 'scores kept'}")
-    return {"flash": float(bool(later))}
+    return float(bool(later))

@@ -273,6 +273,7 @@ def _alike(task: Task) -> Table:
         **of_program(task.framework, task.cluster.device.generation),
         "global_batch": task.batch, "logged": 0.0, **of_states(task.framework), **USUAL,
     }  # fmt: skip
+    same["windowed"] *= chooses(task.framework, "windows")
     return {name: np.full(1, value, dtype=float) for name, value in same.items()}
 
 

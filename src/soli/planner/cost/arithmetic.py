@@ -21,6 +21,8 @@ And in programs of 32 bits, which have nothing to cast."""
 UPDATE, FUSED = 32.0, 40.0
 """Bytes of an update that takes `optimizer_bytes`: gradients of 4 are read, 12 of moments and a copy read and written, parameters of 2 too.
 And the most that it takes where one kernel does it, at 0.8 of the memory's rate: torch's usual AdamW is a dozen, each of which reads and writes some of them."""
+TILE = 128.0
+"""Scores that a kernel makes at once, in one direction; those of a tile that a mask cuts are all made (FlashAttention-2, arXiv 2307.08691, 3.1)."""
 HOST_ADAM = 14.0
 """Bytes over a device's link to the host that take as long as a server's processors for a parameter's update: 72 billion on four servers of 8 A100,
 with links of 25 GB/s, in some 10 s (deepspeedai/DeepSpeed#6834). The best that was published is 4 (ZeRO-Offload, arXiv 2101.06840, table 4), a Llama
@@ -111,7 +113,7 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
     scores = p.tokens * p.seq * p.heads / p.tp
     filled = np.ceil(p.head_size / 32) * 32
     reached = p.peak_wide * p.kernel * k.attention_share * (128 + SCORE) / 128
-    kernel = 2.0 * scores * (filled + SCORE) / reached
+    kernel = 2.0 * scores * (filled + SCORE) / reached * within(p)
     inner = k.product_half_inner * p.filling
     summed = p.head_size / (p.head_size + inner)
     rate = p.peak_wide * k.product_share * aligned(p.head_size) * summed * p.seq / (p.seq + inner)
@@ -120,6 +122,12 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
     moved = scores * (k.score_bytes * p.number / 2 + slow * p.unfused) / (p.bandwidth * k.stream_share)
     flash = p.flash > 0
     return np.where(flash, kernel, products + moved), np.where(flash, 2.5 * kernel, 2.0 * products + 1.5 * moved)
+
+
+def within(p: Points) -> Array:
+    """Of the scores under a causal mask the share that windows leave, of a token (w - w^2 / 2 s) of s / 2 in the mean."""
+    part = np.minimum((p.window + TILE) / p.seq, 1.0)
+    return 1 - p.windowed * (1 - part) ** 2
 
 
 def elements_forward(p: Points, k: Constants) -> Array:

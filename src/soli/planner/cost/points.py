@@ -137,6 +137,9 @@ class Points:
     looped: Array = field(metadata={"unsaid": 0.0})
     # sizes at which a product reaches half of its rate, by those of a product of 16 bits
     filling: Array = field(metadata={"unsaid": 1.0})
+    # of the layers those whose attention reads so many tokens before each, where a kernel leaves out the others
+    windowed: Array = field(metadata={"unsaid": 0.0})
+    window: Array = field(metadata={"unsaid": 0.0})
 
     def __len__(self) -> int:
         return len(self.tp)

@@ -50,9 +50,8 @@ def all_reduce(size: Array, n: Array, link: Array, latency: Array) -> Array:
     rank = np.log2(np.maximum(n, 2.0))
     row, share = _place(rank, 1.0, 1.0, len(RANKS))
     place, values = row * len(x) + column, y.ravel()
-    lower, upper = (
-        values.take(place + below) * (1 - part) + values.take(place + below + 1) * part for below in (0, len(x))
-    )
+    between = lambda at: values.take(at) * (1 - part) + values.take(at + 1) * part
+    lower, upper = between(place), between(place + len(x))
     found = np.exp(lower * (1 - share) + upper * share + beyond) * np.where(n > 8, (n - 1) / n * 8 / 7, 1.0)
     return np.where(n > 1, latency * (found + 2 * np.maximum(rank - 3.0, 0.0)), 0.0)
 
