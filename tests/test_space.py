@@ -573,3 +573,15 @@ def test_shared_experts_are_kept_and_computed_but_not_sent() -> None:
     plain = spaces(asked).zero < 3
     assert with_it.exposed[plain] == pytest.approx(without.exposed[plain])
     assert (with_it.memory > without.memory).all()
+
+
+def test_windows_are_charged_of_programs_whose_kernels_know_them() -> None:
+    """soli gives torch's attention a mask, which leaves nothing out; flops are of the scores that are computed."""
+    windows = replace(SMALL, window=256, windowed=0.5)
+    for framework, share in (("megatron", 1 - 0.5 * (1 - 384 / 2048) ** 2), ("soli", 1.0)):
+        one = dict.fromkeys(("tp", "cp", "pp", "dp"), 1.0)
+        some, whole = (spaces(task(model, "h100:1x1", batch=4, seq=2048, framework=framework, fixed=one)) for model in (windows, SMALL))
+        took = [arithmetic.attention(p, ONE)[0] for p in (some, whole)]
+        np.testing.assert_allclose(took[0] / took[1], share, rtol=1e-12)
+        scores = 6 * SMALL.layers * 2048 * SMALL.heads * SMALL.head_size
+        assert explain.flops(whole, 0) - explain.flops(some, 0) == pytest.approx((1 - share) * scores)

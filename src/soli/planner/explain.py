@@ -11,7 +11,7 @@ from functools import cache
 
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.planner import space
-from soli.planner.cost import memory
+from soli.planner.cost import arithmetic, memory
 from soli.planner.cost.constants import chain, sets, spread_of
 from soli.planner.cost.points import PRECISIONS, Points
 from soli.planner.cost.step import Step
@@ -134,11 +134,12 @@ def note(p: Points, i: int) -> str:
 def flops(p: Points, i: int) -> float:
     """Of the model, a token: 6 a parameter that a product reads, and attention's (arXiv 2204.02311, appendix B).
 
-    Of attention what a causal kernel computes, which is half of what the paper counts.
+    Of attention what a causal kernel computes, half of what the paper counts, and of windows what they leave.
     """
     one = p.take([i])
     table = one.vocab * one.hidden
-    return float((6 * (memory.used(one) - (1 - one.tied) * table) + 6 * one.layers * one.seq * one.attention_width)[0])
+    scores = one.layers * one.seq * one.attention_width * arithmetic.within(one)
+    return float((6 * (memory.used(one) - (1 - one.tied) * table) + 6 * scores)[0])
 
 
 def why(best: list[Choice]) -> str:
