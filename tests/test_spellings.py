@@ -33,6 +33,8 @@ from soli.planner.spellings import Sharding, device, precision, program, recompu
         ("HSDP (replicate 4, shard 16)", Sharding(3.0, copied=True, group=16, replicate=4)),
         ("hsdp 8x16", Sharding(3.0, copied=True, group=16, replicate=8)),
         ("_HYBRID_SHARD_ZERO2", Sharding(2.0, copied=True)),
+        ("zero1=8", Sharding(1.0, group=8)), ("zero1=8 (optimizer states sharded within 8 GPUs)", Sharding(1.0, group=8)), ("zero1=-1", Sharding(1.0)),
+        ("FSDP 8, CP 1", Sharding(3.0)), ("fsdp 128, dcn data parallel 2", Sharding(3.0)), ("CP 2, FSDP 4", Sharding(3.0, group=4)),
         ("hybrid zero1 8", Sharding(1.0, copied=True, group=8)), ("megatron-fsdp 64", Sharding(3.0, group=64)),
         ("Distributed Data Parallel (DDP)", Sharding(0.0)), ("torch.distributed DDP", Sharding(0.0)), ("DistributedDataParallel", Sharding(0.0)),
         ("DDP, distributed optimizer", Sharding(1.0)), ("FSDP SHARD_GRAD_OP", Sharding(2.0)), ("FSDP NO_SHARD", Sharding(0.0)), ("FSDP (no offload)", Sharding(3.0)),

@@ -47,6 +47,8 @@ def read(row: Mapping[str, str]) -> Row:
         return found
     said = {name: number(row, name, columns, found.refused) for name, columns in COLUMNS.items()}
     combined(row, said, found)
+    if (shard := spellings.sharding(text(row, "shard"))) and shard.group and said["shard_group"] is None:
+        said["shard_group"] = float(shard.group)
     device = device_of(row, found)
     if device is None:
         return found
@@ -146,6 +148,7 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
     if said["chunk_layers"] and "layers" in point:  # Megatron-LM's num-layers-per-virtual-pipeline-stage
         chunks = max(point["layers"] / pp / said["chunk_layers"], 1.0)
     gpus, dp, nodes, each = said["gpus"], said["dp"], said["nodes"], said["per_node"]
+    shared = said["shard_group"] or 1.0
     if nodes and gpus is None:
         gpus = nodes * (each or point.get("node", 1.0))
         found.inferred += [] if each else [f"{DEVICES}{gpus:g}"]
@@ -162,6 +165,9 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
     elif gpus is not None and dp is not None and ep > 1 and gpus == tp * pp * cp * dp * ep:
         dp = dp * ep
         found.inferred.append(f"dp={dp:g}, with the ranks of ep")
+    elif gpus is not None and dp is not None and shared > 1 and gpus == tp * pp * cp * dp * shared:
+        dp = dp * shared  # copies alone, as MaxText counts
+        found.inferred.append(f"dp={dp:g}, with the ranks that share states")
     elif gpus is not None and dp is not None and gpus != tp * pp * cp * dp:
         found.refused.append(f"tp x pp x cp x dp = {tp * pp * cp * dp:g}, and it has {gpus:g} gpus")
     if ep > (stage := tp * cp * (dp or 1.0)) and not said["etp"]:
@@ -264,7 +270,8 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     places = (*parts, f"; {aside}")
     hosted = zero == 3 and (found.framework == spellings.FSDP or any(spellings.meant("hosted", place) for place in places))
     offload = float(states.offload or by_stage.offload or any(spellings.meant("offloaded", place) for place in places))
-    group = said["shard_group"] or states.group
+    group = said["shard_group"]
+    group = ranks if group == point["dp"] else group  # beside cp, whose ranks share them too
     copies = said["replicate"] or states.replicate
     found.grouped = states.copied and not group and not copies
     copies = copies or max(ranks / (group or usual), 1.0)

@@ -19,6 +19,11 @@ DENIED = re.compile(
 """What is said not to be: "no offload", "fsdp off", "torch_compile=False"."""
 STAGE = re.compile(r"(?<![a-z])(?:zero|stage|z)(?:[\s_=:-]*(?:dp|stage))?[\s_=:-]*([0-3])(?![\da-z])|^([0-3])$")
 
+OTHERS = re.compile(r"(?<![a-z])(?:tp|pp|cp|ep|sp|[a-z]+[\s_-]parallel\w*)[\s=:]*\d+")
+"""Degrees of other ways, beside which a number is not of those that share a state: "FSDP 8, CP 1"."""
+GROUPED = re.compile(r"(?:shards?|shard\w+ (?:with)?in|size|groups? of|groups?)[\s=:]*(\d+)|(?:\S\s+|^\W*=\s*)(\d+)$")
+"""How many share a state, of what is said behind a stage: "zero1=8", "zero1, sharded within 8 GPUs"."""
+
 CLOUD = re.compile(r"\d+|[pg]\d[a-z]{0,2}")
 """Names of devices by a number alone, and of a cloud's servers, which elsewhere are of other things."""
 
@@ -63,7 +68,7 @@ def sharding(said: str) -> Sharding | None:
         return None
     pair = re.search(r"(\d+)\s*[x×]\s*(\d+)", plain)
     copies, size = (int(pair[1]), int(pair[2])) if pair else (0, 0)
-    group = re.search(r"(?:shards?|size|groups? of|groups?)[\s=:]*(\d+)|\S\s+(\d+)$", STAGE.sub(" ", plain))
+    group = GROUPED.search(OTHERS.sub(";", STAGE.sub(" ", plain)))
     copied = bool(re.search(r"hybrid|hsdp", plain)) and zero != 0.0
     replicate = re.search(r"replicat\w*[\s=:]*(\d+)", plain)
     return Sharding(
