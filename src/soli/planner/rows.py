@@ -179,8 +179,9 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
 def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     """The order of a pipeline's passes, how attention crosses cp, how tp's ranks share a product, how many share an expert's."""
     order, kind, shape = (text(row, name) for name in ("schedule", "cp_kind", "tp_kind"))
-    if SILENT.fullmatch(order) and point["chunks"] == 1 and spellings.meant("told_schedules", spellings.affirmed(text(row, "notes"))):
-        order = "interleaved"
+    if SILENT.fullmatch(order) and point["chunks"] == 1:
+        told = spellings.affirmed(f"{text(row, 'vp')}; {text(row, 'framework')}; {text(row, 'notes')}")
+        order = spellings.meant("told_schedules", COMPARED.sub("", told)) or order
     if (stages := re.search(r"\bvp{0,2}\s*=\s*(\d+)", order, re.I)) and point["chunks"] == 1:
         point = point | {"chunks": float(stages[1])}
     tp, cp, chunks, heads = point["tp"], point["cp"], point["chunks"], point.get("heads", 1.0) / point["tp"]
