@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import ceil
+from math import ceil, gcd
 
 from soli.planner import spellings
 from soli.planner.cells import SILENT, number, text, true
@@ -77,6 +77,9 @@ def read(row: Mapping[str, str]) -> Row:
     point["frozen"] = float(frozen)
     point |= attention_of(row, point, found)
     point |= _degrees(said, point, found)
+    if point.get("experts") and not said["ep"] and tells("dispatched", spellings.affirmed(told)):
+        point["ep"] = float(gcd(int(point["experts"]), int(point["tp"] * point["cp"] * point["dp"])))
+        found.inferred.append(f"ep={point['ep']:g}")
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
     told, optimizer = f"{told}; {text(row, 'shard')}; {text(row, 'precision')}", text(row, "optimizer")
     point["fused"] = float("fused" in spellings.affirmed(optimizer) and "unfused" not in optimizer.lower())
@@ -245,6 +248,8 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         usual = 3.0 if found.framework == spellings.FSDP and not found.plain and point["dp"] * point["cp"] > 1 else 0.0
         if found.framework == MEGATRON and found.generation in FLASH_SINCE:
             usual = 1.0  # its recipes of since then shard the optimizer
+        if found.framework == spellings.NANOTRON:
+            usual = 1.0  # its bench runs of a model of 1.2B keep 7.6 GB of states at dp=16
         zero = 3.0 if sharded else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             zero = usual if program.zero is None else program.zero

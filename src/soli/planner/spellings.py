@@ -29,7 +29,9 @@ CLOUD = re.compile(r"\d+|[pg]\d[a-z]{0,2}")
 
 WHOLE = re.compile(r"\bno_shard\b")
 """FSDP's word for what it does not share out, which is no denial of another word."""
-TECHNIQUE = re.compile(r"^(?:ac\b|(?:(?:act|grad)[a-z]*[\s_-]*)?(?:checkpoint|ckpt|recomput)[a-z]*)[\s:=_,;(-]*")
+TECHNIQUE = re.compile(
+    r"^(?:ac\b|(?:use_)?remat(?:[\s_]?policy)?(?![a-z])|(?:(?:act|grad)[a-z]*[\s_-]*)?(?:checkpoint|ckpt|recomput)[a-z]*)[\s:=_,;(-]*"
+)
 """A name of recomputation before what is said of it."""
 
 
