@@ -74,6 +74,8 @@ CASES = [
     *each({"arch": "moe 8e top2", "dp": "4", "tp": "2", "pp": "1", "gpus": "8"}, "notes", ("", "without DeepEP", "deep epochs"), ep=1),
     *each({"arch": "moe 8e top2", "dp": "4", "tp": "2", "pp": "1", "gpus": "8", "notes": "DeepEP"}, "ep", ("4",), ep=4),
     *each({"framework": "MaxText", "tp": "1", "pp": "1", "dp": "1", "gpus": "8"}, "shard", ("FSDP 8", "fsdp (size 8)"), dp=8, zero=3, replicate=1),
+    *each({"framework": "MaxText", "tp": "1", "pp": "1", "dp": "2", "gpus": "16", "shard": ""}, "FSDP", ("8",), dp=16, zero=3, replicate=2),
+    *each({"microbatch": "", "global_batch": "", "Micro Num": "4"}, "Micro Bsz", ("8",), microbatch=8, global_batch=256),
     *each({"framework": "InternEvo", "tp": "1", "pp": "1", "dp": "64"}, "shard", ("zero1=8", "zero1, groups of 8"), zero=1, replicate=8),
     *each(TITAN | {"tp": "1", "pp": "1", "dp": "16", "cp": "4"}, "shard", ("FSDP 16, CP 4", "FSDP 16", "CP 4, FSDP 16"), zero=3, replicate=1),
     *each({"framework": "nanotron"}, "shard", ("", "not stated"), zero=1),

@@ -47,8 +47,10 @@ def read(row: Mapping[str, str]) -> Row:
         return found
     said = {name: number(row, name, columns, found.refused) for name, columns in COLUMNS.items()}
     combined(row, said, found)
-    if (shard := spellings.sharding(text(row, "shard"))) and shard.group and said["shard_group"] is None:
-        said["shard_group"] = float(shard.group)
+    shard, fsdp = spellings.sharding(text(row, "shard")), text(row, "fsdp")
+    group = shard.group if shard and shard.group else int(fsdp) if fsdp.isdecimal() and fsdp != "1" else 0
+    if group and said["shard_group"] is None:
+        said["shard_group"] = float(group)
     device = device_of(row, found)
     if device is None:
         return found
