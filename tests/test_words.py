@@ -66,6 +66,10 @@ CASES = [
     *each({}, "notes", ("loss_type chunked_nll", "chunked loss", "chunked cross entropy"), pieces=8),
     *each({}, "framework", ("NVIDIA BERT (PyTorch, apex)", "Unsloth", "PyTorch (NVIDIA BERT)"), eager=1),
     *each({}, "vp", ("interleaved", "Interleaving"), chunks=2, schedule=1),
+    *each({}, "schedule", ("1F1B-I", "depth-first", "interleaved 1F1B"), chunks=2, schedule=1),
+    *each({}, "schedule", ("1F1B", "1F1B, in order"), chunks=1, schedule=0),
+    *each({}, "notes", ("1F1B-I schedule",), chunks=2, schedule=1),
+    *each({}, "recompute", ("w/ AC", "with AC", "w/ gc"), recompute=FULL),
     *each({}, "notes", ("schedule ZB-1P; 24 microbatches", "zero bubble H1", "zero-bubble pipeline"), chunks=1, schedule=3),
     *each({}, "notes", ("ZB-2P", "zero bubble (2P)"), schedule=3.5),
     *each({}, "notes", ("faster than zero-bubble", "without zero-bubble", "ZeRO, no bubble"), schedule=0),
@@ -191,10 +195,10 @@ def test_a_head_without_logits_takes_less_of_both() -> None:
 
 
 PROGRAMS = {
-    "fsdp": ("LLM Foundry", "llm_foundry", "llm-foundry", "MosaicBERT", "OLMo", "OLMo-core", "open_lm", "OpenLM", "verl", "verl (FSDP)"),
-    "megatron-deepspeed": ("GPT-NeoX", "GPT-NeoX (Megatron + DeepSpeed)", "gpt_neox", "Megatron-DeepSpeed"), "jax": ("levanter", "EasyLM", "MaxText"),
+    "fsdp": ("LLM Foundry", "llm_foundry", "llm-foundry", "MosaicBERT", "OLMo", "OLMo-core", "open_lm", "OpenLM", "verl", "verl (FSDP)", "VeOmni"),
+    "megatron-deepspeed": ("GPT-NeoX", "GPT-NeoX (Megatron + DeepSpeed)", "gpt_neox", "Megatron-DeepSpeed"), "jax": ("levanter", "EasyLM", "MaxText", "AxLearn"),
     "pytorch": ("picotron", "nanochat", "nanoGPT", "Oumi", "HF + Transformer Engine", "HF + TE", "Transformer Engine (Hugging Face)", "ms-swift"),
-    "megatron": ("Megatron-SWIFT", "ms-swift (Megatron)", "Transformer Engine", "PyTorch + Transformer Engine", "NeMo (PyTorch, Transformer Engine)", "Megatron-Core (Hugging Face, TE)"),
+    "megatron": ("FlagScale", "Pai-Megatron-Patch", "Megatron-SWIFT", "ms-swift (Megatron)", "Transformer Engine", "PyTorch + Transformer Engine", "NeMo (PyTorch, Transformer Engine)", "Megatron-Core (Hugging Face, TE)"),
     "megatron-2020": ("Megatron-LM", "verl (Megatron)"), "other": ("swiftly", "overly", "openllm", "doumi"),
 }  # fmt: skip
 
