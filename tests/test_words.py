@@ -69,6 +69,8 @@ CASES = [
     *each({}, "schedule", ("1F1B-I", "depth-first", "interleaved 1F1B"), chunks=2, schedule=1),
     *each({}, "schedule", ("1F1B", "1F1B, in order"), chunks=1, schedule=0),
     *each({}, "notes", ("1F1B-I schedule",), chunks=2, schedule=1),
+    *each({"schedule": "interleaved", "pp": "4", "dp": "4"}, "layers", ("24", "22", "30", "26"), chunks=2),
+    *each({"schedule": "interleaved", "pp": "4", "dp": "4"}, "layers", ("12", "10", "36"), chunks=3),
     *each({}, "recompute", ("w/ AC", "with AC", "w/ gc"), recompute=FULL),
     *each({}, "notes", ("schedule ZB-1P; 24 microbatches", "zero bubble H1", "zero-bubble pipeline"), chunks=1, schedule=3),
     *each({}, "notes", ("ZB-2P", "zero bubble (2P)"), schedule=3.5),

@@ -196,8 +196,9 @@ def _ways(row: Mapping[str, str], said: Said, point: dict[str, float], found: Ro
     elif schedule == cost.DUALPIPEV and not re.search(r"dual\W*pipe\W*v", order, re.I):
         found.inferred.append(f"schedule={order} as dualpipev, of one copy of the weights")
     elif schedule == cost.INTERLEAVED and chunks == 1:
-        chunks = 2.0
-        found.inferred.append("vp=2")
+        layers, even = point.get("layers", 0.0), lambda stages: layers % stages in (0, stages - 2)  # the tables may be stages too
+        chunks = next((float(n) for n in (2, 3, 4, 5) if even(point["pp"] * n)), 2.0)
+        found.inferred.append(f"vp={chunks:g}")
     told = f"{text(row, 'framework')} {text(row, 'notes')}".lower()
     beside = "ulysses" if said["ulysses"] or "ulysses" in told else ""
     context = spellings.way("contexts", f"{text(row, 'cp')} {kind} {beside}") if cp > 1 else cost.RING
