@@ -133,6 +133,20 @@ def test_the_update_of_fp16_copies_gradients_when_activations_are_gone() -> None
     assert memory.peak(many, k)[0] == memory.peak(replace(many, copied=np.zeros(1)), k)[0]
 
 
+def test_torchs_fsdp_has_whole_units_and_gradients_in_a_pipeline() -> None:
+    """Gathered once, in 16 bits, with gradients of the width that they are summed in; without a pipeline a layer and the next, and parts."""
+    k = usual(resident=0.0, workspace=0.0)
+    kept = {"seq": 8, "dp": 8, "zero": 3, "microbatch": 1, "global_batch": 64, "frozen": 0, **of_states("fsdp", said="fp32 reduce")}
+    piped, alone = point(pp=2, **kept), point(pp=1, **kept)
+    for made, gradients, gathers in ((piped, 4, 1), (alone, 2 / 8, 8)):
+        kinds, stage = memory.kinds(made, k), memory.of_stage(made)[0][0]
+        assert isclose(kinds["gradients"][0], gradients * stage)
+        first, forth, *_ = (each[0] for each in communication.gathers_of_layer(made, k, *memory.of_layer(made)))
+        assert isclose(first + (8 - 1) * forth, gathers * first)
+    assert isclose(memory.kinds(piped, k)["gathered"][0], 2 * memory.of_stage(piped)[0][0])
+    assert memory.kinds(alone, k)["gathered"][0] < memory.of_stage(alone)[0][0]
+
+
 def test_gradients_that_are_made_anew_take_no_memory_at_the_loss() -> None:
     """With many activations they are not there at the peak, with few they are, and with several microbatches always."""
     k = usual(resident=0.0, workspace=0.0)

@@ -200,7 +200,7 @@ PROGRAMS = {
     "fsdp": ("LLM Foundry", "llm_foundry", "llm-foundry", "MosaicBERT", "OLMo", "OLMo-core", "open_lm", "OpenLM", "verl", "verl (FSDP)", "VeOmni"),
     "megatron-deepspeed": ("GPT-NeoX", "GPT-NeoX (Megatron + DeepSpeed)", "gpt_neox", "Megatron-DeepSpeed"), "jax": ("levanter", "EasyLM", "MaxText", "AxLearn"),
     "pytorch": ("picotron", "nanochat", "nanoGPT", "Oumi", "HF + Transformer Engine", "HF + TE", "Transformer Engine (Hugging Face)", "ms-swift"),
-    "megatron": ("FlagScale", "Pai-Megatron-Patch", "Megatron-SWIFT", "ms-swift (Megatron)", "Transformer Engine", "PyTorch + Transformer Engine", "NeMo (PyTorch, Transformer Engine)", "Megatron-Core (Hugging Face, TE)"),
+    "megatron": ("Megatron-SWIFT", "ms-swift (Megatron)", "Transformer Engine", "PyTorch + Transformer Engine", "NeMo (PyTorch, Transformer Engine)", "Megatron-Core (Hugging Face, TE)"),
     "megatron-2020": ("Megatron-LM", "verl (Megatron)"), "other": ("swiftly", "overly", "openllm", "doumi"),
 }  # fmt: skip
 

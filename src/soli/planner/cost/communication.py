@@ -95,8 +95,8 @@ def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> t
     if not (p.zero >= 3).any():
         return none, none, none, none
     one = np.where(p.zero >= 3, _gather(p, k, dense * p.weight, experts * p.weight), 0.0)
-    again = np.where((p.whole > 0) & (p.pp > 1), 0.0, one)
-    return one, again, again + np.where(p.whole > 0, 0.0, one), again + one
+    again = np.where(p.late_sums & (p.pp > 1), 0.0, one)
+    return one, again, again + np.where(p.late_sums, 0.0, one), again + one
 
 
 def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
@@ -153,7 +153,7 @@ def of_gradients(p: Points, summed: Sums) -> Array:
     ZeRO-2 that keeps no whole gradient scatters each microbatch's. ZeRO-3 has gathered and scattered its layers
     (`gathers_of_layer`); here are its tables, as often.
     """
-    times = np.where((p.zero >= 2) & (p.whole == 0), p.microbatches, 1.0)
+    times = np.where((p.zero >= 2) & ~p.late_sums, p.microbatches, 1.0)
     sharded = summed.scattered * times + summed.gathered
     usual = np.where(p.zero >= 1, sharded, 2 * summed.scattered)
     return summed.across + np.where(p.zero >= 3, summed.tables * times, usual)

@@ -80,13 +80,14 @@ def of_states(p: Points, rank: Rank) -> tuple[Array, Array, Array]:
     """Bytes of parameters, gradients, and what the optimizer has of them; adapters have at least 16 bits."""
     weights = gradients = moments = np.zeros_like(p.dp)
     here, width = np.where(p.offload > 1, 0.0, 1.0), np.maximum(p.weight, 2.0)
-    apart = (p.zero >= 2) & ((p.whole == 0) | (p.microbatches == 1))
+    kept = np.where(p.late_sums & (p.whole > 1), np.maximum(p.gradient, p.summed), p.gradient)
+    apart = (p.zero >= 2) & (~p.late_sums | (p.microbatches == 1))
     adapters = (rank.layers * p.adapters / p.tp, np.zeros(1))
     kinds = list(zip(of_rank(p, rank), adapters, (p.shards, p.expert_shards), strict=True))
     for count, few, over in kinds if p.experts.any() else kinds[:1]:
         learnt = count * (1 - p.frozen) + few
         weights = weights + here * (count * p.weight + few * width) / np.where(p.zero >= 3, over, 1.0)
-        gradients = gradients + here * learnt * (p.gradient / np.where(apart, over, 1.0))
+        gradients = gradients + here * learnt * (kept / np.where(apart, over, 1.0))
         own = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
         moments = moments + learnt * own
     return weights, gradients, moments
@@ -108,7 +109,7 @@ def gathered(p: Points, rank: Rank) -> Array:
     """Bytes of the parameters that ZeRO-3 has gathered: a layer and the next; of a pipeline, perhaps the stage's."""
     layer, stage = sum(of_layer(p), np.zeros(())), sum(of_rank(p, rank), np.zeros(()))
     some = 2 * layer + of_tables(p)
-    return np.where(p.zero >= 3, p.weight * np.where((p.whole > 0) & (p.pp > 1), stage, some), 0.0)
+    return np.where(p.zero >= 3, p.weight * np.where(p.late_sums & (p.pp > 1), stage, some), 0.0)
 
 
 def casts(p: Points, rank: Rank) -> Array:

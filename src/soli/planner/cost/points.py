@@ -64,7 +64,8 @@ class Points:
     summed: Array  # bytes of a gradient as it is summed over ranks
     copied: Array  # bytes of a gradient's copy that only the update has
     moments: Array  # bytes of the optimizer's a parameter, a copy in fp32 among them where there is one
-    whole: Array  # flag: gradients are whole until the step's last microbatch, gathered parameters until a pipeline's
+    # flag: gradients are whole until the step's last microbatch, gathered parameters until a pipeline's; 2: and without a pipeline neither
+    whole: Array
     logged: Array  # flag: the memory that is asked for is the last stage's, whose rank writes Megatron's log
     casts: Array  # flag: each microbatch keeps the parameters that it reads in 16 bits (torch.autocast)
     # the device and its network
@@ -258,6 +259,11 @@ class Points:
     def matrices(self) -> Array:
         """Of an MLP."""
         return 2.0 + self.gated
+
+    @cached_property
+    def late_sums(self) -> NDArray[np.bool_]:
+        """Where gradients are whole until a step's last microbatch."""
+        return (self.whole == 1) | ((self.whole > 1) & (self.pp > 1))
 
     @cached_property
     def devices(self) -> Array:

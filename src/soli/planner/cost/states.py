@@ -71,5 +71,5 @@ def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> di
     if framework == DEEPSPEED and pipeline:
         return KEPT["both"]
     if framework in (*SHORTER, DEEPSPEED):
-        return KEPT["short"] | ({"summed": 4.0} if wide else {})
+        return KEPT["short"] | ({"summed": 4.0} if wide else {}) | (KEPT["in_a_pipeline"] if framework == "fsdp" else {})
     return KEPT["short" if tells("recipes", said) and not wide else "wide"]
