@@ -43,17 +43,14 @@ def _is_linear(hook: Callable[[Tensor], Any], param: nn.Parameter) -> bool:
     """Whether hook(a + b) = hook(a) + hook(b), and the same of multiples, up to rounding. One that returns nothing
     changes nothing."""
     generator, device = torch.Generator().manual_seed(0), "cpu" if param.is_meta else param.device
-    a, b = (
-        torch.randn(param.shape, generator=generator, dtype=torch.float64).to(device, param.dtype) for _ in range(2)
-    )
+    drawn = lambda: torch.randn(param.shape, generator=generator, dtype=torch.float64).to(device, param.dtype)
+    a, b = drawn(), drawn()
     rounding = torch.finfo(param.dtype).eps * max(8, param.numel())  # a hook may add all elements
-    results: list[list[Any]] = []
-    with torch.no_grad():
-        for scale in SCALES:
-            try:
-                results.append([hook(x * scale) for x in (a, b, a + b)])
-            except Exception:  # it asks for more than a gradient has: nothing is known of it
-                return False
+    try:
+        with torch.no_grad():
+            results = [[hook(x * scale) for x in (a, b, a + b)] for scale in SCALES]
+    except Exception:  # it asks for more than a gradient has: nothing is known of it
+        return False
     if all(x is None for found in results for x in found):
         return True
     if not all(isinstance(x, Tensor) and x.shape == param.shape for found in results for x in found):

@@ -43,6 +43,12 @@ class _Result:
 SUM = "a sum over ranks"
 
 
+def differs(got: str, fix: str) -> SoliError:
+    """A block whose repetition is another computation than its forward was."""
+    what = "a block did not compute the same when it was recomputed in backward"
+    return SoliError(what, got=got, allowed="a block whose forward depends on its inputs and weights alone", fix=fix)
+
+
 class _Now:
     mode: _Keeping | _Giving | None = None
 
@@ -125,12 +131,8 @@ class _Giving(_Mode):
     def _next(self, what: str) -> Any:
         result = next(self.left, None)
         if result is None or result.what != what:
-            raise SoliError(
-                "a block did not compute the same when it was recomputed in backward",
-                got=f"{what}, where its forward had {'no product' if result is None else result.what}",
-                allowed="a block whose forward depends on its inputs and weights alone",
-                fix="recompute=full, or recompute=none",
-            )
+            got = f"{what}, where its forward had {'no product' if result is None else result.what}"
+            raise differs(got, "recompute=full, or recompute=none")
         if result.summed:
             return torch.empty_like(result.value, memory_format=torch.contiguous_format)
         return tree_map_only(Tensor, Tensor.clone if result.written else Tensor.detach, result.value)

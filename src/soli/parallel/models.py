@@ -69,11 +69,10 @@ def need_one_document(batch: Any, plan: Plan) -> None:
     """Without caches transformers takes rows apart where position_ids restart (masking_utils.py), and so with them it does not."""
     positions = batch.get("position_ids") if isinstance(batch, dict) and batch.get("attention_mask") is None else None
     if positions is not None and bool((positions.diff() != 1).any()):
-        raise SoliError(
-            "documents that position_ids tell apart in a row are so to transformers only where no cache is kept, which this plan turns off",
-            got=f"plan {plan}, and model.config.use_cache=True: the model alone attends over all of a row",
-            fix="set model.config.use_cache = False before soli.parallelize, which your program alone needs as well",
-        )
+        what = "documents that position_ids tell apart in a row are so to transformers only where no cache is kept, which this plan turns off"
+        got = f"plan {plan}, and model.config.use_cache=True: the model alone attends over all of a row"
+        fix = "set model.config.use_cache = False before soli.parallelize, which your program alone needs as well"
+        raise SoliError(what, got=got, fix=fix)
 
 
 def _is_traced(module: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from soli.core.errors import Problem, SoliError, listing
 from soli.core.events import events
 from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.parallel import generators, wrapping
-from soli.parallel.keep import contexts
+from soli.parallel.keep import contexts, differs
 from soli.parallel.tensor import reads
 from soli.parallel.tensor.cut import levels
 from soli.parallel.units import blocks
@@ -143,13 +143,8 @@ class _Given:
 
 
 def _other(got: str) -> SoliError:
-    return SoliError(
-        "a block did not compute the same when it was recomputed in backward",
-        got=got.split("\n")[0],
-        allowed="a block whose forward depends on its inputs and weights alone",
-        fix="a key-value cache that blocks write into is the usual cause (one that the program hands in itself: leave it out in training); "
-        "or recompute=none",
-    )
+    usual = "a key-value cache that blocks write into is the usual cause (one that the program hands in itself: leave it out in training)"
+    return differs(got.split("\n")[0], f"{usual}; or recompute=none")
 
 
 def _as_they_are(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

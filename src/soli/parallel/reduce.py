@@ -59,9 +59,7 @@ class Reducer:
     def reorder(self, units: list[Unit]) -> None:
         """Before a backward has begun: the order in which backward completes them is another one."""
         self.units = [unit for unit in units if unit.trainable]
-        self._unit_of = {
-            id(slot.param): (number, slot) for number, unit in enumerate(self.units) for slot in unit.slots
-        }
+        self._unit_of = {id(s.param): (number, s) for number, unit in enumerate(self.units) for s in unit.slots}
         self._missing = [len(unit.slots) for unit in self.units]
 
     @contextmanager

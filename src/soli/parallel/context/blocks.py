@@ -154,15 +154,13 @@ def _written_backward(of: Given, grad: Tensor, out: Tensor, lse: Tensor) -> tupl
 
 
 def _cpu_forward(of: Given) -> tuple[Tensor, Tensor]:
-    return _aten._scaled_dot_product_flash_attention_for_cpu(
-        of.q, of.k, of.v, 0.0, of.causal, attn_mask=of.bias, scale=of.scale
-    )
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(of.q, of.k, of.v, 0.0, of.causal, attn_mask=of.bias, scale=of.scale)
 
 
 def _cpu_backward(of: Given, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, of.q, of.k, of.v, out, lse, 0.0, of.causal, attn_mask=of.bias, scale=of.scale
-    )
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(grad, of.q, of.k, of.v, out, lse, 0.0, of.causal, attn_mask=of.bias, scale=of.scale)
 
 
 def _cuda_bias(of: Given) -> Tensor | None:
@@ -174,9 +172,8 @@ def _cuda_bias(of: Given) -> Tensor | None:
 
 
 def _cuda_forward(of: Given) -> tuple[Tensor, Tensor]:
-    out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
-        of.q, of.k, of.v, _cuda_bias(of), True, 0.0, of.causal, scale=of.scale
-    )
+    kernel = _aten._scaled_dot_product_efficient_attention
+    out, lse, _, _ = kernel(of.q, of.k, of.v, _cuda_bias(of), True, 0.0, of.causal, scale=of.scale)
     return out, lse[..., : of.q.shape[2]]  # it comes padded to a multiple of 32
 
 

@@ -24,7 +24,11 @@ class _Away:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _answer(func, types, args, kwargs or {})
+        others = [one for one in types if one not in (*KINDS, Tensor)]
+        if any(one.__torch_function__ is not torch._C._disabled_torch_function_impl for one in others):
+            return NotImplemented  # a cut tensor's rules, which look at shapes
+        with torch._C.DisableTorchFunctionSubclass():
+            return _answer(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Never:
         raise _lacking("a weight of another stage is written to a file", self.of)
@@ -49,28 +53,20 @@ def elsewhere(param: nn.Parameter, of: str) -> nn.Parameter:
     return nothing
 
 
-def _answer(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    if any(
-        one.__torch_function__ is not torch._C._disabled_torch_function_impl
-        for one in types
-        if one not in (*KINDS, Tensor)
-    ):
-        return NotImplemented  # a cut tensor's rules, which look at shapes
-    with torch._C.DisableTorchFunctionSubclass():
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        named = [x.of for x in given if type(x) in KINDS and hasattr(x, "of")]
-        written = tree_leaves(args[:1]) if in_place(func) or name_of(func).startswith("_foreach") else []
-        if named and any(isinstance(x, Tensor) and not x.is_meta and x.numel() for x in written):
-            raise _lacking(
-                f"{name_of(func)} is called with a weight of another stage, and would write nothing", named[0]
-            )
-        try:
-            out = func(*args, **kwargs)
-        except RuntimeError as error:
-            if not named or all(x.is_meta for x in given):
-                raise
-            raise _lacking(f"{name_of(func)} is called with a weight of another stage beside what is here", named[0]) from error
-        return tree_map(lambda x: _marked(x, named), out) if named else out
+def _answer(func: Any, args: Any, kwargs: Any) -> Any:
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    named = [x.of for x in given if type(x) in KINDS and hasattr(x, "of")]
+    written = tree_leaves(args[:1]) if in_place(func) or name_of(func).startswith("_foreach") else []
+    what = f"{name_of(func)} is called with a weight of another stage"
+    if named and any(isinstance(x, Tensor) and not x.is_meta and x.numel() for x in written):
+        raise _lacking(f"{what}, and would write nothing", named[0])
+    try:
+        out = func(*args, **kwargs)
+    except RuntimeError as error:
+        if not named or all(x.is_meta for x in given):
+            raise
+        raise _lacking(f"{what} beside what is here", named[0]) from error
+    return tree_map(lambda x: _marked(x, named), out) if named else out
 
 
 def _marked(x: Any, named: list[str]) -> Any:

@@ -150,12 +150,10 @@ class StageForward(Watch):
         return [self.trace.same.get(name, name) for name in names]
 
     def _strayed(self, what: str) -> SoliError:
-        return SoliError(
-            f"the forward took another path than on the first batch: {self.trace.place(self.gap)} came {what}",
-            got=f"stage {self.stage}",
-            allowed="the same calls between the blocks for every batch",
-            fix="put what depends on the batch inside a block, or use pp=1",
-        )
+        what = f"the forward took another path than on the first batch: {self.trace.place(self.gap)} came {what}"
+        allowed = "the same calls between the blocks for every batch"
+        fix = "put what depends on the batch inside a block, or use pp=1"
+        return SoliError(what, got=f"stage {self.stage}", allowed=allowed, fix=fix)
 
     # --- units ----------------------------------------------------------------------------------------
 

@@ -31,9 +31,8 @@ def units(model: nn.Module, finer: int = 0) -> list[Unit]:
 
 def _largest_kind(found: list[Unit]) -> type | None:
     """The class of the largest unit that has parts."""
-    sizes = {
-        type(module): sum(p.numel() for p in module.parameters()) for _, module in found if _children(("", module))
-    }
+    wholes = [module for _, module in found if _children(("", module))]
+    sizes = {type(module): sum(p.numel() for p in module.parameters()) for module in wholes}
     return max(sizes, key=lambda kind: sizes[kind]) if sizes else None
 
 

@@ -153,9 +153,7 @@ class CutParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return super().__deepcopy__(memo)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(func, args, kwargs or {})
+    __torch_function__ = Cut.__torch_function__
 
 
 def become_cut(param: nn.Parameter, cuts: dict[str, Split]) -> None:
@@ -340,6 +338,11 @@ def split_of(x: Any) -> Split | None:
     if type(x) not in (Cut, CutParameter):
         return None
     return x.cuts.get(_State.levels[_State.level].axis.name)
+
+
+def blamed(values: Iterable[Any]) -> frozenset[str]:
+    """The parameters whose layout led to the cuts of these."""
+    return origins_of(s for x in values if (s := split_of(x)) is not None)
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:

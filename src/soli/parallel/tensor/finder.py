@@ -27,6 +27,7 @@ from soli.core.errors import SoliError
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor.cut import Cut, CutParameter, Run, become_cut, running, split_of
 from soli.parallel.tensor.split import Misfit, Split
+from soli.parallel.units import named_once
 
 PASSES = 100
 """Each pass but the last changes the layout of a kind of weights: a model with more is not known."""
@@ -75,12 +76,9 @@ class Finder:
         self.hints = {name: (wish, "you said so") for name, wish in hints.items()}
         for name, wish in said_by(model).items():
             self.hints.setdefault(name, (wish, "the model's tp_plan says so"))
-        self.names: dict[int, str] = {}
-        tied: dict[int, int] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            self.names.setdefault(id(param), name)
-            tied[id(param)] = tied.get(id(param), 0) + 1
-        self._tied = {key for key, times in tied.items() if times > 1}
+        named = named_once(model)
+        self.names = {id(param): names[0] for names, param in named}
+        self._tied = {id(param) for names, param in named if len(names) > 1}
         self._given = {x.untyped_storage().data_ptr() for x in tree_leaves(batch) if isinstance(x, Tensor)}
         self._kinds: dict[str, _Kind] = {}
         self.roles: dict[str, Role] = {}
@@ -102,17 +100,14 @@ class Finder:
                 except _Again:
                     continue
                 if not self._changed:
-                    return {
-                        name: self.roles.get(name, Role(name, "replicated", None, "in no product"))
-                        for name in self.names.values()
-                    }
+                    others = {name: Role(name, "replicated", None, "in no product") for name in self.names.values()}
+                    return others | self.roles
         finally:
             for param in params:
                 del param.cuts  # type: ignore[attr-defined]
                 param.__class__ = nn.Parameter
-        raise SoliError(
-            f"no layout was found in {PASSES} runs of the model", fix="run with tp=1, and tell us of this model"
-        )
+        what = f"no layout was found in {PASSES} runs of the model"
+        raise SoliError(what, fix="run with tp=1, and tell us of this model")
 
     # --- what the rules ask ---------------------------------------------------------------------------
 

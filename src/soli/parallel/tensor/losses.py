@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from soli.mesh.collectives import Axis
 from soli.parallel.tensor import moves
-from soli.parallel.tensor.cut import Run, across, added, call, cut, entered, part_of, shape_of, split_of, whole
+from soli.parallel.tensor.cut import Run, across, added, blamed, call, cut, entered, part_of, shape_of, split_of, whole
 from soli.parallel.tensor.pointwise import along, pointwise
 from soli.parallel.tensor.split import Misfit, Split, origins_of
 
@@ -198,7 +198,7 @@ def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     given = dict(zip(("input", "index", "dim") if along else ("input", "dim", "index"), args, strict=False)) | kwargs
     given["index"] = given.get("indices", given.get("index"))
     if given.get("dim") is None:
-        raise Misfit(origins_of(s for x in given.values() if (s := split_of(x))), "elements of a flat tensor")
+        raise Misfit(blamed(given.values()), "elements of a flat tensor")
     x, dim, index = given["input"], given["dim"] % given["input"].dim(), given["index"]
     split = split_of(x)
     both = dim, dim if split is None else split.dim
@@ -250,11 +250,9 @@ def elementwise_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     kwargs = dict(kwargs)
     reduction = kwargs.pop("reduction", "mean")
     if len(args) > 3 or not isinstance(reduction, str):
-        splits = [s for x in args if isinstance(x, Tensor) and (s := split_of(x))]
-        raise Misfit(origins_of(splits), "a loss with reduction by position")
+        raise Misfit(blamed(args), "a loss with reduction by position")
     if any(kwargs.pop(name, None) is not None for name in ("size_average", "reduce")):
-        splits = [s for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and (s := split_of(x))]
-        raise Misfit(origins_of(splits), "a loss with size_average or reduce")
+        raise Misfit(blamed((*args, *kwargs.values())), "a loss with size_average or reduce")
     each = pointwise(run, func, args, {**kwargs, "reduction": "none"})
     if reduction == "batchmean":
         return call(torch.sum, each) / (shape_of(each) or (1,))[0]

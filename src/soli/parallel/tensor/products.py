@@ -22,7 +22,7 @@ from soli.core.axes import ROW
 from soli.parallel.context import attention as context
 from soli.parallel.tensor import cut as cutting
 from soli.parallel.tensor import moves, overlap, summa
-from soli.parallel.tensor.cut import Cut, CutParameter, Run, call, cut, shape_of, split_of
+from soli.parallel.tensor.cut import Cut, CutParameter, Run, blamed, call, cut, shape_of, split_of
 from soli.parallel.tensor.reads import first_by, keep_read, was_read
 from soli.parallel.tensor.split import Misfit, Split, agreed, origins_of
 
@@ -64,10 +64,8 @@ def _one_letter(run: Run, inputs: list[Tensor], letters: list[str], out: str) ->
         split = split_of(x)
         if split is not None and not split.origins:
             if run.context:
-                cutting.note(
-                    run,
-                    "two parts of the sequence meet in a product (attention written out, as with dropout): one is gathered",
-                )
+                how = "attention written out, as with dropout"
+                cutting.note(run, f"two parts of the sequence meet in a product ({how}): one is gathered")
             others = found - {letters[i][split.dim]}
             # Cut again along another dim, each rank's gradient is whole; read as it is, it is a part of a sum.
             inputs[i] = cutting.whole(run, x) if others & set(letters[i]) else cutting.shared(run, x)
@@ -183,7 +181,7 @@ def _is_row(x: Tensor, weight: Tensor, dim: int) -> bool:
 def conv1d(run: Run, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """torch.addmm: bias + x [m, k] @ W [k, n], as GPT-2's Conv1D has it."""
     if beta != 1 or alpha != 1:
-        raise Misfit(_origins((input, mat1, mat2)), "addmm with factors")
+        raise Misfit(blamed((input, mat1, mat2)), "addmm with factors")
     compute = lambda x, w, b=None: torch.mm(x, w) if b is None else torch.addmm(b, x, w)
     return _with_bias(run, mat1, mat2, input, ["mk", "kn"], compute)
 
@@ -221,7 +219,7 @@ def einsum(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         inputs = list(inputs[0])
     words, out = _spelt(equation.replace(" ", ""), [len(shape_of(x)) for x in inputs])
     if any(len(set(word)) < len(word) for word in words):
-        raise Misfit(_origins(inputs), "an einsum with a diagonal")
+        raise Misfit(blamed(inputs), "an einsum with a diagonal")
     text = ",".join(words) + "->" + out
     return finished(run, *contraction(run, inputs, words, out, lambda *xs: torch.einsum(text, *xs)))
 
@@ -241,8 +239,8 @@ def _spelt(equation: str, dims: list[int]) -> tuple[list[str], str]:
     return full, dots + "".join(once)
 
 
-def _origins(args: Any) -> frozenset[str]:
-    return origins_of(s for x in args if isinstance(x, Tensor) and (s := split_of(x)))
+OF_LOOKUPS = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+"""The arguments of F.embedding, in torch's order."""
 
 
 def looked_up(indices: Tensor, weight: Tensor, own: tuple[int, int], size: int, pad: int | None) -> Tensor:
@@ -262,8 +260,7 @@ def looked_up(indices: Tensor, weight: Tensor, own: tuple[int, int], size: int, 
 
 def embedding(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """F.embedding: indices [..], W [v, n] cut along the vocabulary: a rank looks up what it has, the rest is zero."""
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(OF_LOOKUPS, args, strict=False)) | kwargs
     indices, weight = given["input"], given["weight"]
     if run.finder is not None:
         run.finder.choose_embedding(indices, weight)

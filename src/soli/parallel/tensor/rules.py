@@ -11,9 +11,9 @@ import torch
 
 from soli.core.functions import name_of
 from soli.parallel.tensor import attention, losses, pointwise, products, shapes
-from soli.parallel.tensor.cut import Rule, Run, body, shape_of, split_of
+from soli.parallel.tensor.cut import Rule, Run, blamed, body, shape_of
 from soli.parallel.tensor.pointwise import NAMES
-from soli.parallel.tensor.split import Misfit, origins_of
+from soli.parallel.tensor.split import Misfit
 
 
 def _as_torch(rule: Callable[..., Any]) -> Rule:
@@ -21,7 +21,7 @@ def _as_torch(rule: Callable[..., Any]) -> Rule:
 
     def answer(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         if kwargs.get("out") is not None:
-            raise Misfit(origins_of(s for x in args if (s := split_of(x))), "a tensor to write to")
+            raise Misfit(blamed(args), "a tensor to write to")
         return rule(run, *args, **{NAMES["of_numpy"].get(name, name): value for name, value in kwargs.items() if name != "out"})
 
     return answer

@@ -81,9 +81,6 @@ class Split:
         scaled = tuple(p * other.size for p in self.parts) == tuple(p * self.size for p in other.parts)
         return scaled and self.atoms == other.atoms
 
-    def join(self, other: Split) -> Split:
-        return replace(self, origins=self.origins | other.origins)
-
 
 def origins_of(splits: Iterable[Split]) -> frozenset[str]:
     """The parameters whose layout led to any of these cuts."""
@@ -112,7 +109,7 @@ def agreed(splits: list[Split], ranks: int) -> Split:
     first = splits[0]
     for other in splits[1:]:
         if first.fits(other):
-            first = first.join(other)
+            first = replace(first, origins=first.origins | other.origins)
             continue
         atoms = [s.atoms for s in splits]
         same = all(tuple(p * s.size for p in first.parts) == tuple(p * first.size for p in s.parts) for s in splits)
@@ -123,10 +120,8 @@ def agreed(splits: list[Split], ranks: int) -> Split:
         if least >= ranks:
             raise Misfit(everyone, f"tensors meet that have {least} units in common", atoms=least)
         coarse = min(splits, key=lambda s: s.atoms)
-        raise Misfit(
-            coarse.origins or everyone,
-            f"it has {coarse.atoms} units and meets tensors of {max(atoms)}, and {ranks} ranks share them",
-        )
+        why = f"it has {coarse.atoms} units and meets tensors of {max(atoms)}, and {ranks} ranks share them"
+        raise Misfit(coarse.origins or everyone, why)
     return first
 
 
@@ -218,9 +213,8 @@ def sliced(split: Split, start: int, stop: int) -> Split:
     if start in borders and stop in borders:
         return replace(split, parts=split.parts[borders.index(start) : borders.index(stop)], lead=())
     if split.spans and len(split.parts) == 1:
-        clipped = lambda spans: tuple(
-            (max(a, start) - start, min(b, stop) - start) for a, b in spans if max(a, start) < min(b, stop)
-        )
+        within = lambda place: min(max(place, start), stop) - start
+        clipped = lambda spans: tuple((within(a), within(b)) for a, b in spans if within(a) < within(b))
         n = stop - start
         return replace(split, parts=(n,), atoms=n, spans=tuple(map(clipped, split.spans)), lead=())
     wanted = tuple((b, split.size) for b in (start, stop) if b not in borders)

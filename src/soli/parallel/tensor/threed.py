@@ -18,7 +18,7 @@ from torch import Tensor
 from soli.core.axes import DEPTH, ROW, TP
 from soli.parallel.tensor import cube, moves
 from soli.parallel.tensor.cut import Cut, CutParameter, Run, cut, inside, marked, part_of, plain, whole_at
-from soli.parallel.tensor.products import looked_up
+from soli.parallel.tensor.products import OF_LOOKUPS, looked_up
 from soli.parallel.tensor.split import Misfit, Split
 
 PRODUCTS = {"linear", "addmm", "mm", "matmul", "__matmul__", "embedding"}
@@ -98,8 +98,7 @@ def _arranged(levels: tuple[Run, ...], x: Tensor, wanted: dict[str, Split]) -> T
 
 def _lookup(levels: tuple[Run, ...], args: tuple, kwargs: dict) -> Tensor:
     """F.embedding: indices [T, ..], a table [V_TP+D, H_ROW] -> [T_TP, .., H_ROW]."""
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(OF_LOOKUPS, args, strict=False)) | kwargs
     indices, weight, axes = given["input"], given["weight"], levels[-1].cube
     if axes is None or given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse"):
         raise Misfit(frozenset(), "an embedding with max_norm, scale_grad_by_freq or sparse")
