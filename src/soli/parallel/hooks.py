@@ -59,8 +59,5 @@ def _is_linear(hook: Callable[[Tensor], Any], param: nn.Parameter) -> bool:
     first, second, _ = unscaled[0]
     wanted = [first, second, first + second]
     largest = max(float(x.abs().max()) for found in [[a, b], *unscaled] for x in found)
-    return all(
-        float((x - y).abs().max()) <= rounding * largest
-        for found in unscaled
-        for x, y in zip(found, wanted, strict=True)
-    )
+    pairs = ((x, y) for found in unscaled for x, y in zip(found, wanted, strict=True))
+    return all(float((x - y).abs().max()) <= rounding * largest for x, y in pairs)

@@ -97,11 +97,8 @@ def fingerprint(tensor: Tensor, name: str = "a tensor") -> int:
     """A checksum of how a tensor is made: equal on two ranks, so will the values be."""
     mark = 0
     for entry in _needed(tensor, name):
-        constants = [
-            (x.shape, x.stride, x.offset) if isinstance(x, _View) else repr(x)
-            for x in tree_leaves((entry.args, entry.kwargs))
-            if not isinstance(x, Tensor)
-        ]
+        leaves = [x for x in tree_leaves((entry.args, entry.kwargs)) if not isinstance(x, Tensor)]
+        constants = [(x.shape, x.stride, x.offset) if isinstance(x, _View) else repr(x) for x in leaves]
         mark = zlib.crc32(f"{entry.func}{constants}".encode(), mark)
         if entry.generator is not None:
             mark = zlib.crc32(entry.generator.numpy().tobytes(), mark)

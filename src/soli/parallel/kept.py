@@ -223,11 +223,8 @@ def _of_tensors(value: Any) -> bool:
 
 def _attributes(module: nn.Module) -> list[tuple[str, Value]]:
     """Without what stands for a value of another stage."""
-    return [
-        (key, value)
-        for key, value in vars(module).items()
-        if key not in OF_TORCH and (isinstance(value, int | float | NoneType) or _holds(value) or _whole(value))
-    ]
+    own = [(key, value) for key, value in vars(module).items() if key not in OF_TORCH]
+    return [(key, x) for key, x in own if isinstance(x, int | float | NoneType) or _holds(x) or _whole(x)]
 
 
 def _whole(value: Any) -> bool:

@@ -202,12 +202,9 @@ class Stage(PipelineStage):
 def _differentiable(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs that have a gradient function, and the gradients that came for them (None: 1, of a loss)."""
     given = flight.gradients or [None] * len(flight.outputs)
-    pairs = [
-        (x, g)
-        for x, g in zip(flight.outputs, given, strict=True)
-        if x.requires_grad and (g is not None or x.dim() == 0)
-    ]
-    return [x for x, _ in pairs], [g for _, g in pairs]
+    pairs = zip(flight.outputs, given, strict=True)
+    found = [(x, g) for x, g in pairs if x.requires_grad and (g is not None or x.dim() == 0)]
+    return [x for x, _ in found], [g for _, g in found]
 
 
 def handed(leaf: Tensor, value: Crossing) -> Tensor:

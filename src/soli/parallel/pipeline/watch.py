@@ -283,12 +283,8 @@ def storage_of(x: Tensor) -> int:
 def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, int]]:
     """Where modules keep, in an attribute, a tensor that the unit returned."""
     numbers = {id(leaf): number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    return [
-        (part, name, numbers[id(value)])
-        for part in module.modules()
-        for name, value in part.__dict__.items()
-        if id(value) in numbers
-    ]
+    held = ((part, name, id(value)) for part in module.modules() for name, value in part.__dict__.items())
+    return [(part, name, numbers[key]) for part, name, key in held if key in numbers]
 
 
 class Tracer(Watch):

@@ -318,10 +318,7 @@ class Finder:
 
     def _hint(self, name: str) -> tuple[str, str]:
         """What somebody says that a weight is, and who."""
-        for pattern, said in self.hints.items():
-            if hinted(pattern, name):
-                return said
-        return "", ""
+        return next((said for pattern, said in self.hints.items() if hinted(pattern, name)), ("", ""))
 
 
 def hinted(pattern: str, name: str) -> bool:

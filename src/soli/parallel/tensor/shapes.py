@@ -197,8 +197,7 @@ def _all_borders(split: Split | None, dim: int, starts: list[int]) -> None:
     if split is None or split.dim != dim or (split.spans and len(split.parts) == 1):
         return
     has = {sum(split.parts[:i]) for i in range(len(split.parts))}
-    lacking = tuple((s, split.size) for s in starts if s not in has)
-    if lacking:
+    if lacking := tuple((s, split.size) for s in starts if s not in has):
         raise Misfit(split.origins, f"it is taken apart at {', '.join(str(s) for s, _ in lacking)}", borders=lacking)
 
 
@@ -231,8 +230,7 @@ def getitem(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         items.append(Ellipsis)
     place = next(n for n, i in enumerate(items) if i is Ellipsis)
     items[place : place + 1] = [slice(None)] * (x.dim() - used)
-    tensors = [n for n, i in enumerate(items) if isinstance(i, Tensor)]
-    if tensors:
+    if tensors := [n for n, i in enumerate(items) if isinstance(i, Tensor)]:
         return _advanced(x, split, items, tensors)
     dim, result = 0, x
     for item in items:

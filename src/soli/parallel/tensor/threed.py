@@ -57,7 +57,7 @@ def _multiplied(levels: tuple[Run, ...], x: Tensor, weight: Tensor, dim: int) ->
     assert axes is not None, "a level of 3D has the cube's axes"
     of_n, of_k = (TP, ROW) if cuts[TP].dim == dim else (ROW, TP)
     last = x.dim() - 1
-    tokens = _tokens(x, levels)
+    tokens = _tokens(x)
     x = _arranged(levels, x, {of_k: cuts[of_k].at(last), of_n: tokens})
     y = cube.linear(
         plain(x), weight.t() if dim else weight, tokens_in=tokens, tokens_out=tokens, gather=axes[of_n],
@@ -67,7 +67,7 @@ def _multiplied(levels: tuple[Run, ...], x: Tensor, weight: Tensor, dim: int) ->
     return marked(y, {**others, of_k: tokens, of_n: cuts[of_n].at(last)})
 
 
-def _tokens(x: Tensor, levels: tuple[Run, ...]) -> Split:
+def _tokens(x: Tensor) -> Split:
     """How dim 0 is cut, or may be."""
     for name in (ROW, TP):
         split = x.cuts.get(name) if type(x) is Cut else None
