@@ -177,8 +177,7 @@ class Follower(Hollow):
         scores = self.trace.products[max(weighed)]
         own, queries = frozenset({max(weighed), number}), made.numel()
         reads = marks | scores.reads
-        made_of = Attention(where, queries, goes[0], scores.goes[0], reads, flash=False, products=own)
-        return self._noted(made_of)
+        return self._noted(Attention(where, queries, goes[0], scores.goes[0], reads, flash=False, products=own))
 
     def _noted(self, one: Attention) -> frozenset[Mark]:
         self.trace.attentions.append(one)
@@ -251,9 +250,8 @@ def capture(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]) 
         with blaming(_failed), hidden, Kernels(follower), follower:
             run(copy, batch)
     except ValuesError as error:
-        raise SoliError(
-            [type(p)(p.what, p.got, "a forward whose shapes say all that it does", MEASURED) for p in error.problems]
-        ) from error
+        allowed = "a forward whose shapes say all that it does"
+        raise SoliError([type(p)(p.what, p.got, allowed, MEASURED) for p in error.problems]) from error
     return follower.trace
 
 

@@ -75,10 +75,8 @@ class Answer:
     @property
     def seen(self) -> str:
         """How many plans there are, and how many were looked at."""
-        return (
-            f"{self.plans} plans: these are the best. {self.looked} were computed; the bounds of the others are slower, "
-            "or larger than the memory."
-        )
+        others = "the bounds of the others are slower, or larger than the memory"
+        return f"{self.plans} plans: these are the best. {self.looked} were computed; {others}."
 
 
 def answer(task: Task, count: int = 10) -> Answer:
@@ -172,11 +170,10 @@ def beyond(task: Task, best: Choice) -> str:
     quick = quicker(MORE[least]) if least < len(MORE) else None
     if quick is None:
         return ""
-    return (
-        f"The nearest that is quicker and does not fit, {quick.plan}, would take {quick.step_time_s:.4g} s "
-        f"({1 - quick.step_time_s / best.step_time_s:.1%} less), up to {quick.memory_high_gb:.1f} GB a device, and lacks "
-        f"{quick.memory_high_gb - task.limit / GB:.1f} GB"
-    )
+    less = 1 - quick.step_time_s / best.step_time_s
+    takes = f"{quick.step_time_s:.4g} s ({less:.1%} less), up to {quick.memory_high_gb:.1f} GB a device"
+    lacks = f"{quick.memory_high_gb - task.limit / GB:.1f} GB"
+    return f"The nearest that is quicker and does not fit, {quick.plan}, would take {takes}, and lacks {lacks}"
 
 
 def compared(a: Choice, b: Choice) -> str:

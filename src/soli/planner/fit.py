@@ -61,16 +61,14 @@ def residuals_of(cost: Step, points: Points, measured: Measured) -> Array:
     and not to fit. 0 where nothing is known."""
     over = np.log(cost.memory / points.capacity)
     sized = np.isfinite(measured.memories)
-    off = np.stack(
-        [
-            np.log(cost.time / measured.times) / TIME_ERROR,
-            np.log(cost.memory / measured.memories) / MEMORY_ERROR,
-            np.log(cost.states / measured.states) / MEMORY_ERROR,
-            np.where((measured.fits == 1) & ~sized, np.maximum(over, 0), 0.0) / MEMORY_ERROR,
-            np.where(measured.fits == 0, np.minimum(over, 0), 0.0) / MEMORY_ERROR,
-        ]
-    )
-    return np.nan_to_num(off, nan=0.0)
+    off = [
+        np.log(cost.time / measured.times) / TIME_ERROR,
+        np.log(cost.memory / measured.memories) / MEMORY_ERROR,
+        np.log(cost.states / measured.states) / MEMORY_ERROR,
+        np.where((measured.fits == 1) & ~sized, np.maximum(over, 0), 0.0) / MEMORY_ERROR,
+        np.where(measured.fits == 0, np.minimum(over, 0), 0.0) / MEMORY_ERROR,
+    ]
+    return np.nan_to_num(np.stack(off), nan=0.0)
 
 
 def logs(of: Mapping[str, float]) -> NDArray[np.float64]:

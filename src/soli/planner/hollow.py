@@ -277,12 +277,9 @@ def _unknown(func: Any, error: Exception) -> SoliError:
     if not isinstance(error, NotImplementedError) and "meta" not in str(error):
         fix = "run the model on its batch by itself"
         return on_all_ranks(f"the program fails: {name}", got=got, allowed="shapes that the operation takes", fix=fix)
-    return ValuesError(
-        f"what the model does depends on values that only a real run has: {name}",
-        got=got,
-        fix='name the plan (plan="dp=..."): the planner runs a program without its values',
-        everywhere=True,
-    )
+    what = f"what the model does depends on values that only a real run has: {name}"
+    fix = 'name the plan (plan="dp=..."): the planner runs a program without its values'
+    return ValuesError(what, got=got, fix=fix, everywhere=True)
 
 
 def hollowed(hollow: Hollow, model: nn.Module, *more: Any) -> Any:

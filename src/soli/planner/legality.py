@@ -93,13 +93,11 @@ def _sheet_problems(plan: Plan) -> Iterator[Problem]:
         allowed = ", ".join(map(str, divisors(ranks)))
         yield Problem(f"rows={plan.rows} does not divide the {ranks} ranks of a grid", allowed=allowed)
     elif not plan.rows and isqrt(ranks) ** 2 != ranks:
-        yield Problem(
-            f"{ranks} ranks are no square grid",
-            got=f"tp={plan.tp}, tensor={plan.tensor}" + (f", depth={plan.depth}" if plan.depth > 1 else ""),
-            allowed="tp = q x q (2d), depth x q x q (2.5d)",
-            fix=f"{' or '.join(fits)}; or a grid that is not square, with rows="
-            + " or ".join(str(d) for d in divisors(ranks)[1:-1] or [1]),
-        )
+        got = f"tp={plan.tp}, tensor={plan.tensor}" + (f", depth={plan.depth}" if plan.depth > 1 else "")
+        allowed = "tp = q x q (2d), depth x q x q (2.5d)"
+        rows = " or ".join(map(str, divisors(ranks)[1:-1] or [1]))
+        fix = f"{' or '.join(fits)}; or a grid that is not square, with rows={rows}"
+        yield Problem(f"{ranks} ranks are no square grid", got=got, allowed=allowed, fix=fix)
 
 
 def _cube_problems(plan: Plan) -> Iterator[Problem]:
@@ -135,8 +133,7 @@ def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
 
 def resolve(plan: Plan, world: int) -> Plan:
     """The plan with every degree filled in, or one error with all its problems and the nearest plan."""
-    found = problems(plan, world)
-    if found:
+    if found := problems(plan, world):
         near = Problem("the nearest plan that can run", fix=f'plan="{nearest(plan, world)}"')
         raise SoliError([*found, near], everywhere=True)
     return plan if plan.dp is not None else plan.with_(dp=world // plan.model_ranks)
@@ -147,9 +144,8 @@ def nearest(plan: Plan, world: int) -> Plan:
 
     Distance: the number of keys that change, then how far degrees move, those that cut the model first.
     """
-    base: dict[str, Any] = {
-        key: (value if value in BUILT.get(key, (value,)) else BUILT[key][0]) for key, value in asdict(plan).items()
-    }
+    asked = asdict(plan)
+    base: dict[str, Any] = asked | {key: built[0] for key, built in BUILT.items() if asked[key] not in built}
     if plan.schedule not in (*V_SHAPED, "interleaved"):
         base["chunks"] = 1
     elif plan.chunks != 2:
@@ -179,7 +175,6 @@ def nearest(plan: Plan, world: int) -> Plan:
             _grids(plan, degree["tp"]),
         )
     ]
-    asked = asdict(plan)
 
     def distance(option: dict[str, Any]) -> tuple[int, int, int]:
         changed = sum(asked[key] != value for key, value in option.items())

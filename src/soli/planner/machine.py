@@ -48,9 +48,7 @@ class Machine:
 
     def product(self, call: Call) -> float:
         """Seconds of a product: measured, or at the rate of the likest that was."""
-        if call.key in self.products:
-            return self.products[call.key]
-        return self.launch + call.flops / self.flops
+        return self.products.get(call.key, self.launch + call.flops / self.flops)
 
     def operations(self, calls: Iterable[Call]) -> tuple[float, float]:
         """Seconds of products, and of all else."""

@@ -57,9 +57,8 @@ def _table(answer: explain.Answer) -> str:
     rows = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
     for number, one in enumerate(answer.best, 1):
         said = "".join(f"<td>{cell}</td>" for cell in one.cells.values())
-        rows.append(
-            f"<tr><td>{number}</td><td class=plan>{escape(one.plan).replace(',', ',<wbr>')}<br>{escape(one.note)}</td>{said}</tr>"
-        )
+        plan = escape(one.plan).replace(",", ",<wbr>")
+        rows.append(f"<tr><td>{number}</td><td class=plan>{plan}<br>{escape(one.note)}</td>{said}</tr>")
     return "<table>" + "".join(rows) + "</table>"
 
 
