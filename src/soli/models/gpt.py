@@ -42,10 +42,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
-            for project in (self.query, self.key, self.value)
-        )
+        by_heads = lambda x: x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
+        q, k, v = (by_heads(project(x)) for project in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         return self.out(mixed.transpose(1, 2).flatten(-2))

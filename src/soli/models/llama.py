@@ -58,14 +58,10 @@ class Attention(nn.Module):
         q = self.query(x).view(B, T, self.heads, self.width).transpose(1, 2)
         k = self.key(x).view(B, T, self.groups, self.width).transpose(1, 2)
         v = self.value(x).view(B, T, self.groups, self.width).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(
-            rotated(q, cos, sin),
-            rotated(k, cos, sin),
-            v,
-            is_causal=True,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.groups < self.heads,
-        )
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        dropout = self.dropout if self.training else 0.0
+        grouped = self.groups < self.heads
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
         return self.out(mixed.transpose(1, 2).reshape(B, T, self.heads * self.width))
 
 

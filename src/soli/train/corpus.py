@@ -85,9 +85,8 @@ def documents(data: Data) -> Iterator[Document]:
         room -= _size(document)
         yield document
     if not any_text:
-        raise SoliError(
-            "the data holds no text", got=data.path, allowed="at least two documents", fix="check data.path"
-        )
+        allowed = "at least two documents"
+        raise SoliError("the data holds no text", got=data.path, allowed=allowed, fix="check data.path")
 
 
 def _size(document: Document) -> int:
@@ -115,13 +114,11 @@ def read_text(path: Path) -> str:
 
 def _stdlib() -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        path.relative_to(root) for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)
-    )
+    every = (path.relative_to(root) for path in root.rglob("*.py"))
+    files = sorted(path for path in every if not LEFT_OUT & set(path.parts))
     if not files:
-        raise SoliError(
-            "this Python has no source of its standard library", got=root, fix="give a text file or folder: --data PATH"
-        )
+        fix = "give a text file or folder: --data PATH"
+        raise SoliError("this Python has no source of its standard library", got=root, fix=fix)
     for file in files:
         # _sysconfigdata_*.py records how this Python was built: paths of one machine, no program.
         if not file.name.startswith("_sysconfigdata"):
@@ -143,11 +140,8 @@ def _pieces(path: Path) -> Iterator[Document]:
 def _folder(root: Path, data: Data) -> Iterator[Document]:
     if not root.is_dir():
         raise SoliError("there is no such folder", got=root, fix="check data.path (--data)")
-    files = sorted(
-        path
-        for path in root.glob(data.pattern)
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    )
+    hidden = lambda path: any(part.startswith(".") for part in path.relative_to(root).parts)
+    files = sorted(path for path in root.glob(data.pattern) if path.is_file() and not hidden(path))
     if not files:
         raise SoliError("no file of the folder matches", got=f"{data.pattern} in {root}", fix="check data.pattern")
     for path in files:
@@ -168,9 +162,8 @@ def _lines(path: Path, field: str) -> Iterator[Document]:
             try:
                 row = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise SoliError(
-                    f"{place}: not JSON", got=f"{line[:60]!r}: {error}", allowed="one JSON object a line"
-                ) from error
+                got = f"{line[:60]!r}: {error}"
+                raise SoliError(f"{place}: not JSON", got=got, allowed="one JSON object a line") from error
             yield Document(f"{path.name}:{number}", _field(row, field, place))
 
 
@@ -197,8 +190,7 @@ def _dataset(path: Path, field: str) -> Iterator[Document]:
             raise SoliError("the dataset has no split `train`", got=", ".join(data), fix=fix)
         data = data["train"]
     if field not in data.column_names:
-        raise SoliError(
-            f"the dataset has no field {field!r}", got=", ".join(data.column_names), fix="name it: data.field"
-        )
+        got = ", ".join(data.column_names)
+        raise SoliError(f"the dataset has no field {field!r}", got=got, fix="name it: data.field")
     for number, text in enumerate(data[field]):
         yield Document(f"{path.name}:{number}", _field({field: text}, field, f"{path}, row {number}"))

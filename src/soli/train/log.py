@@ -78,12 +78,10 @@ class Log:
         curves = {key: key for key in ("lr", "grad_norm", "tokens_per_second", "memory_mb")}
         self._record(row, {"loss/train": "loss", **curves})
         left = clock((self.steps - step) * tokens / self.speed) if self.steps else "?"
-        words = (
-            f"loss {loss:.4f} | {self.speed:,.0f} tokens/s | {row['memory_mb']:,.0f} MB a rank | lr {lr:.2e}"
-            + (f" | norm {norm:.2f}" if norm is not None else "")
-            + f" | {left} left"
-        )
-        short = f"loss {loss:.3f} | {self.speed:,.0f} tokens/s | {row['memory_mb']:,.0f} MB | {left} left"
+        pace = f"{self.speed:,.0f} tokens/s | {row['memory_mb']:,.0f} MB"
+        of_norm = f" | norm {norm:.2f}" if norm is not None else ""
+        words = f"loss {loss:.4f} | {pace} a rank | lr {lr:.2e}{of_norm} | {left} left"
+        short = f"loss {loss:.3f} | {pace} | {left} left"
         self.bar.update(self.task, completed=step, words=short, place=f"{step}/{self.steps or '?'}")
         if self.bar.disable:
             print(f"step {step:>5} of {self.steps or '?'} | {words}", flush=True)

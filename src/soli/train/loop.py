@@ -82,9 +82,8 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
     config, reason = sized(config, *machine())
     say(reason)
     cache = Path(config.data.cache or Path(config.run.folder) / "tokens")
-    found = tokens.from_json(
-        from_rank_0(world, lambda: tokens.to_json(tokens.prepare(config, cache, say)), "the token files")
-    )
+    prepare = lambda: tokens.to_json(tokens.prepare(config, cache, say))
+    found = tokens.from_json(from_rank_0(world, prepare, "the token files"))
     unigram = measure.unigram(found.train, found.validation)
     folder = resume or Path(from_rank_0(world, lambda: str(rundir.create(config)), "the run directory"))
     from_rank_0(world, lambda: rundir.begin(folder, config, found), "the records of the run")
@@ -120,10 +119,8 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
         if world.is_first:
             rundir.forget_after(folder, engine.step_count)
     log = Log(folder, world.rank, world.size, config.run.steps, engine.step_count)
-    log.say(
-        f"run directory {folder} | {world.size} ranks, plan {engine.plan} | {count:,} parameters | "
-        f"unigram entropy {unigram:.4f} nats per token"
-    )
+    laid = f"{world.size} ranks, plan {engine.plan} | {count:,} parameters"
+    log.say(f"run directory {folder} | {laid} | unigram entropy {unigram:.4f} nats per token")
     if world.is_first:
         settings.write(config, folder / rundir.CONFIG)
         (folder / "plan.json").write_text(engine.plan.to_json() + "\n", encoding="utf-8")
@@ -179,9 +176,8 @@ def _decide(job: _Job, step: int, took: list[float]) -> int:
     job.config = replace(job.config, run=replace(run, steps=steps))
     job.schedule.steps = steps
     job.log.plan_steps(steps)
-    job.log.say(
-        f"{steps} steps fit into {run.minutes:g} minutes ({clock(spent)} spent); --steps {steps} repeats this run"
-    )
+    fit = f"{steps} steps fit into {run.minutes:g} minutes ({clock(spent)} spent)"
+    job.log.say(f"{fit}; --steps {steps} repeats this run")
     if job.world.is_first:
         settings.write(job.config, job.folder / rundir.CONFIG)
     return steps

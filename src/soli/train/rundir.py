@@ -146,12 +146,8 @@ def configuration(config_path: Path | None, resume: Path | None, named: Mapping[
         newest = latest(resume / "checkpoints")
         # what its own file says may have been edited since
         began = read_manifest(newest).state["extra"].get("config") if newest else None
-        then, now = (
-            {**one["optim"], **one["model"], "seed": one["run"]["seed"]}
-            for one in (began or asdict(settings.load(start)), asdict(config))
-        )
-        what = "a run that is resumed has the {} that it began with"
-        raise_all(
-            Problem(what.format(k), str(now[k]), str(then[k]), "start a new run") for k in SAVED if then[k] != now[k]
-        )
+        flat = lambda one: {**one["optim"], **one["model"], "seed": one["run"]["seed"]}
+        then, now = flat(began or asdict(settings.load(start))), flat(asdict(config))
+        what, differ = "a run that is resumed has the {} that it began with", [k for k in SAVED if then[k] != now[k]]
+        raise_all(Problem(what.format(k), str(now[k]), str(then[k]), "start a new run") for k in differ)
     return config

@@ -87,8 +87,7 @@ def _build(tables: Tables, problems: list[Problem]) -> Config:
             if key not in entry_of:
                 problems.append(_unknown(f"setting {table}.{key}", key, list(entry_of), place))
                 continue
-            problem = _check(f"{table}.{key}", value, hints[key], entry_of[key], place)
-            if problem:
+            if problem := _check(f"{table}.{key}", value, hints[key], entry_of[key], place):
                 problems.append(problem)
             else:
                 good[key] = float(value) if hints[key] is float else value
@@ -139,14 +138,9 @@ def _together(config: Config) -> Iterator[Problem]:
         fix = f"dim = {max(1, round(model.dim / model.heads)) * model.heads}"
         yield Problem("model.dim does not divide into model.heads", got, "a multiple of the number of heads", fix)
     if run.steps == 0 and config.optim.warmup < MEASURED_TO:
-        yield Problem(
-            "optim.warmup is too short for run.steps = 0",
-            f"{config.optim.warmup} steps",
-            f"{MEASURED_TO} or more: the speed is measured during the warm-up, where the learning rate "
-            "does not depend on the number of steps",
-            "say run.steps, or a longer warm-up",
-        )
+        what, got = "optim.warmup is too short for run.steps = 0", f"{config.optim.warmup} steps"
+        why = "the speed is measured during the warm-up, where the learning rate does not depend on the number of steps"
+        yield Problem(what, got, f"{MEASURED_TO} or more: {why}", "say run.steps, or a longer warm-up")
     if run.steps == 0 and run.minutes == 0:
-        yield Problem(
-            "neither run.steps nor run.minutes says how long to train", "0 and 0", "one above 0", "minutes = 2"
-        )
+        what = "neither run.steps nor run.minutes says how long to train"
+        yield Problem(what, "0 and 0", "one above 0", "minutes = 2")

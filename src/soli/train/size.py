@@ -41,10 +41,7 @@ def sized(config: Config, cores: int, accelerators: int) -> tuple[Config, str]:
         raise on_all_ranks("model.dim does not divide into model.heads", got=f"dim {dim}, heads {heads}")
     how = "as you said" if model.dim else f"64 x 2 x {units:.2g}^(1/6), rounded"
     where = f"{accelerators} accelerators" if accelerators else f"{cores} cores"
-    line = (
-        f"sized to {where} and {minutes:g} minutes: dim {dim} ({how}), "
-        f"{layers} layers, {heads} heads, {model.context} tokens a window, "
-        f"{config.optim.batch} windows a step, lr {lr:g}"
-    )
+    shape = f"dim {dim} ({how}), {layers} layers, {heads} heads, {model.context} tokens a window"
+    line = f"sized to {where} and {minutes:g} minutes: {shape}, {config.optim.batch} windows a step, lr {lr:g}"
     model = replace(model, dim=dim, layers=layers, heads=heads)
     return replace(config, model=model, optim=replace(config.optim, lr=lr)), line

@@ -61,12 +61,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    signs = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=signs, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return _plain(tokenizer)
 
@@ -184,10 +180,8 @@ def _survey(config: Config, say: Say) -> _Survey:
         raise SoliError(what, got=got, fix="give more documents, or another data.validation")
     found.digest = whole.digest()
     found.sample = tuple(text for _, _, text in sorted(heap))
-    say(
-        f"data: {config.data.path}, {found.documents} documents, {found.bytes / 1e6:.1f} MB, "
-        f"{found.kept} documents for validation"
-    )
+    read = f"{found.documents} documents, {found.bytes / 1e6:.1f} MB"
+    say(f"data: {config.data.path}, {read}, {found.kept} documents for validation")
     return found
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
@@ -79,9 +80,8 @@ def open_tokens(path: Path) -> Span:
         problems.append(Problem(f"{beside}: dtype", repr(dtype), "uint16, uint32"))
     if not isinstance(vocab, int) or vocab < 1:
         problems.append(Problem(f"{beside}: vocab", repr(vocab), "how many ids there are, 1 or more"))
-    for key in ("tokens", "bytes"):
-        if not isinstance(header.get(key, 0), int):
-            problems.append(Problem(f"{beside}: {key}", repr(header[key]), "a whole number"))
+    odd = [key for key in ("tokens", "bytes") if not isinstance(header.get(key, 0), int)]
+    problems += [Problem(f"{beside}: {key}", repr(header[key]), "a whole number") for key in odd]
     raise_all(problems)
     count, rest = divmod(size, DTYPES[dtype].itemsize)
     if rest or count != header.get("tokens", count) or count < 2:
@@ -124,11 +124,8 @@ class Windows(Dataset[dict[str, Tensor]]):
             raise IndexError(f"window {index} of {len(self)}")
         start = index * self.context
         ids = torch.from_numpy(self.ids[start : start + self.context + 1].astype(np.int64))
-        have = len(ids) - 1
-        tokens = torch.zeros(self.context, dtype=torch.int64)
-        targets = torch.full((self.context,), IGNORED, dtype=torch.int64)
-        tokens[:have], targets[:have] = ids[:-1], ids[1:]
-        return {"tokens": tokens, "targets": targets}
+        missing = (0, self.context + 1 - len(ids))
+        return {"tokens": F.pad(ids[:-1], missing), "targets": F.pad(ids[1:], missing, value=IGNORED)}
 
 
 class Spread(Subset[dict[str, Tensor]]):

@@ -18,6 +18,8 @@ from soli.losses import LossFn
 from soli.parallel import kept
 from soli.parallel.randomness import Randomness
 
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
 
 @dataclass
 class Trace:
@@ -29,11 +31,7 @@ class Trace:
 
 
 def sequential(
-    model: nn.Module,
-    loss_fn: LossFn,
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    batches: list[Any],
-    clip: float | None,
+    model: nn.Module, loss_fn: LossFn, optimizer: MakeOptimizer, batches: list[Any], clip: float | None
 ) -> Trace:
     """Train the plain model on whole batches."""
     trace, made, call = Trace(), optimizer(list(model.parameters())), Caller(model)
@@ -47,9 +45,8 @@ def sequential(
             randomness.backward()
             loss.backward()
         trace.losses.append(float(loss.detach()))
-        trace.gradients.append(
-            {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-        )
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        trace.gradients.append({name: None if g is None else g.clone() for name, g in gradients.items()})
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         made.step()

@@ -22,7 +22,7 @@ from soli.engine.engine import parallelize
 from soli.losses import LossFn
 from soli.mesh.world import join
 from soli.parallel.lift import lifted
-from soli.verify.oracle import Trace, sequential
+from soli.verify.oracle import MakeOptimizer, Trace, sequential
 
 BOUND = 1e-10
 NOISE = torch.finfo(torch.float64).eps / BOUND
@@ -34,7 +34,7 @@ class Case:
 
     name: str
     make: Callable[[], tuple[nn.Module, LossFn, list[Any]]]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
+    optimizer: MakeOptimizer
     clip: float | None = 0.5
 
 
@@ -97,10 +97,9 @@ def on_cpu(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def compare(got: Trace, expected: Trace) -> tuple[float, str]:
     """The worst relative error and where it is. A missing or an extra tensor is infinitely wrong."""
-    rows: list[tuple[float, str]] = []
+    losses = enumerate(zip(got.losses, expected.losses, strict=True), 1)
+    rows = [(abs(a - b) / abs(b), f"loss of step {step}") for step, (a, b) in losses]
     noise = {name: mask for name in expected.parameters if (mask := _noise(name, expected)) is not None}
-    for step, (a, b) in enumerate(zip(got.losses, expected.losses, strict=True), 1):
-        rows.append((abs(a - b) / abs(b), f"loss of step {step}"))
     for step, (mine, theirs) in enumerate(zip(got.gradients, expected.gradients, strict=True), 1):
         floor = _floor(theirs)
         for name in mine.keys() | theirs.keys():
