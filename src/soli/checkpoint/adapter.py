@@ -39,14 +39,9 @@ class Pieces(Tensor):
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, box.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk_of(box), properties=properties, size=self.shape),
-            )
-            for box, _ in self.pieces
-        ]
+        index = lambda box: MetadataIndex(fqn, box.offsets)
+        data = lambda box: TensorWriteData(chunk=chunk_of(box), properties=properties, size=self.shape)
+        return [WriteItem(index(box), WriteItemType.SHARD, tensor_data=data(box)) for box, _ in self.pieces]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [chunk_of(box) for box, _ in self.pieces]

@@ -64,12 +64,10 @@ def _foreign(path: Path) -> SoliError:
         return SoliError(f"{path} is a soli checkpoint that is not whole: it has no {MANIFEST}", fix=fix)
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return SoliError(f"{path} is a Hugging Face (safetensors) folder, not a soli checkpoint", fix=then)
-    pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
-    if pickles:
+    if pickles := sorted(name for name in names if Path(name).suffix in PICKLES):
         fix = f"{from_pickle}, then {then}"
         return SoliError(f"{path} holds pickles, not a soli checkpoint", got=", ".join(pickles[:5]), fix=fix)
-    inner = sorted(p.name for p in path.iterdir() if (p / MANIFEST).is_file())
-    if inner:
+    if inner := sorted(p.name for p in path.iterdir() if (p / MANIFEST).is_file()):
         what = f"{path} is a folder of checkpoints, not one checkpoint"
         return SoliError(what, got=", ".join(inner[-8:]), fix="name one of them")
     got = ", ".join(sorted(names)[:8]) or "an empty folder"

@@ -194,10 +194,8 @@ def _check_cover(tensors: Forms, plans: list[SavePlan]) -> None:
     for plan in plans:
         for item in plan.items:
             boxes[item.index.fqn].add(_box(item))
-    ordered = {name: sorted(held, key=lambda box: (box.offsets, box.sizes)) for name, held in boxes.items()}
-    raise_all(
-        problem for name, (shape, _) in tensors.items() for problem in tiling_problems(name, shape, ordered[name])
-    )
+    in_order = lambda name: sorted(boxes[name], key=lambda box: (box.offsets, box.sizes))
+    raise_all(found for name, (shape, _) in tensors.items() for found in tiling_problems(name, shape, in_order(name)))
 
 
 def _write(job: _Job, done: Add = lambda _: None) -> None:

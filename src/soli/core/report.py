@@ -58,8 +58,7 @@ def install_hook(rank: int) -> None:
 
 def stacks_on_request() -> None:
     """`soli run` asks a stuck rank for its stacks by a signal; they go to the file that it named."""
-    path = os.environ.get("SOLI_STACKS_FILE")
-    if path:
+    if path := os.environ.get("SOLI_STACKS_FILE"):
         faulthandler.register(STACKS_SIGNAL, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115
 
 

@@ -83,15 +83,10 @@ def _place() -> tuple[int, int, int, int]:
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in needed if name not in env]
-        raise_all(
-            Problem(
-                f"the environment names some of a rank's variables but not {name}",
-                got=", ".join(f"{n}={env[n]}" for n in needed if n in env),
-                fix="start the program with `soli run -n N script.py` or torchrun, or unset all of them",
-            )
-            for name in missing
-        )
+        what = "the environment names some of a rank's variables but not"
+        got = ", ".join(f"{n}={env[n]}" for n in needed if n in env)
+        fix = "start the program with `soli run -n N script.py` or torchrun, or unset all of them"
+        raise_all(Problem(f"{what} {name}", got, fix=fix) for name in needed if name not in env)
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
         return rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
     if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:

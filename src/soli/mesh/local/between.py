@@ -115,9 +115,8 @@ def all_to_all(hosts: Hosts, operation: Operation, outs: Sequence[Tensor], parts
     sent_sizes = [part.numel() if far[r] else 0 for r, part in enumerate(parts)]
     sent = torch.cat([part for r, part in enumerate(parts) if far[r]])
     got = torch.empty(sum(out_sizes), dtype=torch.uint8)
-    yield from hosts.finish(
-        lambda: hosts.everyone.alltoall_base(got, sent, out_sizes, sent_sizes, dist.AllToAllOptions())
-    )
+    options = dist.AllToAllOptions()
+    yield from hosts.finish(lambda: hosts.everyone.alltoall_base(got, sent, out_sizes, sent_sizes, options))
     for rank, piece in enumerate(got.split(out_sizes)):
         if far[rank]:
             outs[rank].copy_(piece)

@@ -241,11 +241,10 @@ class Board:
         if self.on_look is not None:
             self.on_look()
         gone = [other for other in range(self.ranks) if self._is_gone(other)]
-        late = [other for other in gone if other == peer or self._behind(other)]
-        if late:
-            raise self.fail(
-                f"rank {self.global_ranks[late[0]]} of group {self.name} is gone; it stood at {self.said(late[0])}"
-            )
+        late = next((other for other in gone if other == peer or self._behind(other)), None)
+        if late is not None:
+            number = self.global_ranks[late]
+            raise self.fail(f"rank {number} of group {self.name} is gone; it stood at {self.said(late)}")
 
     def _behind(self, other: int) -> bool:
         """Whether `other` has not done something that this rank has begun."""

@@ -99,8 +99,7 @@ class LocalGroup(_Base):
         return self._reduce_scatter(out, parts, sums.name_of(_op(opts)))
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
-        works = [self.reduce_scatter_single(o, w, opts) for o, w in zip(outs, wholes, strict=True)]
-        return _joined(works, outs)
+        return _joined([self.reduce_scatter_single(o, w, opts) for o, w in zip(outs, wholes, strict=True)], outs)
 
     def _reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: str) -> LocalWork:
         flat, back = _target(out)

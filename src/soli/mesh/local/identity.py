@@ -68,11 +68,8 @@ def _check(ranks: list[Identity]) -> None:
             fix = "install the same versions of soli and torch for every rank"
             raise failure(f"the ranks have different {what}", got=got, fix=fix)
     for i, rank in enumerate(ranks):
-        first = next(j for j, other in enumerate(ranks) if other.host == rank.host)
-        if (rank.kernel, rank.processes) != (ranks[first].kernel, ranks[first].processes):
-            raise failure(
-                f"rank {first} and rank {i} say that they are on one host, {rank.host}, and are not",
-                got=f"kernel {ranks[first].kernel} and {rank.kernel}, "
-                f"processes {ranks[first].processes} and {rank.processes}",
-                fix="unset SOLI_HOST, or give every host a name of its own with it",
-            )
+        first, one = next((j, other) for j, other in enumerate(ranks) if other.host == rank.host)
+        if (rank.kernel, rank.processes) != (one.kernel, one.processes):
+            what = f"rank {first} and rank {i} say that they are on one host, {rank.host}, and are not"
+            got = f"kernel {one.kernel} and {rank.kernel}, processes {one.processes} and {rank.processes}"
+            raise failure(what, got=got, fix="unset SOLI_HOST, or give every host a name of its own with it")

@@ -229,13 +229,10 @@ def all_to_all(board: Board, operation: Operation, outs: Sequence[Tensor], parts
 
 def check_splits(board: Board, rank: int, wanted: Sequence[int], table: Tensor) -> None:
     """Whether the bytes that every rank sends, `table[s, r]` from s to r, are those that this rank expects."""
-    wrong = [
-        f"  rank {rank} expects {size} bytes of rank {other}, which sends {int(table[other, rank])}"
-        for other, size in enumerate(wanted)
-        if size != table[other, rank]
-    ]
-    if wrong:
-        raise board.fail(f"the splits of all_to_all in group {board.name} do not fit\n" + "\n".join(wrong))
+    sent = table[:, rank].tolist()
+    if wrong := [(other, size) for other, size in enumerate(wanted) if size != sent[other]]:
+        lines = [f"  rank {rank} expects {size} bytes of rank {r}, which sends {sent[r]}" for r, size in wrong]
+        raise board.fail(f"the splits of all_to_all in group {board.name} do not fit\n" + "\n".join(lines))
 
 
 def barrier(board: Board, operation: Operation) -> Any:

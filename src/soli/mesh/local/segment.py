@@ -96,8 +96,7 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[int, st
 
 
 def _create(size: int) -> tuple[int, str]:
-    folder = os.environ.get("SOLI_LOCAL_FOLDER")
-    if folder:
+    if folder := os.environ.get("SOLI_LOCAL_FOLDER"):
         return _create_file(folder, size)
     if not hasattr(os, "memfd_create"):
         fix = "name a folder in memory with SOLI_LOCAL_FOLDER, or take SOLI_BACKEND=gloo"
