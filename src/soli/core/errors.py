@@ -95,7 +95,8 @@ def listing(told: Callable[P, Iterator[Problem]]) -> Callable[P, list[Problem]]:
 
 def raise_all(problems: Iterable[Problem], *, everywhere: bool = False) -> None:
     """Raise one error that lists every problem, or return if there is none."""
-    if found := tuple(problems):
+    found = tuple(problems)
+    if found:
         raise SoliError(found, everywhere=everywhere)
 
 
