@@ -131,11 +131,10 @@ def _replaced(engine: Engine) -> Iterator[Problem]:
     """Parameters whose memory is not the one that the optimizer writes into."""
     if engine.parallel is None or not engine.plan.zero:
         return
-    zero, count = engine.plan.zero, engine.step_count
-    looking = zero == 3 and (engine._agreed.writes(engine) or count & (count + 1) == 0)
-    names = [slot.names[0] for unit in engine.laid.units for slot in unit.slots if unit.lost(slot, looking)]
+    zero = engine.plan.zero
+    names = [slot.names[0] for unit in engine.laid.units for slot in unit.slots if unit.lost(slot)]
     if names:
-        what = f"the data of parameters was replaced{' or written' * (zero == 3)} after soli.parallelize, and under zero={zero} their values lie in a buffer that ranks share"
+        what = f"the data of parameters was replaced after soli.parallelize, and under zero={zero} their values lie in a buffer that ranks share"
         fix = f"do it before soli.parallelize, use zero=0, or write in place{' under zero=2' * (zero == 3)}"
         yield Problem(what, got=listed(names), fix=fix)
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from soli.core.events import events
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce, broadcast
 from soli.parallel.reduce import Reducer
+from soli.parallel.tensor.cut import CutParameter, become_cut
 from soli.parallel.units import Unit
 
 BEGUN, OVER = sys.maxsize, -1
@@ -72,12 +73,25 @@ class Gatherer:
             assert block.module is not None, "only the root has no module"
             block.module.register_forward_pre_hook(lambda m, a, k, b=block: self._enter(b, (a, k)), with_kwargs=True, prepend=True)
             block.module.register_forward_hook(lambda m, a, out, b=block: self._leave(b, out))
+        self._guard(True)
 
     # --- one pass -------------------------------------------------------------------------------------
+
+    def _guard(self, between: bool) -> None:
+        """Between steps a parameter asks what it is computed with, and refuses that where its values are not here (tensor/parts.py)."""
+        for slot in [slot for block in [self.root, *self.order] for unit in block.units if unit.zero == 3 for slot in unit.slots]:
+            param: Any = slot.param
+            param.of = slot.name
+            if between and type(param) is nn.Parameter:
+                become_cut(param, {})
+            elif not between and type(param) is CutParameter and not param.cuts:
+                del param.cuts
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def begin_forward(self, training: bool) -> None:
         if self.phase != "idle":  # an error ended a pass, and what it left gathered may be of other weights by now
             self.end_pass()
+        self._guard(False)
         self.phase, self.keep_last, self._cursor, self._ran = "forward", training, 0, []
         for block in self.order:
             block.runs, block.first = 0, OVER
@@ -97,6 +111,7 @@ class Gatherer:
         """Gather everything and keep it until `end_pass`: a pipeline's microbatches come and go in between."""
         if self.phase != "idle":  # an error ended a pass, and what it left gathered may be of other weights by now
             self.end_pass()
+        self._guard(False)
         self.phase = "held"
         for block in [self.root, *self.order]:
             self._issue(block)
@@ -119,6 +134,7 @@ class Gatherer:
             self._wait(block)
             block.release()
         self.phase = "idle"
+        self._guard(True)
 
     def grads_complete(self, unit: Unit) -> None:
         """All gradients of a unit are there. Once a block has all of its own, its parameters go when the backward comes to another block:

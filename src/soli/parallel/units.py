@@ -193,16 +193,14 @@ class Unit:
             return Sharded(slot.whole_shape, self.dtype)
         return slot.of_whole(from_flat(flat[start - base : stop - base], slot.shape, start - slot.start))
 
-    def lost(self, slot: Slot, looking: bool) -> bool:
-        """Whether someone else gave a parameter other memory, between steps; `looking`: or wrote into the one number that it shows while its
-        values are not there (torch refuses a write into several elements of it, and not `p[0] = 1`)."""
+    def lost(self, slot: Slot) -> bool:
+        """Whether someone else gave a parameter other memory, between steps."""
         if self.full is None:
             return False
         memory = slot.param.untyped_storage()
         if self.gathered:
             return bool(memory._cdata != self.full.untyped_storage()._cdata)
-        written = looking and self.dtype.is_floating_point and not held(slot.param).as_strided((), ()).isnan()
-        return memory.nbytes() > slot.param.element_size() or bool(written)
+        return memory.nbytes() > slot.param.element_size()
 
     def parameter(self, slot: Slot) -> Sharded:
         """This rank's part of a parameter: views of live memory."""

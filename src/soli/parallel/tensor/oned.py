@@ -21,6 +21,7 @@ from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.mesh.collectives import gather_json
 from soli.mesh.mesh import Mesh
 from soli.parallel.init import materialise
+from soli.parallel.tensor import parts
 from soli.parallel.tensor.cut import Run, become_cut
 from soli.parallel.tensor.finder import Role
 from soli.parallel.tensor.split import Split, taken
@@ -43,6 +44,7 @@ def divide(
     """Keep this rank's part of every parameter that a role cuts, in place; not of those with ids in `absent`."""
     portions: dict[int, Portion] = {}
     splits: dict[int, dict[str, Split]] = {}
+    parts.VECTORS.update(sum(p.numel() for p in model.parameters() if p.requires_grad or not trains) for trains in (True, False))
     for name, param in model.named_parameters():
         cuts = cuts_of(roles[name], mesh)
         if not cuts or id(param) in absent:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from soli.core.errors import SoliError
-from soli.core.functions import name_of, tensors_in
+from soli.core.functions import in_place, name_of, tensors_in
 from soli.parallel.tensor import pointwise, shapes
 from soli.parallel.tensor.cut import CutParameter
 from soli.parallel.tensor.pointwise import NAMES
@@ -48,8 +48,15 @@ def updating() -> Any:
     return patch.object(WeightPart, "updating", True)
 
 
+VECTORS = set[int]()
+"""How many elements a vector of all weights has, or of all that train, of models of which this rank has parts: what cuts it by the lengths
+of parts (`vector[i : i + p.numel()]`) takes others' elements."""
 BY_ELEMENTS = (local, pointwise.pointwise, pointwise.cast, pointwise.where, shapes.cat, shapes.stack, shapes.repeat)
 """Rules of functions of which parts give parts: each element of the result is of one element of an argument."""
+
+
+ASKED = {"size", "stride", "numel", "nelement", "__len__", "dim", *NAMES["shapes"]}
+"""Functions that ask of a tensor its shape or type alone."""
 
 
 def _along(name: str, args: tuple, kwargs: dict, count: int) -> set[int] | None:
@@ -78,11 +85,12 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
         _TRIED.add(func)
         return func(*args, **kwargs)
     given = tensors_in((args, kwargs))
+    if any(map(_is_absent, given)) and not (rule_of(func, name) is local or name in ASKED):
+        return _of_absent(func, args, kwargs, given)
     parts: list[Any] = [x for x in given if type(x) in (WeightPart, CutParameter) and getattr(x, "cuts", None)]
     if not parts or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
         return func(*args, **kwargs)
-    # not those in lists, each of which is for another one
-    whole = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and _is_for_all(x, parts, name)), None)
+    whole = _whole_beside((*args, *kwargs.values()), name)
     if by_elements and whole is None:
         return _marked(func(*args, **kwargs), name_of(func), given, parts)
     cut_along = {split.dim for split in parts[0].cuts.values()}
@@ -97,24 +105,73 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     drawn = name in NAMES["drawn"]
     what = f"{'numbers are drawn into a weight' if drawn else 'a weight is computed with'} between steps, of which each rank has a part"
     beside = "" if whole is None else f", with what is of the whole one's size, {tuple(whole.shape)}"
+    if whole is not None and _is_of_vector(whole):
+        beside = f", with some elements of a vector of all weights ({_held_by(whole)}), by the length of a part"
     got = f"{name_of(func)} of {', '.join(sorted(origins_of(parts[0].cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}{beside}"
     allowed = "draws before soli.parallelize, or into weights that are whole" if drawn else "what is done element by element, of parts alone, or along other dims"
     fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
     raise SoliError(what, got=got, allowed=allowed, fix=fix)
 
 
+def _is_absent(x: Any) -> bool:
+    """Whether it is a weight under zero=3, or a view of one, that has one number in the place of all (units.py)."""
+    return type(x) in (WeightPart, CutParameter) and x.numel() > 1 and x.untyped_storage().nbytes() == x.element_size()
+
+
+def _of_absent(func: Any, args: tuple, kwargs: dict, given: list[Any]) -> Any:
+    """A view of a weight whose values are on no rank now; what computes with it, or writes into it, is refused."""
+    of = next((x.of for x in given if hasattr(x, "of")), "a weight")
+    result = None if in_place(func) else func(*args, **kwargs)
+    found: list[Any] = tensors_in((result,))
+    for x in found:
+        if type(x) is Tensor:
+            x.__class__, x.cuts, x.of = WeightPart, {}, of  # type: ignore[attr-defined]
+    if all(map(_is_absent, found)) and (found or func.__name__ == "__get__"):
+        return result
+    what = "a weight is computed with, or written into, between steps, and under zero=3 no rank has its values then"
+    fix = "engine.global_state_dict() has them, on every rank; to write into weights, zero=2 or less"
+    raise SoliError(what, got=f"{name_of(func)} of {of}", allowed="questions of its shape and type", fix=fix)
+
+
+def _whole_beside(given: tuple, name: str) -> Tensor | None:
+    """A tensor beside parts that was made for the whole of one. Lists have one at each place, for the part at that place."""
+    together = zip(*(x for x in given if isinstance(x, list | tuple)), strict=False) if name.startswith("_foreach_") else [given]
+    for group in together:
+        parts = [x for x in group if getattr(x, "cuts", None)]
+        found = next((x for x in group if isinstance(x, Tensor) and _is_for_all(x, parts, name)), None)
+        if found is not None:
+            return found
+    return None
+
+
 def _is_for_all(x: Tensor, parts: list[Any], name: str) -> bool:
-    """Whether a tensor that is no part was made for the whole of one: as long along a dim that is cut, or now given its shape."""
+    """Whether a tensor that is no part was made for the whole of one: as long along a dim that is cut, or now given its shape; or all weights'."""
+    if not parts or getattr(x, "cuts", None):
+        return False
     reshaped = name in ("view_as", "reshape_as") and x.shape != parts[0].shape
     pairs = [(split.dim - part.dim(), split.size, part.shape) for part in parts for split in part.cuts.values()]
     longer = any(-d <= x.dim() and x.shape[d] == size != shape[d] for d, size, shape in pairs)
-    return (reshaped or longer) and all(x is not part for part in parts)
+    return reshaped or longer or (_is_of_vector(x) and x.numel() == parts[0].numel())
+
+
+def _held_by(x: Tensor) -> int:
+    """Elements of the memory that a tensor is in."""
+    return x.untyped_storage().nbytes() // x.element_size()
+
+
+def _is_of_vector(x: Tensor) -> bool:
+    return x.layout == torch.strided and x.numel() < _held_by(x) and _held_by(x) in VECTORS
+
+
+def _is_like(x: Tensor, part: Tensor, name: str) -> bool:
+    """Whether a new tensor is for a part, as nn.init.orthogonal_ makes one to draw into."""
+    return not name.startswith("new") or x.numel() == part.numel()
 
 
 def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
     """What a function made of parts is one: cut as those of its shape are, or, where it has another or is a view, perhaps along any dim."""
     for x in tensors_in((result,)):
-        if type(x) is Tensor and name not in ("grad", "_grad") and not name.startswith("new_") and all(x is not y for y in given):
+        if type(x) is Tensor and name not in ("grad", "_grad") and _is_like(x, parts[0], name) and all(x is not y for y in given):
             x.__class__, any_of = WeightPart, next(iter(parts[0].cuts.values()))
             same = [part.cuts for part in parts if part.shape == x.shape and name]
             x.cuts = dict(ChainMap(*same)) if same else {d: any_of.at(d) for d in range(x.dim())}  # type: ignore[attr-defined]
