@@ -154,6 +154,8 @@ DRAWS = {
     "around": (lambda x: torch.normal(torch.full_like(x, 2.0), 0.1), (1.0, 3.0, 2.0)),
     "slopes": (lambda x: -F.rrelu(-torch.ones_like(x), 0.2, 0.4, True), (0.2, 0.4, 0.3)),
     "shifted": (lambda x: torch.empty_like(x).normal_(2.0, std=0.1), (1.0, 3.0, 2.0)),
+    # the mean of a normal number between 1 and 1.5
+    "within": (lambda x: nn.init.trunc_normal_(torch.empty_like(x), a=1.0, b=1.5), (1.0, 1.5, 1.224339)),
 }
 """What draws, and the least, the most and the mean of it."""
 
@@ -184,6 +186,19 @@ def test_numbers_that_a_model_draws_itself(name: str) -> None:
     error = drawn.std() / math.sqrt(len(x))
     assert (drawn.mean() - mean).abs() < 5 * error
     assert not torch.equal(whole, run(model, randomness, x, step=4))
+
+
+@pytest.mark.parametrize("channels", [True, False])
+def test_alpha_dropout_makes_of_each_number_one_of_the_two_that_torchs_does(channels: bool) -> None:
+    drop = nn.FeatureAlphaDropout(0.3) if channels else nn.AlphaDropout(0.3)
+    x = torch.randn(400, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found, ones = run(drop, learnt(drop, x), x), drop(x.new_ones(4000, 5, 8)).unique()
+    low, high = ones.tolist()  # of torch's own
+    scale = high - drop(x.new_zeros(4000, 5, 8)).max()
+    kept = found != low
+    torch.testing.assert_close(found[kept], (x * scale + high - scale)[kept])
+    assert abs(float(kept.double().mean()) - 0.7) < 5 * math.sqrt(0.21 / (2000 if channels else 16_000))
+    assert bool((kept.all(-1) | ~kept.any(-1)).all()) is channels
 
 
 @pytest.mark.parametrize("hard", [True, False])

@@ -83,6 +83,20 @@ class Shifted(Plain):
         return self.head(F.rrelu(self.layers[1](x), 0.2, 0.4, self.training) + F.rrelu(x))
 
 
+class Selus(Plain):
+    """Alpha dropout of elements and of channels, and noise that torch draws until all of it fits, or (far from the mean) by rejection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.AlphaDropout(0.3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(F.selu(self.layers[0](self.embed(tokens))))
+        x = F.feature_alpha_dropout(F.selu(self.layers[1](x)), 0.4, self.training) + F.alpha_dropout(x, 0.2, False)
+        near = nn.init.trunc_normal_(torch.empty_like(x), std=0.5, a=-0.7, b=0.7)
+        return self.head(x * near + self.layers[2](x) * nn.init.trunc_normal_(torch.empty_like(x), std=0.5, a=1.0, b=1.2))
+
+
 class Masking(Plain):
     """What transformers' SpecAugment draws: by numpy, for all rows at once; and what a block draws that may run again."""
 
@@ -179,14 +193,14 @@ class Sorted(Dropping):
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [(Shifted, "tp=2,sp=on"), (Shifted, "cp=2"), (Shifted, "pp=2,microbatches=2"), (Routed, "tp=2,sp=on"), (Routed, "cp=2"), (Counted, "tp=2,sp=on"), (Counted, "cp=2"), (Masking, "tp=2,sp=on"), (Masking, "cp=2,recompute=full")],
+    [(Shifted, "tp=2,sp=on"), (Selus, "tp=2,sp=on"), (Selus, "cp=2"), (Shifted, "cp=2"), (Shifted, "pp=2,microbatches=2"), (Routed, "tp=2,sp=on"), (Routed, "cp=2"), (Counted, "tp=2,sp=on"), (Counted, "cp=2"), (Masking, "tp=2,sp=on"), (Masking, "cp=2,recompute=full")],
 )
 def test_numbers_that_are_made_of_draws_are_the_same_under_every_plan(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=1,accumulate=2"])
-@pytest.mark.parametrize("kind", [Twice, Stacked, TimeFirst, Noisy, Coins, Shifted])
+@pytest.mark.parametrize("kind", [Twice, Stacked, TimeFirst, Noisy, Coins, Shifted, Selus])
 def test_what_is_drawn_belongs_to_its_rows_in_any_order(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2 if "dp=2" in plan else 1))
 

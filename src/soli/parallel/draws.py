@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +18,14 @@ COINS = (torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_)
 WRITE = {getattr(Tensor, name): name for name in ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")}
 INITS = {nn.init.uniform_: "uniform_", nn.init.normal_: "normal_"}
 SLOPES = (F.rrelu, torch.rrelu, torch.rrelu_)
+SELUS = (F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)
+LOWEST = -1.7580993408473766
+"""Of SELU (Klambauer et al. 2017, arXiv 1706.02515)."""
 FILLS = {
     **dict.fromkeys((torch.rand, torch.rand_like, *COINS, *SLOPES), "uniform_"),
     **dict.fromkeys((torch.randn, torch.randn_like, torch.normal), "normal_"),
     **{**WRITE, **INITS, F.gumbel_softmax: "exponential_"},
+    **dict.fromkeys(SELUS, "bernoulli_"),
 }
 """Calls that draw, and how a tensor is filled with what they draw; a coin is a number below p."""
 
@@ -36,6 +42,8 @@ def answered(randomness: Randomness, func: Any, args: Any, options: dict[str, An
             return x.copy_(randomness.drawn(x, tuple(x.shape), how, *args[1:], **options))
     if func in SLOPES:
         return _sloped(randomness, func, *args, **options)
+    if func in SELUS:
+        return _lowered(randomness, func, *args, **options)
     if func is F.gumbel_softmax:
         return _relaxed(randomness, *args, **options)
     if func is torch.normal:
@@ -82,3 +90,27 @@ def _sloped(randomness: Randomness, func: Any, input: Tensor, lower: float = 1 /
     slopes = randomness.drawn(input, tuple(input.shape), "uniform_", lower, upper, beside=input) if training else (lower + upper) / 2
     result = torch.where(input > 0, input, input * slopes)
     return input.copy_(result) if inplace or func is torch.rrelu_ else result
+
+
+def _lowered(randomness: Randomness, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, **more: bool) -> Tensor:
+    """F.alpha_dropout, and that of channels: what is dropped has SELU's lowest value, and mean and variance are as before."""
+    if not more.get("train", training) or p == 0:
+        return input
+    alike = input.dim() - 2 if "feature" in func.__name__ else 0
+    shape = (*input.shape[: input.dim() - alike], *(1,) * alike)
+    kept = randomness.drawn(input, shape, "bernoulli_", 1 - p, beside=input)
+    scale = ((1 - p) * (1 + p * LOWEST**2)) ** -0.5 if p < 1 else 0.0
+    result = (input * kept + LOWEST * (1 - p - kept)) * scale
+    return input.copy_(result) if inplace else result
+
+
+def _truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None) -> Tensor:
+    """What nn.init.trunc_normal_ draws, in one draw. torch's draws until all numbers fit, and how often that is follows the numbers."""
+    ends = (math.erf((end - mean) / std / math.sqrt(2)) for end in (a, b))
+    with torch.no_grad():
+        return tensor.uniform_(*ends, generator=generator).erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
+
+
+def truncating() -> Any:
+    """A context around what draws by rows."""
+    return patch.object(nn.init, "_no_grad_trunc_normal_", _truncated)

@@ -126,7 +126,7 @@ class Randomness:
     def forward(self, gradients: bool = True) -> Iterator[None]:
         """Around what may draw: the forward, and the backward for the sake of recomputation. `gradients`: hooks may be put on tensors."""
         if not (self.quiet and gradients):
-            with _Mode(self):
+            with _Mode(self), draws.truncating():
                 yield
             return
         before = generators.states()
@@ -152,7 +152,7 @@ class Randomness:
             self._probing, self.drawing, marks = {}, False, dict(self._marks)
             others, start = generators.others(), generators.states()
             try:
-                with _Mode(self):
+                with _Mode(self), draws.truncating():
                     yield
                 unseen = generators.states() != generators.after(start, len(now.nonces))
                 self._draws |= unseen
