@@ -21,6 +21,8 @@ import soli
 from noted import noted
 from pool import Pool
 from soli import losses
+from soli.checkpoint.tensorfile import headers
+from soli.checkpoint.transfer import export
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine import elementwise
@@ -28,6 +30,7 @@ from soli.engine import optimizer as optimizers
 from soli.engine.engine import parallelize
 from soli.models.gpt import GPT, GPTConfig
 from soli.verify import tolerance
+from soli.verify.parity import adamw
 
 DATA = [
     {"x": torch.randn(5, generator=torch.Generator().manual_seed(i)), "targets": torch.ones(3) * (i % 3)}
@@ -899,6 +902,52 @@ def test_weights_may_all_be_complex(pool: Pool) -> None:
     for plan in ("dp=2,zero=1", "tp=2"):
         for found in pool.run(only_complex, plan, ranks=2):
             assert found == pytest.approx(only_complex("dp=1"), rel=1e-10)
+
+
+def complex_saved(plan: str, path: str, loaded: bool) -> list[float]:
+    """Losses of two steps after a checkpoint of complex weights is written, or read."""
+    draw = torch.Generator().manual_seed(0)
+    batch = {name: torch.randn(6, size, generator=draw, dtype=torch.float64) for name, size in (("x", 3), ("y", 2))}
+    loss = lambda output, batch: ((output - batch["y"]).square().sum(), output.numel())
+    engine = parallelize(OnlyComplex(), loss, optimizer=adamw, plan=plan, example=batch)
+    if loaded:
+        engine.load(path)
+    else:
+        engine.step(batch)
+        engine.save(path)
+    return [float(engine.step(batch)) for _ in range(2)]
+
+
+def test_complex_weights_are_saved(pool: Pool, tmp_path: Path) -> None:
+    """safetensors has no name for pairs of float64."""
+    expected = pool.run(complex_saved, "dp=2,zero=3", str(tmp_path / "c"), False, ranks=2)[0]
+    for plan in ("tp=2", "dp=2,zero=1"):
+        for found in pool.run(complex_saved, plan, str(tmp_path / "c"), True, ranks=2):
+            assert found == pytest.approx(expected, rel=1e-10)
+    export(tmp_path / "c", tmp_path / "out.safetensors")
+    assert headers(tmp_path / "out.safetensors")["up.weight"] == ((8, 3, 2), torch.float64)
+
+
+class Rounding(OnlyComplex):
+    """It asks for float32's complex numbers, as Fourier operators do: what that rounds couples no rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.zeros(len(x), 3, dtype=torch.cfloat)
+        z[:] = x
+        return self.down(self.up((z * (0.1 + 0.2j)).to(self.up.weight.dtype))).abs().float()
+
+
+def rounded(plan: str) -> float:
+    model, draw = Rounding().to(torch.complex64), torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(6, 3, generator=draw), "y": torch.randn(6, 2, generator=draw)}
+    loss = lambda output, batch: ((output - batch["y"]).square().sum(), output.numel())
+    return float(parallelize(model, loss, optimizer=adamw, plan=plan).step(batch))
+
+
+def test_numbers_of_float32s_complex_type_are_judged_in_float64(pool: Pool) -> None:
+    for plan in ("dp=2", "tp=2"):
+        for found in pool.run(rounded, plan, ranks=2):
+            assert found == pytest.approx(rounded("dp=1"), rel=1e-5)
 
 
 def told_what_a_loss_can_do() -> str:

@@ -20,7 +20,7 @@ from soli.checkpoint.adapter import adapt, chunk_of, merge, offer_of
 from soli.checkpoint.folder import locate
 from soli.checkpoint.manifest import FileEntry, Manifest, key_of, read_manifest
 from soli.checkpoint.team import Group, team_of
-from soli.checkpoint.tensorfile import Forms, checksum, dtype_name, reading
+from soli.checkpoint.tensorfile import Forms, checksum, dtype_name, reading, room
 from soli.core.errors import FAILURE, Problem, SoliError, failure, raise_all
 from soli.core.events import events
 from soli.core.layout import Box, Sharded
@@ -131,7 +131,7 @@ def _fill(place: Path, manifest: Manifest, tensors: dict[str, Sharded]) -> None:
                 source = handle.get_tensor(key)  # mapped, not read: only what is copied is read
                 for item in items:
                     target = planner.resolve_tensor(item)
-                    target.copy_(narrow(source, Box(tuple(item.storage_offsets), tuple(item.lengths))))
+                    room(target).copy_(narrow(source, Box(tuple(item.storage_offsets), tuple(item.lengths))))
 
 
 def narrow(tensor: Tensor, box: Box) -> Tensor:

@@ -55,6 +55,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def form(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+    """What a file says of a tensor."""
+    return ((*shape, 2), torch.float64) if dtype == torch.complex128 else (shape, dtype)
+
+
+def room(tensor: Tensor) -> Tensor:
+    """Of a tensor that is read, what a file's tensor is copied into. The file's memory is not aligned to pairs of numbers."""
+    return torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor
+
+
 def write_file(
     path: Path, entries: list[Entry], metadata: dict[str, str] | None = None, done: Add = lambda _: None
 ) -> tuple[int, str]:
@@ -70,7 +80,7 @@ def write_file(
     at = 0
     for entry in entries:
         span = [at, at + entry.size]
-        header[entry.key] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
+        header[entry.key] = {"dtype": DTYPES[entry.dtype], "shape": form(entry.shape, entry.dtype)[0], "data_offsets": span}
         at += entry.size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

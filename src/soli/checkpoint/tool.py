@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from soli.checkpoint.folder import MANIFEST, locate
 from soli.checkpoint.load import damage
 from soli.checkpoint.manifest import Manifest, key_of, read_manifest
-from soli.checkpoint.tensorfile import dtype_name, headers
+from soli.checkpoint.tensorfile import dtype_name, form, headers
 from soli.checkpoint.tiling import tiling_problems
 from soli.core.errors import Problem, SoliError
 from soli.core.progress import busy
@@ -67,7 +67,7 @@ def check(path: str | Path) -> list[Problem]:
 def _content_problems(file: Path, manifest: Manifest) -> list[Problem]:
     """A sound file that does not hold what the manifest says it holds."""
     expected = {
-        key_of(name, chunk.box): (chunk.box.sizes, saved.dtype)
+        key_of(name, chunk.box): form(chunk.box.sizes, saved.dtype)
         for name, saved in manifest.tensors.items()
         for chunk in saved.chunks
         if chunk.file == file.name

@@ -26,7 +26,7 @@ from soli.checkpoint.manifest import Manifest, Saved, key_of, read_manifest
 from soli.checkpoint.published import converted
 from soli.checkpoint.save import save_with
 from soli.checkpoint.team import ALONE, as_soli_error
-from soli.checkpoint.tensorfile import Entry, headers, reading, write_file
+from soli.checkpoint.tensorfile import Entry, headers, reading, room, write_file
 from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.layout import Sharded, whole
 from soli.core.progress import Add, busy
@@ -113,7 +113,7 @@ def _assemble(handles: dict[str, Any], name: str, saved: Saved) -> Tensor:
     """The whole tensor."""
     result = torch.empty(saved.shape, dtype=saved.dtype)
     for chunk in saved.chunks:
-        narrow(result, chunk.box).copy_(handles[chunk.file].get_tensor(key_of(name, chunk.box)))
+        narrow(room(result), chunk.box).copy_(handles[chunk.file].get_tensor(key_of(name, chunk.box)))
     return result
 
 

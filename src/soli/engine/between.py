@@ -92,11 +92,7 @@ class Given:
         made, params = self.optimizer
         if engine.optimizer is not made or params != _ids(made):
             what = "the optimizer, or which parameters it has, was changed after soli.parallelize"
-            got = (
-                "another optimizer"
-                if engine.optimizer is not made
-                else f"{len(_ids(made))} parameters, {len(params)} before"
-            )
+            got = "another optimizer" if engine.optimizer is not made else f"{len(_ids(made))} parameters, {len(params)} before"
             fix = "give soli.parallelize all parameters that are to train at any time: a group's lr may be 0 until then"
             yield Problem(what, got=got, fix=fix)
         yield from optimizers.hooked(engine.optimizer, plan)

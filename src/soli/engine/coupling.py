@@ -26,7 +26,7 @@ from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import raise_together
 from soli.parallel.kept import OF_TORCH
-from soli.parallel.lift import lifted
+from soli.parallel.lift import lifted, wide
 from soli.parallel.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
     try:
         with between.modes_kept(engine.model), effects.undone(engine.model, engine.plan):
             cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)
-            model = (states.copy_model(engine) if cut else states.plain_copy(engine.model)).double()
+            model = (states.copy_model(engine) if cut else states.plain_copy(engine.model))._apply(wide)
             if rows < 1 + (not alone):
                 return []
             if not alone:
@@ -101,7 +101,6 @@ def check(engine: Engine, found: list[Sum]) -> None:
 
 def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: bool) -> list[Sum]:
     """Of all rows, of their two parts, the other way round, and once more; with gradients the last ones are of a larger loss."""
-    wide = lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = at(data, list(range(rows))[::-1])
     cut = rows // 2

@@ -80,9 +80,7 @@ class Effects(TorchDispatchMode):
     def _look_for_absent(self, args: Any, kwargs: Any) -> None:
         """A parameter that is not gathered is one number in the shape of all (units.py)."""
         with torch._C.DisableTorchFunction():
-            single = {
-                x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _one(x)
-            }
+            single = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _one(x)}
             if single and not _is_gather(sys._getframe(2)):
                 for name, param in self.model.named_parameters():
                     # a weight of one element is one number where it is gathered too
@@ -113,9 +111,7 @@ def looked_at(model: nn.Module, plan: Plan) -> Iterator[Effects]:
     """Around a forward of `model`. SoliError if it sends where several ranks have the same rows, before they wait for each other."""
 
     def refuse() -> None:
-        what = (
-            f"the model sends by itself, and under {plan} several ranks have the same rows, which it would count twice"
-        )
+        what = f"the model sends by itself, and under {plan} several ranks have the same rows, which it would count twice"
         allowed = "models that leave sending to the engine; under dp and zero alone, sums over all ranks"
         fix = "turn its own synchronisation off (an option such as sync_codebook=False), or run under dp and zero alone"
         raise on_all_ranks(what, allowed=allowed, fix=fix)

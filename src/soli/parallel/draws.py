@@ -40,14 +40,8 @@ def answered(randomness: Randomness, func: Any, args: Any, options: dict[str, An
         x: Tensor = args[0]
         with torch.no_grad() if begins else nullcontext():
             return x.copy_(randomness.drawn(x, tuple(x.shape), how, *args[1:], **options))
-    if func in SLOPES:
-        return _sloped(randomness, func, *args, **options)
-    if func in SELUS:
-        return _lowered(randomness, func, *args, **options)
-    if func is F.gumbel_softmax:
-        return _relaxed(randomness, *args, **options)
-    if func is torch.normal:
-        return _shifted(randomness, *args, **options)
+    if func in MADE:
+        return MADE[func](randomness, func, *args, **options)
     gradient = options.pop("requires_grad", False)
     if func in (torch.rand_like, torch.randn_like, *COINS):
         x = args[0] if args else options.pop("input")
@@ -70,14 +64,14 @@ def _tossed(randomness: Randomness, func: Any, x: Tensor, p: Any) -> Tensor:
     return x.copy_(heads) if func is Tensor.bernoulli_ else heads.to(x.dtype)
 
 
-def _shifted(randomness: Randomness, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
+def _shifted(randomness: Randomness, func: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
     """torch.normal. Its tensors get no gradients but zeros."""
     both = mean + std if size is None else torch.zeros(size, **options)
     drawn = (mean + std * randomness.drawn(both, tuple(both.shape), "normal_", beside=both)).detach()
     return torch.where(torch.ones_like(drawn, dtype=torch.bool), drawn, both) if both.requires_grad else drawn
 
 
-def _relaxed(randomness: Randomness, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+def _relaxed(randomness: Randomness, func: Any, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
     """F.gumbel_softmax, whose eps torch does not use either (Jang et al. 2017, arXiv 1611.01144)."""
     noise = randomness.drawn(logits, tuple(logits.shape), "exponential_", beside=logits).log()
     soft = ((logits - noise) / tau).softmax(dim)
@@ -102,6 +96,10 @@ def _lowered(randomness: Randomness, func: Any, input: Tensor, p: float = 0.5, t
     scale = ((1 - p) * (1 + p * LOWEST**2)) ** -0.5 if p < 1 else 0.0
     result = (input * kept + LOWEST * (1 - p - kept)) * scale
     return input.copy_(result) if inplace else result
+
+
+MADE: dict[Any, Any] = {**dict.fromkeys(SLOPES, _sloped), **dict.fromkeys(SELUS, _lowered), F.gumbel_softmax: _relaxed, torch.normal: _shifted}
+"""What is made of numbers that are drawn."""
 
 
 def _truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None) -> Tensor:

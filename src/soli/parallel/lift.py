@@ -29,7 +29,16 @@ class _Lift(TorchFunctionMode):
 
 
 def _double(argument: Any) -> Any:
+    if argument is torch.complex64:
+        return torch.complex128
     return torch.float64 if argument is torch.float32 else argument
+
+
+def wide(x: Any) -> Any:
+    """A tensor in float64, or in pairs of it; of a module: `module._apply(wide)`."""
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 @contextmanager

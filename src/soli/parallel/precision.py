@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from soli.core.errors import on_all_ranks
 from soli.core.plan import Plan
+from soli.parallel.lift import wide
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,7 +26,7 @@ def cast(model: nn.Module, plan: Plan) -> None:
     if any(p.is_meta for p in model.parameters()):
         fix = "call model.double() inside the `with soli.deferred():` block"
         raise on_all_ranks("precision=fp64 cannot cast a model that was built under soli.deferred()", fix=fix)
-    model.double()
+    model._apply(wide)
 
 
 def computing(plan: Plan, device: torch.device) -> AbstractContextManager[object]:

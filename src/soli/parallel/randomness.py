@@ -313,9 +313,7 @@ class Randomness:
     def _known(self, key: Key) -> None:
         assert self._now is not None, "only inside begin()"
         if (self._now.step < 0, key) not in self._dims:
-            raise SoliError(
-                f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step", fix=FIRST
-            )
+            raise SoliError(f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step", fix=FIRST)
 
     def _unchanged(self, x: Tensor) -> Tensor:
         self._key()  # the call is counted, so that the others keep their numbers
@@ -369,9 +367,7 @@ def backward_of(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) 
     outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     gradients = kwargs.get("gradient", kwargs.get("grad_tensors", gradients))
     given = (gradients,) if isinstance(gradients, Tensor) else tuple(gradients or [None] * len(outputs))
-    starts = tuple(
-        torch.ones_like(o) if g is None and o.requires_grad else g for o, g in zip(outputs, given, strict=True)
-    )
+    starts = tuple(torch.ones_like(o) if g is None and o.requires_grad else g for o, g in zip(outputs, given, strict=True))
     create = bool(kwargs.get("create_graph", args[1] if len(args) > 1 else False))
     retain = kwargs.get("retain_graph", args[0] if args else None)
     inputs = kwargs.get("inputs") or ()

@@ -78,7 +78,5 @@ def _marked(x: Any, named: list[str]) -> Any:
 
 
 def _lacking(what: str, of: str) -> SoliError:
-    fix = (
-        "use engine.global_state_dict(), which every rank calls, or engine.save(); an average that trains on needs pp=1"
-    )
+    fix = "use engine.global_state_dict(), which every rank calls, or engine.save(); an average that trains on needs pp=1"
     return SoliError(what, got=of, allowed="weights of one stage together: a rank has those of its own stages", fix=fix)

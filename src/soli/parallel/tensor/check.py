@@ -25,7 +25,7 @@ from soli.core.plan import Plan
 from soli.mesh.collectives import all_reduce, extreme
 from soli.mesh.mesh import Mesh
 from soli.parallel import generators
-from soli.parallel.lift import lifted
+from soli.parallel.lift import lifted, wide
 from soli.parallel.tensor import oned
 from soli.parallel.tensor.cut import Cut, Run, become_cut, cut, inside, part_of, running, whole_at
 from soli.parallel.tensor.finder import Role
@@ -162,7 +162,7 @@ def _refused(sample: Sample, got: str) -> SoliError:
 def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Run], seed: float) -> dict[str, Tensor]:
     """Outputs and gradients of a float64 copy of the block. Outputs are whole, parameters' gradients local."""
     generators.seed(0)  # what it draws itself is drawn alike, whole and cut
-    block = copies.deep(sample.module).double()
+    block = copies.deep(sample.module)._apply(wide)
     block.eval()
     inputs: list[Tensor] = []
     args, kwargs = _mapped(lambda x: _leaf(x, inputs), copy.deepcopy((sample.args, sample.kwargs)))

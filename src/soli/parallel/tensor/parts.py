@@ -106,7 +106,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     what = f"{'numbers are drawn into a weight' if drawn else 'a weight is computed with'} between steps, of which each rank has a part"
     beside = "" if whole is None else f", with what is of the whole one's size, {tuple(whole.shape)}"
     if whole is not None and _is_of_vector(whole):
-        beside = f", with some elements of a vector of all weights ({_held_by(whole)}), by the length of a part"
+        beside = ", with some elements of a vector of all weights, by the length of a part"
     got = f"{name_of(func)} of {', '.join(sorted(origins_of(parts[0].cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}{beside}"
     allowed = "draws before soli.parallelize, or into weights that are whole" if drawn else "what is done element by element, of parts alone, or along other dims"
     fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
@@ -154,24 +154,17 @@ def _is_for_all(x: Tensor, parts: list[Any], name: str) -> bool:
     return reshaped or longer or (_is_of_vector(x) and x.numel() == parts[0].numel())
 
 
-def _held_by(x: Tensor) -> int:
-    """Elements of the memory that a tensor is in."""
-    return x.untyped_storage().nbytes() // x.element_size()
-
-
 def _is_of_vector(x: Tensor) -> bool:
-    return x.layout == torch.strided and x.numel() < _held_by(x) and _held_by(x) in VECTORS
-
-
-def _is_like(x: Tensor, part: Tensor, name: str) -> bool:
-    """Whether a new tensor is for a part, as nn.init.orthogonal_ makes one to draw into."""
-    return not name.startswith("new") or x.numel() == part.numel()
+    """Whether it is a view of a tensor that has as many elements as all weights."""
+    held = x.untyped_storage().nbytes() // x.element_size() if x.layout == torch.strided else 0
+    return x.numel() < held and held in VECTORS
 
 
 def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
-    """What a function made of parts is one: cut as those of its shape are, or, where it has another or is a view, perhaps along any dim."""
+    """What a function made of parts is one: cut as those of its shape are, or, where it has another or is a view, perhaps along any dim. So is
+    a new tensor of its size (nn.init.orthogonal_ makes one to draw into)."""
     for x in tensors_in((result,)):
-        if type(x) is Tensor and name not in ("grad", "_grad") and _is_like(x, parts[0], name) and all(x is not y for y in given):
+        if type(x) is Tensor and name not in ("grad", "_grad") and (name[:3] != "new" or x.numel() == parts[0].numel()) and all(x is not y for y in given):
             x.__class__, any_of = WeightPart, next(iter(parts[0].cuts.values()))
             same = [part.cuts for part in parts if part.shape == x.shape and name]
             x.cuts = dict(ChainMap(*same)) if same else {d: any_of.at(d) for d in range(x.dim())}  # type: ignore[attr-defined]
