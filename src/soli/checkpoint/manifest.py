@@ -168,10 +168,8 @@ def _from_json(body: dict[str, Any]) -> Manifest:
         if not FILE.fullmatch(name):  # a manifest from elsewhere must not lead out of its folder
             raise ValueError(f"file name {name!r}")
     chunk = lambda c: Chunk(Box(tuple(c["offsets"]), tuple(c["sizes"])), c["file"])
-    tensors = {
-        name: Saved(tuple(saved["shape"]), NAMES[saved["dtype"]], tuple(map(chunk, saved["chunks"])))
-        for name, saved in body["tensors"].items()
-    }
+    read = lambda s: Saved(tuple(s["shape"]), NAMES[s["dtype"]], tuple(map(chunk, s["chunks"])))
+    tensors = {name: read(saved) for name, saved in body["tensors"].items()}
     for name in {chunk.file for saved in tensors.values() for chunk in saved.chunks} - files.keys():
         raise KeyError(name)
     created = float(body["created"])

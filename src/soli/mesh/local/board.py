@@ -348,11 +348,9 @@ class Board:
     def slot(self, other: int, lane: int, dtype: torch.dtype) -> Tensor:
         """A lane of a rank's slot, as elements of `dtype`."""
         if dtype not in self._views:
-            place = lambda r, lane: self._slots + (LANES * r + lane) * self.lane_bytes
-            self._views[dtype] = [
-                [self.segment.tensor(place(r, n), self.lane_bytes).view(dtype) for n in range(LANES)]
-                for r in range(self.ranks)
-            ]
+            size = self.lane_bytes
+            view = lambda r, n: self.segment.tensor(self._slots + (LANES * r + n) * size, size).view(dtype)
+            self._views[dtype] = [[view(r, n) for n in range(LANES)] for r in range(self.ranks)]
         return self._views[dtype][other][lane]
 
     def cell(self, source: int, target: int, number: int) -> Tensor:

@@ -87,8 +87,7 @@ def running(levels: Sequence[Run]) -> Iterator[None]:
 
         with seen() if levels else nullcontext():
             yield
-        written = [name for run in levels for x, version, name in run.lent if x._version != version]
-        if written:
+        if written := [name for run in levels for x, version, name in run.lent if x._version != version]:
             what = "the model writes into a view of a tensor that is cut over ranks: it would write into a copy"
             fix = "x[:, 0] = y in place of x[:, 0].copy_(y), or a new tensor"
             raise on_all_ranks(what, got=f"in place, of what {written[0]} gave", fix=fix)
@@ -260,8 +259,7 @@ def _refuse_transforms(run: Run, func: Any, args: tuple, kwargs: dict) -> None:
 def refuse_grids(run: Run, name: str, args: Sequence[Any]) -> None:
     """A weight that a grid has cut both ways is for products and lookups alone."""
     leaves = [x for x in tree_leaves(args) if type(x) is CutParameter]
-    found = [x.cuts for x in leaves if DEPTH in x.cuts or (run.row is not None and ROW in x.cuts)]
-    if found:
+    if found := [x.cuts for x in leaves if DEPTH in x.cuts or (run.row is not None and ROW in x.cuts)]:
         everyone = origins_of(split for cuts in found for split in cuts.values())
         raise Misfit(everyone, f"{name} reads a weight that a grid has cut both ways", flat=True)
 

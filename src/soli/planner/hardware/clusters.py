@@ -91,8 +91,7 @@ def _of_file(path: Path) -> Cluster:
     base = named(said["like"]) if isinstance(said.get("like"), str) else None
     if "like" in said and base is None:
         problems.append(unknown(str(said["like"])))
-    needed = [key for key in ("name", "tflops", *NUMBERS) if "like" not in said and key not in said]
-    if needed:
+    if needed := [key for key in ("name", "tflops", *NUMBERS) if "like" not in said and key not in said]:
         fix = 'say them, or start from a known device with like = "h100"'
         problems.append(Problem(f"{path} describes a device and leaves out {', '.join(needed)}", fix=fix))
     raise_all(problems)
