@@ -693,6 +693,7 @@ def test_cells_may_be_parted_otherwise_and_a_row_of_too_many_is_refused_alone(tm
         ("width,depth\n1,2\n", "none of the columns that say what runs"),
         ('gpu,layers\n"h100\n', "no CSV file"),
         ("gpu,layers\n", "the table has no rows"),
+        ("gpu,hidden,Hidden,layers\nA100,4096,2048,32\n", "several columns of the table have one name"),
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
@@ -702,6 +703,22 @@ def test_what_is_no_table_is_refused(tmp_path: Path, text: str | None, said: str
     done = soli("plan", "predict", str(path))
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
+
+
+def test_what_excel_saves_by_itself_is_to_be_saved_as_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes("model;gpu\nGröße;A100\n".encode("cp1252"))
+    done = soli("plan", "predict", str(path))
+    assert done.returncode == 2
+    assert "save it as UTF-8" in done.stderr
+
+
+def test_columns_that_are_not_known_are_told_and_no_word_is_cut_off(tmp_path: Path) -> None:
+    row = {"model": "llama-3-8b", "gpu": "H100", "gpus": "8", "seq_len": "8192", "Batch Size (global)": "64", "url": "x"}
+    done = soli("plan", "predict", str(written(tmp_path / "rows.csv", [row])))
+    assert "by their words: Batch Size (global).\n" in done.stdout
+    done = soli("plan", "predict", str(written(tmp_path / "rows.csv", [row | {"global_batch": "64"}])))
+    assert "…" not in done.stdout
 
 
 def test_logits_of_masked_tokens_alone_are_charged_as_such() -> None:

@@ -92,6 +92,7 @@ def predict(
     of a row is not looked at.
     """
     from soli.planner import predict as planner
+    from soli.planner.columns import strangers
 
     rows = _rows(table)
     if not rows:
@@ -101,11 +102,13 @@ def predict(
         print(json.dumps([asdict(one) for one in found], indent=1, allow_nan=False))
     else:
         _show(found)
+        if odd := strangers(rows[0]):
+            print(f"Columns that are not known, and count at most by their words: {', '.join(odd)}.")
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
     """The rows of a table whose cells are parted by what its first line has most of; SoliError if it is none, or has none of the columns that
-    say what runs. What a row has beyond its columns is under None, for which it is refused by itself."""
+    say what runs, or several of one name. What a row has beyond its columns is under None, for which it is refused by itself."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             first = next((line for line in file if line.strip()), "")
@@ -117,10 +120,15 @@ def _rows(path: Path) -> list[dict[str, str]]:
     except OSError as error:
         raise SoliError("the table cannot be read", got=f"{path}: {error.strerror}") from error
     except (csv.Error, UnicodeDecodeError) as error:
-        raise SoliError("the table is no CSV file", got=f"{path}: {error}") from error
+        fix = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise SoliError("the table is no CSV file", got=f"{path}: {error}", fix=fix) from error
     from soli.planner.columns import KNOWN, plain
 
-    if not KNOWN & {plain(name) for name in names}:
+    read = [name for name in map(plain, names) if name in KNOWN]
+    if twice := [name for name in dict.fromkeys(read) if read.count(name) > 1]:
+        fix = "leave one of each, or give the others names of their own"
+        raise SoliError("several columns of the table have one name", got=f"{path}: {', '.join(twice)}", fix=fix)
+    if not read:
         got = f"{path}: {', '.join(names) or 'an empty file'}"
         fix = "name the columns in its first line: gpu, gpus, layers, hidden, seq_len, global_batch, tp, pp, ..."
         raise SoliError("the table has none of the columns that say what runs", got=got, fix=fix)

@@ -68,6 +68,12 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
     return cells
 
 
+def strangers(row: Mapping[str, str]) -> list[str]:
+    """Columns of a table whose names say nothing here."""
+    known = {*_NAMES, *WORDS, *SYSTEMS, *_TABLES["unread"]["about"], "flavor", ""}
+    return [name for name in row if isinstance(name, str) and plain(name) not in known]
+
+
 def told_by(cells: Mapping[str, str]) -> str:
     """What a row tells in words: of its attention, program and notes, and in columns that nobody knows."""
     said = [cells.get(name, "") for name in ("attn_backend", "notes", "framework")]
