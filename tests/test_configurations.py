@@ -138,6 +138,13 @@ def test_layers_that_are_not_what_the_dimensions_say_are_refused(
     assert f"'{next(iter(said))}'" in str(refused.value)
 
 
+def test_a_model_of_pictures_is_sent_to_its_program(tmp_path: Path) -> None:
+    """A ViT's config.json has no vocabulary."""
+    with pytest.raises(SoliError, match="does not say the model's vocab") as refused:
+        read(tmp_path, model_type="vit", image_size=224, patch_size=16, **(DIMENSIONS | {"vocab_size": None}))
+    assert "FILE.py:NAME" in refused.value.problems[0].fix
+
+
 def test_parts_of_a_configuration_count_as_its_own(tmp_path: Path) -> None:
     """DBRX, by its card 132 billion parameters, 36 of them active; Llama 4 Scout's experts in every layer; ChatGLM3's names."""
     dbrx = {

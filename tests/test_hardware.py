@@ -103,6 +103,17 @@ def test_an_unknown_device_and_its_nearest() -> None:
     assert "mi300x" in said
 
 
+def test_devices_of_a_server_may_stand_in_front() -> None:
+    for text in ("8xH100", "8x h100", "8 x H100@efa-v2"):
+        assert str(read_cluster(text)).startswith("h100:8x1"), text
+
+
+def test_an_unknown_network_says_what_was_given() -> None:
+    with pytest.raises(SoliError) as refused:
+        read_cluster("h100:8x2@ethernet-40")
+    assert refused.value.problems[0].got == "ethernet-40"
+
+
 @pytest.mark.parametrize("text", ["", "h100:", "h100:8x", "h100:8x4x2", "h100:x4", "h100:-8"])
 def test_what_is_no_cluster(text: str) -> None:
     (said,) = problems(text)

@@ -283,6 +283,17 @@ def test_the_command_gives_the_best(config: Path) -> None:
     assert said["best"][0]["plan"].split(",")[0] in shown.stdout
 
 
+def test_the_command_says_a_length_that_nobody_said_and_counts_parameters_in_whole_numbers(config: Path) -> None:
+    words = ["--cluster", "8xH100", "--global-batch", "16", "--count", "1"]
+    said = json.loads(soli("plan", str(config), *words, "--framework", "torchtitan", "--json").stdout)
+    assert [one for one in said["inferred"] if "no length: sequences are of 8192 tokens" in one]
+    assert isinstance(said["parameters"], int)
+    assert "fsdp hopper" in said["assumed"]
+    given = json.loads(soli("plan", str(config), *words, "--seq", "8192", "--framework", "fsdp", "--json").stdout)
+    assert given["best"] == said["best"]
+    assert not given["inferred"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -28,6 +28,8 @@ MODELS = (
 )
 Words = list[str] | None
 """Of an option that is given any number of times."""
+LONGEST = 8192
+"""Tokens of a sequence, at most, where nobody says how many."""
 FRAMEWORKS = ("soli", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
 
 
@@ -47,7 +49,7 @@ def search(
         Words, Option(help="Ask why the best plan is not such a one: tp=8. Any number of times.")
     ] = None,
     framework: Annotated[
-        str, Option(help="Whose program runs it: soli, megatron, megatron-deepspeed, deepspeed, fsdp.")
+        str, Option(help="Whose program runs it: soli, megatron, megatron-deepspeed, deepspeed, fsdp (torchtitan).")
     ] = "soli",
     count: Annotated[int, Option(min=1, help="Plans that are shown.")] = 10,
     whatif: Annotated[
@@ -72,13 +74,15 @@ def search(
     precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
     asked = ",".join(_one_of("precision", name.strip(), PRECISIONS) for name in precision.split(","))
     own = programs.named(model) is not None or model.partition(":")[0] in programs.OWN  # a program, which has its length
-    tokens = seq or (known.seq if own else min(known.seq or 8192, 8192))
+    tokens = seq or (known.seq if own else min(known.seq or LONGEST, LONGEST))
+    if not seq and not known.seq:
+        inferred = (*inferred, f"it says no length: sequences are of {tokens} tokens, if --seq does not say otherwise")
     task = Task(
         known, made, batch, tokens, asked, _bytes(memory), explain.fixed_of(",".join(fix)) if fix else {},
-        _one_of("framework", framework, FRAMEWORKS),
+        _one_of("framework", framework.replace("torchtitan", "fsdp"), FRAMEWORKS),
     )  # fmt: skip
     said: dict[str, Any] = {
-        "model": known.name, "parameters": known.parameters, "active_parameters": known.used, "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
+        "model": known.name, "parameters": round(known.parameters), "active_parameters": round(known.used), "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
         "assumed": explain.assumed(task), "inferred": list(inferred),
     }  # fmt: skip
     if whatif:

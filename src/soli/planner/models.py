@@ -36,6 +36,7 @@ SHARED = ("llama4", "llama4_text")
 """Whose tokens all go to one expert more, which no key says."""
 BEFORE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+TRACED = "plan FILE.py:NAME, a function that returns the model and a batch: what is traced is understood, or refused by its layers"
 TOWER = re.compile(r"(?:vision|audio|speech|image)\w*_config")
 
 
@@ -121,6 +122,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
                 got=", ".join(f"{k}={json.dumps(said[k])}" for k in NAMES[name] if k in said)[:200]
                 or ", ".join(k for k in said if isinstance(said[k], int))[:200],
                 allowed=" or ".join(NAMES[name]) + ", a whole number above 0",
+                fix=TRACED,
             )
             for name in NEEDED
             if numbers[name] is None
@@ -233,7 +235,7 @@ def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Pr
         Problem(
             f"models with '{key}', {what}, are not understood yet",
             got=f"{file}: {key}={json.dumps(said[key])[:80]}",
-            fix="plan FILE.py:NAME, a function that returns the model and a batch: what is traced is understood, or refused by its layers",
+            fix=TRACED,
         )
         for key, what in keys.items()
     ]

@@ -1,6 +1,7 @@
 """What a plan is made for: so many devices of one kind, in servers, as `h100:8x64` or as a TOML file says it.
 
     h100:8x64    64 servers of 8          h100:4    one server of 4          h100    one server as it is sold
+    8xH100       one server of 8
     h100:8x64@efa-v2, a100:4@pcie4        what joins them, where it is not the usual (networks.toml)
 
 A file starts from a known device and says what is different, or describes a new one whole:
@@ -26,6 +27,8 @@ from soli.planner.hardware.devices import NUMBERS, PRECISIONS, Device, devices, 
 from soli.planner.hardware.networks import joined
 
 SHORT = re.compile(r"([^:@]+?)(?::(\d+)(?:x(\d+))?)?(?:@(.+))?")
+COUNTED = re.compile(r"^(\d+)\s*x\s*([a-z][^:@]*)", re.I)
+"""A server's devices in front: 8xH100."""
 WORDS = ("like", "name", "source", "generation", "nodes", "network", "tflops", *NUMBERS)
 DESCRIBE = 'describe it in a file, {}: like = "{}", and the fields that differ (soli hardware --help)'
 
@@ -51,7 +54,7 @@ def read_cluster(text: str) -> Cluster:
     """A cluster of its short text, or of a file that ends in .toml. SoliError with every problem."""
     if text.endswith(".toml"):
         return _of_file(Path(text))
-    found = SHORT.fullmatch(text.strip())
+    found = SHORT.fullmatch(COUNTED.sub(r"\2:\1", text.strip()))
     if found is None:
         allowed = "h100, h100:8, h100:8x64, h100:8x64@ib-hdr, or a file that ends in .toml"
         raise SoliError("a cluster is a device, and how many a server and how many servers", got=text, allowed=allowed)

@@ -28,7 +28,7 @@ def joined(device: Device, said: str) -> tuple[Device, list[Problem]]:
         if found is None:
             near = difflib.get_close_matches(name.lower(), networks(), n=3, cutoff=0.3)
             fix = "describe it in a file, --cluster mine.toml: net_gbits or link_gbs of a device"
-            problems.append(Problem(f"no network '{name}' is known", allowed=", ".join(near or networks()), fix=fix))
+            problems.append(Problem(f"no network '{name}' is known", said, ", ".join(near or networks()), fix))
             continue
         own: dict[str, Any] = {key: value for key, value in found.items() if key != SHARED}
         if SHARED in found:
