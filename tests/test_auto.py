@@ -223,6 +223,13 @@ def calibrated_for(folder: str) -> None:
     auto.Auto(program("gpt"), join(), 8, None, 1)._look([Plan.parse("dp=2")])
 
 
+def test_a_folder_that_calibrations_cannot_go_into_is_said_before_it_is_measured(pool: Pool, tmp_path: Path) -> None:
+    """Root writes anywhere: below a file is nowhere. The others do not wait for a rank that cannot."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SoliError, match=r"cannot be kept(.|\n)*file/x: Not a directory(.|\n)*SOLI_CACHE=FOLDER"):
+        pool.run(calibrated_for, str(tmp_path / "file" / "x"), ranks=2, deadline=60)
+
+
 @pytest.fixture
 def known(machine: Path, tmp_path: Path) -> str:
     """A cache of the test's own, with the machine in it."""

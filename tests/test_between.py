@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pool import Pool
 from soli.core.errors import SoliError
 from soli.engine.engine import Engine, parallelize
+from soli.parallel.tensor import parts
 from soli.verify.parity import BOUND, adamw, check
 
 
@@ -390,6 +391,24 @@ def test_a_vector_of_all_weights_is_not_cut_by_the_lengths_of_parts(
     for said, _ in pool.run(weights_used, use, "tp=2", ranks=2):
         assert "some elements of a vector of all weights, by the length of a part" in said
     done_as_by_one(pool, own_vector, "tp=2")
+
+
+def beside_others(plan: str) -> dict[str, Tensor]:
+    """Other models' vectors of all weights are as long as any buffer that gradients lie in."""
+    model, loss_fn, batches = case_of(Plain).make()
+    engine: Engine = parallelize(model.double(), loss_fn, optimizer=adamw, plan=plan)
+    other = nn.Linear(1, 1)
+    parts.VECTORS[other] = set(range(10_000))
+    for batch in batches:
+        engine.step(batch)
+    return engine.global_state_dict()
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,zero=1"])
+def test_gradients_are_not_taken_for_a_piece_of_a_vector(pool: Pool, plan: str) -> None:
+    expected, *_ = pool.run(beside_others, "dp=1", ranks=1)
+    for found in pool.run(beside_others, plan, ranks=2):
+        torch.testing.assert_close(found, expected, rtol=BOUND, atol=BOUND)
 
 
 def drawn(kept: nn.Module, model: nn.Module) -> None:

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soli.core.errors import SoliError
 from soli.core.progress import busy
 from soli.mesh import collectives
 from soli.mesh.backends import processor
-from soli.mesh.collectives import Axis, extreme, gather_json
+from soli.mesh.collectives import Axis, extreme, gather_json, raise_together
 from soli.mesh.local.identity import mine
 from soli.mesh.mesh import Mesh, axis_by_key
 from soli.mesh.world import World, passing_groups
@@ -80,6 +81,7 @@ def calibrated(world: World, mesh: Mesh, *, fresh: bool = False) -> tuple[Machin
     said = gather_json(asdict(kept) if kept is not None else None, mesh.all, label="calibration")[0]
     if said is not None and _holds(Machine(**said), mesh, world.device):
         return Machine(**said), False
+    raise_together(_keepable, mesh.all, label="where calibrations are kept")
     with busy("measuring this machine, once", shown=world.is_first):
         machine = _measure(world, mesh, mark)
     machine = Machine(**gather_json(asdict(machine), mesh.all, label="calibration")[0])
@@ -96,6 +98,16 @@ def _kept(path: Path) -> Machine | None:
     except (ValueError, TypeError) as error:
         print(f"soli: {path} is no calibration ({error}); this machine is measured anew", file=sys.stderr)
         return None
+
+
+def _keepable() -> None:
+    """SoliError where this rank cannot write into the folder."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder()).close()
+    except OSError as error:
+        got = f"{folder()}: {error.strerror}"
+        raise SoliError("what is measured of this machine cannot be kept", got=got, allowed="a folder that can be written into", fix="SOLI_CACHE=FOLDER") from error
 
 
 def keep(world: World, machine: Machine) -> None:
@@ -175,7 +187,6 @@ def _host(device: torch.device) -> float:
 
 def _disk() -> float:
     """Bytes/s to the disk that has the folder of calibrations, with fsync."""
-    folder().mkdir(parents=True, exist_ok=True)
     data = os.urandom(1 << 24)
     with tempfile.NamedTemporaryFile(dir=folder()) as file:
         start = time.perf_counter()

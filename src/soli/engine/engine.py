@@ -380,9 +380,9 @@ class Engine:
                 unit.grad_shard.mul_(self._factor)
             for slot in unit.slots:
                 if slot.piece is not None and slot.used:
-                    start, stop = unit.owned(slot)
-                    grad = unit.grad_shard[start - unit.low : stop - unit.low]
-                    slot.piece.grad = grad.view(slot.piece.shape)
+                    start, stop = (place - unit.low for place in unit.owned(slot))
+                    with torch._C.DisableTorchFunctionSubclass():  # a buffer may be as long as a program's vector of all weights
+                        slot.piece.grad = unit.grad_shard[start:stop].view(slot.piece.shape)
                     pieces.append(slot.piece)
         with pipelined.together_ending(self, alike=True):
             optimizers.step(self.optimizer)

@@ -236,7 +236,8 @@ def become(param: nn.Parameter, values: Tensor) -> None:
     if param.is_meta and not values.is_meta:
         torch.utils.swap_tensors(param, nn.Parameter(values.detach(), param.requires_grad))
     else:
-        param.data = values.detach()
+        with torch._C.DisableTorchFunctionSubclass():  # a part of a buffer, which may be as long as a program's vector of all weights
+            param.data = values.detach()
 
 
 def slots_of(params: Iterable[Named], portions: dict[int, Portion], aligned: bool) -> list[Slot]:

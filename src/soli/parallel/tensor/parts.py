@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import ChainMap
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from soli.core.errors import SoliError
 from soli.core.functions import in_place, name_of, tensors_in
@@ -48,8 +49,8 @@ def updating() -> Any:
     return patch.object(WeightPart, "updating", True)
 
 
-VECTORS = set[int]()
-"""How many elements a vector of all weights has, or of all that train, of models of which this rank has parts: what cuts it by the lengths
+VECTORS = WeakKeyDictionary[nn.Module, set[int]]()
+"""How many elements a vector of all weights has, or of all that train, of each model of which this rank has parts: what cuts it by the lengths
 of parts (`vector[i : i + p.numel()]`) takes others' elements."""
 BY_ELEMENTS = (local, pointwise.pointwise, pointwise.cast, pointwise.where, shapes.cat, shapes.stack, shapes.repeat)
 """Rules of functions of which parts give parts: each element of the result is of one element of an argument."""
@@ -157,7 +158,7 @@ def _is_for_all(x: Tensor, parts: list[Any], name: str) -> bool:
 def _is_of_vector(x: Tensor) -> bool:
     """Whether it is a view of a tensor that has as many elements as all weights."""
     held = x.untyped_storage().nbytes() // x.element_size() if x.layout == torch.strided else 0
-    return x.numel() < held and held in VECTORS
+    return x.numel() < held and any(held in lengths for lengths in VECTORS.values())
 
 
 def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
