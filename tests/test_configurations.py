@@ -170,7 +170,7 @@ def test_parts_of_a_configuration_count_as_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "window", "share"),
     [
-        ({"sliding_window": 4096}, 4096, 1), ({"sliding_window": None}, 0, 0), ({"sliding_window": 4096, "use_sliding_window": False}, 0, 0),
+        ({"sliding_window": 4096}, 4096, 1), ({"sliding_window": None}, 0, 0), ({"sliding_window": True}, 0, 0), ({"sliding_window": 4096, "use_sliding_window": False}, 0, 0),
         ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 24}, 4096, 1 / 4), ({"sliding_window": 1024, "sliding_window_pattern": 6}, 1024, 5 / 6),
         ({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 16}, 128, 1 / 2), ({"model_type": "gemma2", "sliding_window": 4096}, 4096, 1 / 2),
         ({"attention_chunk_size": 8192, "no_rope_layers": [1, 1, 1, 0] * 8}, 4096, 3 / 4), ({"model_type": "gpt_oss", "sliding_window": 128}, 0, 0),

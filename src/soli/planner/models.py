@@ -182,9 +182,8 @@ def _compressed(said: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 def _windows(kind: str, said: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """How many tokens attention reads, and in which part of the layers. Within chunks a token reads half of one in the mean, as of a window of half its size."""
-    window, chunk = said.get("sliding_window"), said.get("attention_chunk_size")
-    size = window if isinstance(window, int) else chunk // 2 if isinstance(chunk, int) else 0
-    every, kinds, ropes = said.get("sliding_window_pattern"), said.get("layer_types"), said.get("no_rope_layers")
+    window, chunk, every, first = (_number(said, [key]) for key in ("sliding_window", "attention_chunk_size", "sliding_window_pattern", "max_window_layers"))
+    size, kinds, ropes = window or (chunk or 0) // 2, said.get("layer_types"), said.get("no_rope_layers")
     if WINDOWED.get(kind) == 0:
         share = 0.0
     elif isinstance(kinds, list) and kinds:
@@ -193,10 +192,10 @@ def _windows(kind: str, said: Mapping[str, Any], layers: int) -> dict[str, Any]:
         share = sum(map(bool, ropes)) / len(ropes)
     elif said.get("use_sliding_window") is False:
         share = 0.0
-    elif isinstance(first := said.get("max_window_layers"), int):
+    elif first:
         share = max(1 - first / layers, 0.0)
     else:
-        share = 1 - 1 / every if isinstance(every, int) and every > 0 else WINDOWED.get(kind, 1.0)
+        share = 1 - 1 / every if every else WINDOWED.get(kind, 1.0)
     return {"window": size, "windowed": share} if size > 0 and share > 0 else {}
 
 

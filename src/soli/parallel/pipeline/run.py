@@ -194,8 +194,8 @@ class Pipeline:
                 leaves = before[1]
             else:
                 source = stage.peer(index - 1)
-                told = lambda source=source: receive_json(self.axis, source, label="shapes of a microbatch")
-                known = stage.known.get(key) or self._known(index, told())
+                what = "shapes of a microbatch"
+                known = stage.known.get(key) or self._known(index, receive_json(self.axis, source, label=what))
                 leaves = [torch.empty(v.form[0], dtype=v.form[1], device=self.device) for v in known.incoming]
                 for x in leaves:
                     receive(x, self.axis, source, label="activation")

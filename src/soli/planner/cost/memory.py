@@ -80,7 +80,7 @@ def of_states(p: Points, rank: Rank) -> tuple[Array, Array, Array]:
     """Bytes of parameters, gradients, and what the optimizer has of them; adapters have at least 16 bits."""
     weights = gradients = moments = np.zeros_like(p.dp)
     here, width = np.where(p.offload > 1, 0.0, 1.0), np.maximum(p.weight, 2.0)
-    kept = np.where(p.late_sums & (p.whole > 1), np.maximum(p.gradient, p.summed), p.gradient)
+    kept = np.where(p.late_sums & (p.whole > 1) & (p.gradient > 0), np.maximum(p.gradient, p.summed), p.gradient)
     apart = (p.zero >= 2) & (~p.late_sums | (p.microbatches == 1))
     adapters = (rank.layers * p.adapters / p.tp, np.zeros(1))
     kinds = list(zip(of_rank(p, rank), adapters, (p.shards, p.expert_shards), strict=True))
