@@ -453,6 +453,60 @@ def test_whether_a_compiler_ran_is_read_of_words_that_are_whole(said: str, fused
     assert (of_program("fsdp", "hopper", said)["eager"] == 1.0) == fused
 
 
+def test_torchs_operations_keep_what_each_reads() -> None:
+    """Llama 3 8B on 8 H100, not compiled, with and without recomputing every second layer (pytorch/ao, float8nocompile's README)."""
+    with (PUBLISHED / "torchao.csv").open(newline="", encoding="utf-8") as file:
+        peaks = {row["row_id"]: float(row["peak_mem_gb"]) for row in csv.DictReader(file)}
+    llama = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "gated": 1, "seq": 4096, "flash": 1, "vocab": 128256}
+
+    def kept(**changes: float) -> float:
+        least, most = (memory.activations_of_layer(point(**llama, recompute=of, **changes))[0] for of in (FULL, NONE))
+        return (most - least) / (peaks["torchao:13"] * 1e9 - peaks["torchao:16"] * 1e9) * 16
+
+    assert 0.9 < kept(composed=1) < 1.1  # of 50 bytes a hidden unit and token
+    assert kept() < 0.7
+    compiled = kept() * (peaks["torchao:13"] - peaks["torchao:16"]) / (peaks["torchao:15"] - peaks["torchao:18"])
+    assert 0.8 < compiled < 1.1
+    assert memory.activations_of_layer(point(composed=1)) == memory.activations_of_layer(point())  # norms with means are kernels
+    bytes_each = [memory.logits(point(**flags), ONE)[0] / memory.logits(point(casts=1), ONE)[0] for flags in ({"composed": 1}, {"composed": 1, "one_loss": 8})]
+    np.testing.assert_allclose(bytes_each, [12 / 12, 8 / 12])
+    for framework, said, written, fused in (("fsdp", "", 1, 0), ("fsdp", "torch.compile", 0, 8), ("soli", "", 0, 0), ("megatron", "", 0, 0), ("fsdp", "llm-foundry (Composer+PyTorch FSDP)", 1, 4), ("fsdp", "fms-acceleration foak-fast-kernels", 0, 8), ("megatron", "fused cross entropy", 0, 0)):  # fmt: skip
+        found = of_program(framework, "hopper", said)
+        assert (found["composed"], found["one_loss"]) == (written, fused), (framework, said)
+
+
+def test_every_second_product_is_less_than_every_second_layer() -> None:
+    """Of Llama 3 8B half of the products' results (21 bytes a hidden unit), attention's and the input: 14.5; of layers half of 49, and the input."""
+    llama = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "gated": 1, "seq": 8192, "flash": 1, "composed": 1, "again": 16}
+    products, layers = (
+        memory.kinds(point(**llama, vocab=10, by_product=flag), ONE)["activations"][0] / (8192 * 4096) for flag in (1, 0)
+    )
+    kept = 49 + 4 * 32 / 4096  # and attention's sums
+    assert isclose(products, 32 * 14.5 + kept - 14.5)  # and a layer whose backward runs
+    assert isclose(layers, 16 * kept + 16 * 2 + kept - 2)
+    cut = memory.kinds(point(**llama, vocab=10, by_product=1, tp=4, sp=1), ONE)["activations"][0] / (8192 * 4096)
+    assert isclose(cut, products / 4)
+
+
+def test_what_is_made_again_is_not_beside_the_loss() -> None:
+    small, large = ({"vocab": vocab, "recompute": FULL, "flash": 1} for vocab in (1000, 500_000))
+    of = lambda changes: {name: part[0] for name, part in memory.kinds(point(**changes), ONE).items()}
+    for changes, loss in ((small, False), (large, True)):
+        kinds = of(changes)
+        stored = ONE.activation_scale[0] * 24 * memory.activations_of_layer(point(**changes))[0]
+        assert (kinds["logits"] > 0) == loss
+        assert isclose(kinds["activations"], stored) == loss
+    assert of(small)["activations"] > 1.5 * of(large)["activations"]
+
+
+def test_devices_that_their_power_does_not_limit() -> None:
+    """Products of an H20 reach more of its peak than an H100's of its own, which is seven times as high."""
+    h20, h800 = (of_device(devices()[name], "bf16") for name in ("h20", "h800"))
+    assert isclose(h20["peak"], 1.4 * 148e12)
+    assert isclose(h800["peak"], 989.5e12)
+    assert h20["filling"] == h800["filling"] == 1
+
+
 def test_sums_run_behind_products_or_wait() -> None:
     hidden, waited = (step(point(tp=8), usual(waited_sums=by)).exposed[0] for by in (0.4, 1.6))
     assert isclose(hidden, waited / 4)

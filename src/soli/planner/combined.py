@@ -16,6 +16,7 @@ DEGREE = re.compile(r"(?<![a-z])(tp|pp|dp|cp|ep|etp|vpp?)(?:[\s_]*[=:]|[\s_]*-(?
 """A degree; -1 is what is left."""
 SEQUENCE = re.compile(r"\bsp\b(?!\s*[=:]?\s*\d)")
 """Megatron's sequence parallelism, which has the degree of tp; another's has its own."""
+ULYSSES = re.compile(r"(?:deepspeed[\s-]*)?ulysses\W*(\d+)")
 PLAIN = re.compile(r"\b[2-5]d\b|\bx\b|\bparallel(?:ism)?\b|\bhybrid\b(?![\s_-]*shard)|\bdp[\s=:]*-1\b")
 """Words that say no more than that there is a plan."""
 BETWEEN = " \t,;:+/|&()[]{}_-×*·"
@@ -24,6 +25,8 @@ BETWEEN = " \t,;:+/|&()[]{}_-×*·"
 def combined(row: dict[str, str], said: Said, found: Row) -> None:
     """Puts what such cells say where columns of its own are silent."""
     _named(row)
+    if degree := ULYSSES.fullmatch(text(row, "sp").lower()):
+        said["ulysses"], row["sp"] = float(degree[1]), ""
     for column in (name for names in PLANS.values() for name in names):
         cell = text(row, column).lower()
         if SILENT.fullmatch(cell):

@@ -106,7 +106,7 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
     return Choice(
         plan=str(plan_of(p, i)), microbatch=int(p.microbatch[i]), step_time_s=time, tokens_per_s=tokens / time,
         time_low_s=time * spread["time_low"], time_high_s=time * spread["time_high"],
-        mfu=flops(p, i) * tokens / (time * task.cluster.size * float(p.peak[i])), memory_gb=size / GB,
+        mfu=flops(p, i) * tokens / (time * task.cluster.size * float(p.peak[i]) / task.cluster.device.unthrottled), memory_gb=size / GB,
         memory_high_gb=size * spread["memory_high"] / GB,
         memory_parts_gb={name: float(part[0]) / GB for name, part in kinds.items()}, bubble=parts["waiting"] / time,
         exposed=(parts["exposed"] + parts["gradients"]) / time, note=note(p, i),

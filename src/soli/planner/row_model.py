@@ -104,7 +104,8 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
 def called(row: Mapping[str, str]) -> str:
     """All that a row calls its model."""
     lora = "" if switch(text(row, "lora")) is False or SILENT.fullmatch(text(row, "lora")) else "lora"
-    return " ".join([*(text(row, name) for name in ("model", "test_case", "arch", "peft")), lora])
+    names = ("model", "test_case", "arch", "peft", *["shard"] * bool(re.search(r"(?i)lora|peft", text(row, "shard"))))
+    return " ".join([*(text(row, name) for name in names), lora])
 
 
 def _meant(row: Mapping[str, str], said: Said) -> Model | None:

@@ -265,7 +265,7 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else spellings.switch(sp)
     if parted is None and SILENT.fullmatch(sp) and point["tp"] > 1 and found.generation in FLASH_SINCE:
         titan = "titan" in text(row, "framework").lower()
-        parted = found.framework == MEGATRON or titan  # whose recipes cut the sequence wherever they have tp
+        parted = titan or found.framework in (MEGATRON, spellings.NANOTRON)  # whose recipes cut the sequence wherever they have tp
         found.inferred.append(f"sp={'on' if parted else 'off'}")
     if parted is None and not SILENT.fullmatch(sp):
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
@@ -317,7 +317,8 @@ def _recomputed(
     own = ceil(point.get("layers", 1.0) / point["pp"])
     if level == FULL and text(row, "recompute_method").lower() == "block" and said["again"]:
         count = int(said["again"])
-    if level == SELECTIVE and found.framework == spellings.FSDP:  # of every second layer, or of every second product
+    if level == SELECTIVE and found.framework == spellings.FSDP:  # of every second product, or of every second layer
+        point["by_product"] = float(not re.search(r"layer|every|\d", words.lower()))
         return NONE, own / 2
     if level == FULL and (share < 1 or 0 < count < own):
         return NONE, own * share if share < 1 else float(count)

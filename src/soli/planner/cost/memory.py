@@ -20,6 +20,8 @@ from soli.planner.cost.schedules import in_a_v
 GRADIENTS, LOGIT, LEFT = 12.0, 12.0, 4.0
 """Of soli: bytes a token and hidden unit of the gradients that a layer's backward has at once, three in fp32 (rehearsals have 6 to 18);
 and a logit's, in 16 bits, in fp32, and what the loss makes of it; and what of it the loss keeps for its backward."""
+WRITTEN_LOSS = 12.0
+"""Bytes of a logit at a loss that is torch's operations: its logarithm of the softmax, that one's gradient, and its own, in fp32."""
 NORMS = 4.0
 """Vectors of a layer's width: two norms' weights and biases, or what others have in their place."""
 
@@ -135,6 +137,10 @@ def activations_of_layer(p: Points) -> Array:
     inside = 2.0 * width * (2 + 2 * p.kv_share) + 2.0 * p.ffn * active * (2 + p.gated)
     # Of a token at its experts what they read and give, and what the router reads, in fp32.
     inside = inside + np.where(p.experts > 0, p.routed * p.hidden * active + 4.0 * p.hidden, 0.0)
+    # Of torch's operations each keeps what it reads: a norm without a mean its input in fp32, that normalised in 16 bits, and its result, where no
+    # dropout is; a gate its own result. Llama 3 8B keeps 50 bytes for each hidden unit (pytorch/ao@36027d82d1ad, torchao/prototype/float8nocompile/README.md).
+    outside = outside + 6.0 * p.hidden * p.composed * p.gated
+    inside = inside + 2.0 * p.ffn * active * p.composed * p.gated
     # What products of 8 bits read is kept so, attention's result beside what attention keeps of it.
     if (p.low < 2).any():
         less, read = 2.0 - p.low, np.where(p.experts > 0, p.hidden * active, 0.0)
@@ -156,6 +162,14 @@ def activations_of_layer(p: Points) -> Array:
     return np.where(p.casts > 0, _of_autocast(p, scores), found) if p.casts.any() else found
 
 
+def _of_products(p: Points) -> Array:
+    """The same where every second product's result is kept, attention's, and the layer's input: torchtitan's recomputation by operations
+    (pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py)."""
+    width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
+    results = (width * (1 + 2 * p.kv_share) + (1 + p.gated) * p.ffn * active) / p.tp + p.hidden * (1 + active) / p.around
+    return p.tokens * (results + 2.0 * p.hidden / p.around + 2.0 * width / p.tp) * p.number / 2
+
+
 def _of_autocast(p: Points, scores: Array) -> Array:
     """The same under torch.autocast, tensor by tensor: residuals and norms are in fp32, of an RMSNorm that is written out what is
     scaled too, and each product keeps its own cast of what it reads, whole on each rank of tp (benchmarks/formulas.py compares it with rehearsals)."""
@@ -175,21 +189,24 @@ def _of_autocast(p: Points, scores: Array) -> Array:
     return p.tokens * np.where(p.recompute == FULL, least, np.where(p.recompute == SELECTIVE, some, whole))
 
 
-def activations(p: Points, k: Constants, rank: Rank) -> Array:
-    """Bytes of a rank's microbatches that are under way, and of a recomputed layer beside them."""
+def activations(p: Points, k: Constants, rank: Rank) -> tuple[Array, Array]:
+    """Bytes of a rank's microbatches that are under way; and of a recomputed layer beside them in its backward, where the loss is over."""
     one = activations_of_layer(p)
     kept = rank.layers * rank.under_way * one
     whole = activations_of_layer(p.recomputing(NONE))
     least = one
     if p.again.any():
-        least = activations_of_layer(p.recomputing(FULL))
-        kept = kept - np.minimum(p.again, rank.layers) * rank.under_way * (one - least)
+        least = np.where(p.by_product > 0, _of_products(p), activations_of_layer(p.recomputing(FULL)))
+        less = np.where(p.by_product > 0, rank.layers, np.minimum(p.again, rank.layers))
+        kept = kept - less * rank.under_way * (one - least)
     if p.moved.any():  # one comes or goes while the next is computed
         kept = np.where(p.moved > 0, np.minimum(kept, 2 * one), kept)
     # Its input is among what is kept.
     beside = np.where(((p.recompute == FULL) | (p.again > 0)) & (rank.layers > 0), whole - least, 0.0)
-    scaled = k.activation_scale * (kept + beside)
-    return np.where(p.casts > 0, kept + _between(p, rank, whole - one), scaled) if p.casts.any() else scaled
+    exact = (p.casts > 0) | (p.composed > 0) | (p.one_loss > 0)  # soli's, and torch's operations with or without a compiler, are counted one by one
+    scale = np.where(exact, 1.0, k.activation_scale)
+    between = np.where(p.casts > 0, _between(p, rank, whole - one), 0.0) if p.casts.any() else 0.0
+    return scale * kept + between, np.where(p.casts > 0, 0.0, scale * beside)
 
 
 def _between(p: Points, rank: Rank, again: Array) -> Array:
@@ -222,7 +239,8 @@ def backward(p: Points) -> Array:
 def logits(p: Points, k: Constants) -> Array:
     """Bytes of a microbatch's logits at the loss, in 16 and in 32 bits, and of what the loss makes of them."""
     pieces = np.where(p.pieces > 0, p.pieces, np.maximum(p.vocab / p.hidden, 1.0))
-    return p.tokens * p.scored * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, k.logit_kept / pieces)
+    kept = np.where(p.one_loss > 0, p.one_loss, np.where(p.composed > 0, WRITTEN_LOSS, k.logit_kept)) / pieces
+    return p.tokens * p.scored * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, kept)
 
 
 def kinds(p: Points, k: Constants, bare: bool = False) -> dict[str, Array]:
@@ -244,9 +262,10 @@ def _kinds(p: Points, k: Constants, rank: Rank, bare: bool) -> dict[str, Array]:
     """Of one rank."""
     weights, gradients, moments = of_states(p, rank)
     panels = grids.beside(p) if p.tensor.any() else np.zeros(len(p))
-    passing, loss = activations(p, k, rank), rank.ends * logits(p, k)
+    (passing, beside), loss = activations(p, k, rank), rank.ends * logits(p, k)
+    passing, loss = passing + np.where(beside > loss, beside, 0.0), np.where(beside > loss, 0.0, loss)
     if p.casts.any():
-        passing, loss = _fuller(p, k, rank, passing)
+        passing, loss = _fuller(p, k, rank, passing, loss)
     found = {
         "parameters": weights, "gradients": gradients, "optimizer": moments, "activations": passing, "logits": loss,
         "gathered": panels if bare else gathered(p, rank) + casts(p, rank) + panels, "workspace": k.resident + k.workspace,
@@ -254,7 +273,7 @@ def _kinds(p: Points, k: Constants, rank: Rank, bare: bool) -> dict[str, Array]:
     return _fullest(p, rank, found) if p.copied.any() or p.late.any() else found
 
 
-def _fuller(p: Points, k: Constants, rank: Rank, passing: Array) -> tuple[Array, Array]:
+def _fuller(p: Points, k: Constants, rank: Rank, passing: Array, loss: Array) -> tuple[Array, Array]:
     """Activations and logits at soli's loss, or in the backward of a layer, by when its logits are gone: whichever is more.
 
     Of another microbatch under way there are what the loss keeps of its logits and, until the backward's second half, their gradients.
@@ -266,7 +285,7 @@ def _fuller(p: Points, k: Constants, rank: Rank, passing: Array) -> tuple[Array,
     own = np.where(rank.undone > 0, kept, 0.0)
     at_loss = rank.ends * LOGIT * one > beside + own
     found = np.where(at_loss, rank.ends * LOGIT * one, rank.ends * own) + others
-    return passing + np.where(soli & ~at_loss, beside, 0.0), np.where(soli, found, rank.ends * logits(p, k))
+    return passing + np.where(soli & ~at_loss, beside, 0.0), np.where(soli, found, loss)
 
 
 def _fullest(p: Points, rank: Rank, found: dict[str, Array]) -> dict[str, Array]:

@@ -98,6 +98,8 @@ class Points:
     compressed: Array = field(metadata={"unsaid": 0.0})
     # bytes that move between products, by those of a program that runs operation by operation
     eager: Array = field(metadata={"unsaid": 1.0})
+    # flag: norms, gates and the loss are torch's operations, each of which keeps what its backward reads
+    composed: Array = field(metadata={"unsaid": 0.0})
     # of what tp sends in a layer the share that runs behind products, where it is told so
     behind: Array = field(metadata={"unsaid": 0.0})
     # flag: nothing is launched before what was launched before it is done
@@ -109,7 +111,7 @@ class Points:
     pieces: Array = field(metadata={"unsaid": 1.0})
     # of the tokens those that have logits: all, or an encoder's masked ones
     scored: Array = field(metadata={"unsaid": 1.0})
-    # flag: the loss is one kernel, which has a batch's logits read twice and their gradient written
+    # bytes that are kept of a logit where the loss is one kernel, which has a batch's logits read twice and their gradient written
     one_loss: Array = field(metadata={"unsaid": 0.0})
     moved: Array = field(metadata={"unsaid": 0.0})  # flag: what layers keep for the backward lies in the host's memory
     # flag: ZeRO's ranks send what they updated in turns, each to all of them, where others gather it at once
@@ -127,6 +129,7 @@ class Points:
     etp: Array = field(metadata={"unsaid": 0.0})
     # layers of a rank that are computed again whole, where `recompute` says less of the others
     again: Array = field(metadata={"unsaid": 0.0})
+    by_product: Array = field(metadata={"unsaid": 0.0})  # flag: `again` is of every second product, and of all that is none
     adapters: Array = field(metadata={"unsaid": 0.0})  # parameters of a layer's that are trained beside frozen ones
     spared: Array = field(metadata={"unsaid": 0.0})  # flag: an MLP's matrices are frozen and have no adapters
     # of what experts exchange the share that runs behind another microbatch's computing, where it is told so
@@ -305,8 +308,9 @@ PRECISIONS = tuple(SIZES)
 
 def of_device(device: Device, precision: str) -> dict[str, float]:
     """A device's part of a point, whose linear products are in `precision` and attention in 16 bits at the least."""
-    peak = device.tflops[precision]
-    wide = device.tflops.get("bf16", device.tflops.get("fp16", peak))
+    rates = {name: rate * device.unthrottled for name, rate in device.tflops.items()}
+    peak = rates[precision]
+    wide = rates.get("bf16", rates.get("fp16", peak))
     # What a product waits for until it is at its rate are bytes, in which a slower one computes less.
     filling = min(peak * SIZES[precision] / (wide * SIZES["bf16"]), 1.0)
     return {

@@ -30,6 +30,9 @@ EAGER = 2.1
 (Transformer Engine's, which NeMo AutoModel has) fuse them: Llama 3 8B on 8 and 128 H100 takes 16% longer without torch.compile (pytorch/torchtitan,
 benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3)."""
 
+COMPILED = 8.0
+"""Bytes that a loss which a compiler made of torch's operations keeps of a logit: itself and its gradient in 16 bits, and one of them in 32."""
+
 BEHIND = 0.4
 """Of what tp sends the share that torch's AsyncTP runs behind products: Llama 3 70B of tp=8 takes 18.7 s a step with it, 19.8 s without
 (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 4), where the sums take some 3 s."""
@@ -78,14 +81,16 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
     """
     has = affirmed(said)
     unfused = framework in UNFUSED or (framework == "deepspeed" and tells("plain", has))
+    eager = unfused and not (tells("compiled", has) or tells("compiler", has))
     return {
         "kernel": attends(framework, generation, said),
         "once": float(
             bool(re.search(r"deepep|hybridep|dual-?pipe", said, re.I)) or (framework == MEGATRON and "alltoall" not in said)
         ),
         "routed": ROUTED.get(framework, 4.0),
-        "eager": EAGER if unfused and not (tells("compiled", has) or tells("compiler", has)) else 1.0,
-        "one_loss": float(framework == "fsdp" and tells("compiled", has)),
+        "eager": EAGER if eager else 1.0,
+        "composed": float(eager and framework != "soli"),
+        "one_loss": first("one_loss", has, COMPILED * tells("compiled", has)) if framework == "fsdp" else 0.0,
         "behind": BEHIND if tells("async", has) else 0.0,
         # DeepSpeed's hooks are of modules, FSDP's units of layers
         "looped": (1.0 + (framework == "deepspeed")) * (tells("plain", has) and not tells("grouped", has)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 
 from soli.core.tables import table
@@ -33,6 +33,7 @@ class Device:
     net_us: float
     host_gbs: float
     aliases: Sequence[str] = ()
+    unthrottled: float = 1.0
 
     @property
     def memory(self) -> float:
@@ -45,8 +46,8 @@ class Device:
         return USABLE * self.memory
 
 
-NUMBERS = tuple(field.name for field in fields(Device) if field.type in ("float", "int"))
-"""The fields that are numbers above 0."""
+NUMBERS = tuple(field.name for field in fields(Device) if field.type in ("float", "int") and field.default is MISSING)
+"""The fields that are numbers above 0, and that a device must have."""
 
 
 @cache
