@@ -163,3 +163,17 @@ def test_float32_inside_a_model_is_lifted() -> None:
         assert (model(x) - exact).abs().max() <= 1e-14
     assert (model(x) - exact).abs().max() > 1e-10  # what the proof would have to forgive otherwise
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_constants_in_float32_are_lifted_where_torch_takes_no_two_types() -> None:
+    """Class weights of a loss, a product with a constant; what writes into a constant is not done to a copy of it."""
+    torch.manual_seed(0)
+    weights, x, target, kept = torch.linspace(0.5, 2, 8), torch.randn(64, 8).double(), torch.arange(64) % 8, torch.zeros(8)
+    wanted = nn.functional.cross_entropy(x, target, weights.double()), x @ weights.double()
+    with lifted():
+        found = nn.functional.cross_entropy(x, target, weight=weights), x @ weights
+        kept.add_(x[0])
+        with pytest.raises(RuntimeError):
+            kept.addmv_(x[:8], weights)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert torch.equal(kept, x[0].float())

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.parallel.randomness import BACKWARD, backward_of
+
+NARROW, WIDE = {torch.float32, torch.float16, torch.bfloat16, torch.complex64}, {torch.float64, torch.complex128}
 
 
 class _Lift(TorchFunctionMode):
@@ -25,7 +28,14 @@ class _Lift(TorchFunctionMode):
             with self:  # a mode is off inside its own handler, and blocks may be made again
                 return backward_of(*args, **(kwargs or {}))
         # torch takes a type as an argument of its own, never inside another
-        return func(*map(_double, args), **{name: _double(value) for name, value in (kwargs or {}).items()})
+        args, kwargs = [*map(_double, args)], {name: _double(value) for name, value in (kwargs or {}).items()}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:  # of constants of the program's own (class weights), where torch takes no two types together
+            given = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            if "out" in kwargs or func.__name__.endswith("_") or not given & NARROW or not given & WIDE:
+                raise
+            return func(*tree_map(wide, args), **tree_map(wide, kwargs))
 
 
 def _double(argument: Any) -> Any:
