@@ -989,6 +989,7 @@ def other_rows() -> str:
 def test_stages_that_are_given_other_rows(pool: Pool) -> None:
     for text in pool.run(other_rows, ranks=2):
         assert "were given different rows; nothing was updated" in text
+        assert text.count("nothing was updated") == 1
 
 
 def first_rows(plan: str) -> str:
@@ -1012,6 +1013,7 @@ def test_ranks_that_are_given_other_batches(pool: Pool, plan: str) -> None:
     """Weights that differ are rank 0's; data that differs is an error, whatever the layout."""
     for text in pool.run(first_rows, plan, ranks=2):
         assert "were given different rows; nothing was updated" in text
+        assert text.count("nothing was updated") == 1
         assert "the same seed" in text
 
 

@@ -92,13 +92,13 @@ class Agreement:
 
     def _explain(self, engine: Engine, loss: float) -> None:
         """SoliError that says which rank differs, and in what. Collective."""
-        at, world = f"at step {engine.step_count + 1}, and nothing was updated", engine.mesh.all
-        what = f"would take another step than the others {at}"
+        at, world = f"at step {engine.step_count + 1}", engine.mesh.all
+        what = f"would take another step than the others {at}, and nothing was updated"
         need_alike(self.place | options(engine) | {"steps before": engine.step_count}, world, what, ALIKE)
         need_same_rows(engine, self.rows, at)
         facts = {"loss of the same rows": loss, "wrote into parameters": self.wrote}
         apart = [x.index for name, x in engine.mesh.axes.items() if name != TP]
-        need_alike(facts, world, f"has not what ranks of tp have alike {at}", ALIKE, apart)
+        need_alike(facts, world, f"has not what ranks of tp have alike {at}, and nothing was updated", ALIKE, apart)
         need_same_parameters(engine)
 
 
