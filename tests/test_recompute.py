@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -367,22 +368,31 @@ def test_an_error_inside_of_a_recomputation_is_explained() -> None:
 
 
 class Slopes(nn.Module):
-    """A block of gradients by its input, which torch.func takes."""
+    """Gradients by its input, along it, or of each row, which torch.func takes through blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
+        self.how = how
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        run = lambda x: self.layers[1](self.layers[0](x).tanh()).sum()
-        return x + torch.func.grad(run)(x)
+        run = lambda x: self.layers[1](self.layers[0](x).tanh())
+        if self.how == "grad":
+            return x + torch.func.grad(lambda x: run(x).sum())(x)
+        if self.how == "jvp":
+            return torch.func.jvp(run, (x,), (torch.ones_like(x),))[1]
+        if self.how == "vmap":
+            return torch.func.vmap(run)(x)
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(run(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
-def test_gradients_through_a_block_that_is_recomputed_are_refused() -> None:
+@pytest.mark.parametrize("how", ["grad", "jvp", "vmap", "dual"])
+def test_gradients_through_a_block_that_is_recomputed_are_refused(how: str) -> None:
     """torch keeps nothing for a recomputation inside torch.func's transforms, and says so in words of its own."""
     batch = {"x": torch.randn(4, 5), "targets": torch.randn(4, 5)}
     sgd = lambda p: torch.optim.SGD(p, lr=0.1)
     for plan, refused in (("dp=1", False), ("dp=1,recompute=full", True), ("dp=1,recompute=selective", True)):
-        engine = parallelize(Slopes(), losses.mse("targets"), optimizer=sgd, plan=plan)
+        engine = parallelize(Slopes(how), losses.mse("targets"), optimizer=sgd, plan=plan)
         with pytest.raises(SoliError, match="through a block that is recomputed") if refused else nullcontext():
             engine.step(batch)

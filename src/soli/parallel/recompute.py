@@ -23,11 +23,12 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import checkpoint as of_torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -168,12 +169,22 @@ def forget() -> None:
     reads.forget()
 
 
+def _refuse_transforms(block: nn.Module) -> NoReturn:
+    what = (
+        "torch.func (grad, vjp, jvp, jacrev, jacfwd, hessian, vmap) or forward-mode gradients go through a block that is recomputed, or inside it, "
+        "which torch does not have"
+    )
+    raise SoliError(what, got=type(block).__name__, fix="use recompute=none")
+
+
 def _again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     forward = block.forward
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            _refuse_transforms(block)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         versions = [x._version for x in given]
         held = _Given(block, args, kwargs)
@@ -183,8 +194,7 @@ def _again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            what = "torch.func (grad, vjp, jacrev, hessian) takes gradients through a block that is recomputed, or inside it, which torch does not have"
-            raise SoliError(what, got=type(block).__name__, fix="use recompute=none") from error
+            _refuse_transforms(block)
         if versions != [x._version for x in given]:
             what = "a block writes into its input, and would write again when it is recomputed"
             fix = "make a new tensor in the block (x = x * 2 and not x *= 2), or recompute=none"
