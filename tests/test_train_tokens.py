@@ -104,8 +104,9 @@ def test_of_few_documents_one_is_for_validation(tmp_path: Path) -> None:
     assert tokens.prepare(small, tmp_path / "cache", print).validation.bytes == len(least.text)
     for i in range(8):
         (tmp_path / "few" / f"{i}.txt").write_text("alike " * 20)
-    with pytest.raises(SoliError, match="nothing for validation"):
+    with pytest.raises(SoliError, match="nothing for validation") as refused:
         tokens.prepare(config, tmp_path / "cache", print)
+    assert "8 documents, 0.0001 of them for validation, 8 with the same text" in str(refused.value)
 
 
 def test_a_given_tokenizer_must_be_one(tmp_path: Path) -> None:

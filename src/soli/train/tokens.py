@@ -176,8 +176,9 @@ def _survey(config: Config, say: Say) -> _Survey:
         found.kept, found.part = alike, math.nextafter(place(least), 1.0)
     if found.kept in (0, found.documents):
         what = "the split left nothing for " + ("validation" if found.kept == 0 else "training")
-        got = f"{found.documents} documents, {config.data.validation:g} of them for validation"
-        raise SoliError(what, got=got, fix="give more documents, or another data.validation")
+        got = f"{found.documents} documents, {config.data.validation:g} of them for validation" + (f", {alike} with the same text" if alike > 1 else "")
+        fix = "give more documents (one is a file of text, a line of .jsonl, a row of a dataset; those with the same text stay together), or another data.validation"
+        raise SoliError(what, got=got, fix=fix)
     found.digest = whole.digest()
     found.sample = tuple(text for _, _, text in sorted(heap))
     read = f"{found.documents} documents, {found.bytes / 1e6:.1f} MB"
