@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from soli.core.axes import AXES, coordinates, peers
 from soli.core.errors import SoliError
 from soli.core.plan import CHOICES, Plan
+from soli.planner.explain import fixed_of
 from soli.planner.legality import nearest, problems, resolve
 
 degree = st.integers(1, 64)
@@ -51,6 +53,14 @@ def test_all_problems_of_a_text_at_once() -> None:
     for part in ("'dpp'", "did you mean 'precision'", "'zero'", "'1f1b'", "'tp'", "'foo'"):
         assert part in text
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("read", [Plan.parse, fixed_of])
+def test_keys_that_no_comma_parts_are_told_how_to_be(read: Callable[[str], object]) -> None:
+    for text, meant in (("tp=2 pp=3", "tp=2,pp=3"), ("recompute=full; pp=2", "recompute=full,pp=2")):
+        with pytest.raises(SoliError, match=f"part them by commas: {meant}"):
+            read(text)
+    assert Plan.parse("tp = 2 , pp= 3") == Plan(tp=2, pp=3)
 
 
 def test_what_is_no_switch_in_a_file() -> None:

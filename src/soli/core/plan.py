@@ -8,6 +8,7 @@ plan is legal for a world, and what of it is built, is `planner.legality`'s busi
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -141,7 +142,9 @@ class Plan:
         problems: list[Problem] = []
         for part in filter(None, (p.strip() for p in text.split(","))):
             key, equals, value = part.partition("=")
-            if not equals:
+            if fix := commas(part):
+                problems.append(Problem(f"'{part}' in the plan is several keys", allowed="key=value,key=value", fix=fix))
+            elif not equals:
                 problems.append(Problem(f"'{part}' in the plan has no value", allowed="key=value", fix=_keys()))
             elif key.strip() in pairs:
                 problems.append(Problem(f"'{key.strip()}' is said twice in the plan", got=text))
@@ -180,6 +183,12 @@ def word(value: Any) -> str:
 
 def _keys() -> str:
     return "the keys of a plan are " + ", ".join(f.name for f in fields(Plan))
+
+
+def commas(text: str) -> str:
+    """How to mend keys that something else than a comma parts; nothing, where none does."""
+    parted = re.sub(r"[\s;]+(?=\w+\s*=)", ",", text)
+    return f"part them by commas: {parted}" if parted != text else ""
 
 
 def _from_pairs(pairs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

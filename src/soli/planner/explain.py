@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.plan import commas
 from soli.planner import space
 from soli.planner.cost import arithmetic, memory
 from soli.planner.cost.constants import chain, sets, spread_of
@@ -260,7 +261,7 @@ def fixed_of(text: str) -> dict[str, float]:
             wrong.append(Problem(f"'{name}' cannot be fixed", allowed=", ".join(FIXED)))
         elif value is None:
             allowed = ", ".join(values) if values else "a whole number above 0"
-            fix = SAME.get(word, "")
+            fix = SAME.get(word) or commas(word)
             wrong.append(Problem(f"'{word}' cannot be", got=said or "nothing", allowed=allowed, fix=fix))
         elif found.setdefault(name, value) != value:
             wrong.append(Problem(f"'{name}' is fixed twice", got=text))
