@@ -396,3 +396,23 @@ def test_gradients_through_a_block_that_is_recomputed_are_refused(how: str) -> N
         engine = parallelize(Slopes(how), losses.mse("targets"), optimizer=sgd, plan=plan)
         with pytest.raises(SoliError, match="through a block that is recomputed") if refused else nullcontext():
             engine.step(batch)
+
+
+class Reentrant(nn.Module):
+    """Blocks that the program itself makes again, as torch first did it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.second, self.first(x), use_reentrant=True)
+
+
+def test_what_soli_looks_at_without_gradients_is_no_warning_of_checkpoints(recwarn: pytest.WarningsRecorder) -> None:
+    batch = {"x": torch.randn(4, 5), "targets": torch.randn(4, 5)}
+    engine = parallelize(Reentrant(), losses.mse("targets"), optimizer=adamw, plan="dp=1")
+    engine.step(batch)
+    assert "requires_grad" not in str([one.message for one in recwarn])
+    engine.evaluate([batch])  # where the program asks for it, torch says what it says
+    assert "None of the inputs have requires_grad" in str([one.message for one in recwarn])
