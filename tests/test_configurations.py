@@ -186,3 +186,18 @@ def test_windows_of_a_configuration(said: dict[str, Any], window: int, share: fl
 def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_understood(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention"]
     assert read(tmp_path, model_type="llama", layer_types=kinds, embedding_size=4096, **DIMENSIONS)[0].layers == 32
+
+
+def test_positions_that_begin_after_the_padding_are_fewer_than_their_table_has(tmp_path: Path) -> None:
+    said = DIMENSIONS | {"max_position_embeddings": 514}
+    for kind, pad, usable in (("roberta", 1, 512), ("xlm-roberta", 3, 510), ("bert", 1, 514)):
+        assert read(tmp_path, **said, model_type=kind, pad_token_id=pad)[0].seq == usable
+    assert read(tmp_path, **said, model_type="roberta")[0].seq == 512  # as its configuration has it, where none is said
+
+
+def test_a_model_with_an_encoder_is_refused_for_it_alone(tmp_path: Path) -> None:
+    """Whisper, whose heads are under names of their own."""
+    whisper = {"model_type": "whisper", "is_encoder_decoder": True, "d_model": 512, "num_hidden_layers": 6, "vocab_size": 51865, "decoder_attention_heads": 8}
+    with pytest.raises(SoliError, match="an encoder beside its decoder") as refused:
+        read(tmp_path, **whisper)
+    assert len(refused.value.problems) == 1

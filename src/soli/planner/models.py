@@ -21,6 +21,7 @@ NAMES: dict[str, list[str]] = _KEYS["dimensions"]
 """A dimension, and the keys under which configurations have it."""
 WINDOWED: dict[str, float] = _KEYS["windowed"]
 """Of a family's layers those with windows, where its configuration does not say which."""
+PADDED: list[str] = _KEYS["positions"]["padded"]
 MOST = 10**9
 NEEDED = ("layers", "hidden", "heads", "vocab")
 GATED = ("silu", "swiglu", "gelu_pytorch_tanh", "swigluoai")
@@ -116,7 +117,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     numbers = {name: _number(said, keys) for name, keys in NAMES.items()}
     raise_all(
         _strange(file, said, numbers["hidden"])
-        + [
+        or [  # which keys are missing says little of those
             Problem(
                 f"{file} does not say the model's {name}",
                 got=", ".join(f"{k}={json.dumps(said[k])}" for k in NAMES[name] if k in said)[:200]
@@ -144,7 +145,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
         head_size=_latent_head(said) or numbers["head_size"] or hidden // heads,
         ffn=(numbers["expert_ffn"] if experts else None) or wide, gated=family.gated, vocab=vocab, experts=experts,
-        active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=numbers["seq"] or 0,
+        active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=_usable(kind, said, numbers["seq"] or 0),
         tied=bool(said.get("tie_word_embeddings", family.tied)), compressed=_compressed(said, hidden, heads),
         plain=plain, plain_ffn=(numbers["plain_ffn"] or wide) if plain else 0, **_windows(kind, said, layers),
     )  # fmt: skip
@@ -165,6 +166,11 @@ def compressed(
     queries = (hidden + heads * (nope + rope)) * q_rank if q_rank else hidden * heads * (nope + rope)
     keys = hidden * (kv_rank + rope) + kv_rank * heads * (nope + values)
     return queries + keys + heads * values * hidden
+
+
+def _usable(kind: str, said: Mapping[str, Any], positions: int) -> int:
+    """Of a table of positions: those that count from after the padding's index leave that many free."""
+    return max(positions - said.get("pad_token_id", 1) - 1, 0) if kind in PADDED else positions
 
 
 def _latent_head(said: Mapping[str, Any]) -> int:
