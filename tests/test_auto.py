@@ -436,6 +436,8 @@ def test_where_memory_is_short_plans_are_lighter(pool: Pool, known: str) -> None
     assert all(peak * auto.HEADROOM <= memory for _, peak, refused in options if not refused)
     with pytest.raises(SoliError, match="no plan fits: the least takes"):
         pool.run(chosen, 1, least / 4, known, ranks=1, deadline=120)
+    with pytest.raises(SoliError, match=r"(?s)no plan fits: the least takes .* had an equal part and nothing else"):
+        pool.run(chosen, 1, 1e3, known, ranks=2, deadline=120)
 
 
 def looked(memory: float, folder: str) -> list[tuple[str, float, str]]:

@@ -50,6 +50,9 @@ TIGHT = 0.5
 NEAR = 1.4
 """Layouts that are up to so many times slower than the best have their variants rehearsed too."""
 LAYOUTS = 3
+SURELY = 8
+"""What parameters take so many times over is room enough for them, their gradients and an optimizer's states."""
+MORE = "more ranks, a smaller global batch, or less beside it on these devices"
 DOUBT = 1.25
 """What is predicted to be up to so many times slower than the best that was run may be the quicker one: it is run too."""
 PROBE_STEPS = 4
@@ -85,6 +88,7 @@ class Auto:
         """The plan. SoliError where none fits."""
         start = time.perf_counter()
         with busy("choosing a plan", shown=self.world.is_first):
+            self._need_room()
             self._look(self._layouts())
             if self.world.size > 1:
                 self._probe()
@@ -97,6 +101,20 @@ class Auto:
         if not order:
             return self._none()
         return Choice(Plan.parse(order[0].plan), self._ordered(), self.memory, self._lines(order, start))
+
+    def _need_room(self) -> None:
+        """SoliError where what one step leaves to the next is too much, however it is cut: before what takes long."""
+        ranks = self.world.size
+        if SURELY * sum(p.nbytes for p in self.program.model.parameters()) <= ranks * self.memory:
+            return
+        try:
+            kept = rehearse(self.program, Plan(dp=ranks)).states
+        except Exception:  # of somebody's program; where no layout can be rehearsed it is told
+            return
+        if kept > ranks * self.memory:
+            what = f"no plan fits: the least takes {size(kept / ranks)} a rank, and {size(self.memory)} are free"
+            got = f"{size(kept)} of parameters, gradients and the optimizer's states, of which each of {ranks} ranks had an equal part and nothing else"
+            raise on_all_ranks(what, got=got, fix=MORE)
 
     def _layouts(self) -> list[Plan]:
         """Those that any batch can go through, however few rows it has."""
@@ -321,8 +339,7 @@ class Auto:
             nearest = min(large, key=self._need)
             what = f"no plan fits: the least takes {size(self._need(nearest))} a rank, and {size(self.memory)} are free"
             got = f"{nearest.plan} on {self.world.size} ranks" + "".join(f"; {note}" for note in self._unrun())
-            fix = "more ranks, a smaller global batch, or less beside it on these devices"
-            raise on_all_ranks(what, got=got, fix=fix)
+            raise on_all_ranks(what, got=got, fix=MORE)
         if self.broken:
             raise_all([Problem("no plan runs this program as it is"), *self._problems()], everywhere=True)
         plan, line = plain(self.world.size, "the program cannot be rehearsed")
