@@ -38,13 +38,9 @@ def noted(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[E
 
 def _note(engine: Engine) -> str:
     """Nothing where the plan runs a model's code as it is, on tensors as they are."""
-    plan = engine._plan
-    if plan is None or (plan.model_ranks == 1 and plan.zero < 3 and plan.recompute == "none"):
+    if (plan := engine._plan) is None or (plan.model_ranks == 1 and plan.zero < 3 and plan.recompute == "none"):
         return ""
-    ran = (
-        "" if plan.model_ranks == 1 or engine.parallel is None else " The plain model ran on rows of this batch before."
-    )
-    return (
-        f"soli: rank {engine.rank}, step {engine.step_count + 1}, under plan {plan}.{ran} Under dp alone, with zero below 3, a model's "
-        "code runs as it is: if this does not come there, it is soli that cannot run that line under the plan (docs/symptoms.md)."
-    )
+    ran = "" if plan.model_ranks == 1 or engine.parallel is None else " The plain model ran on rows of this batch before."
+    cut = f"under plan {plan}.{ran} Under dp alone (dp=2: tensors of a batch are cut along dim 0 as its rows are, so what is no row's belongs into the model), "
+    then = "with zero below 3, a model's code runs as it is: if this does not come there, it is soli that cannot run that line under the plan (docs/symptoms.md)."
+    return f"soli: rank {engine.rank}, step {engine.step_count + 1}, {cut}{then}"
