@@ -78,9 +78,7 @@ def check(
 @app.command("predict")
 def predict(
     table: Annotated[Path, Argument(help="A CSV file: a run a row, its model, plan and devices.")],
-    measured: Annotated[
-        Path | None, Option(help="A CSV file of measured runs (iter_time_s), to which the constants are fitted first.")
-    ] = None,
+    measured: Annotated[Path | None, Option(help="A CSV file of measured runs (iter_time_s), to which the constants are fitted first.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time and memory of a step of each row, with 90% intervals, or why it cannot be said.

@@ -52,7 +52,6 @@ NEAR = 1.4
 LAYOUTS = 3
 SURELY = 8
 """What parameters take so many times over is room enough for them, their gradients and an optimizer's states."""
-MORE = "more ranks, a smaller global batch, or less beside it on these devices"
 DOUBT = 1.25
 """What is predicted to be up to so many times slower than the best that was run may be the quicker one: it is run too."""
 PROBE_STEPS = 4
@@ -112,9 +111,12 @@ class Auto:
         except Exception:  # of somebody's program; where no layout can be rehearsed it is told
             return
         if kept > ranks * self.memory:
-            what = f"no plan fits: the least takes {size(kept / ranks)} a rank, and {size(self.memory)} are free"
             got = f"{size(kept)} of parameters, gradients and the optimizer's states, of which each of {ranks} ranks had an equal part and nothing else"
-            raise on_all_ranks(what, got=got, fix=MORE)
+            raise self._too_large(kept / ranks, got)
+
+    def _too_large(self, least: float, got: str) -> SoliError:
+        what = f"no plan fits: the least takes {size(least)} a rank, and {size(self.memory)} are free"
+        return on_all_ranks(what, got=got, fix="more ranks, a smaller global batch, or less beside it on these devices")
 
     def _layouts(self) -> list[Plan]:
         """Those that any batch can go through, however few rows it has."""
@@ -337,9 +339,7 @@ class Auto:
         large = [o for o in self.options.values() if o.peak and o.plan not in self.broken]
         if large:
             nearest = min(large, key=self._need)
-            what = f"no plan fits: the least takes {size(self._need(nearest))} a rank, and {size(self.memory)} are free"
-            got = f"{nearest.plan} on {self.world.size} ranks" + "".join(f"; {note}" for note in self._unrun())
-            raise on_all_ranks(what, got=got, fix=MORE)
+            raise self._too_large(self._need(nearest), f"{nearest.plan} on {self.world.size} ranks" + "".join(f"; {note}" for note in self._unrun()))
         if self.broken:
             raise_all([Problem("no plan runs this program as it is"), *self._problems()], everywhere=True)
         plan, line = plain(self.world.size, "the program cannot be rehearsed")
@@ -408,9 +408,8 @@ def trial(program: Program, plan: Plan, world: World, steps: int) -> tuple[float
 
 def _copied(program: Program) -> Any:
     """The model and its optimizer once more; a deferred parameter is made again from the same record."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach(), p.requires_grad) for p in program.model.parameters() if is_deferred(p)
-    }
+    deferred = filter(is_deferred, program.model.parameters())
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in deferred}
     return copies.deep((program.model, program.optimizer), memo)
 
 

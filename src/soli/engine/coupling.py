@@ -185,9 +185,7 @@ def _in_proportion(whole: Sum, again: Sum) -> None:
 
 def _add_up(engine: Engine, size: float, whole: Sum, first: Sum, second: Sum, turned: Sum) -> None:
     what, got = ("loss of a batch", "losses"), (whole.total, first.total, second.total)
-    rounding = (
-        8 * torch.finfo(torch.float64).eps * depth(engine.model) * (abs(first.total) + abs(second.total) + size * ROWS)
-    )
+    rounding = 8 * torch.finfo(torch.float64).eps * depth(engine.model) * (abs(first.total) + abs(second.total) + size * ROWS)
     # a part that is none where the whole is finite (a deviation of one row) does not add up either
     if abs(got[0] - got[1] - got[2]) <= rounding + 8 * abs(whole.total - turned.total):
         what, got = ("gradient of a batch's loss", "gradients"), (whole.along, first.along, second.along)

@@ -170,10 +170,7 @@ def forget() -> None:
 
 
 def _refuse_transforms(block: nn.Module) -> NoReturn:
-    what = (
-        "torch.func (grad, vjp, jvp, jacrev, jacfwd, hessian, vmap) or forward-mode gradients go through a block that is recomputed, or inside it, "
-        "which torch does not have"
-    )
+    what = "torch.func (grad, vjp, jvp, jacrev, hessian, vmap) or forward-mode gradients go through a block that is recomputed, or inside it, which torch does not have"
     raise SoliError(what, got=type(block).__name__, fix="use recompute=none")
 
 

@@ -81,9 +81,7 @@ class Model:
 
     def point(self) -> dict[str, float]:
         """The model's part of a point."""
-        return {name: float(value) for name, value in vars(self).items() if name not in ("name", "seq")} | {
-            "frozen": 0.0
-        }
+        return {"frozen": 0.0} | {name: float(value) for name, value in vars(self).items() if name not in ("name", "seq")}
 
 
 def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, ...]]:
@@ -95,12 +93,9 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
         file = path / "config.json" if path.is_dir() else path
         said = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SoliError(
-            "the model cannot be read",
-            got=f"{file}: {error.strerror}",
-            allowed="a Hugging Face config.json, the directory that has one, FILE.py:NAME, or a published model's name"
-            + (f" ({', '.join(near)})" if near else ""),
-        ) from error
+        allowed = "a Hugging Face config.json, the directory that has one, FILE.py:NAME, or a published model's name"
+        allowed += f" ({', '.join(near)})" if near else ""
+        raise SoliError("the model cannot be read", got=f"{file}: {error.strerror}", allowed=allowed) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         allowed = "a Hugging Face config.json, or the directory that has one"
         raise SoliError("the model is no config.json", got=f"{file}: {error}", allowed=allowed) from error
@@ -115,20 +110,7 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
 
 def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
     numbers = {name: _number(said, keys) for name, keys in NAMES.items()}
-    raise_all(
-        _strange(file, said, numbers["hidden"])
-        or [  # which keys are missing says little of those
-            Problem(
-                f"{file} does not say the model's {name}",
-                got=", ".join(f"{k}={json.dumps(said[k])}" for k in NAMES[name] if k in said)[:200]
-                or ", ".join(k for k in said if isinstance(said[k], int))[:200],
-                allowed=" or ".join(NAMES[name]) + ", a whole number above 0",
-                fix=TRACED,
-            )
-            for name in NEEDED
-            if numbers[name] is None
-        ]
-    )
+    raise_all(_strange(file, said, numbers["hidden"]) or _missing(file, said, numbers))  # which keys are missing says little of those
     raise_all(_contradictions(file, numbers))
     layers, hidden, heads, vocab = (numbers[name] or 0 for name in NEEDED)
     experts = 0 if said.get("is_moe") is False else numbers["experts"] or 0
@@ -153,19 +135,20 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
 
 
 def compressed(
-    hidden: float,
-    heads: float,
-    q_rank: float,
-    kv_rank: float = 512,
-    nope: float = 128,
-    rope: float = 64,
-    values: float = 128,
-) -> float:
+    hidden: float, heads: float, q_rank: float, kv_rank: float = 512, nope: float = 128, rope: float = 64, values: float = 128
+) -> float:  # fmt: skip
     """Parameters of a layer's latent attention (MLA, arXiv 2405.04434, 2.1): `q_rank` 0 where queries are whole. `nope`, `rope`, `values`: of a
     head's query without and with positions, and of its values."""
     queries = (hidden + heads * (nope + rope)) * q_rank if q_rank else hidden * heads * (nope + rope)
     keys = hidden * (kv_rank + rope) + kv_rank * heads * (nope + values)
     return queries + keys + heads * values * hidden
+
+
+def _missing(file: Path, said: Mapping[str, Any], numbers: Mapping[str, int | None]) -> Iterator[Problem]:
+    for name in (name for name in NEEDED if numbers[name] is None):
+        there = ", ".join(f"{k}={json.dumps(said[k])}" for k in NAMES[name] if k in said) or ", ".join(k for k in said if isinstance(said[k], int))
+        allowed = " or ".join(NAMES[name]) + ", a whole number above 0"
+        yield Problem(f"{file} does not say the model's {name}", got=there[:200], allowed=allowed, fix=TRACED)
 
 
 def _usable(kind: str, said: Mapping[str, Any], positions: int) -> int:
@@ -236,14 +219,8 @@ def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Pr
     kinds = said.get("layer_types")
     if isinstance(kinds, list) and not {str(kind) for kind in kinds} <= {*ATTENTION}:
         keys["layer_types"] = "layers of other kinds"
-    return [
-        Problem(
-            f"models with '{key}', {what}, are not understood yet",
-            got=f"{file}: {key}={json.dumps(said[key])[:80]}",
-            fix=TRACED,
-        )
-        for key, what in keys.items()
-    ]
+    told = {f"models with '{key}', {what}, are not understood yet": f"{file}: {key}={json.dumps(said[key])[:80]}" for key, what in keys.items()}
+    return [Problem(what, got=got, fix=TRACED) for what, got in told.items()]
 
 
 def _inferred(kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | None], model: Model) -> list[str]:
