@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 
 from soli.core.tables import table
 from soli.planner.cells import SILENT
@@ -33,6 +34,7 @@ TOKENS = re.compile(r"(?i:tok)|\d\s?M$")
 """A batch that is counted in tokens."""
 
 
+@cache
 def plain(name: str) -> str:
     """How names of columns are compared: "Global Batch Size", "model.hidden-size", "#GPUs", "Number of layers", "SeqLen (T)"."""
     said = SECTION.sub("", name.strip().lower())
