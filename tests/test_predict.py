@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from soli.planner.measured import SHARED, covariance, shapes_of
 from soli.planner.measured import published as published_layers
 from soli.planner.predict import Prediction, arrays, learn_family, predict
 from soli.planner.published import named, near, of_entry, published
+from soli.planner.row import Row
 from soli.planner.rows import framework, read, read_measured
 from typed import soli
 
@@ -41,6 +43,18 @@ ROW = {
 def table(name: str) -> list[dict[str, str]]:
     with (PUBLISHED / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+@cache
+def measured_of(name: str) -> list[Row]:
+    """The rows of a published table with what was measured: read once for all tests, none of which writes into them."""
+    return [read_measured(row) for row in table(name)]
+
+
+@cache
+def predicted_of(name: str) -> list[Prediction]:
+    """What is predicted of a published table by what is known, once for all tests."""
+    return predict(table(name))
 
 
 # --- what a row says --------------------------------------------------------------------------------------
@@ -340,7 +354,7 @@ def test_every_published_table_can_be_read() -> None:
         rows = table(path.stem)
         if "gpu" not in rows[0] or not {"hidden", "layers"} & set(rows[0]):
             continue
-        found = predict(rows)
+        found = predicted_of(path.stem)
         assert len(found) == len(rows)
         assert all((one.refused is None) == (one.predicted_memory_gb is not None) for one in found)
         if path.stem in ("planner_vtrain_single", "llm_foundry_mpt", "megatron_sc21"):
@@ -542,7 +556,7 @@ def test_that_runs_ran_teaches_how_much_they_take() -> None:
 
 def test_measured_rows_teach() -> None:
     """Of vTrain's rows 48 are given, with constants that never saw it: the others come out closer, by law and by shape."""
-    rows = [read_measured(row) for row in table("planner_vtrain_single")]
+    rows = measured_of("planner_vtrain_single")
     given = np.random.default_rng(7).choice(len(rows), 48, replace=False)
     rest = np.setdiff1d(np.arange(len(rows)), given)
     parent = known("fsdp", "ampere")
@@ -562,13 +576,13 @@ def test_measured_rows_teach() -> None:
 
 def test_layers_that_published_runs_measured_are_as_they_measured_them() -> None:
     """At their shapes, and not where nothing like them was measured."""
-    rows = [read_measured(row) for row in table("planner_vtrain_single")]
+    rows = measured_of("planner_vtrain_single")
     p, measured = arrays(rows)
     family = ("megatron-deepspeed", "ampere")
     said = published_layers(*family)
     at = covariance(shapes_of(p), said.shapes).max(1) > SHARED**2  # the same shape, no neighbour's
     law = step(p, repeated(known(*family), len(p))).time
-    found = np.array([one.predicted_time_s for one in predict(table("planner_vtrain_single"))])
+    found = np.array([one.predicted_time_s for one in predicted_of("planner_vtrain_single")])
     off, by_law = (np.abs(times / measured.times - 1)[at] for times in (found, law))
     assert at.sum() > 500
     assert np.median(off) < 0.02 < 0.05 < np.median(by_law)
@@ -578,7 +592,7 @@ def test_layers_that_published_runs_measured_are_as_they_measured_them() -> None
 
 
 def test_a_shape_is_told_by_several_models_whose_runs_agree_or_by_none() -> None:
-    rows = [read_measured(row) for row in table("planner_vtrain_single")]
+    rows = measured_of("planner_vtrain_single")
     law = {"megatron-deepspeed ampere": known("megatron-deepspeed", "ampere")}
     everything = layers_of(rows, law)["megatron-deepspeed ampere"]
     assert len(everything) > 20
@@ -590,7 +604,7 @@ def test_a_shape_is_told_by_several_models_whose_runs_agree_or_by_none() -> None
 @pytest.mark.sweep
 def test_intervals_of_what_was_measured_hold_what_was_not() -> None:
     """Of three draws of 48 rows, 85 to 95% of the others lie between, and closer than by what published runs say."""
-    rows = [read_measured(row) for row in table("planner_vtrain_single")]
+    rows = measured_of("planner_vtrain_single")
     raw = table("planner_vtrain_single")
     held, widths = [], []
     for seed in range(3):
