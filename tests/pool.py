@@ -38,20 +38,24 @@ class Pool:
         self._folder = Path(tempfile.mkdtemp(prefix="soli-pool-"))
         self._calls = 0
         self._ranks: list[tuple[Any, Connection]] = []
+        self._environment: dict[str, str] = {}
 
-    def _start(self) -> None:
+    def _start(self, ranks: int) -> None:
+        """Those that are missing of so many: a new interpreter takes seconds to import, and most calls ask for two."""
         context: Any = mp.get_context(self.start)
         context.set_forkserver_preload(IMPORTED)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        for rank in range(self.size):
+        there = len(self._ranks)
+        self._environment = self._environment if there else dict(os.environ)  # that of the first for all: tests change it
+        for rank in range(there, ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, str(self._stacks(rank)), dict(os.environ)), daemon=True
+                target=_serve, args=(theirs, str(self._stacks(rank)), self._environment), daemon=True
             )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
-        for _, pipe in self._ranks:
+        for _, pipe in self._ranks[there:]:
             if not pipe.poll(120):
                 raise failure("a rank of the pool did not start in 120 s")
             pipe.recv()
@@ -63,8 +67,9 @@ class Pool:
         self, function: Callable[..., Any], *args: Any, ranks: int, deadline: float = DEADLINE_SECONDS
     ) -> list[Any]:
         """Call `function(*args)` on each of `ranks` ranks, which form a process group of their own."""
-        if not self._ranks:
-            self._start()
+        if ranks > self.size:
+            raise failure(f"a pool of {self.size} ranks was asked for {ranks}")
+        self._start(ranks)
         self._calls += 1
         store = str(self._folder / f"store{self._calls}")
         for rank in range(ranks):
