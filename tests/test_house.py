@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,14 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imported(path: Path) -> set[tuple[str, str]]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{a.name}" for a in node.names]
@@ -56,7 +62,7 @@ def test_imports_and_sizes(path: Path) -> None:
         }
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= 500
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno <= 80, f"{node.name} is too long"
 
