@@ -17,6 +17,7 @@ from soli.core.errors import SoliError
 from soli.engine.engine import Engine, parallelize
 from soli.parallel.tensor import parts
 from soli.verify.parity import BOUND, adamw, check
+from sweep import spread
 
 
 class Frozen(Plain):
@@ -486,8 +487,10 @@ def test_optimizers_update_parts(pool: Pool, name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=BOUND, atol=BOUND)
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=3", "dp=2,zero=1", "dp=1"])
-@pytest.mark.parametrize("use", [asked, part_asked, given])
+@pytest.mark.parametrize(
+    ("use", "plan"),
+    spread([(asked,), (part_asked,), (given,)], [("tp=2",), ("pp=2",), ("dp=2,zero=3",), ("dp=2,zero=1",), ("dp=1",)]),
+)
 def test_a_state_of_parts_is_not_taken_for_the_whole(
     pool: Pool, use: Callable[[nn.Module, nn.Module], None], plan: str
 ) -> None:

@@ -34,6 +34,7 @@ from soli.mesh.mesh import build_mesh
 from soli.mesh.record import call_site, record_torch, recorder
 from soli.mesh.world import join
 from soli.planner.legality import resolve
+from sweep import swept
 
 
 def step_bytes(plan: str):
@@ -56,8 +57,9 @@ def step_bytes(plan: str):
     return big, units, small, last, slots
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("zero", "accumulate"), [swept(0, 1), (0, 2), (1, 1), swept(1, 2), swept(2, 1), (2, 2), (3, 1), (3, 2)]
+)
 def test_bytes_of_a_step(pool: Pool, zero: int, accumulate: int) -> None:
     plan = f"dp=2,zero={zero},accumulate={accumulate}"
     model, _, _ = CASES["gpt"].make()

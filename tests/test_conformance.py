@@ -20,6 +20,7 @@ from soli.mesh.mesh import build_mesh
 from soli.mesh.world import join
 from soli.verify.oracle import sequential
 from soli.verify.parity import BOUND, Case, compare, expected_of, under_plan
+from sweep import spread, swept
 
 # --- pipelines of plain layers --------------------------------------------------------------------------
 
@@ -79,23 +80,20 @@ def stacked(layers: int, rows: int, plan: str) -> tuple[float, str]:
     return max(rows_of)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("microbatches", [4, 6])
+@pytest.mark.parametrize(("ranks", "microbatches"), spread([(2,), (4,)], [(4,), (6,)]))
 def test_1f1b(pool: Pool, ranks: int, microbatches: int) -> None:
     for worst, what in pool.run(stacked, 8, 12, f"pp={ranks},microbatches={microbatches}", ranks=ranks):
         assert worst <= 1e-12, what
 
 
-@pytest.mark.parametrize("chunks", [2, 4])
-@pytest.mark.parametrize("microbatches", [4, 12])
+@pytest.mark.parametrize(("chunks", "microbatches"), spread([(2,), (4,)], [(12,), (4,)]))
 def test_interleaved(pool: Pool, chunks: int, microbatches: int) -> None:
     plan = f"pp=4,microbatches={microbatches},schedule=interleaved,chunks={chunks}"
     for worst, what in pool.run(stacked, 16, 12, plan, ranks=4, deadline=60):
         assert worst <= 1e-12, what
 
 
-@pytest.mark.parametrize("microbatches", [4, 8])
-@pytest.mark.parametrize("schedule", ["zbv", "zbh1"])
+@pytest.mark.parametrize(("schedule", "microbatches"), spread([("zbv",), ("zbh1",)], [(8,), (4,)]))
 def test_zero_bubble(pool: Pool, schedule: str, microbatches: int) -> None:
     plan = f"pp=4,microbatches={microbatches},schedule={schedule}"
     for worst, what in pool.run(stacked, 8, 8, plan, ranks=4):
@@ -158,7 +156,7 @@ def trained(plan: str, accumulate: int = 1) -> dict[str, Tensor]:
     return engine.global_state_dict()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [swept(1), 2])
 def test_zero_stages_are_one_another_bitwise(pool: Pool, accumulate: int) -> None:
     """Sums run in the order of the ranks, whatever is sharded."""
     found = [pool.run(trained, f"dp=4,zero={z}", accumulate, ranks=4)[0] for z in range(4)]

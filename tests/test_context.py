@@ -31,7 +31,7 @@ from soli.parallel.context.ring import length
 from soli.parallel.context.sequence import spans_of
 from soli.parallel.context.ulysses import shared_heads
 from soli.verify.parity import BOUND, adamw, compare, expected_of, under_plan
-from sweep import spread
+from sweep import spread, swept
 
 TOKENS = losses.cross_entropy("targets")
 ROWS, LENGTH, WIDTH, HEADS, LAYERS = 8, 7, 12, 3, 3  # of the case "gpt"
@@ -76,9 +76,9 @@ def test_models_equal_sequential(pool: Pool, name: str, plan: str) -> None:
         ("three heads", "cp=2,tp=2,sp=on,context=ulysses"),
         ("three heads", "cp=4,context=ulysses"),  # one rank has no head
         ("one head", "cp=4"),
-        ("relative", "cp=2,tp=2"),
-        ("biased", "cp=4"),
-        ("cross", "cp=4"),
+        swept("relative", "cp=2,tp=2"),
+        swept("biased", "cp=4"),
+        swept("cross", "cp=4"),
         ("cross", "cp=2,tp=2,sp=on"),
         ("packed", "cp=4,recompute=full"),
         ("mixer", "cp=2,tp=2"),  # a weight that is cut over tp where its other dim meets the sequence
@@ -148,8 +148,14 @@ def closed_form(context: str, cp: int, tp: int, rank: int) -> dict[tuple[str, st
     return found
 
 
-@pytest.mark.parametrize("context", ["ring", "ulysses", "scores"])
-@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("context", "cp", "tp"),
+    [
+        swept("ring", 2, 1), ("ring", 4, 1), ("ring", 2, 2),
+        ("ulysses", 2, 1), swept("ulysses", 4, 1), ("ulysses", 2, 2),
+        swept("scores", 2, 1), ("scores", 4, 1), swept("scores", 2, 2),
+    ],
+)  # fmt: skip
 def test_what_crosses_in_a_step(pool: Pool, context: str, cp: int, tp: int) -> None:
     """Each kind in the number and with the bytes of its closed form, and nothing else: nothing is gathered."""
     plan = f"cp={cp},tp={tp},context={context}"
@@ -306,8 +312,8 @@ def notes(name: str, plan: str, steps: int) -> list[str]:
     ("name", "plan", "times"),
     [
         ("gpt", RING, 0),
-        ("gpt", HEADWISE, 0),
-        ("gpt", SCORES, 0),
+        swept("gpt", HEADWISE, 0),
+        swept("gpt", SCORES, 0),
         ("gpt-dropout", RING, 1),
         ("gpt-dropout", HEADWISE, 1),
         ("gpt-dropout", SCORES, 0),
@@ -315,7 +321,7 @@ def notes(name: str, plan: str, steps: int) -> list[str]:
         ("written", SCORES, 0),
         ("relative", RING, 0),
         ("sums", RING, 0),
-        ("mean", RING, 0),
+        swept("mean", RING, 0),
     ],
 )
 def test_the_note_of_gathered_attention(pool: Pool, name: str, plan: str, times: int) -> None:
@@ -391,11 +397,11 @@ def one_rank(precision: str) -> tuple[list[float], float]:
         ("cp=2,accumulate=3", "fp64", False),
         ("cp=2,context=ulysses,accumulate=4", "fp64", False),
         ("cp=2,context=scores,accumulate=2", "fp64", False),
-        ("cp=2", "fp32", False),
+        swept("cp=2", "fp32", False),
         ("cp=2", "fp32", True),
         ("cp=2,context=ulysses", "fp32", True),
         ("cp=2", "bf16", False),
-        ("cp=2,context=ulysses", "bf16", False),
+        swept("cp=2,context=ulysses", "bf16", False),
         ("cp=2,context=scores", "bf16", False),
     ],
 )
@@ -422,7 +428,7 @@ def test_a_later_batch_may_be_too_short_to_cut(pool: Pool) -> None:
         assert found == pytest.approx(wanted, rel=1e-13)
 
 
-@pytest.mark.parametrize(("name", "context"), [("gpt", "ring"), ("gpt", "ulysses"), ("llama", "ring"), ("vit", "ring")])
+@pytest.mark.parametrize(("name", "context"), [swept("gpt", "ring"), ("gpt", "ulysses"), ("llama", "ring"), ("vit", "ring")])
 def test_stages_may_begin_inside_the_block_that_cuts_the_sequence(pool: Pool, name: str, context: str) -> None:
     """Eight stages of three or two blocks: what a stage does not have, or gets cut, is no path of its own."""
     plan = f"dp=1,cp=2,context={context},pp=2,schedule=interleaved,chunks=4,microbatches=2"

@@ -19,6 +19,7 @@ from soli import losses
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
 from soli.verify.parity import BOUND, Case, check
+from sweep import spread, swept
 from test_engine import DATA, Named, engine_for
 from test_launch import clean_environment
 
@@ -167,8 +168,9 @@ def optimizer_row(name: str, case: str, plan: str, ranks: int):
     return check(Case(case, chosen.make, OPTIMIZERS[name], chosen.clip), plan, ranks)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("plan", "ranks"), [("dp=2,zero=1", 2), ("dp=3,zero=3", 3)])
+@pytest.mark.parametrize(
+    ("name", "plan", "ranks"), spread([(name,) for name in OPTIMIZERS], [("dp=2,zero=1", 2), ("dp=3,zero=3", 3)])
+)
 def test_optimizers_equal_the_sequential_ones(pool: Pool, name: str, plan: str, ranks: int) -> None:
     for case in ("gpt", "odd"):
         for row in pool.run(optimizer_row, name, case, plan, ranks, ranks=ranks):
@@ -397,9 +399,16 @@ def labelled(shifted: bool, said: bool, plan: str, head: float = 1.0, first: int
     return caught(engine.step, {"tokens": tokens, "labels": labels})[0]
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "zero=3", "tp=2", "dp=2,accumulate=2"])
-@pytest.mark.parametrize("shifted", [True, False])
-@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize(
+    ("plan", "shifted", "right"),
+    [
+        *((plan, shifted, right) for plan in ("dp=2", "tp=2") for shifted in (True, False) for right in (True, False)),
+        *(swept("zero=3", shifted, shifted) for shifted in (True, False)),
+        *(("zero=3", shifted, not shifted) for shifted in (True, False)),
+        *(swept("dp=2,accumulate=2", shifted, not shifted) for shifted in (True, False)),
+        *(("dp=2,accumulate=2", shifted, shifted) for shifted in (True, False)),
+    ],
+)
 def test_which_labels_a_model_counts_is_found_out(pool: Pool, plan: str, shifted: bool, right: bool) -> None:
     found = pool.run(labelled, shifted, shifted == right, plan, ranks=2)
     for text in found:

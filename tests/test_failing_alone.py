@@ -18,6 +18,7 @@ from soli.core.errors import SoliError, on_all_ranks
 from soli.engine.engine import parallelize
 from soli.mesh.world import make_group
 from soli.verify.parity import BOUND
+from sweep import spread
 
 WORDS = "what went wrong here"
 
@@ -135,8 +136,7 @@ def refused(backend: str, plan: str, path: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["local", "gloo"])
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2"])
+@pytest.mark.parametrize(("plan", "backend"), spread([("dp=2,zero=1",), ("tp=2",), ("pp=2",)], [("local",), ("gloo",)]))
 def test_a_step_that_is_refused_on_all_ranks_ends_no_other_engine(
     pool: Pool, tmp_path: Path, backend: str, plan: str
 ) -> None:

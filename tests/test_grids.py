@@ -508,7 +508,7 @@ def broken(how: Callable[[], Any], plan: str, looked_at: bool) -> str:
         (forgets_a_gradient, GRID, 4),
         swept(forgets_to_add_up_a_norm, CUBE, 8),
         (scatters_to_the_wrong_rank, CUBE, 8),
-        (does_not_gather_over_depth, CUBE, 8),
+        swept(does_not_gather_over_depth, CUBE, 8),
     ],
 )
 def test_a_broken_rule_is_found(ranks_of: Callable[[int], Pool], how: Callable[[], Any], plan: str, ranks: int) -> None:

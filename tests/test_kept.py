@@ -19,7 +19,7 @@ from soli import losses
 from soli.core.errors import SoliError
 from soli.engine.engine import parallelize
 from soli.verify.parity import BOUND, Case, adamw, check
-from sweep import swept
+from sweep import spread, swept
 
 DIM = 12
 
@@ -432,8 +432,9 @@ def test_what_is_kept_is_what_one_forward_keeps(pool: Pool, kind: type[nn.Module
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
 
 
-@pytest.mark.parametrize("plan", ["tp=2,sp=on", "cp=2", "pp=2,microbatches=1"])
-@pytest.mark.parametrize("kind", [Normal, Contrast])
+@pytest.mark.parametrize(
+    ("kind", "plan"), spread([(Normal,), (Contrast,)], [("tp=2,sp=on",), ("cp=2",), ("pp=2,microbatches=1",)])
+)
 def test_rows_may_depend_on_each_other_where_all_are_together(pool: Pool, kind: type[nn.Module], plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
 
@@ -470,7 +471,7 @@ def normal(kind: type[nn.Module], plan: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        (Normal, "dp=2"),
+        swept(Normal, "dp=2"),
         (Normal, "dp=3,zero=1"),
         (Normal, "dp=4,replicate=2,zero=3"),
         (Bare, "dp=2,zero=2"),

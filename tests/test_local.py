@@ -12,6 +12,7 @@ from torch import nn
 import soli.backend  # noqa: F401
 from pool import Pool
 from soli.mesh.local.board import LANE_BYTES
+from sweep import spread
 
 DTYPES = (
     torch.float32,
@@ -366,7 +367,6 @@ def pipelined(name: str):
     return max(float((g - w).abs().max() / w.abs().max()) for g, w in zip(got, wants, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(("name", "ranks"), spread([(name,) for name in PIPELINES], [(3,), (2,)]))
 def test_pipelines_run_on_it(pool: Pool, name: str, ranks: int) -> None:
     assert all(error <= 1e-12 for error in pool.run(pipelined, name, ranks=ranks))

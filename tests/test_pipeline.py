@@ -27,7 +27,7 @@ from soli.parallel.pipeline.stages import balanced
 from soli.parallel.pipeline.units import units
 from soli.planner.legality import nearest, problems
 from soli.verify.parity import BOUND, Case, adamw, compare, expected_of, under_plan
-from sweep import spread
+from sweep import spread, swept
 
 # --- where a model is cut -------------------------------------------------------------------------------
 
@@ -445,8 +445,17 @@ def sixteen_bits(plan: str, precision: str) -> tuple[float, float]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "tp=2", "tp=2,sp=on,recompute=selective"])
+@pytest.mark.parametrize(
+    ("plan", "precision"),
+    [
+        ("pp=2,microbatches=2", "bf16"),
+        ("pp=2,microbatches=2", "fp16"),
+        swept("tp=2", "bf16"),
+        ("tp=2", "fp16"),
+        ("tp=2,sp=on,recompute=selective", "bf16"),
+        swept("tp=2,sp=on,recompute=selective", "fp16"),
+    ],
+)
 def test_sixteen_bits_follow_float32(pool: Pool, plan: str, precision: str) -> None:
     epsilon = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float16).eps
     depth = 3 * 8  # products one after another
@@ -966,8 +975,13 @@ def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
     assert found[0].endswith("True")
 
 
-@pytest.mark.parametrize("kind", [Keeping, Padded, Rows, Restarting, Passing])
-@pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zbv"])
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    spread(
+        [(Keeping,), (Padded,), (Rows,), (Restarting,), (Passing,)],
+        [("pp=2,microbatches=2",), ("pp=2,microbatches=4,schedule=zbv",)],
+    ),
+)
 def test_results_that_blocks_keep_or_that_are_written_into(pool: Pool, kind: type[nn.Module], plan: str) -> None:
     for worst, tensor in pool.run(worst_of, kind, plan, ranks=2):
         assert worst <= BOUND, tensor

@@ -28,6 +28,7 @@ from soli.mesh.record import recorder
 from soli.parallel.keep import contexts
 from soli.parallel.tensor import cube, summa
 from soli.parallel.tensor.split import Split, taken
+from sweep import swept
 
 
 def axes(names: tuple[str, ...], shape: tuple[int, ...], gloo: bool = False) -> list[Axis]:
@@ -259,9 +260,11 @@ def of_grid(shape: tuple[int, int], gloo: bool) -> list[str]:
 
 
 SHAPES = [(2, 2), (3, 3), (2, 3), (3, 2), (1, 4), (4, 1), (2, 1), (1, 1)]
+MORE = [(3, 3), (3, 2)]
+"""Of nine ranks, and what runs over gloo."""
 
 
-@pytest.mark.parametrize(("shape", "gloo"), [*((s, False) for s in SHAPES), ((2, 2), True), ((3, 2), True)])
+@pytest.mark.parametrize(("shape", "gloo"), [*(swept(s, False) if s in MORE else (s, False) for s in SHAPES), ((2, 2), True), ((3, 2), True)])
 def test_linear_2d(many: Pool, shape: tuple[int, int], gloo: bool) -> None:
     ranks = prod(shape)
     assert many.run(of_grid, shape, gloo, ranks=ranks) == [[]] * ranks

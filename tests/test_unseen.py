@@ -24,6 +24,8 @@ from pool import Pool
 from soli import losses, parallelize
 from soli.core.errors import SoliError
 from soli.verify.parity import BOUND, compare, expected_of
+from sweep import spread as spread_over
+from sweep import swept
 
 
 class Dropping(Plain):
@@ -199,8 +201,10 @@ def test_numbers_that_are_made_of_draws_are_the_same_under_every_plan(pool: Pool
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=1,accumulate=2"])
-@pytest.mark.parametrize("kind", [Twice, Stacked, TimeFirst, Noisy, Coins, Shifted, Selus])
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    spread_over([(Twice,), (Stacked,), (TimeFirst,), (Noisy,), (Coins,), (Shifted,), (Selus,)], [("dp=2",), ("dp=1,accumulate=2",)]),
+)
 def test_what_is_drawn_belongs_to_its_rows_in_any_order(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2 if "dp=2" in plan else 1))
 
@@ -673,8 +677,16 @@ class Sharing(Plain):
         return self.head(x)
 
 
-@pytest.mark.parametrize("plan", ["tp=2,sp=on", "cp=2"])
-@pytest.mark.parametrize("kind", [OwnNorm, Scaled, Marked, Assigned, Spelt, Mapped, Glanced, Sharing])
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        (OwnNorm, "tp=2,sp=on"),
+        (OwnNorm, "cp=2"),
+        (Marked, "tp=2,sp=on"),
+        (Marked, "cp=2"),
+        *spread_over([(Scaled,), (Assigned,), (Spelt,), (Mapped,), (Glanced,), (Sharing,)], [("cp=2",), ("tp=2,sp=on",)]),
+    ],
+)
 def test_cut_tensors_are_whole_to_their_readers(pool: Pool, kind: type, plan: str) -> None:
     """Or it is refused: what an autograd function adds up over a sequence that is cut, and writes into what was gathered."""
     said = pool.run(first_step, kind, plan, ranks=2)
@@ -926,11 +938,11 @@ class SummedBefore(FactoredBefore):
         (TotalsOf, "tp=2", ""),
         (HookedBeside, "pp=2,microbatches=4,schedule=zbh1", "would run twice"),
         (HookedBeside, "pp=2,microbatches=4", ""),
-        (HookedBeside, "tp=2", ""),
+        swept(HookedBeside, "tp=2", ""),
         (HookedBeside, "tp=2,sp=on", ""),
         (HookedBeside, "cp=2", ""),
         (CentresBefore, "cp=2", "sums over the sequence"),
-        (Ending, "tp=2,sp=on", ""),
+        swept(Ending, "tp=2,sp=on", ""),
         (Ending, "cp=2,pp=2,microbatches=2", ""),
         (Ending, "pp=2,tp=2,sp=on,microbatches=2", ""),
     ],
