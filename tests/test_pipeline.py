@@ -324,16 +324,19 @@ def test_bytes_of_stages_in_a_v(pool: Pool) -> None:
     assert pool.run(bytes_of, "pp=2,microbatches=4,schedule=zbv", ranks=2) == [both, both]
 
 
-def train(plan: str, steps: int, path: str, load: str = "") -> dict[str, Tensor]:
+def train(plan: str, steps: int, path: str, load: str = "") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state as it was loaded, if it was, and after so many steps."""
     model, loss_fn, batches = CASES["gpt-dropout"].make()
     engine = parallelize(model.double(), loss_fn, optimizer=adamw, clip=0.5, plan=plan, example=batches[0])
+    loaded = {}
     if load:
         engine.load(load)
+        loaded = {name: value.clone() for name, value in engine.global_state_dict(optimizer=True).items()}
     while engine.step_count < steps:
         engine.step(batches[engine.step_count % len(batches)])
     if path:
         engine.save(path)
-    return engine.global_state_dict(optimizer=True)
+    return loaded, engine.global_state_dict(optimizer=True)
 
 
 @pytest.mark.parametrize(
@@ -346,11 +349,11 @@ def train(plan: str, steps: int, path: str, load: str = "") -> dict[str, Tensor]
     ],
 )
 def test_checkpoints_across_plans(pool: Pool, tmp_path: Path, first: str, second: str, exact: bool) -> None:
-    saved = pool.run(train, first, 3, str(tmp_path / "c"), ranks=2)[0]
-    straight = pool.run(train, first, 6, "", ranks=2)[0]
-    loaded = pool.run(train, second, 3, "", str(tmp_path / "c"), ranks=2)
-    resumed = pool.run(train, second, 6, "", str(tmp_path / "c"), ranks=2)[0]
-    for one in loaded:
+    _, saved = pool.run(train, first, 3, str(tmp_path / "c"), ranks=2)[0]
+    _, straight = pool.run(train, first, 6, "", ranks=2)[0]
+    found = pool.run(train, second, 6, "", str(tmp_path / "c"), ranks=2)
+    _, resumed = found[0]
+    for one, _ in found:
         assert one.keys() == saved.keys()
         assert all(torch.equal(one[name], saved[name]) for name in saved)
     largest = max(float(v.abs().max()) for name, v in straight.items() if not name.startswith("optimizer"))
