@@ -21,6 +21,7 @@ from soli.core.errors import SoliError
 from soli.core.layout import from_whole
 from soli.engine.engine import Engine, parallelize
 from soli.verify.parity import BOUND
+from sweep import swept
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -255,15 +256,26 @@ def evaluated(kind: type, plan: str, first: bool = False) -> tuple[list[float], 
     return found, float(torch.rand(()))
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("kind", [Sampling, SamplingThen, SamplingOnly])
-def test_what_an_evaluation_draws_belongs_to_its_rows(pool: Pool, kind: type, first: bool) -> None:
+THESE, THOSE = ("dp=2", "tp=2"), ("dp=2,zero=3", "pp=2,microbatches=2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "plans"),
+    [
+        (Sampling, False, THESE), (Sampling, True, THOSE), swept(Sampling, False, THOSE), swept(Sampling, True, THESE),
+        (SamplingThen, False, THOSE), (SamplingThen, True, THESE), swept(SamplingThen, False, THESE), swept(SamplingThen, True, THOSE),
+        (SamplingOnly, False, THESE), (SamplingOnly, True, THOSE), swept(SamplingOnly, False, THOSE), swept(SamplingOnly, True, THESE),
+    ],
+)  # fmt: skip
+def test_what_an_evaluation_draws_belongs_to_its_rows(
+    pool: Pool, kind: type, first: bool, plans: tuple[str, str]
+) -> None:
     expected, after = evaluated(kind, "dp=1", first)
     torch.manual_seed(7)
     assert after == float(torch.rand(()))  # the program's own numbers go on
     assert expected[0] != pytest.approx(expected[1], rel=1e-3)
     assert expected[2] != pytest.approx(expected[3], rel=1e-6)  # the same rows once more draw anew
-    for plan in ("dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"):
+    for plan in plans:
         for found, drawn in pool.run(evaluated, kind, plan, first, ranks=2):
             assert found == pytest.approx(expected, rel=BOUND)
             assert drawn == after
