@@ -57,6 +57,7 @@ class Pool:
             self._ranks.append((process, ours))
         for _, pipe in self._ranks[there:]:
             if not pipe.poll(120):
+                self.close()  # else what it says late is taken for the next call's answer
                 raise failure("a rank of the pool did not start in 120 s")
             pipe.recv()
 
