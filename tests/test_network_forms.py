@@ -19,7 +19,6 @@ from pool import Pool  # noqa: E402
 from soli.core.plan import Plan  # noqa: E402
 from soli.mesh.record import recorder  # noqa: E402
 from soli.planner.legality import resolve  # noqa: E402
-from sweep import swept  # noqa: E402
 
 SIZE = workload.Size(layers=2, width=32, heads=8, vocabulary=64, tokens=8, batch=8)
 LATER = {"all_reduce": 2}
@@ -52,7 +51,7 @@ def sent(plan: str) -> float:
         ("dp=4,zero=1", 4),
         ("tp=4,tensor=2d", 4),
         ("tp=4,tensor=2d,rows=4", 4),
-        swept("tp=8,tensor=2d,rows=4", 8),
+        ("tp=8,tensor=2d,rows=4", 8),
         ("tp=8,tensor=2.5d,depth=2", 8),
         ("tp=8,tensor=3d", 8),
     ],
