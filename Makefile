@@ -20,7 +20,7 @@ train: .venv/installed          ## the main job: a small GPT on Python's own sta
 	$(BIN)/soli train
 
 test: .venv/developed check     ## everything: style, types, structure, and all tests but those of `make sweep`
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile # hundreds of processes read what one has compiled
 
 check: .venv/developed
 	$(BIN)/ruff check src tests benchmarks examples docs
