@@ -497,7 +497,7 @@ def test_an_interrupt_ends_all_with_130(tmp_path: Path) -> None:
     assert not any(alive(int(mark.name)) for mark in marks.iterdir())
 
 
-def wait_until(true: object, seconds: float = 20) -> None:
+def wait_until(true: object, seconds: float = 90) -> None:
     until = time.time() + seconds
     while not true():  # type: ignore[operator]
         assert time.time() < until, "it did not happen in time"
