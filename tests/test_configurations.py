@@ -201,3 +201,10 @@ def test_a_model_with_an_encoder_is_refused_for_it_alone(tmp_path: Path) -> None
     with pytest.raises(SoliError, match="an encoder beside its decoder") as refused:
         read(tmp_path, **whisper)
     assert len(refused.value.problems) == 1
+
+
+def test_strange_keys_and_missing_ones_are_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SoliError) as refused:
+        read(tmp_path, model_type="llama", hidden_size=64, vocab_size=100, num_attention_heads=4, layer_types=["recurrent"])
+    assert len(refused.value.problems) == 2
+    assert all(word in str(refused.value) for word in ("layer_types", "does not say the model's layers"))

@@ -110,7 +110,8 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
 
 def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
     numbers = {name: _number(said, keys) for name, keys in NAMES.items()}
-    raise_all(_strange(file, said, numbers["hidden"]) or _missing(file, said, numbers))  # which keys are missing says little of those
+    missing = () if said.get("is_encoder_decoder") else _missing(file, said, numbers)  # such name them twice, with prefixes
+    raise_all([*_strange(file, said, numbers["hidden"]), *missing])
     raise_all(_contradictions(file, numbers))
     layers, hidden, heads, vocab = (numbers[name] or 0 for name in NEEDED)
     experts = 0 if said.get("is_moe") is False else numbers["experts"] or 0
