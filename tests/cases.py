@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -190,8 +192,12 @@ def refused(name: str, plan: str) -> bool:
     return (name == "skipping" and "pp=" in plan) or (chooses and ("cp=" in plan or "tensor=" in plan))
 
 
-def rows() -> list[tuple[str, str, int]]:
-    """(model, plan, ranks): the whole matrix."""
+Row = tuple[str, str, int]
+"""Model, plan, ranks."""
+
+
+def rows() -> list[Row]:
+    """The whole matrix."""
     return [
         (name, plan, ranks)
         for ranks, plans in PLANS.items()
@@ -222,16 +228,37 @@ def covered(name: str, plan: str) -> set[frozenset[str]]:
     return {frozenset(pair) for pair in combinations(chosen, 2)} | ways
 
 
-def selection(most_ranks: int) -> list[tuple[str, str, int]]:
-    """Rows that cover, together, all that the matrix's rows of so many ranks do.
-
-    Greedy: the row that covers the most that is left, the one of fewest ranks of several, and so on.
-    """
+def selection(most_ranks: int) -> list[Row]:
+    """Rows that cover, together, all that the matrix's rows of so many ranks do: the one of fewest ranks of several."""
     pairs = {row: covered(*row[:2]) for row in rows() if row[2] <= most_ranks}
+    return greedy(pairs, lambda row, new: (new, -row[2]))
+
+
+def greedy(pairs: dict[Row, set[frozenset[str]]], worth: Callable[[Row, int], Any]) -> list[Row]:
+    """The row that is worth the most by how much it covers that is left, and so on."""
     left: set[frozenset[str]] = set().union(*pairs.values())
     chosen = []
     while left:
-        best = max(pairs, key=lambda row: (len(pairs[row] & left), -row[2]))
+        best = max(pairs, key=lambda row: worth(row, len(pairs[row] & left)))
         chosen.append(best)
         left -= pairs[best]
     return chosen
+
+
+LIKE_OTHERS: dict[str, tuple[str, ...]] = {
+    "gpt": (), "gpt-start": ("cp",),  # gpt-dropout without dropout, and gpt-masked where cp finds no target
+    "hf-bert": ("tp",), "hf-mistral": ("tp",), "hf-opt": ("tp",), "hf-qwen2": ("tp",), "hf-t5": ("tp",), "hf-vit": ("tp",),
+}  # fmt: skip
+"""Models that run the code that another one runs (BERT, Llama, GPT-2, T5, ViT), and the ways in which the suite has them all the same."""
+
+
+def suite(most_ranks: int) -> list[Row]:
+    """The cheapest rows that show every two choices of a plan together, every model, and those not like others in each way."""
+
+    def shown(name: str, plan: str) -> set[frozenset[str]]:
+        left_out = {frozenset((name, key)) for key in set(WAYS) - set(LIKE_OTHERS.get(name, WAYS))}
+        return covered(name, plan) - left_out | {frozenset((name,))}
+
+    pairs = {row: shown(*row[:2]) for row in rows() if row[2] <= most_ranks}
+    heavy = {name: 3 if name.endswith("t5") else 1 for name in CASES}  # two stacks, of two kinds of attention
+    return greedy(pairs, lambda row, new: new / math.sqrt(row[2] * heavy[row[0]]))

@@ -68,11 +68,10 @@ def _one(name: str, plan: str) -> dict[str, Any]:
     return layout(engine)
 
 
-def of_case(pool: Pool, name: str) -> dict[str, Any]:
-    """The layouts of one model under each plan."""
-    return {
-        plan: pool.run(_one, name, plan, ranks=ranks)[0] for plan, ranks in PLANS.items() if not refused(name, plan)
-    }
+def of_case(pool: Pool, name: str, most: int = max(PLANS.values())) -> dict[str, Any]:
+    """The layouts of one model under each plan of so many ranks at most."""
+    plans = {plan: ranks for plan, ranks in PLANS.items() if ranks <= most and not refused(name, plan)}
+    return {plan: pool.run(_one, name, plan, ranks=ranks)[0] for plan, ranks in plans.items()}
 
 
 def text(found: dict[str, Any]) -> str:

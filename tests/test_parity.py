@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cases import CASES, WAYS, choices, refused, rows, selection
+from cases import CASES, LIKE_OTHERS, WAYS, Row, choices, refused, rows, selection, suite
 from pool import Pool
 from soli import losses
 from soli.engine import agreed as engine_module
@@ -20,18 +21,25 @@ from soli.parallel.lift import lifted
 from soli.parallel.reduce import Reducer
 from soli.parallel.units import buckets
 from soli.verify.parity import BOUND, Case, adamw, check, compare, expected_of, under_plan
+from sweep import swept
 
 
 def one(name: str, plan: str, ranks: int):
     return check(CASES[name], plan, ranks)
 
 
-@pytest.mark.parametrize(("name", "plan", "ranks"), selection(most_ranks=4))
+SUITE = suite(most_ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "ranks"), [*SUITE, *(swept(*row) for row in selection(most_ranks=4) if row not in SUITE)]
+)
 def test_plan_equals_sequential(pool: Pool, name: str, plan: str, ranks: int) -> None:
     for row in pool.run(one, name, plan, ranks, ranks=ranks):
         assert row.worst <= BOUND, row
 
 
+@pytest.mark.parametrize("most", [2, swept(4)])
 @settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(sorted(CASES)),
@@ -41,10 +49,10 @@ def test_plan_equals_sequential(pool: Pool, name: str, plan: str, ranks: int) ->
     model=st.sampled_from(["", "tp=2", "tp=2,sp=on", "pp=2,microbatches=3", "pp=2,schedule=zbv"]),
 )
 def test_drawn_plans_equal_sequential(
-    launched: Pool, name: str, ranks: int, zero: int, accumulate: int, model: str
+    launched: Pool, most: int, name: str, ranks: int, zero: int, accumulate: int, model: str
 ) -> None:
-    ranks = 4 if model else ranks
-    plan = f"dp={2 if model else ranks},zero={zero},accumulate={accumulate}" + (f",{model}" if model else "")
+    ranks = most if model else min(ranks, most)
+    plan = f"dp={most // 2 if model else ranks},zero={zero},accumulate={accumulate}" + (f",{model}" if model else "")
     assume(not refused(name, plan))
     for row in launched.run(one, name, plan, ranks, ranks=ranks):
         assert row.worst <= BOUND, row
@@ -86,9 +94,10 @@ def test_units_of_uneven_parts_hold_the_same(pool: Pool) -> None:
         assert row.worst <= BOUND, row
 
 
-def test_the_selection_leaves_no_pair_out() -> None:
-    """Every two choices of a plan together, and every model cut, sharded and recomputed in each way."""
-    chosen, small = selection(most_ranks=4), [row for row in rows() if row[2] <= 4]
+@pytest.mark.parametrize(("select", "alike"), [(suite, LIKE_OTHERS), (selection, {})])
+def test_the_selection_leaves_no_pair_out(select: Callable[[int], list[Row]], alike: dict[str, tuple[str, ...]]) -> None:
+    """Every two choices of a plan together, and every model cut, sharded and recomputed in each way, or in those named."""
+    chosen, small = select(4), [row for row in rows() if row[2] <= 4]
 
     def pairs(found):
         each = [choices(plan) for _, plan, _ in found]
@@ -98,7 +107,8 @@ def test_the_selection_leaves_no_pair_out() -> None:
         return {(name, key.split("=")[0]) for name, plan, _ in found for key in choices(plan)}
 
     assert pairs(chosen) == pairs(small)
-    assert {(name, key) for name, key in ways(small) if key in WAYS} <= ways(chosen)
+    assert {(name, key) for name, key in ways(small) if key in alike.get(name, WAYS)} <= ways(chosen)
+    assert {name for name, _, _ in chosen} == CASES.keys()
     assert len(chosen) < len(small) / 20
 
 
