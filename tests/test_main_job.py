@@ -16,7 +16,6 @@ import pytest
 
 from soli.train import settings
 from soli.train.schedule import Schedule
-from sweep import swept
 from test_launch import clean_environment
 
 SOLI = [sys.executable, "-m", "soli.cli.main"]
@@ -80,21 +79,26 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["text", swept("folder"), swept("jsonl"), swept("dataset"), swept("tokens")])
+@pytest.mark.sweep  # text is what test_a_killed_run_resumes_to_the_same_end trains on
+@pytest.mark.parametrize("kind", ["folder", "jsonl", "dataset", "tokens"])
 def test_ones_own_data(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, kind)
-    done = train(tmp_path, "my.toml", "--plan", "dp=2,zero=3", "--steps", "30", "--data", str(path))
+    need_trained(tmp_path, train(tmp_path, "my.toml", "--plan", "dp=2,zero=3", "--steps", "30", "--data", str(path)), kind, 30)
+
+
+def need_trained(folder: Path, done: subprocess.CompletedProcess[str], kind: str, steps: int) -> None:
+    """What a run has left and said."""
     assert done.returncode == 0, done.stderr
-    run = the_run(tmp_path)
+    run = the_run(folder)
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["plan"], summary["ranks"]) == (30, "dp=2,zero=3", 2)
+    assert (summary["steps"], summary["plan"], summary["ranks"]) == (steps, "dp=2,zero=3", 2)
     loss = summary["validation"]
     assert (loss["bits_per_byte"] is None) is (kind == "tokens")  # of bare tokens nobody knows the bytes
     assert f"validation loss  {loss['nats_per_token']:.4f} nats per token" in done.stdout
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((run / "tensorboard").iterdir())
     trained = [row for row in metrics(run) if row["kind"] == "train"]
-    assert [row["step"] for row in trained] == list(range(1, 31))
+    assert [row["step"] for row in trained] == list(range(1, steps + 1))
     assert trained[-1]["loss"] < trained[0]["loss"]
     if kind == "tokens":
         assert "no sample: the token files came without a tokenizer.json" in done.stdout
@@ -109,7 +113,7 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path) -> None:
     for folder in (whole, killed):
         folder.mkdir()
         write(folder, "text")
-    assert train(whole, *arguments, "poem.txt").returncode == 0
+    need_trained(whole, train(whole, *arguments, "poem.txt"), "text", 100)
     (killed / "my.toml").write_text(CONFIG)
     job = subprocess.Popen(
         [*SOLI, "train", *arguments, "poem.txt"],

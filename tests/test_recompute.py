@@ -22,7 +22,7 @@ from soli.engine.engine import parallelize
 from soli.parallel.keep import PRODUCTS, contexts
 from soli.planner.hollow import Tracker
 from soli.verify.parity import BOUND, adamw, check
-from sweep import spread
+from sweep import spread, swept
 
 
 def one(name: str, plan: str, ranks: int):
@@ -39,11 +39,12 @@ PLANS = [
     ("tp=2,recompute=full", 2),
     ("tp=2,sp=on,recompute=full", 2),
     ("tp=2,sp=on,recompute=selective", 2),
-    ("dp=2,tp=2,zero=3,sp=on,recompute=full", 4),
 ]
+ON_FOUR = ("dp=2,tp=2,zero=3,sp=on,recompute=full", 4)
+"""In the matrix (test_parity.py), and of these models in the sweep."""
 
 
-@pytest.mark.parametrize(("name", "plan", "ranks"), spread(NAMES, PLANS))
+@pytest.mark.parametrize(("name", "plan", "ranks"), [*spread(NAMES, PLANS), *(swept(*name, *ON_FOUR) for name in NAMES)])
 def test_recomputed_plans_equal_sequential(pool: Pool, name: str, plan: str, ranks: int) -> None:
     for row in pool.run(one, name, plan, ranks, ranks=ranks, deadline=60):
         assert row.worst <= BOUND, row

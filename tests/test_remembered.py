@@ -18,6 +18,7 @@ from soli.engine.engine import parallelize
 from soli.engine.remembered import Remembering
 from soli.losses import LossFn
 from soli.verify.parity import BOUND, Case, adamw, check
+from sweep import spread
 
 PLAIN = losses.cross_entropy("targets")
 Annealed = tuple[Tensor, float]
@@ -121,8 +122,7 @@ def outcome(kind: Callable[[], LossFn], plan: str) -> float | str:
         return str(error)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize(("kind", "plan"), spread([(kind,) for kind in KINDS[:-1]], [(plan,) for plan in PLANS]))
 def test_what_counts_calls_counts_steps(pool: Pool, kind: Callable[[], LossFn], plan: str) -> None:
     for found in pool.run(outcome, kind, plan, ranks=1 if plan == "dp=1" else 2):
         assert isinstance(found, float), found
