@@ -71,11 +71,11 @@ def test_models_equal_sequential(pool: Pool, name: str, plan: str) -> None:
     ("name", "plan"),
     [
         ("one key", "cp=2,tp=2"),  # keys are whole over tp
-        ("one key", "cp=2,tp=2,sp=on,context=scores"),
+        swept("one key", "cp=2,tp=2,sp=on,context=scores"),
         ("grouped", "cp=2,tp=2,context=ulysses"),
-        ("three heads", "cp=2,tp=2,sp=on,context=ulysses"),
+        swept("three heads", "cp=2,tp=2,sp=on,context=ulysses"),  # as those of "gpt-dropout" (test_parity.py)
         ("three heads", "cp=4,context=ulysses"),  # one rank has no head
-        ("one head", "cp=4"),
+        swept("one head", "cp=4"),
         swept("relative", "cp=2,tp=2"),
         swept("biased", "cp=4"),
         swept("cross", "cp=4"),
@@ -84,8 +84,8 @@ def test_models_equal_sequential(pool: Pool, name: str, plan: str) -> None:
         ("mixer", "cp=2,tp=2"),  # a weight that is cut over tp where its other dim meets the sequence
         ("class token", "cp=2,tp=2,sp=on"),
         ("experts", "cp=2,tp=2"),
-        ("by hand", "cp=2,tp=2"),
-        ("mean", "dp=2,cp=2,zero=3"),
+        swept("by hand", "cp=2,tp=2"),
+        swept("mean", "dp=2,cp=2,zero=3"),
     ],
 )
 def test_models_on_four_ranks(pool: Pool, name: str, plan: str) -> None:
@@ -152,8 +152,8 @@ def closed_form(context: str, cp: int, tp: int, rank: int) -> dict[tuple[str, st
     ("context", "cp", "tp"),
     [
         swept("ring", 2, 1), ("ring", 4, 1), ("ring", 2, 2),
-        ("ulysses", 2, 1), swept("ulysses", 4, 1), ("ulysses", 2, 2),
-        swept("scores", 2, 1), ("scores", 4, 1), swept("scores", 2, 2),
+        ("ulysses", 2, 1), swept("ulysses", 4, 1), swept("ulysses", 2, 2),
+        ("scores", 2, 1), swept("scores", 4, 1), swept("scores", 2, 2),
     ],
 )  # fmt: skip
 def test_what_crosses_in_a_step(pool: Pool, context: str, cp: int, tp: int) -> None:
@@ -239,7 +239,7 @@ def on_two_hosts(name: str, plan: str) -> tuple[float, str, dict[str, int]]:
     return worst, tensor, dict(Counter(r.axis for r in recorder.records if "of a ring" in r.label))
 
 
-@pytest.mark.parametrize("name", ["padded", "cross"])
+@pytest.mark.parametrize("name", ["padded", swept("cross")])
 def test_a_ring_over_two_hosts_is_a_double_one(pool: Pool, name: str) -> None:
     for worst, tensor, axes in pool.run(on_two_hosts, name, "cp=4", ranks=4):
         assert worst <= BOUND, tensor
@@ -428,7 +428,7 @@ def test_a_later_batch_may_be_too_short_to_cut(pool: Pool) -> None:
         assert found == pytest.approx(wanted, rel=1e-13)
 
 
-@pytest.mark.parametrize(("name", "context"), [swept("gpt", "ring"), ("gpt", "ulysses"), ("llama", "ring"), ("vit", "ring")])
+@pytest.mark.parametrize(("name", "context"), [swept("gpt", "ring"), ("gpt", "ulysses"), swept("llama", "ring"), ("vit", "ring")])
 def test_stages_may_begin_inside_the_block_that_cuts_the_sequence(pool: Pool, name: str, context: str) -> None:
     """Eight stages of three or two blocks: what a stage does not have, or gets cut, is no path of its own."""
     plan = f"dp=1,cp=2,context={context},pp=2,schedule=interleaved,chunks=4,microbatches=2"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sweep import swept
+
 ROOT = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path[:0] = [str(ROOT / "network"), str(ROOT)]  # both have a launch.py: the lab's is tested here
 
@@ -51,7 +53,7 @@ def sent(plan: str) -> float:
         ("dp=4,zero=1", 4),
         ("tp=4,tensor=2d", 4),
         ("tp=4,tensor=2d,rows=4", 4),
-        ("tp=8,tensor=2d,rows=4", 8),
+        swept("tp=8,tensor=2d,rows=4", 8),
         ("tp=8,tensor=2.5d,depth=2", 8),
         ("tp=8,tensor=3d", 8),
     ],
