@@ -24,6 +24,7 @@ from soli.checkpoint import load, read_manifest, save, save_async
 from soli.checkpoint.tool import check
 from soli.core.errors import SoliError
 from soli.core.layout import Box, Sharded, even_parts, from_flat, from_whole
+from sweep import swept
 
 STATE = {"step": 7, "plan": "dp=2,zero=3", "lr": 0.1, "betas": [0.9, 0.999], "nested": {"none": None, "yes": True}}
 
@@ -253,7 +254,7 @@ engine.save(folder / "one", wait=False)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [swept(1), 2])
 def test_a_background_save_that_failed_fails_a_program_that_ends(tmp_path: Path, ranks: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(UNWAITED)

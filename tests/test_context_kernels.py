@@ -25,6 +25,7 @@ from soli.mesh.collectives import Axis, Pending
 from soli.mesh.record import recorder
 from soli.parallel.context import blocks, ring, scores
 from soli.parallel.context.ring import Spans, attention, calls, length, positions
+from sweep import swept
 
 HALVES = (3, 7)
 """Roundings to 16 bits on the longest path, half an eps each. Of out: weights, a block's out, the result. Of gradients:
@@ -357,7 +358,7 @@ def closed_form(case: Case, rank: int, ranks: int) -> list[tuple[str, str, int]]
     return sorted(found + [(axis, ring.GRADIENTS, sizes[j] * high) for axis, j in sums_sent])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, swept(4)])
 def test_ring_attention(pool: Pool, ranks: int) -> None:
     for rank, (problems, sent) in enumerate(pool.run(attend, ranks, ranks=ranks)):
         assert problems == []
@@ -530,7 +531,7 @@ def with_scores():
     return problems, sent
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, swept(4)])
 def test_rings_of_scores(pool: Pool, ranks: int) -> None:
     for rank, (problems, sent) in enumerate(pool.run(with_scores, ranks=ranks)):
         assert problems == []

@@ -12,7 +12,7 @@ from torch import nn
 import soli.backend  # noqa: F401
 from pool import Pool
 from soli.mesh.local.board import LANE_BYTES
-from sweep import spread
+from sweep import spread, swept
 
 DTYPES = (
     torch.float32,
@@ -129,7 +129,7 @@ def objects(group, mine, whole, rank, size):
 MOVES = {f.__name__: f for f in (broadcast, all_gather, gather, scatter, all_to_all, ring, tags, objects)}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, swept(4)])
 def test_movement_equals_gloo_bitwise(pool: Pool, ranks: int) -> None:
     assert pool.run(movement, ranks=ranks, deadline=60) == [[]] * ranks
 
@@ -206,7 +206,7 @@ def ordered(all_parts: list[torch.Tensor], name: str) -> torch.Tensor:
     return total.to(all_parts[0].dtype)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, swept(4)])
 def test_sums_have_one_order(pool: Pool, ranks: int) -> None:
     assert pool.run(sums, ranks=ranks, deadline=60) == [[]] * ranks
 
@@ -320,7 +320,7 @@ def engines():
     return max(errors)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, swept(4)])
 def test_torch_engines_run_on_it(pool: Pool, ranks: int) -> None:
     assert all(error <= 1e-15 for error in pool.run(engines, ranks=ranks))
 

@@ -15,8 +15,8 @@ from pool import Pool
 from soli.mesh.local import identity
 from sweep import swept
 
-LAYOUTS = ("aabb", swept("abab"), "abb", swept("abc"), "ab")
-"""The host of each rank."""
+LAYOUTS = (swept("aabb"), swept("abab"), "abb", swept("abc"), "ab")
+"""The host of each rank: one of two ranks beside one of one, and no host of more than one, are all that there is."""
 
 
 def on_hosts(layout: str, function, *args):

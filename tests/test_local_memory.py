@@ -13,6 +13,7 @@ import soli.backend  # noqa: F401
 from pool import Pool
 from soli.mesh.collectives import Axis, all_gather, all_reduce, allocate, reduce_scatter
 from soli.mesh.local.board import LANES
+from sweep import swept
 from test_local import OPS, ordered, values
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def reductions(private: tuple[int, ...], sizes: tuple[int, ...]):
     return bad, writes_to_slots(axis.group.board) == [0] * LANES
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, swept(4)])
 def test_shared_tensors_give_the_same_bits_and_touch_no_slot(pool: Pool, ranks: int) -> None:
     assert pool.run(reductions, (), LARGE, ranks=ranks, deadline=60) == [([], True)] * ranks
 

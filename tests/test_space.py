@@ -325,12 +325,12 @@ def test_a_search_begins_at_what_a_few_plans_take(asked: Task, count: int) -> No
 
 
 def test_every_plan_is_one_that_the_engine_takes() -> None:
-    """Every third, in the order of their words."""
+    """Every ninth, in the order of their words."""
     for asked in (task(cluster="h100:8x2", batch=64), task(MOE, "h100:8x2", batch=64, seq=2048)):
         p = spaces(asked)
         plans = {plan_of(p, i) for i in range(len(p))}
         assert len(plans) > 1000
-        for plan in sorted(plans, key=str)[::3]:
+        for plan in sorted(plans, key=str)[::9]:
             assert not legality.problems(plan, 16), str(plan)
             assert Plan.parse(str(plan)) == plan
 
