@@ -245,18 +245,23 @@ def greedy(pairs: dict[Row, set[frozenset[str]]], worth: Callable[[Row, int], An
     return chosen
 
 
-LIKE_OTHERS: dict[str, tuple[str, ...]] = {
-    "gpt": (), "gpt-start": ("cp",),  # gpt-dropout without dropout, and gpt-masked where cp finds no target
+AXES_OF_ONE = tuple(key for key in WAYS if key != "tensor")
+IN_SUITE: dict[str, tuple[str, ...]] = {
+    # gpt-dropout without dropout, and gpt-masked where cp finds no target
+    "gpt": (), "gpt-start": ("cp",),
+    # they run the code that bert, llama, gpt-2, t5 and vit run
     "hf-bert": ("tp",), "hf-mistral": ("tp",), "hf-opt": ("tp",), "hf-qwen2": ("tp",), "hf-t5": ("tp",), "hf-vit": ("tp",),
+    # in larger grids: test_grids.py
+    "gpt-dropout": AXES_OF_ONE, "llama": AXES_OF_ONE, "vit": AXES_OF_ONE,
 }  # fmt: skip
-"""Models that run the code that another one runs (BERT, Llama, GPT-2, T5, ViT), and the ways in which the suite has them all the same."""
+"""Ways in which the suite has a model, where it has not all; the sweep has them all."""
 
 
 def suite(most_ranks: int) -> list[Row]:
-    """The cheapest rows that show every two choices of a plan together, every model, and those not like others in each way."""
+    """The cheapest rows that show every two choices of a plan together, every model, and each in all of its ways or in those named."""
 
     def shown(name: str, plan: str) -> set[frozenset[str]]:
-        left_out = {frozenset((name, key)) for key in set(WAYS) - set(LIKE_OTHERS.get(name, WAYS))}
+        left_out = {frozenset((name, key)) for key in set(WAYS) - set(IN_SUITE.get(name, WAYS))}
         return covered(name, plan) - left_out | {frozenset((name,))}
 
     pairs = {row: shown(*row[:2]) for row in rows() if row[2] <= most_ranks}

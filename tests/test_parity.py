@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cases import CASES, LIKE_OTHERS, WAYS, Row, choices, refused, rows, selection, suite
+from cases import CASES, IN_SUITE, WAYS, Row, choices, refused, rows, selection, suite
 from pool import Pool
 from soli import losses
 from soli.engine import agreed as engine_module
@@ -94,7 +94,7 @@ def test_units_of_uneven_parts_hold_the_same(pool: Pool) -> None:
         assert row.worst <= BOUND, row
 
 
-@pytest.mark.parametrize(("select", "alike"), [(suite, LIKE_OTHERS), (selection, {})])
+@pytest.mark.parametrize(("select", "alike"), [(suite, IN_SUITE), (selection, {})])
 def test_the_selection_leaves_no_pair_out(select: Callable[[int], list[Row]], alike: dict[str, tuple[str, ...]]) -> None:
     """Every two choices of a plan together, and every model cut, sharded and recomputed in each way, or in those named."""
     chosen, small = select(4), [row for row in rows() if row[2] <= 4]
