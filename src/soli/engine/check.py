@@ -279,12 +279,10 @@ def _doubled(engine: Engine, data: Any, rows: int, first: Loss) -> bool:
 
 
 def _refuse_memory() -> None:
-    raise SoliError(
-        "the model computes another loss when it is called again on the same rows",
-        allowed="a forward that depends on its rows and weights, and on buffers and numbers of its modules",
-        fix="something is kept from call to call outside of the modules (an object, a list, a global): keep it in a "
-        "buffer, or run with dp=1 and no accumulate, microbatches or recompute",
-    )
+    what = "the model computes another loss when it is called again on the same rows"
+    allowed = "a forward that depends on its rows and weights, and on buffers and numbers of its modules"
+    kept = "something is kept from call to call outside of the modules (an object, a list, a global)"
+    raise SoliError(what, allowed=allowed, fix=f"{kept}: keep it in a buffer, or run with dp=1 and no accumulate, microbatches or recompute")
 
 
 def _refuse_shift(first: bool) -> None:

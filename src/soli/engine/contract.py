@@ -42,9 +42,7 @@ def total_and_count(result: Any) -> tuple[Tensor, float]:
     if isinstance(count, Tensor) and count.requires_grad:
         what = "the loss's count depends on what is trained, and no gradient goes through it"
         allowed = "the number of targets that were counted, or a weight of theirs"
-        fix = (
-            "return count.detach() if it is meant as a number, or let each row's loss be divided by what is of that row"
-        )
+        fix = "return count.detach() if it is meant as a number, or let each row's loss be divided by what is of that row"
         raise on_all_ranks(what, got="a count that requires gradients", allowed=allowed, fix=fix)
     return total, float(count)
 

@@ -174,13 +174,11 @@ def _explain(engine: Engine, found: list[Sum]) -> None:
 def _in_proportion(whole: Sum, again: Sum) -> None:
     """A step goes back from the sum of losses, and a program of its own from their mean."""
     if abs(again.along - whole.along) > HALF * whole.along_size and again.along_size:
-        raise SoliError(
-            "gradients do not grow with the loss: the program treats them by their size, and those of a step are of its losses' sum",
-            got=f"{whole.along:.9g} along a direction, and {again.along:.9g} of a loss that is {LARGER:g} times as large, divided by that",
-            allowed="hooks, and backwards of autograd functions, that are linear: a factor, another sign, a mask",
-            fix="clip with soli.parallelize(..., clip=...), which sees gradients of the mean, and leave out what clips, rounds or normalises them "
-            "on their way (a hook on an activation or a module, a backward of the program's own)",
-        )
+        what = "gradients do not grow with the loss: the program treats them by their size, and those of a step are of its losses' sum"
+        got = f"{whole.along:.9g} along a direction, and {again.along:.9g} of a loss that is {LARGER:g} times as large, divided by that"
+        allowed = "hooks, and backwards of autograd functions, that are linear: a factor, another sign, a mask"
+        other = "leave out what clips, rounds or normalises them on their way (a hook on an activation or a module, a backward of the program's own)"
+        raise SoliError(what, got=got, allowed=allowed, fix=f"clip with soli.parallelize(..., clip=...), which sees gradients of the mean, and {other}")
 
 
 def _add_up(engine: Engine, size: float, whole: Sum, first: Sum, second: Sum, turned: Sum) -> None:
@@ -193,10 +191,8 @@ def _add_up(engine: Engine, size: float, whole: Sum, first: Sum, second: Sum, tu
         rounding = 8 * torch.finfo(torch.float32).eps * (first.along_size + second.along_size)
         if whole.along - whole.along != 0 or abs(got[0] - got[1] - got[2]) <= rounding:
             return
-    raise SoliError(
-        f"the {what[0]} is not the sum of its rows' {what[1]}: something couples the rows",
-        got=f"{got[0]:.12g} for some rows; {got[1]:.12g} + {got[2]:.12g} for their two parts, in float64",
-        allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)",
-        fix="a balancing loss over the tokens of a batch is one of this kind: take it over each row's tokens; or run with dp=1, tensor=1d "
-        "and no accumulate or microbatches",
-    )
+    words = f"the {what[0]} is not the sum of its rows' {what[1]}: something couples the rows"
+    found = f"{got[0]:.12g} for some rows; {got[1]:.12g} + {got[2]:.12g} for their two parts, in float64"
+    balancing = "a balancing loss over the tokens of a batch is one of this kind: take it over each row's tokens"
+    fix = f"{balancing}; or run with dp=1, tensor=1d and no accumulate or microbatches"
+    raise SoliError(words, got=found, allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)", fix=fix)

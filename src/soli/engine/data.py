@@ -98,10 +98,9 @@ def _collated(collate: Callable[[list[Any]], Any], ranks: int, samples: list[Any
 def need_samples(dataset: Any) -> None:
     """Raises SoliError where a dataset gives no samples by number or one after another, but something else."""
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
-        raise on_all_ranks(
-            "engine.batches makes batches of samples, and a DataLoader gives batches",
-            fix="give loader.dataset, collate=loader.collate_fn and shuffle=; a sampler's order as torch.utils.data.Subset(dataset, order); or each batch of the loader to engine.step",
-        )
+        order = "a sampler's order as torch.utils.data.Subset(dataset, order)"
+        fix = f"give loader.dataset, collate=loader.collate_fn and shuffle=; {order}; or each batch of the loader to engine.step"
+        raise on_all_ranks("engine.batches makes batches of samples, and a DataLoader gives batches", fix=fix)
     if isinstance(dataset, dict | UserDict) and dataset and 0 not in dataset:
         what = "a dataset gives a sample for each number from 0 on, and this is a mapping by names"
         fix = "give a list of samples: [{name: x[i] for name, x in data.items()} for i in range(rows)], or each batch to engine.step"

@@ -36,11 +36,8 @@ class Differentiating(TorchFunctionMode):
             what = "the forward or its loss takes gradients itself (torch.autograd.grad, torch.func), and each rank has a part of what they go through"
             raise on_all_ranks(what, got=str(self.plan), allowed="data parallelism with zero=0, 1 or 2")
         if not own_graph and not torch.is_grad_enabled():
-            raise on_all_ranks(
-                "the forward takes gradients itself (torch.autograd.grad), and in evaluation and in the first step's checks "
-                "there is no graph to take them of",
-                fix="compute what is differentiated, and the gradients, under torch.enable_grad()",
-            )
+            what = "the forward takes gradients itself (torch.autograd.grad), and in evaluation and in the first step's checks there is no graph to take them of"
+            raise on_all_ranks(what, fix="compute what is differentiated, and the gradients, under torch.enable_grad()")
 
 
 def looking(plan: Plan, steps: int) -> AbstractContextManager[object]:

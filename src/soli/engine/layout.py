@@ -52,9 +52,7 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     plan, mesh = engine.plan, engine.mesh
     rows = 0 if plan.tensor == "1d" else plan.grid[1]
     # A rank without rows has no roles of its own; rank 0 has rows, and its roles hold.
-    roles, samples = (
-        runner.search(plan.grid[2], plan.sp, engine.hints, rows, plan.tensor == "3d") if part.rows else ({}, {})
-    )
+    roles, samples = runner.search(plan.grid[2], plan.sp, engine.hints, rows, plan.tensor == "3d") if part.rows else ({}, {})
     roles = oned.rank_0s(roles, mesh)
     if mesh.all.simulated:
         return roles

@@ -60,16 +60,12 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
         fix = "build the optimizer on this model, after any change to it, and before soli.parallelize"
         yield Problem(f"{strange} parameters of the optimizer are not the model's", fix=fix)
     if any(t.is_meta for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)):
-        yield Problem(
-            f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred",
-            fix="build the model without soli.deferred()",
-        )
+        what = f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred"
+        yield Problem(what, fix="build the model without soli.deferred()")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        yield Problem(
-            f"{type(optimizer).__name__} evaluates the loss several times a step, by a closure, and engine.step does so once",
-            allowed="an optimizer whose step() needs no closure, such as AdamW or SGD",
-        )
+        what = f"{type(optimizer).__name__} evaluates the loss several times a step, by a closure, and engine.step does so once"
+        yield Problem(what, allowed="an optimizer whose step() needs no closure, such as AdamW or SGD")
     elif (plan.zero > 0 or plan.tp > 1) and (why := coupling(optimizer, by_elements)):
         told = "cannot be tried, so whether its states can be cut is not known" if RAISED in why else "does not update element by element, so its states cannot be cut"
         what = f"{type(optimizer).__name__} {told}"

@@ -143,13 +143,9 @@ def _compare(engine: Engine, sample: Sample, total: float, count: float) -> None
     if sample.loss is None:
         return
     whole, counted = sample.loss
-    finite = whole - whole == 0
-    if count != counted or (
-        finite and not abs(total - whole) <= rounding(engine, count) * (abs(whole) + engine._first.size * sample.rows)
-    ):
-        raise failure(
-            f"the model computes another loss under {engine.plan} than on one device; nothing was trained",
-            got=f"{total:.9g} over {count:g} targets, and {whole:.9g} over {counted:g}",
-            fix="blocks may leave something for each other in an object or an attribute, which other ranks do not "
-            "see: pass it as an argument; or say with roles={...} what is whole, or use another plan",
-        )
+    bound, finite = rounding(engine, count) * (abs(whole) + engine._first.size * sample.rows), whole - whole == 0
+    if count != counted or (finite and not abs(total - whole) <= bound):
+        what = f"the model computes another loss under {engine.plan} than on one device; nothing was trained"
+        left = "blocks may leave something for each other in an object or an attribute, which other ranks do not see: pass it as an argument"
+        fix = f"{left}; or say with roles={{...}} what is whole, or use another plan"
+        raise failure(what, got=f"{total:.9g} over {count:g} targets, and {whole:.9g} over {counted:g}", fix=fix)

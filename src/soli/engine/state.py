@@ -337,10 +337,8 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
     saved = _room(manifest, [f"model.{name}" for name in _of_modules(engine) if f"model.{name}" in manifest.tensors])
     wanted |= {name: from_whole(value) for name, value in ((drawn or {}) | saved).items()}
     if not fresh and engine._given.begun and stepped(engine.optimizer):
-        raise on_all_ranks(
-            f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} had some when soli.parallelize was given it, which are gone",
-            fix="load it into a new engine, before its first step and with an optimizer that has not stepped",
-        )
+        what = f"{path} has no states of the optimizer, and {type(engine.optimizer).__name__} had some when soli.parallelize was given it, which are gone"
+        raise on_all_ranks(what, fix="load it into a new engine, before its first step and with an optimizer that has not stepped")
     second = _second_names(engine, path, manifest, wanted)
     ignore = lambda name: name in second or (drawn is None and name.startswith(RNG))
     with torch.no_grad():
@@ -435,32 +433,20 @@ def _group_problems(engine: Engine, manifest: checkpoint.Manifest) -> Iterator[P
     there = {n.removeprefix("model.") for n in manifest.tensors if n.endswith(EXTRA)} | set(state.get("modules", {}))
     other = there ^ set(_of_modules(engine))
     if other and "modules" in state:
-        yield Problem(
-            "modules of the program or of the checkpoint, but not both, have something to save by get_extra_state",
-            got=listed(sorted(other)),
-        )
+        yield Problem("modules of the program or of the checkpoint, but not both, have something to save by get_extra_state", got=listed(sorted(other)))
     groups, members = len(engine.optimizer.param_groups), engine._given.members(engine.optimizer)
     if groups != len(state["groups"]):
-        yield Problem(
-            "the optimizer has another number of parameter groups than the checkpoint's",
-            got=f"{groups}, saved {len(state['groups'])}",
-            seen="forgotten-on-resume",
-        )
+        got = f"{groups}, saved {len(state['groups'])}"
+        yield Problem("the optimizer has another number of parameter groups than the checkpoint's", got=got, seen="forgotten-on-resume")
     then, now = ({n: i for i, names in enumerate(m) for n in names} for m in (state.get("members", []), members))
     moved = [name for name, group in now.items() if then.get(name, group) != group]
     if moved:
-        yield Problem(
-            "parameters are in another group of the optimizer than in the checkpoint's, and would have its options",
-            got=listed([f"{name}: group {now[name]}, saved in {then[name]}" for name in moved]),
-            fix="make the groups in the order that the checkpoint was trained with",
-            seen="forgotten-on-resume",
-        )
+        what = "parameters are in another group of the optimizer than in the checkpoint's, and would have its options"
+        got = listed([f"{name}: group {now[name]}, saved in {then[name]}" for name in moved])
+        yield Problem(what, got=got, fix="make the groups in the order that the checkpoint was trained with", seen="forgotten-on-resume")
     if (engine.scheduler is None) != (state["scheduler"] is None):
-        yield Problem(
-            "a scheduler is in the checkpoint or in the program, but not in both",
-            fix="give soli.parallelize the scheduler that the checkpoint was trained with",
-            seen="forgotten-on-resume",
-        )
+        fix = "give soli.parallelize the scheduler that the checkpoint was trained with"
+        yield Problem("a scheduler is in the checkpoint or in the program, but not in both", fix=fix, seen="forgotten-on-resume")
     for what, name in _classes(engine).items():
         saved = state.get("classes", {}).get(what, name)
         if saved != name:

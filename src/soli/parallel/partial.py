@@ -34,11 +34,9 @@ class OfParts:
     def __call__(self, module: nn.Module, _: Any) -> None:
         if not self.by_engine:
             what = "the model is called by itself, and each rank has a part of it"
-            fix = (
-                "in a loss: let the forward of a module around it call it as often as the loss needs, and return all results; elsewhere "
-                "engine.copy_model() is a plain model to sample, act or validate with (every rank calls it); engine.evaluate(batches) is a mean loss"
-            )
-            raise SoliError(what, got=type(module).__name__, fix=fix)
+            loss = "in a loss: let the forward of a module around it call it as often as the loss needs, and return all results"
+            other = "engine.copy_model() is a plain model to sample, act or validate with (every rank calls it); engine.evaluate(batches) is a mean loss"
+            raise SoliError(what, got=type(module).__name__, fix=f"{loss}; elsewhere {other}")
 
     def __reduce__(self) -> Never:
         raise SoliError("a model that lies on several ranks is written to a file, with this rank's part of it", fix=WHOLE)

@@ -132,11 +132,8 @@ class Randomness:
         before = generators.states()
         yield
         if generators.states() != before:
-            raise SoliError(
-                "the model draws random numbers, and on the first step it drew none",
-                got="dropout whose p was 0 then, a module that was in evaluation, or another function of torch's",
-                fix=FIRST,
-            )
+            got = "dropout whose p was 0 then, a module that was in evaluation, or another function of torch's"
+            raise SoliError("the model draws random numbers, and on the first step it drew none", got=got, fix=FIRST)
 
     def backward(self) -> None:
         """From here on a call repeats one of the forward."""
@@ -160,10 +157,8 @@ class Randomness:
                     self.refuse("a function that draws by itself")
                 drew = generators.others() != others
                 if drew and self.shared:
-                    raise on_all_ranks(
-                        "the model draws random numbers from Python's random or from numpy, which parts of a batch and stages do apart",
-                        fix="draw with torch (dropout), or before the step and pass them in the batch; tp and cp alone run it as it is",
-                    )
+                    what = "the model draws random numbers from Python's random or from numpy, which parts of a batch and stages do apart"
+                    raise on_all_ranks(what, fix="draw with torch (dropout), or before the step and pass them in the batch; tp and cp alone run it as it is")
                 if learn:
                     self._logs.append((rows, self._probing))
             finally:
@@ -182,10 +177,8 @@ class Randomness:
         other_rows, others = next((log for log in logs if log[0] != rows), logs[0])
         odd = sorted((shapes.keys() ^ others.keys()) & self._drew)
         if odd:
-            raise on_all_ranks(
-                f"whether {odd[0][0] or 'the model'} draws random numbers depends on the rows of the batch",
-                fix="draw in every forward, and select afterwards",
-            )
+            what = f"whether {odd[0][0] or 'the model'} draws random numbers depends on the rows of the batch"
+            raise on_all_ranks(what, fix="draw in every forward, and select afterwards")
         for key in shapes.keys() & others.keys():
             dim = _batch_dim(shapes[key], rows, others[key], other_rows)
             if dim is not None:
@@ -215,10 +208,8 @@ class Randomness:
         nonce = int(torch.randint(2**62, ()))
         if now.backward:
             if nonce not in now.nonces:
-                raise SoliError(
-                    f"dropout in {self._module() or 'the model'} is recomputed with another random state",
-                    fix="call torch.utils.checkpoint with preserve_rng_state=True, its default",
-                )
+                what = f"dropout in {self._module() or 'the model'} is recomputed with another random state"
+                raise SoliError(what, fix="call torch.utils.checkpoint with preserve_rng_state=True, its default")
             return now.nonces[nonce]
         name = self._module()
         number = now.calls.get(name, 0)
@@ -321,10 +312,8 @@ class Randomness:
 
     def refuse(self, what: str) -> None:
         if self.shared:
-            raise on_all_ranks(
-                f"{self._module() or 'the model'} draws random numbers with {what}, which depend on the plan",
-                fix="use dropout, or draw them before the step and pass them in the batch",
-            )
+            words = f"{self._module() or 'the model'} draws random numbers with {what}, which depend on the plan"
+            raise on_all_ranks(words, fix="use dropout, or draw them before the step and pass them in the batch")
 
 
 def _of_no_rows(key: Key, got: str, **more: Any) -> SoliError:
