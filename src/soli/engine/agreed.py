@@ -18,6 +18,7 @@ from soli.mesh.collectives import Axis, all_reduce, extreme, gather_json
 from soli.mesh.mesh import all_ranks
 from soli.parallel.data import checksum
 from soli.parallel.generators import hashed
+from soli.parallel.tensor import parts
 from soli.parallel.units import cut_over
 
 if TYPE_CHECKING:
@@ -70,11 +71,14 @@ class Agreement:
         # that of the same rows, up to rounding; a total may be a difference of large terms
         whole = engine.step_count == 0 and engine.plan.tensor == "1d" and 1e-4 * engine._first.size < abs(total) < 1e300
         loss = float(f"{total:.1e}") if whole else 0.0
-        apart = same.apart_along(engine, [self.rows, self.common, seal], facts[: 2 * size], loss)
+        on_tp = _number(loss, *parts.BESIDE)
+        apart = same.apart_along(engine, [self.rows, self.common, seal], facts[: 2 * size], on_tp)
         mine[2:, engine.dp.index] = torch.tensor([self.common, seal, apart], dtype=torch.float64)
         all_reduce(facts, engine.dp, label="loss, count and used parameters")
         if not engine.mesh.all.simulated and (mine[4].any() or (mine[2:4] != mine[2:4, :1]).any()):
             self._explain(engine, loss)
+        if parts.BESIDE:
+            need_own(engine)
         if engine.step_count & (engine.step_count + 1) == 0:
             need_same_parameters(engine)
         reducer.set_used([bool(flag) for flag in facts[5 * size :].tolist()])
@@ -96,7 +100,7 @@ class Agreement:
         what = f"would take another step than the others {at}, and nothing was updated"
         need_alike(self.place | options(engine) | {"steps before": engine.step_count}, world, what, ALIKE)
         need_same_rows(engine, self.rows, at)
-        facts = {"loss of the same rows": loss, "wrote into parameters": self.wrote}
+        facts = {"loss of the same rows": loss, "wrote into parameters": self.wrote, "computed with parts of weights": sorted(parts.BESIDE)}
         apart = [x.index for name, x in engine.mesh.axes.items() if name != TP]
         need_alike(facts, world, f"has not what ranks of tp have alike {at}, and nothing was updated", ALIKE, apart)
         need_same_parameters(engine)
@@ -113,6 +117,7 @@ def need_same_parameters(engine: Engine) -> None:
     """SoliError where parameters, or shards, that ranks have alike have other values on some. Collective."""
     if engine.world == 1 or engine.mesh.all.simulated:
         return
+    need_own(engine)
     values: Facts = {names[0]: param for names, param in engine.laid.plain}
     for unit in engine.laid.units:
         values |= {unit.name: unit.shard} if unit.zero == 3 else {slot.name: slot.param for slot in unit.slots}
@@ -128,6 +133,19 @@ def need_same_parameters(engine: Engine) -> None:
         if extreme(len(found), engine.mesh.all, "max", label="whether ranks of tp have the same whole weights"):
             what = f"ranks of tp have other values than each other in weights that each has whole, after {engine.step_count} steps"
             raise failure(what, got=listed(found) or "those of other ranks", fix=ALIKE, everywhere=True)
+
+
+def need_own(engine: Engine) -> None:
+    """SoliError where what the program put beside this rank's parts of weights is alike on other ranks: it was made by the sizes of parts. Collective."""
+    if engine.plan.tp == 1 or engine.mesh.all.simulated:
+        return
+    found = [{name: set(marks) for name, marks in one.items()} for one in gather_json(parts.BESIDE, engine.mesh[TP], label="what is beside parts")]
+    parts.BESIDE.clear()
+    if alike := [name for name, marks in found[0].items() if marks.intersection(*(one.get(name, ()) for one in found))]:
+        what = "weights of which each rank has a part were computed with numbers of the part's size, between steps, that are the same on every rank"
+        allowed = "what is made of parts (torch.zeros_like(p), p.clone()), numbers for all, or what is alike along the dim that is cut"
+        fix = 'p.shape and p.numel() are the part\'s: draw and cut vectors for weights that are whole, roles={"that weight": "replicated"}'
+        raise failure(what, got=listed(alike), allowed=allowed, fix=fix, everywhere=True)
 
 
 def need_same_path(engine: Engine, path: Path) -> None:
@@ -157,6 +175,7 @@ def evaluated(engine: Engine, found: Tensor, seen: Tensor) -> Tensor:
     told = found.new_zeros(2, engine.dp.size)
     apart = same.apart_along(engine, [rows, alike], found)
     told[:, engine.dp.index] = torch.tensor([alike, apart], dtype=torch.float64)
+    need_own(engine)
     sums = torch.cat([found, told.flatten()])
     all_reduce(sums, engine.dp, label="evaluation loss and count")
     told = sums[2:].view_as(told)
@@ -232,10 +251,8 @@ def need_same_rows(engine: Engine, rows: float, when: str) -> None:
     """SoliError where ranks that take their rows of one batch, or the same ones, were given different ones. Collective."""
     place = engine.dp.index if engine._agreed.place.get("kind") == Part.__name__ else 0
     what = "stands alone: ranks that compute one batch together were given different rows; nothing was updated"
-    fix = (
-        "give the same batch on every rank (engine.batches does; a DataLoader that shuffles, or random data, needs the same seed "
-        "everywhere: torch.manual_seed at the top of the program); seed a dataset's own random numbers with the sample and not with the rank"
-    )
+    seeds = "engine.batches does; a DataLoader that shuffles, or random data, needs the same seed everywhere: torch.manual_seed at the top of the program"
+    fix = f"give the same batch on every rank ({seeds}); seed a dataset's own random numbers with the sample and not with the rank"
     need_alike({f"mark of the rows {when}": rows}, engine.mesh.all, what, fix, place)
 
 

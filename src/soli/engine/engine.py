@@ -142,9 +142,8 @@ class Engine:
         self._uncached = False  # whether a model's key-value caches were turned off, and no batch was looked at since
         self.numel = sum(param.numel() for param in model.parameters())
         self._first, self._given, self._agreed = FirstStep(), between.Given(model, optimizer), agreed.Agreement()
-        self._count, self._seed_scale = 0.0, 1.0  # counted targets of the gradients that wait for update()
+        self._count, self._seed_scale, self._factor = 0.0, 1.0, 1.0  # counted targets of the gradients that wait for update()
         self._norm: float | None = None
-        self._factor = 1.0
         self._gathers: list[Pending] = []
         self._save_group: Any = None
         self.saving: Any = None
@@ -381,7 +380,7 @@ class Engine:
             for slot in unit.slots:
                 if slot.piece is not None and slot.used:
                     start, stop = (place - unit.low for place in unit.owned(slot))
-                    with torch._C.DisableTorchFunctionSubclass():  # a buffer may be as long as a program's vector of all weights
+                    with torch._C.DisableTorchFunctionSubclass():  # what is put beside a part is not the program's
                         slot.piece.grad = unit.grad_shard[start:stop].view(slot.piece.shape)
                     pieces.append(slot.piece)
         with pipelined.together_ending(self, alike=True):
@@ -472,6 +471,7 @@ class Engine:
     def global_state_dict(self, optimizer: bool = False) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, on every rank (collective). `optimizer`: its tensors too."""
         self._finish_gathers()
+        agreed.need_own(self)
         with busy("gathering whole tensors", shown=self.rank == 0):
             return states.global_state(self, optimizer)
 

@@ -166,7 +166,7 @@ class Unit:
         if self.full is None or self.zero < 3:
             return
         for slot in self.slots:
-            slot.param.data = self._absent(slot, self.full.device)
+            become(slot.param, self._absent(slot, self.full.device))
         self.full.untyped_storage().resize_(0)
         self.gathered = False
 
@@ -236,7 +236,7 @@ def become(param: nn.Parameter, values: Tensor) -> None:
     if param.is_meta and not values.is_meta:
         torch.utils.swap_tensors(param, nn.Parameter(values.detach(), param.requires_grad))
     else:
-        with torch._C.DisableTorchFunctionSubclass():  # a part of a buffer, which may be as long as a program's vector of all weights
+        with torch._C.DisableTorchFunctionSubclass():  # what soli puts there is not the program's
             param.data = values.detach()
 
 

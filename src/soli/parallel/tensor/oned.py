@@ -44,7 +44,7 @@ def divide(
     """Keep this rank's part of every parameter that a role cuts, in place; not of those with ids in `absent`."""
     portions: dict[int, Portion] = {}
     splits: dict[int, dict[str, Split]] = {}
-    parts.VECTORS[model] = {sum(p.numel() for p in model.parameters() if p.requires_grad or not trains) for trains in (True, False)}
+    parts.BESIDE.clear()
     for name, param in model.named_parameters():
         cuts = cuts_of(roles[name], mesh)
         if not cuts or id(param) in absent:

@@ -7,15 +7,16 @@ an index) would be of other numbers than the program means, and is refused; so i
 from __future__ import annotations
 
 from collections import ChainMap
+from itertools import product
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from soli.core.errors import SoliError
 from soli.core.functions import in_place, name_of, tensors_in
+from soli.parallel.generators import hashed
 from soli.parallel.tensor import pointwise, shapes
 from soli.parallel.tensor.cut import CutParameter
 from soli.parallel.tensor.pointwise import NAMES
@@ -49,9 +50,10 @@ def updating() -> Any:
     return patch.object(WeightPart, "updating", True)
 
 
-VECTORS = WeakKeyDictionary[nn.Module, set[int]]()
-"""How many elements a vector of all weights has, or of all that train, of each model of which this rank has parts: what cuts it by the lengths
-of parts (`vector[i : i + p.numel()]`) takes others' elements."""
+BESIDE = dict[str, list[int]]()
+"""What the program put beside parts since ranks last compared it, by function and weight: marks of some elements. What was made by the size of a
+part (`torch.randn(p.shape)`, a piece of a vector cut by `p.numel()`) is alike on every rank, where parts of the whole's would differ."""
+SOME = 64
 BY_ELEMENTS = (local, pointwise.pointwise, pointwise.cast, pointwise.where, shapes.cat, shapes.stack, shapes.repeat)
 """Rules of functions of which parts give parts: each element of the result is of one element of an argument."""
 
@@ -91,9 +93,16 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     parts: list[Any] = [x for x in given if type(x) in (WeightPart, CutParameter) and getattr(x, "cuts", None)]
     if not parts or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
         return func(*args, **kwargs)
-    whole = _whole_beside((*args, *kwargs.values()), name)
+    # lists have at each place what belongs together
+    at_once = name.startswith("_foreach_")
+    groups = list(zip(*(x for x in args if isinstance(x, list | tuple)), strict=False)) if at_once else [(*args, *kwargs.values())]
+    whole = _whole_beside(groups, name)
     if by_elements and whole is None:
-        return _marked(func(*args, **kwargs), name_of(func), given, parts)
+        _note_beside(func, groups)
+        result = func(*args, **kwargs)
+        for one, group in zip(result, groups, strict=True) if at_once and result is not None else [(result, given)]:
+            _marked(one, name_of(func), given, _cut_of(group))
+        return result
     cut_along = {split.dim for split in parts[0].cuts.values()}
     along = _along(name, args, kwargs, parts[0].dim())
     if whole is None and (along is None or not along & cut_along):
@@ -106,8 +115,6 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     drawn = name in NAMES["drawn"]
     what = f"{'numbers are drawn into a weight' if drawn else 'a weight is computed with'} between steps, of which each rank has a part"
     beside = "" if whole is None else f", with what is of the whole one's size, {tuple(whole.shape)}"
-    if whole is not None and _is_of_vector(whole):
-        beside = ", with some elements of a vector of all weights, by the length of a part"
     got = f"{name_of(func)} of {', '.join(sorted(origins_of(parts[0].cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}{beside}"
     allowed = "draws before soli.parallelize, or into weights that are whole" if drawn else "what is done element by element, of parts alone, or along other dims"
     fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
@@ -134,11 +141,15 @@ def _of_absent(func: Any, args: tuple, kwargs: dict, given: list[Any]) -> Any:
     raise SoliError(what, got=f"{name_of(func)} of {of}", allowed="questions of its shape and type", fix=fix)
 
 
-def _whole_beside(given: tuple, name: str) -> Tensor | None:
-    """A tensor beside parts that was made for the whole of one. Lists have one at each place, for the part at that place."""
-    together = zip(*(x for x in given if isinstance(x, list | tuple)), strict=False) if name.startswith("_foreach_") else [given]
-    for group in together:
-        parts = [x for x in group if getattr(x, "cuts", None)]
+def _cut_of(given: Any) -> list[Any]:
+    """The parts among them."""
+    return [x for x in given if getattr(x, "cuts", None)]
+
+
+def _whole_beside(groups: list[tuple], name: str) -> Tensor | None:
+    """A tensor beside parts that was made for the whole of one."""
+    for group in groups:
+        parts = _cut_of(group)
         found = next((x for x in group if isinstance(x, Tensor) and _is_for_all(x, parts, name)), None)
         if found is not None:
             return found
@@ -146,26 +157,31 @@ def _whole_beside(given: tuple, name: str) -> Tensor | None:
 
 
 def _is_for_all(x: Tensor, parts: list[Any], name: str) -> bool:
-    """Whether a tensor that is no part was made for the whole of one: as long along a dim that is cut, or now given its shape; or all weights'."""
+    """Whether a tensor that is no part was made for the whole of one: as long along a dim that is cut, or now given its shape."""
     if not parts or getattr(x, "cuts", None):
         return False
     reshaped = name in ("view_as", "reshape_as") and x.shape != parts[0].shape
     pairs = [(split.dim - part.dim(), split.size, part.shape) for part in parts for split in part.cuts.values()]
-    longer = any(-d <= x.dim() and x.shape[d] == size != shape[d] for d, size, shape in pairs)
-    return reshaped or longer or (_is_of_vector(x) and x.numel() == parts[0].numel())
+    return reshaped or any(-d <= x.dim() and x.shape[d] == size != shape[d] for d, size, shape in pairs)
 
 
-def _is_of_vector(x: Tensor) -> bool:
-    """Whether it is a view of a tensor that has as many elements as all weights."""
-    held = x.untyped_storage().nbytes() // x.element_size() if x.layout == torch.strided else 0
-    return x.numel() < held and any(held in lengths for lengths in VECTORS.values())
+def _note_beside(func: Any, groups: list[tuple]) -> None:
+    """Mark what is no part and varies along the dims that are cut: what is the same along them is so on every rank too."""
+    for group in groups:
+        plain = [x for x in group if isinstance(x, Tensor) and x.dim() and not getattr(x, "cuts", None)]
+        for part, x in product(_cut_of(group)[:1], plain):
+            at = {split.dim - part.dim() for split in part.cuts.values()}
+            marks = BESIDE.setdefault(f"{name_of(func)} of {', '.join(sorted(origins_of(part.cuts.values())))}", [])
+            if all(-d <= x.dim() and x.shape[d] == part.shape[d] and bool((x != x.narrow(d, 0, 1)).any()) for d in at):
+                some, length = x.detach().flatten()[:SOME].tolist(), 1 << min(x.numel(), SOME).bit_length() - 1
+                marks += [hashed(some[:n]) for n in (length, length // 2) if len(set(some[:n])) > 1]  # one at least is of as many on each rank
 
 
 def _marked(result: Any, name: str, given: list[Tensor], parts: list[Any]) -> Any:
     """What a function made of parts is one: cut as those of its shape are, or, where it has another or is a view, perhaps along any dim. So is
     a new tensor of its size (nn.init.orthogonal_ makes one to draw into)."""
     for x in tensors_in((result,)):
-        if type(x) is Tensor and name not in ("grad", "_grad") and (name[:3] != "new" or x.numel() == parts[0].numel()) and all(x is not y for y in given):
+        if parts and type(x) is Tensor and name not in ("grad", "_grad") and (name[:3] != "new" or x.numel() == parts[0].numel()) and all(x is not y for y in given):
             x.__class__, any_of = WeightPart, next(iter(parts[0].cuts.values()))
             same = [part.cuts for part in parts if part.shape == x.shape and name]
             x.cuts = dict(ChainMap(*same)) if same else {d: any_of.at(d) for d in range(x.dim())}  # type: ignore[attr-defined]
