@@ -412,6 +412,16 @@ def test_what_a_program_makes_of_parts_is_put_beside_them(pool: Pool) -> None:
     done_as_by_one(pool, own_vector, "tp=2")
 
 
+def noisy(kept: nn.Module, model: nn.Module) -> None:
+    for x in model.parameters():
+        x.add_(torch.randn_like(x)).data.mul_(x.data.new_empty(x.shape).uniform_())
+
+
+def test_what_is_drawn_for_weights_of_other_stages_is_drawn_there_too(pool: Pool) -> None:
+    """It was not, and what each rank drew next was another number than one process drew."""
+    done_as_by_one(pool, noisy, "pp=2")
+
+
 def drawn(kept: nn.Module, model: nn.Module) -> None:
     nn.init.trunc_normal_(model.embed.weight, std=0.02)
 

@@ -10,6 +10,7 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError
@@ -45,8 +46,21 @@ class ElsewhereParameter(_Away, nn.Parameter):
 KINDS = (Elsewhere, ElsewhereParameter)
 
 
+class _Drawing(TorchDispatchMode):
+    """Numbers that are drawn for what is not here are drawn, and dropped: what is drawn next is then the same on every rank."""
+
+    device = torch.device("cpu")  # of what is here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            here = lambda x: torch.full_like(x, 0.5, device=self.device) if isinstance(x, Tensor) else self.device if isinstance(x, torch.device) else x
+            func(*tree_map(here, args), **tree_map(here, kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
 def elsewhere(param: nn.Parameter, of: str) -> nn.Parameter:
     """A parameter without values like this one."""
+    _Drawing.device = _Drawing.device if param.is_meta else param.device
     nothing = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
     nothing.__class__ = ElsewhereParameter
     nothing.of = of  # type: ignore[attr-defined]
@@ -61,7 +75,8 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     if named and any(isinstance(x, Tensor) and not x.is_meta and x.numel() for x in written):
         raise _lacking(f"{what}, and would write nothing", named[0])
     try:
-        out = func(*args, **kwargs)
+        with _Drawing():
+            out = func(*args, **kwargs)
     except RuntimeError as error:
         if not named or all(x.is_meta for x in given):
             raise
