@@ -108,21 +108,39 @@ def ratio_of_policies(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return ((chosen - batch["old"]).exp() * advantages).sum(), len(advantages)
 
 
-def policy(plan: str) -> str:
+def above_the_reference(output: Tensor, batch: Any, sign: float) -> tuple[Tensor, int]:
+    """As KTO's: rewards beside their mean over the rows, which is clamped at 0; at the first weights, and on one side of them, it is 0."""
+    rewards = sign * (output.mean((1, 2)) - batch["mean"])
+    return torch.sigmoid(rewards.mean().clamp(min=0).detach() - rewards).sum(), len(rewards)
+
+
+def above(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return above_the_reference(output, batch, 1.0)
+
+
+def below(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return above_the_reference(output, batch, -1.0)
+
+
+def policy(plan: str, loss_fn: Any) -> str:
     model, _, batches = case_of(Plain).make()
     batch = batches[0] | {"rows": torch.arange(8)}
     with torch.no_grad():
         model.double()
         chosen = model(batch["tokens"]).log_softmax(-1).gather(-1, batch["targets"].unsqueeze(-1))
+        batch["mean"] = model(batch["tokens"]).mean((1, 2))
     batch["old"] = chosen.squeeze(-1).sum(1)
-    engine = parallelize(model, ratio_of_policies, optimizer=sgd, plan=plan)
+    engine = parallelize(model, loss_fn, optimizer=sgd, plan=plan)
     return said_by(engine.step, batch)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2"])
-def test_losses_that_add_up_at_the_first_weights_alone_are_refused(pool: Pool, plan: str) -> None:
-    assert policy("dp=1") == "it ran"
-    for text in pool.run(policy, plan, ranks=2):
+@pytest.mark.parametrize(
+    ("plan", "loss_fn"),
+    [("dp=2", ratio_of_policies), ("pp=2,microbatches=2", ratio_of_policies), ("dp=2", above), ("dp=2,zero=3", below)],
+)
+def test_losses_that_add_up_at_the_first_weights_alone_are_refused(pool: Pool, plan: str, loss_fn: Any) -> None:
+    assert policy("dp=1", loss_fn) == "it ran"
+    for text in pool.run(policy, plan, loss_fn, ranks=2):
         assert "something couples the rows" in text
 
 

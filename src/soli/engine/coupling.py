@@ -59,7 +59,7 @@ def size_of(found: list[Sum]) -> float:
 
 
 def measured(engine: Engine, part: Part) -> list[Sum]:
-    """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby, and of two rows with
+    """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby on either side, and of two rows with
     gradients, and of a larger loss of theirs (these and the whole's alone where the plan takes no rows apart); none where they cannot be had: the model
     is large, or does not run in float64. Collective where a rank has a part of the weights."""
     rows, alone, found = min(few(part, engine.plan), ROWS), engine.plan.pieces == 1, list[Sum]()
@@ -78,9 +78,11 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
                 return []
             if not alone:
                 found = _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
-                # some sums agree at the weights that a run begins with alone: normalised advantages, where the ratio of policies is 1
-                _moved(model)
-                found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
+                # some sums agree at the weights that a run begins with alone (normalised advantages, where the ratio of policies is 1), or on
+                # one side of them (KTO's divergence from the reference, a mean that is clamped at 0)
+                for way in (0.01, -0.02):
+                    _moved(model, way)
+                    found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
             found += _totals(engine, model, take(part.data, 0, min(rows, PAIR)), min(rows, PAIR), gradients=True)
         same = found[4].total == found[0].total or found[0].total != found[0].total
         why = "" if same else "a copy computes another loss when it is called again"
@@ -115,13 +117,13 @@ def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: b
 
 
 @torch.no_grad()
-def _moved(model: nn.Module) -> None:
-    """Each weight by a hundredth of what its tensor's weights are, the same on every rank."""
+def _moved(model: nn.Module, way: float) -> None:
+    """Each weight by so much of what its tensor's weights are, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         if param.is_floating_point() and param.numel():
             noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.device)
-            param.add_(noise.to(param.dtype), alpha=0.01 * float(param.square().mean().sqrt()))
+            param.add_(noise.to(param.dtype), alpha=way * float(param.square().mean().sqrt()))
 
 
 def _total(engine: Engine, model: nn.Module, norms: Statistics, piece: tuple[Any, int, bool], scale: float) -> Sum:
