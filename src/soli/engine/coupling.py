@@ -82,7 +82,7 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
                 # one side of them (KTO's divergence from the reference, a mean that is clamped at 0)
                 for way in (0.01, -0.02):
                     _moved(model, way)
-                    found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
+                    found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=False, again=False)
             found += _totals(engine, model, take(part.data, 0, min(rows, PAIR)), min(rows, PAIR), gradients=True)
         same = found[4].total == found[0].total or found[0].total != found[0].total
         why = "" if same else "a copy computes another loss when it is called again"
@@ -101,8 +101,8 @@ def check(engine: Engine, found: list[Sum]) -> None:
     raise_together(lambda: _explain(engine, found), engine.mesh.all, label="whether rows are coupled")
 
 
-def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: bool) -> list[Sum]:
-    """Of all rows, of their two parts, the other way round, and once more; with gradients the last ones are of a larger loss."""
+def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: bool, again: bool = True) -> list[Sum]:
+    """Of all rows, of their two parts, the other way round, and, if `again`, once more; with gradients the last ones are of a larger loss."""
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = at(data, list(range(rows))[::-1])
     cut = rows // 2
@@ -111,7 +111,7 @@ def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: b
     wholes = (data, rows, False), (turned, rows, False), (data, rows, False)
     pieces = (wholes[0], *halves, *wholes[1:])
     scales = [1.0, 1.0, 1.0, 0.0, LARGER] if gradients else [0.0] * 5
-    left_out = (1, 2, 3) if engine.plan.pieces == 1 else ()
+    left_out = (1, 2, 3) if engine.plan.pieces == 1 else () if again else (4,)
     each = enumerate(zip(pieces, scales, strict=True))
     return [Sum() if i in left_out else _total(engine, model, norms, piece, scale) for i, (piece, scale) in each]
 
