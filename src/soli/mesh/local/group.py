@@ -28,10 +28,9 @@ from soli.mesh.local.progress import LocalWork, engine
 from soli.mesh.record import call_site, recorder, watching
 
 _Base: Any = dist.ProcessGroup  # torch's stub of it names only some of the overloads that it calls
+Form = Callable[[Tensor], Tensor]
 Back = Callable[[], None] | None
 """Brings what was received to where it was asked for; None: it is there."""
-Make = Callable[..., Any]
-"""An operation -> its steps."""
 ANY_SIZE = "all_to_all"
 """Whose tensors may have other sizes on other ranks."""
 
@@ -81,18 +80,15 @@ class LocalGroup(_Base):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         op = sums.name_of(_op(opts))
-        run = lambda o, flat: self._do.all_reduce(self._on, o, flat, op)
-        return self._each("all_reduce", op, tensors, run)
+        return self._each("all_reduce", op, tensors, op)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         op, root = sums.name_of(opts.reduceOp), opts.rootRank
-        run = lambda o, flat: self._do.reduce(self._on, o, flat, op, root)
-        return self._each("reduce", f"{op}, root {root}", tensors, run)
+        return self._each("reduce", f"{op}, root {root}", tensors, op, root)
 
     def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any = None) -> Any:
         op = sums.name_of(_op(opts))
-        works = [self._reduce_scatter(out, part, op) for out, part in zip(outs, parts, strict=True)]
-        return _joined(works, outs)
+        return _joined([self._reduce_scatter(out, part, op) for out, part in zip(outs, parts, strict=True)], outs)
 
     def reduce_scatter_single(self, out: Tensor, whole: Tensor, opts: Any = None) -> Any:
         parts = list(_flat(whole).view(self.ranks, -1).unbind(0))
@@ -105,19 +101,15 @@ class LocalGroup(_Base):
         flat, back = _target(out)
         sent = [_flat(part) for part in parts]
         _check_sizes("reduce_scatter", [flat.numel()] * len(sent), [part.numel() for part in sent])
-        make = lambda o: self._do.reduce_scatter(self._on, o, flat, sent, op)
-        return self._begin("reduce_scatter", op, out, make, [out], back)
+        return self._begin("reduce_scatter", op, out, [out], back, flat, sent, op)
 
     # --- movement -------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        root = opts.rootRank
-        run = lambda o, flat: self._do.broadcast(self._on, o, _bytes(flat), root)
-        return self._each("broadcast", f"root {root}", tensors, run)
+        return self._each("broadcast", f"root {opts.rootRank}", tensors, opts.rootRank, form=_bytes)
 
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Any:
-        works = [self._all_gather(out, tensor) for out, tensor in zip(outs, tensors, strict=True)]
-        return _joined(works, outs)
+        return _joined([self._all_gather(out, tensor) for out, tensor in zip(outs, tensors, strict=True)], outs)
 
     def allgather_coalesced(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Any:
         return self.allgather([[row[i] for row in outs] for i in range(len(tensors))], tensors, opts)
@@ -127,8 +119,7 @@ class LocalGroup(_Base):
         mine = _flat(tensor)
         _check_sizes("all_gather", [flat.numel()], [mine.numel() * self.ranks])
         targets = [_bytes(part) for part in flat.view(self.ranks, -1).unbind(0)]
-        make = lambda o: self._do.all_gather(self._on, o, targets, _bytes(mine))
-        return self._begin("all_gather", "", tensor, make, [out], back)
+        return self._begin("all_gather", "", tensor, [out], back, targets, _bytes(mine))
 
     def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
         return _joined([self.all_gather_single(o, t) for o, t in zip(outs, tensors, strict=True)], outs)
@@ -137,28 +128,25 @@ class LocalGroup(_Base):
         targets, back = _targets(outs)
         mine = _flat(tensor)
         _check_sizes("all_gather", [t.numel() for t in targets], [mine.numel()] * len(targets))
-        make = lambda o: self._do.all_gather(self._on, o, [_bytes(t) for t in targets], _bytes(mine))
-        return self._begin("all_gather", "", tensor, make, outs, back)
+        return self._begin("all_gather", "", tensor, outs, back, [_bytes(t) for t in targets], _bytes(mine))
 
     def gather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
         root, mine = opts.rootRank, _flat(tensors[0])
         targets, back = _targets(outs[0] if outs else [])
         _check_sizes("gather", [t.numel() for t in targets], [mine.numel()] * len(targets))
-        make = lambda o: self._do.gather(self._on, o, [_bytes(t) for t in targets], _bytes(mine), root)
-        return self._begin("gather", f"root {root}", tensors[0], make, outs, back)
+        given = [_bytes(t) for t in targets], _bytes(mine), root
+        return self._begin("gather", f"root {root}", tensors[0], outs, back, *given)
 
     def scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> Any:
         root, sent = opts.rootRank, [_bytes(_flat(part)) for part in (parts[0] if parts else [])]
         flat, back = _target(outs[0])
         _check_sizes("scatter", [_bytes(flat).numel()] * len(sent), [part.numel() for part in sent])
-        make = lambda o: self._do.scatter(self._on, o, _bytes(flat), sent, root)
-        return self._begin("scatter", f"root {root}", outs[0], make, outs, back)
+        return self._begin("scatter", f"root {root}", outs[0], outs, back, _bytes(flat), sent, root)
 
     def alltoall(self, outs: list[Tensor], parts: list[Tensor], opts: Any = None) -> Any:
         targets, back = _targets(outs)
         sent = [_bytes(_flat(part)) for part in parts]
-        make = lambda o: self._do.all_to_all(self._on, o, [_bytes(t) for t in targets], sent)
-        return self._begin(ANY_SIZE, "", outs[0], make, outs, back)
+        return self._begin(ANY_SIZE, "", outs[0], outs, back, [_bytes(t) for t in targets], sent)
 
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
@@ -168,11 +156,10 @@ class LocalGroup(_Base):
         row = lambda t: t.numel() // t.shape[0] if t.dim() and t.shape[0] else 1
         targets = _split(flat, [n * row(out) for n in out_sizes] or [flat.numel() // ranks] * ranks)
         sent = _split(_flat(tensor), [n * row(tensor) for n in sizes] or [tensor.numel() // ranks] * ranks)
-        make = lambda o: self._do.all_to_all(self._on, o, [_bytes(t) for t in targets], [_bytes(s) for s in sent])
-        return self._begin(ANY_SIZE, "", out, make, [out], back)
+        return self._begin(ANY_SIZE, "", out, [out], back, [_bytes(t) for t in targets], [_bytes(s) for s in sent])
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._begin("barrier", "", torch.empty(0), lambda o: self._do.barrier(self._on, o), [])
+        return self._begin("barrier", "", torch.empty(0), [], None)
 
     # --- messages -------------------------------------------------------------------------------------
 
@@ -233,17 +220,17 @@ class LocalGroup(_Base):
 
     # --- issuing --------------------------------------------------------------------------------------
 
-    def _each(self, name: str, more: str, tensors: list[Tensor], run: Make) -> Any:
-        """The same operation in place on each of `tensors`: run(operation, flat tensor)."""
+    def _each(self, name: str, more: str, tensors: list[Tensor], *given: Any, form: Form = lambda flat: flat) -> Any:
+        """The same operation in place on each of `tensors`, which it gets flat, in this form."""
         works = []
         for tensor in tensors:
             flat, back = _target(tensor, keep=True)
-            make = lambda o, flat=flat: run(o, flat)
-            works.append(self._begin(name, more, tensor, make, [tensor], back))
+            works.append(self._begin(name, more, tensor, [tensor], back, form(flat), *given))
         return _joined(works, tensors)
 
-    def _begin(self, name: str, more: str, tensor: Tensor, make: Make, outs: list[Any], back: Back = None) -> LocalWork:
-        steps = make(self._operation(name, more, tensor))
+    def _begin(self, name: str, more: str, tensor: Tensor, outs: list[Any], back: Back, *given: Any) -> LocalWork:
+        """Issue the operation of this name with what it is given."""
+        steps = getattr(self._do, name)(self._on, self._operation(name, more, tensor), *given)
         return self._issue((id(self), "collective"), steps, outs, back, None)
 
     def _operation(self, name: str, more: str, tensor: Tensor, checksum_of: str = "") -> Operation:
