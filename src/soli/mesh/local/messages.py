@@ -38,8 +38,7 @@ class Message:
 def send(board: Board, operation: Operation, data: Tensor, target: int, tag: int) -> Any:
     """`data` [b] bytes into the channel to `target`; done when all of it is in there."""
     words, base = board.words, board.channel(board.rank, target)
-    for start in range(0, max(data.numel(), 1), CELL):
-        piece = data[start : start + CELL]
+    for piece in data.split(CELL):
         while words[base + WRITTEN] - words[base + READ] >= CELLS:
             yield
         number = words[base + WRITTEN]

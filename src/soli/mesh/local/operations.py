@@ -61,12 +61,10 @@ def all_reduce(board: Board, operation: Operation, tensor: Tensor, op: str) -> A
     Of more than two ranks each sums its part of a chunk into its slot, where the others fetch it. They do so
     when they meet for the next chunk, so that a chunk takes one meeting and not two.
     """
-    room = board.lane_bytes // tensor.element_size()
     alone = board.ranks == 2 or tensor.nbytes <= ALONE_BYTES
     before: tuple[Tensor, int] | None = None  # the last chunk and its lane: summed, not fetched
-    for start in range(0, max(tensor.numel(), 1), room):
-        mine = tensor[start : start + room]
-        lane, places = yield from opened(board, operation, None if start else tensor, laid(board, mine))
+    for number, mine in enumerate(tensor.split(board.lane_bytes // tensor.element_size())):
+        lane, places = yield from opened(board, operation, None if number else tensor, laid(board, mine))
         if places:
             return (yield from placed.all_reduce(board, operation, tensor, op, places))
         if alone:
@@ -105,11 +103,8 @@ def _fetch(board: Board, chunk: Tensor, lane: int) -> None:
 
 def reduce(board: Board, operation: Operation, tensor: Tensor, op: str, root: int) -> Any:
     """Reduce `tensor` [n] in place on the root alone."""
-    room = board.lane_bytes // tensor.element_size()
-    for start in range(0, max(tensor.numel(), 1), room):
-        mine = tensor[start : start + room]
-        sources = everyone(board) if board.rank == root else ()
-        lane = yield from board.chunk_of(operation, laid(board, mine), sources)
+    for mine in tensor.split(board.lane_bytes // tensor.element_size()):
+        lane = yield from board.chunk_of(operation, laid(board, mine), everyone(board) if board.rank == root else ())
         if board.rank == root:
             combine([_lane(board, r, lane, mine) for r in everyone(board)], mine, op)
         board.read()
@@ -147,7 +142,7 @@ def all_gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine:
         for other, out in enumerate(outs):
             target = out[start : start + board.lane_bytes]
             if other != board.rank:
-                target.copy_(board.slot(other, lane, torch.uint8)[: piece.numel()])
+                target.copy_(_lane(board, other, lane, piece))
             elif target.data_ptr() != piece.data_ptr():
                 target.copy_(piece)
         board.read()
@@ -155,35 +150,31 @@ def all_gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine:
 
 def broadcast(board: Board, operation: Operation, data: Tensor, root: int) -> Any:
     """`data` [b] bytes of the root on every rank."""
-    for start in range(0, max(data.numel(), 1), board.lane_bytes):
-        piece = data[start : start + board.lane_bytes]
+    for piece in data.split(board.lane_bytes):
         lane = yield from board.chunk_of(operation, laid(board, piece) if board.rank == root else None, (root,))
         if board.rank != root:
-            piece.copy_(board.slot(root, lane, torch.uint8)[: piece.numel()])
+            piece.copy_(_lane(board, root, lane, piece))
         board.read()
 
 
 def gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine: Tensor, root: int) -> Any:
     """`mine` [b] bytes of rank r into `outs[r]` on the root."""
-    for start in range(0, max(mine.numel(), 1), board.lane_bytes):
-        piece = mine[start : start + board.lane_bytes]
+    for piece, *targets in zip(*(whole.split(board.lane_bytes) for whole in (mine, *outs)), strict=True):
         lane = yield from board.chunk_of(operation, laid(board, piece), everyone(board) if board.rank == root else ())
-        for other, out in enumerate(outs):  # none on the other ranks
-            out[start : start + board.lane_bytes].copy_(board.slot(other, lane, torch.uint8)[: piece.numel()])
+        for other, target in enumerate(targets):  # none on the other ranks
+            target.copy_(_lane(board, other, lane, piece))
         board.read()
 
 
 def scatter(board: Board, operation: Operation, out: Tensor, parts: Sequence[Tensor], root: int) -> Any:
     """`parts[r]` [b] bytes of the root into `out` [b] of rank r."""
     room = board.lane_bytes // board.ranks
-    for start in range(0, max(out.numel(), 1), room):
-        piece = out[start : start + room]
+    for piece, *sent in zip(*(whole.split(room) for whole in (out, *parts)), strict=True):
 
-        def write(lane: int, start: int = start) -> None:
+        def write(lane: int, sent: Sequence[Tensor] = sent) -> None:
             slot = board.slot(root, lane, torch.uint8)
-            for other, part in enumerate(parts):
-                sent = part[start : start + room]
-                slot[other * room : other * room + sent.numel()].copy_(sent)
+            for other, part in enumerate(sent):
+                slot[other * room : other * room + part.numel()].copy_(part)
 
         lane = yield from board.chunk_of(operation, write if board.rank == root else None, (root,))
         place = board.rank * room
