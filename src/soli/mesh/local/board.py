@@ -27,7 +27,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -126,10 +126,9 @@ class Board:
         """
         number = self.chunk
         self.chunk = number + 1
-        words = self.words
         if number >= LANES:
             for other in range(self.ranks):
-                while words[other * WORDS + DONE] <= number - LANES:
+                while self.words[other * WORDS + DONE] <= number - LANES:
                     yield
         if write is not None:
             write(number % LANES)
@@ -159,8 +158,7 @@ class Board:
 
     def places(self) -> list[int]:
         """What each rank posted as its place for this chunk; everyone's `ready` was awaited."""
-        at = PLACES + (self.chunk - 1) % AHEAD
-        return [self.words[other * WORDS + at] for other in range(self.ranks)]
+        return [self.words[other * WORDS + PLACES + (self.chunk - 1) % AHEAD] for other in range(self.ranks)]
 
     def read(self, behind: int = 0) -> None:
         """This rank has read all that it wanted of the chunk; of that so many chunks behind it."""
@@ -196,19 +194,18 @@ class Board:
 
     # --- waking and sleeping --------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def _wake(self, others: Sequence[int] = ()) -> None:
+        """Those of all ranks, or of these, that sleep."""
         Board.moves += 1
-        for other in range(self.ranks):
+        for other in others or range(self.ranks):
             if self.words[other * WORDS + SLEEPING]:
                 self.ring(other)
 
     def publish(self, place: int, value: int, other: int) -> None:
         """Store a word after everything before it, and wake the rank that looks at it."""
         self.order()
-        Board.moves += 1
         self.words[place] = value
-        if self.words[other * WORDS + SLEEPING]:
-            self.ring(other)
+        self._wake((other,))
 
     def ring(self, other: int) -> None:
         """Wake a rank that sleeps."""
@@ -279,8 +276,7 @@ class Board:
         named = f"rank {self.global_ranks[behind[0]]} did not arrive" if behind else "no rank went on"
         if self.on_late is not None and any(self.words[r * WORDS + ABROAD] for r in range(self.ranks)):
             named = self.on_late() or named
-        lines = [f"  rank {self.global_ranks[r]}: {self.said(r)}" for r in range(self.ranks)]
-        return self.fail(f"{named} in {seconds:g} s in group {self.name}\n" + "\n".join(lines))
+        return self.fail(f"{named} in {seconds:g} s in group {self.name}\n{self._by_rank(self.said)}")
 
     def said(self, other: int) -> str:
         """The last operation of a rank, with its call site."""
@@ -296,11 +292,12 @@ class Board:
         return raw[: raw.index(b"\0")].decode(errors="replace").replace("\n", " at ")
 
     def _mismatch(self, number: int) -> str:
-        lines = []
-        for other in range(self.ranks):
-            here = self.words[other * WORDS + READY] > MEETINGS * number
-            lines.append(f"  rank {self.global_ranks[other]}: {self._text(other, number) if here else 'not there yet'}")
-        return f"the ranks of group {self.name} {DIFFERENT}\n" + "\n".join(lines)
+        here = lambda other: self.words[other * WORDS + READY] > MEETINGS * number
+        said = lambda other: self._text(other, number) if here(other) else "not there yet"
+        return f"the ranks of group {self.name} {DIFFERENT}\n{self._by_rank(said)}"
+
+    def _by_rank(self, said: Callable[[int], str]) -> str:
+        return "\n".join(f"  rank {self.global_ranks[r]}: {said(r)}" for r in range(self.ranks))
 
     def fail(self, text: str) -> SoliError:
         """Tell every rank of the group, and return the error to raise here."""
