@@ -98,9 +98,8 @@ def report(ranks: list[Ended]) -> tuple[str, int]:
     same = [cause, *(r for r in failed[1:] if r.story == cause.story and not r.consequence)]
     if cause.soli is not None:  # of one story the lowest rank's words, whoever was the first to write them
         cause = min(same, key=lambda r: r.rank)
-    numbers = sorted(r.rank for r in same)
-    lines = [_first(cause, numbers, len(ranks) == 1)]
-    lines += [_other(r) for r in ranks if r not in same]
+    first = _first(cause, sorted(r.rank for r in same), len(ranks) == 1)
+    lines = [first, *(_other(r) for r in ranks if r not in same)]
     soli = cause.soli
     code = soli.exit_code if soli is not None else cause.code if cause.code > 0 else FAILURE
     return "\n".join(filter(None, lines)), code
@@ -155,7 +154,7 @@ def still(ranks: list[Ended], seconds: float) -> str:
 def _standing(stacks: str) -> str:
     """Where the main thread stood: its innermost line outside torch, the user's own if there is one."""
     main = re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE)[-1]  # the oldest is the last
-    frames = [(f, n, name) for f, n, name in re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)]
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
     users = [frame for frame in frames if is_users(frame[0])]
     others = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith("<")]
     for file, line, name in (users or others)[:1]:

@@ -94,8 +94,7 @@ class _Rank(Ended):
 def _read(path: Path) -> dict[str, Any] | None:
     """What a rank has written; None: nothing yet, or it is writing, or was killed while it wrote."""
     with suppress(ValueError, FileNotFoundError):
-        said: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        return said
+        return json.loads(path.read_text(encoding="utf-8"))
     return None
 
 
@@ -226,8 +225,7 @@ def _start(
         "PYTHONUNBUFFERED": "1",  # a rank that is killed has written all that it printed
         **{name: str(made.file(name).absolute()) for name in FILES},
     }
-    output: IO[str] | int | None
-    output = log.open("w", encoding="utf-8") if log else subprocess.PIPE if piped else None
+    output: IO[str] | int | None = log.open("w", encoding="utf-8") if log else subprocess.PIPE if piped else None
     try:
         made.process = subprocess.Popen(
             argv,
@@ -269,11 +267,10 @@ def _relays(rank: _Rank) -> list[threading.Thread]:
             shown.write(f"[{rank.rank}] {line.rstrip()}\n")
             shown.flush()
 
-    threads = []
-    for source, shown in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
-        if source is not None:
-            threads.append(threading.Thread(target=relay, args=(source, shown), daemon=True))
-            threads[-1].start()
+    pairs = ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
+    threads = [threading.Thread(target=relay, args=pair, daemon=True) for pair in pairs if pair[0] is not None]
+    for thread in threads:
+        thread.start()
     return threads
 
 
