@@ -103,8 +103,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -
     On the local backend it lies in memory that the ranks share, and what it takes part in copies nothing.
     """
     if axis.size > 1 and axis.backend == "local" and not axis.simulated and device.type == "cpu" and numel:
-        memory: Tensor = axis.group.allocate(numel * dtype.itemsize)
-        return memory.view(dtype)
+        return axis.group.allocate(numel * dtype.itemsize).view(dtype)
     return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -120,15 +119,13 @@ def reduce_scatter(output: Tensor, whole: Tensor, axis: Axis, *, label: str = ""
         return NOTHING
     record = _record("reduce_scatter", axis, whole, label)
     if not axis.on_gloo(whole):
-        own = lambda: [reduce_scatter_flat(output, whole, group=axis.group, async_op=True)]
-        return _begun(record, axis, wait, own)
+        return _begun(record, axis, wait, lambda: [reduce_scatter_flat(output, whole, group=axis.group, async_op=True)])
     sent = _staged(whole, axis).view(axis.size, -1)
     received = torch.empty((axis.size - 1, sent.shape[1]), dtype=sent.dtype)
     into = lambda source: received[source - (source > axis.index)]  # in the order of the ranks
 
     def finish() -> None:
-        others = iter(received)
-        parts = [sent[i] if i == axis.index else next(others) for i in range(axis.size)]
+        parts = [*received[: axis.index], sent[axis.index], *received[axis.index :]]
         # In the order of the ranks. Written last: `output` may be this rank's own slot of `whole`.
         so_far = parts[0]
         for part in parts[1:-1]:
@@ -251,8 +248,7 @@ def send(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = T
 
 
 def _sent(record: Record, moved: Tensor, axis: Axis, to: int, wait: bool) -> Pending:
-    begin = lambda: [dist.isend(moved, group=axis.group, group_dst=to)]
-    return _begun(record, axis, wait, begin, lambda: _keep(moved))
+    return _begun(record, axis, wait, lambda: [dist.isend(moved, group=axis.group, group_dst=to)], lambda: _keep(moved))
 
 
 def _keep(tensor: Tensor, then: Finish | None = None) -> None:
@@ -303,8 +299,8 @@ def gather_json(value: Any, axis: Axis, *, label: str = "") -> list[Any]:
     padded[: data.numel()] = data
     whole = torch.empty(axis.size * padded.numel(), dtype=torch.uint8)
     all_gather(whole, padded, axis, label=label)
-    rows = whole.view(axis.size, -1)
-    return [json.loads(bytes(rows[i, : int(sizes[i])].tolist())) for i in range(axis.size)]
+    rows = zip(whole.view(axis.size, -1).tolist(), sizes.tolist(), strict=True)
+    return [json.loads(bytes(row[:size])) for row, size in rows]
 
 
 def raise_together(check: Callable[[], None], axis: Axis, *, label: str = "") -> None:

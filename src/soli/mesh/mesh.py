@@ -67,8 +67,7 @@ class Mesh:
 
     def _families(self, axis: Axis) -> list[tuple[int, ...]]:
         """The ranks of each rank's axis of this kind, in order. Collective over the whole world."""
-        said = gather_json(list(axis.ranks), self.all, label=f"ranks of {axis.name}")
-        return sorted({tuple(ranks) for ranks in said})
+        return sorted(set(map(tuple, gather_json(list(axis.ranks), self.all, label=f"ranks of {axis.name}"))))
 
 
 def rings(mesh: Mesh, axis: Axis) -> tuple[Axis, Axis] | None:
@@ -122,8 +121,7 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     data = axis_by_key("dp", axes, everyone, lambda rank: fixed(rank, "dp", *plan.apart), world)
     others = sorted({frozenset(plan.summed) - cut for cut in plan.cuts}, key=sorted)
     sums = {over: _sums(over, plan, axes, everyone, world) for over in others}
-    one_loss = {CP, *plan.summed} - {*plan.apart}
-    seeds = all(axes[name].index == 0 for name in one_loss)
+    seeds = all(axes[name].index == 0 for name in {CP, *plan.summed} - {*plan.apart})
     leads = all(axis.index == 0 for name, axis in axes.items() if name not in (REPLICATE, SHARD, *plan.apart))
     mesh = Mesh(world, axes, everyone, data, sums, seeds, leads)
     if plan.tensor in ("2d", "2.5d") and everyone.backend == "gloo":  # whose panels cross on their way: collectives.py

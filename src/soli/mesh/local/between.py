@@ -41,8 +41,7 @@ def reduce(hosts: Hosts, operation: Operation, tensor: Tensor, op: str, root: in
 def reduce_scatter(hosts: Hosts, operation: Operation, out: Tensor, parts: Sequence[Tensor], op: str) -> Any:
     """Reduce part r of every rank into `out` [n] of rank r; a rank's `parts` are N tensors [n]."""
     inner = "sum" if op == "avg" else op
-    ordered = torch.cat([parts[r] for ranks in hosts.members for r in ranks])
-    wide = widened(ordered, op)
+    wide = widened(torch.cat([parts[r] for ranks in hosts.members for r in ranks]), op)
     yield from operations.reduce(hosts.board, operation, wide, inner, 0)
     here = len(hosts.members[hosts.host])
     mine = torch.empty(here, out.numel(), dtype=wide.dtype)
@@ -55,7 +54,7 @@ def reduce_scatter(hosts: Hosts, operation: Operation, out: Tensor, parts: Seque
         yield from hosts.exchanged(flat, sent, [row * here] * len(hosts.members), sizes)
         operations.combine(list(gathered.unbind(0)), mine.view(-1), inner)
     own = torch.empty(out.numel(), dtype=wide.dtype)
-    rows = [row.view(torch.uint8) for row in mine.unbind(0)] if hosts.leads else []
+    rows = mine.view(torch.uint8).unbind(0) if hosts.leads else ()
     yield from operations.scatter(hosts.board, operation, own.view(torch.uint8), rows, 0)
     _finish(own, out, op, hosts.ranks)
 
@@ -105,8 +104,7 @@ def all_to_all(hosts: Hosts, operation: Operation, outs: Sequence[Tensor], parts
     """`parts[r]` bytes of rank s into `outs[s]` of rank r: through memory where s and r share it."""
     sizes = torch.tensor([part.numel() for part in parts])
     table = torch.empty(hosts.ranks, hosts.ranks, dtype=torch.int64)
-    rows = [row.view(torch.uint8) for row in table.unbind(0)]
-    yield from all_gather(hosts, operation, rows, sizes.view(torch.uint8))
+    yield from all_gather(hosts, operation, table.view(torch.uint8).unbind(0), sizes.view(torch.uint8))
     operations.check_splits(hosts.board, hosts.rank, [out.numel() for out in outs], table)
     here = hosts.members[hosts.host]
     yield from operations.all_to_all(hosts.board, operation, [outs[r] for r in here], [parts[r] for r in here])

@@ -237,8 +237,7 @@ class LocalGroup(_Base):
         if watching():
             times = self.ranks if name in ("all_gather", "reduce_scatter") else 1
             nbytes = times * tensor.numel() * tensor.element_size()
-            ranks = tuple(dist.get_process_group_ranks(self))
-            recorder.add(name, self.board.name, nbytes, ranks, "", "torch")
+            recorder.add(name, self.board.name, nbytes, tuple(dist.get_process_group_ranks(self)), "", "torch")
         text, checksum = _words(name, more, tensor.dtype, tuple(tensor.shape), checksum_of)
         return Operation(text, call_site(), checksum)
 

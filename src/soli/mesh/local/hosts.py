@@ -37,8 +37,7 @@ class Hosts:
         self.everyone: Any = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, self.ranks, timeout)
         self.leaders: Any = None
         if self.leads:
-            leaders = dist.PrefixStore("leaders", store)
-            self.leaders = dist.ProcessGroupGloo(leaders, self.host, len(members), timeout)
+            self.leaders = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), self.host, len(members), timeout)
         board.on_broken = self._broken
         board.on_look = self._look
         board.on_late = self._late

@@ -62,8 +62,7 @@ def leave_last(store: Any, rank: int, ranks: int, timeout: timedelta) -> None:
 
 def _check(ranks: list[Identity]) -> None:
     for name, what in (("torch", "versions of torch"), ("protocol", "versions of soli's local backend")):
-        kinds = {str(getattr(rank, name)) for rank in ranks}
-        if len(kinds) > 1:
+        if len({getattr(rank, name) for rank in ranks}) > 1:
             got = "; ".join(f"rank {i}: {getattr(rank, name)}" for i, rank in enumerate(ranks))
             fix = "install the same versions of soli and torch for every rank"
             raise failure(f"the ranks have different {what}", got=got, fix=fix)

@@ -192,8 +192,7 @@ class Engine:
                         said = now
                         work.say(now - backoff.began)
                     # Only its own group's ranks wake a sleeper: with more under way it looks up often.
-                    seconds = backoff.sleep_seconds() if self._only(work.board) else SLEEP_SECONDS
-                    work.board.sleep(news, seconds)
+                    work.board.sleep(news, backoff.sleep_seconds() if self._only(work.board) else SLEEP_SECONDS)
         finally:
             if said:
                 say("")
@@ -209,8 +208,7 @@ class Engine:
     def watch(self) -> None:
         """End what cannot end any more: a rank that is gone, an error elsewhere, a deadline that is over."""
         with self.lock:
-            heads = [works[0] for works in self.queues.values() if works]
-            for work in heads:
+            for work in [works[0] for works in self.queues.values() if works]:
                 if work.done:
                     continue
                 try:

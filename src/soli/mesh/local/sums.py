@@ -15,8 +15,7 @@ from torch import Tensor
 
 from soli.core.errors import SoliError
 
-Combine = Callable[..., Any]
-COMBINE: dict[str, Combine] = {
+COMBINE: dict[str, Callable[..., Any]] = {
     "sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum,
     "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
 }  # fmt: skip
