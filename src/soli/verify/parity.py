@@ -67,16 +67,14 @@ def under_plan(case: Case, plan: str) -> Trace:
         with lifted():
             engine.update()
     names = {name for name, _ in model.named_parameters()}
-    whole = engine.global_state_dict()
-    trace.parameters = on_cpu({name: value for name, value in whole.items() if name in names})
+    trace.parameters = on_cpu({name: value for name, value in engine.global_state_dict().items() if name in names})
     return trace
 
 
 def check(case: Case, plan: str, ranks: int) -> Row:
     """Run on every rank of a pool: this rank's trace against the oracle's."""
     expected = expected_of(case)
-    worst, tensor = compare(under_plan(case, plan), expected)
-    return Row(case.name, plan, ranks, worst, tensor)
+    return Row(case.name, plan, ranks, *compare(under_plan(case, plan), expected))
 
 
 @cache

@@ -21,8 +21,7 @@ def depth(model: nn.Module, terms: int) -> int:
     for reductions over n both ways.
     """
     shapes = [p.shape for p in model.parameters() if p.numel()]
-    sums = sum((s[0] + s.numel() // s[0]) if len(s) > 1 else 2 * s.numel() for s in shapes)
-    return sums + terms + OF_AN_UPDATE
+    return sum((s[0] + s.numel() // s[0]) if len(s) > 1 else 2 * s.numel() for s in shapes) + terms + OF_AN_UPDATE
 
 
 def bound(model: nn.Module, terms: int, steps: int, dtype: torch.dtype) -> float:
