@@ -59,8 +59,7 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
 
 
 def adapt(tensors: dict[str, Sharded]) -> dict[str, Any]:
-    """What DCP's planners take as state dict. SoliError lists every piece that is not what its box says."""
-    raise_all(problem for name, sharded in tensors.items() for problem in _problems(name, sharded))
+    """What DCP's planners take as state dict."""
     return {name: Pieces(sharded) for name, sharded in tensors.items()}
 
 
@@ -99,4 +98,6 @@ def merge(offers: list[Forms]) -> dict[str, Any]:
 
 
 def offer_of(tensors: dict[str, Sharded]) -> Forms:
+    """What a rank brings. SoliError lists every piece that is not what its box says."""
+    raise_all(problem for name, sharded in tensors.items() for problem in _problems(name, sharded))
     return {name: (tuple(sharded.shape), sharded.dtype) for name, sharded in tensors.items()}

@@ -40,8 +40,7 @@ def load(
     team = team_of(group)
     where = Path(path).absolute()
     place, manifest = team.first("reading the manifest", lambda: (str(locate(where)), read_manifest(where)))
-    offers = team.each("looking at what to load", lambda: (bool(adapt(tensors)), offer_of(tensors))[1])
-    wanted = merge(offers)
+    wanted = merge(team.each("looking at what to load", lambda: offer_of(tensors)))
     raise_all(differences(manifest, wanted, ignore), everywhere=True)
     if cast := [name for name, (_, dtype) in wanted.items() if manifest.tensors[name].dtype != dtype]:
         one, other = manifest.tensors[cast[0]].dtype, wanted[cast[0]][1]
@@ -90,8 +89,7 @@ def _shares(files: dict[str, FileEntry], parts: int) -> list[list[str]]:
 
 def check_files(place: Path, manifest: Manifest, names: list[str], *, shown: bool = True) -> None:
     """Read these files once; a SoliError names every one that is not what was written."""
-    size = sum(manifest.files[name].size for name in names)
-    with busy(f"checking {place}", size, shown=shown) as done:
+    with busy(f"checking {place}", sum(manifest.files[name].size for name in names), shown=shown) as done:
         found = [problem for name in names for problem in damage(place / name, manifest.files[name], done)]
     if found:
         raise SoliError(found, exit_code=FAILURE)
@@ -158,5 +156,4 @@ def _check_read(items: list[ReadItem], tensors: dict[str, Sharded]) -> None:
     for name, sharded in tensors.items():
         held = sum(box.numel for box, _ in sharded.pieces)
         if planned[name] != held:
-            got = f"{planned[name]} of {held} elements"
-            raise failure(f"{name}: the saved chunks do not cover it", got=got)
+            raise failure(f"{name}: the saved chunks do not cover it", got=f"{planned[name]} of {held} elements")

@@ -62,8 +62,7 @@ def save_with(team: Team, path: str | Path, tensors: dict[str, Sharded], state: 
     """`save` for a team; ALONE saves in this process, whatever process group there is. `gets`: functions that read what is written, by its key."""
     job = _plan(team, path, tensors, state, overwrite)
     job.entries[:] = [Entry(e.key, e.dtype, e.shape, (gets or {}).get(e.key, e.get)) for e in job.entries]
-    size = sum(entry.size for entry in job.entries)
-    with busy(f"writing {path}", size, shown=team.rank == 0) as done:
+    with busy(f"writing {path}", sum(entry.size for entry in job.entries), shown=team.rank == 0) as done:
         _write(job, done)
 
 
@@ -110,8 +109,7 @@ def save_async(
         fix = 'pass group=torch.distributed.new_group(backend="gloo"), made once'
         raise on_all_ranks("asynchronous saving needs a gloo process group of its own", got=got, fix=fix)
     key = group.group_name if group is not None and team.size > 1 else ""
-    before = _last.pop(key, None)
-    if before is not None:
+    if (before := _last.pop(key, None)) is not None:
         before.report_unseen()
     job = _plan(team, path, tensors, state, overwrite)
     team.each("copying the tensors to save", lambda: _stage(job))
@@ -157,9 +155,10 @@ def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: Stat
     copied: State = {}
 
     def local() -> _Offer:
+        offer = offer_of(tensors)
         planner.set_up_planner(adapt(tensors), is_coordinator=team.rank == 0)
         copied.update(json.loads(dump_state(state)))
-        return planner.create_local_plan(), offer_of(tensors)
+        return planner.create_local_plan(), offer
 
     def decide(offers: list[_Offer]) -> list[SavePlan]:
         refuse_existing(target, overwrite)

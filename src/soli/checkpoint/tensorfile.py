@@ -98,8 +98,7 @@ def _bytes(entry: Entry) -> memoryview:
     tensor = entry.get().detach()
     if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
         raise failure(f"{entry.key} changed while it was saved", got=f"{tuple(tensor.shape)} {tensor.dtype}")
-    flat: Any = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    return tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _put(file: IO[bytes], digest: Any, data: memoryview, done: Add = lambda _: None) -> None:

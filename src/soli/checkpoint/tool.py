@@ -23,8 +23,7 @@ def show(path: str | Path) -> str:
     when = datetime.fromtimestamp(manifest.created, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     facts = [("checkpoint", str(path)), ("written", f"{when}, soli {manifest.soli}, torch {manifest.torch}")]
     facts += [(key, str(manifest.state[key])) for key in ("step", "plan", "imported_from") if key in manifest.state]
-    size = sum(entry.size for entry in manifest.files.values())
-    facts.append(("files", f"{len(manifest.files)}, {decimal(size)}"))
+    facts.append(("files", f"{len(manifest.files)}, {decimal(sum(entry.size for entry in manifest.files.values()))}"))
     for prefix in dict.fromkeys(name.split(".", 1)[0] for name in manifest.tensors):
         held = [saved for name, saved in manifest.tensors.items() if name.split(".", 1)[0] == prefix]
         facts.append((prefix, f"{len(held)} tensors, {decimal(sum(saved.size for saved in held))}"))
@@ -56,12 +55,9 @@ def check(path: str | Path) -> list[Problem]:
     with busy(f"checking {path}", sum(entry.size for entry in manifest.files.values())) as done:
         for name, entry in manifest.files.items():
             found += damage(place / name, entry, done) or _content_problems(place / name, manifest)
-    known = {*manifest.files, MANIFEST}
-    for entry_path in sorted(place.iterdir()):
-        if entry_path.name not in known:
-            fix = "remove it, or find out who put it there"
-            found.append(Problem(f"{entry_path} does not belong to the checkpoint", fix=fix))
-    return found
+    known, fix = {*manifest.files, MANIFEST}, "remove it, or find out who put it there"
+    strange = (file for file in sorted(place.iterdir()) if file.name not in known)
+    return found + [Problem(f"{file} does not belong to the checkpoint", fix=fix) for file in strange]
 
 
 def _content_problems(file: Path, manifest: Manifest) -> list[Problem]:
@@ -76,11 +72,7 @@ def _content_problems(file: Path, manifest: Manifest) -> list[Problem]:
         held = headers(file)
     except SoliError as error:
         return list(error.problems)
-    found = []
-    for key in sorted(expected.keys() | held.keys()):
-        if held.get(key) != expected.get(key):
-            got = f"{held[key][0]} {dtype_name(held[key][1])}" if key in held else "nothing"
-            should = expected.get(key)
-            allowed = f"{should[0]} {dtype_name(should[1])}" if should else "nothing"
-            found.append(Problem(f"{file}: {key} is not what the manifest says", got, allowed))
-    return found
+    pairs = {key: (held.get(key), expected.get(key)) for key in sorted(expected.keys() | held.keys())}
+    told = lambda form: f"{form[0]} {dtype_name(form[1])}" if form else "nothing"
+    what = "is not what the manifest says"
+    return [Problem(f"{file}: {key} {what}", told(a), told(b)) for key, (a, b) in pairs.items() if a != b]

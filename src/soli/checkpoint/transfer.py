@@ -57,8 +57,8 @@ def export(
     out = Path(out).absolute()
     manifest, place = read_manifest(path), locate(Path(path))
     raise_all(_export_problems(out, format, max_shard_bytes, config))
-    names = _model_names(manifest)
-    files = sorted({chunk.file for name in names.values() for chunk in manifest.tensors[name].chunks})
+    tensors = _model_tensors(manifest)
+    files = sorted({chunk.file for saved in tensors.values() for chunk in saved.chunks})
     check_files(place, manifest, files)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,11 +66,8 @@ def export(
             aside = tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent)
             partial = Path(stack.enter_context(aside)) / out.name
             handles = {file: stack.enter_context(reading(place / file)) for file in files}
-            entries = []
-            for own, name in names.items():
-                saved = manifest.tensors[name]
-                get = functools.partial(_assemble, handles, name, saved)
-                entries.append(Entry(own, saved.dtype, saved.shape, get))
+            get = lambda name: functools.partial(_assemble, handles, PREFIX + name, tensors[name])
+            entries = [Entry(name, saved.dtype, saved.shape, get(name)) for name, saved in tensors.items()]
             entries = _untied(entries, manifest.state.get("tied") or {})
             if config is not None:
                 entries = converted(entries, Path(config), back=True)
@@ -80,12 +77,12 @@ def export(
                 written = _write_hf(partial, entries, max_shard_bytes, config, done)
             else:
                 write_file(partial, entries, {"format": "pt"}, done)
-                written = [""]
+                written = [""]  # the file itself
             os.rename(partial, out)
         flush(out.parent)
     except OSError as error:
         raise as_soli_error(f"writing {out}", error) from error
-    return [out / name if name else out for name in written]
+    return [out / name for name in written]
 
 
 def _export_problems(out: Path, format: str, max_shard_bytes: int, config: str | Path | None) -> Iterator[Problem]:
@@ -101,12 +98,12 @@ def _export_problems(out: Path, format: str, max_shard_bytes: int, config: str |
         yield Problem("there is no such config file", str(config))
 
 
-def _model_names(manifest: Manifest) -> dict[str, str]:
-    """The model's own name -> the name in the checkpoint."""
-    names = {name.removeprefix(PREFIX): name for name in manifest.tensors if name.startswith(PREFIX)}
-    if not names:
+def _model_tensors(manifest: Manifest) -> dict[str, Saved]:
+    """Those of the model, by its own names."""
+    found = {name.removeprefix(PREFIX): saved for name, saved in manifest.tensors.items() if name.startswith(PREFIX)}
+    if not found:
         raise SoliError("the checkpoint holds no model tensors", got=", ".join(list(manifest.tensors)[:5]))
-    return names
+    return found
 
 
 def _assemble(handles: dict[str, Any], name: str, saved: Saved) -> Tensor:
@@ -128,20 +125,19 @@ def _write_hf(folder: Path, entries: list[Entry], limit: int, config: str | Path
         shards[-1].append(entry)
         filled += entry.size
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    written = names if len(shards) > 1 else ["model.safetensors"]
-    for name, shard in zip(written, shards, strict=True):
+    names = names if len(shards) > 1 else ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
         write_file(folder / name, shard, {"format": "pt"}, done)
     if len(shards) > 1:
         where = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         index = {"metadata": {"total_size": sum(e.size for e in entries)}, "weight_map": where}
-        text = json.dumps(index, indent=2, sort_keys=True)
-        (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
-        written = [*written, "model.safetensors.index.json"]
+        names.append("model.safetensors.index.json")
+        (folder / names[-1]).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if config is not None:
-        shutil.copyfile(config, folder / "config.json")
-        written = [*written, "config.json"]
+        names.append("config.json")
+        shutil.copyfile(config, folder / names[-1])
     flush(folder)
-    return written
+    return names
 
 
 def import_(source: str | Path, out: str | Path, tied: dict[str, str] | None = None) -> None:
