@@ -55,9 +55,8 @@ def classify(
     made = classifier(rules)
     where = histories(repos)
     with store.opened(mined) as base:
-        known = {repo for (repo,) in base.execute("SELECT repo FROM history")}
-    lacking = set(where) - known
-    if lacking:
+        known = set(store.column(base, "SELECT repo FROM history"))
+    if lacking := set(where) - known:
         got = f"{', '.join(sorted(lacking))} (it has {', '.join(sorted(known))})"
         fix = f"soli bugs mine ... --out {mined}"
         raise SoliError("these histories were not mined into this file", got=got, fix=fix)
@@ -73,10 +72,8 @@ def looked_at(
     """What rules see of each of these commits, and how often each kind of edit is made."""
     for hash_, changed in changes(path, hashes):
         key = (repo, hash_)
-        subject, body, rule = base.execute(
-            "SELECT subject, body, rule FROM change WHERE repo = ? AND hash = ?", key
-        ).fetchone()
-        files = base.execute("SELECT kind, path, added + deleted FROM file WHERE repo = ? AND hash = ?", key).fetchall()
+        subject, body, rule = base.execute(f"SELECT subject, body, rule FROM change {store.AT}", key).fetchone()
+        files = base.execute(f"SELECT kind, path, added + deleted FROM file {store.AT}", key).fetchall()
         kinds = {file: kind for kind, file, _ in files}
         found = [edit for one in changed if kinds.get(one.path) in READ for edit in edits(one)]
         yield hash_, places(subject, body, files, found, rule), Counter(edit.what for edit in found)
@@ -86,11 +83,9 @@ def _by_rules(repo: str, path: Path, mined: Path, made: Classifier) -> int:
     """Decide which commits are fixes, and of what; how many were looked at. What these rules have seen stays."""
     with store.opened(mined) as base:
         base.execute("DELETE FROM verdict WHERE repo = ? AND by = ? AND version != ?", (repo, RULES, made.digest))
-        rows = base.execute(
-            f"SELECT hash FROM change WHERE repo = ? AND {store.CODE} EXCEPT SELECT hash FROM verdict WHERE repo = ? AND by = '{RULES}'",
-            (repo, repo),
-        )
-        todo = sorted(hash_ for (hash_,) in rows)
+        seen = f"SELECT hash FROM verdict WHERE repo = ? AND by = '{RULES}'"
+        code = f"SELECT hash FROM change WHERE repo = ? AND {store.CODE}"
+        todo = sorted(store.column(base, f"{code} EXCEPT {seen}", repo, repo))
     with busy(f"classifying {repo}", len(todo), unit="commits") as add:
         for some in batched(todo):  # what is done is kept, if the rest is interrupted
             with store.opened(mined) as base:
@@ -103,9 +98,8 @@ def _by_rules(repo: str, path: Path, mined: Path, made: Classifier) -> int:
 
 def _keep(base: sqlite3.Connection, repo: str, hash_: str, of: Mapping[str, str], made: Classifier) -> None:
     """Say of a commit whether it is a fix, and of what."""
-    fix = decided(made, of)
-    said = {"fix": fix}
-    if fix.word == FIX[0]:
+    said = {"fix": decided(made, of)}
+    if said["fix"].word == FIX[0]:
         said |= {dimension: verdict(made.dimensions[dimension], of) for dimension in DIMENSIONS}
     for dimension, one in said.items():
         store.say(base, (repo, hash_, dimension, one.word, one.confidence, RULES, made.digest), one.evidence)
@@ -144,23 +138,20 @@ def _by_model(where: Mapping[str, Path], mined: Path, endpoint: Endpoint, at_mos
 
 def shown(base: sqlite3.Connection, repo: str, path: Path, hash_: str) -> str:
     """A fix as a model, or a person, reads it."""
-    subject, body = base.execute(
-        "SELECT subject, body FROM change WHERE repo = ? AND hash = ?", (repo, hash_)
-    ).fetchone()
+    subject, body = base.execute(f"SELECT subject, body FROM change {store.AT}", (repo, hash_)).fetchone()
     return f"{repo} {hash_}\n{subject}\n\n{body[:2000]}\n\n{patches(path, [hash_], LINES)[hash_]}"
 
 
 def _summary(base: sqlite3.Connection, looked: int, asked: int, nonsense: int, said: str) -> Classified:
     query = "SELECT word, count(*) FROM class WHERE dimension = ? GROUP BY word ORDER BY 2 DESC, word"
-    words = {dimension: dict(base.execute(query, (dimension,)).fetchall()) for dimension in DIMENSIONS}
+    words = {dimension: dict(base.execute(query, (dimension,))) for dimension in DIMENSIONS}
     query = "SELECT dimension, count(*) FROM class WHERE confidence < ? GROUP BY dimension"
-    unsure = dict(base.execute(query, (store.SURE,)).fetchall())
-    fixes = base.execute("SELECT count(*) FROM fix").fetchone()[0]
+    unsure = dict(base.execute(query, (store.SURE,)))
+    fixes = store.column(base, "SELECT count(*) FROM fix")[0]
     taken, dropped = base.execute(
         "SELECT total(word = 'yes' AND NOT fix), total(word = 'no' AND fix) FROM change JOIN verdict USING (repo, hash) WHERE dimension = 'fix'"
     ).fetchone()
     readable = " OR ".join(f"path LIKE '%{suffix}'" for suffix in LANGUAGES)
-    read = base.execute(
-        f"SELECT count(DISTINCT repo || hash) FROM fix JOIN file USING (repo, hash) WHERE {readable}"
-    ).fetchone()[0]
-    return Classified(fixes, fixes - read, looked, int(taken), int(dropped), words, unsure, asked, nonsense, said)
+    query = f"SELECT count(DISTINCT repo || hash) FROM fix JOIN file USING (repo, hash) WHERE {readable}"
+    unread = fixes - store.column(base, query)[0]
+    return Classified(fixes, unread, looked, int(taken), int(dropped), words, unsure, asked, nonsense, said)

@@ -59,7 +59,7 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
         raise SoliError("a token is not sent over a connection that others can read", got=api, allowed="https://")
     after, count = _begun(out, repo)
     if not out.parent.is_dir():
-        raise SoliError("there is no such folder", got=str(out.parent), fix="another --out")
+        raise SoliError("there is no such folder", got=out.parent, fix="another --out")
     ask: Ask = lambda query, variables: _asked(api, token, query, variables, pause)
     with out.open("a", encoding="utf-8") as file, busy(f"exporting {repo}", unit="requests") as add:
         if not out.stat().st_size:
@@ -85,7 +85,7 @@ def load(mined: Path, exported: Path) -> tuple[str, int, int]:
     with store.opened(mined) as base:
         repo = _called(base, lines[0]["repo"])
         numbers = dict(base.execute("SELECT pull, hash FROM change WHERE repo = ? AND pull IS NOT NULL", (repo,)))
-        hashes = {hash_ for (hash_,) in base.execute("SELECT hash FROM change WHERE repo = ?", (repo,))}
+        hashes = set(store.column(base, "SELECT hash FROM change WHERE repo = ?", repo))
         found = [one["hash"] if one["hash"] in hashes else numbers.get(one["number"]) for one in requests]
         for one, hash_ in zip(requests, found, strict=True):
             said = (repo, one["number"], hash_, one["title"], json.dumps(one["labels"]))
@@ -103,7 +103,7 @@ def load(mined: Path, exported: Path) -> tuple[str, int, int]:
 
 def _called(base: sqlite3.Connection, repo: str) -> str:
     """What the history of owner/name is called there: so, or by its folder alone. SoliError where it was not mined."""
-    known = {name for (name,) in base.execute("SELECT repo FROM history")}
+    known = store.column(base, "SELECT repo FROM history")
     found = next((name for name in (repo, repo.partition("/")[2]) if name in known), None)
     if found is None:
         got = f"{repo} (it has {', '.join(sorted(known))})"
@@ -153,7 +153,7 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
         return None, 0
     text = out.read_text(encoding="utf-8")
     if text and not text.startswith('{"repo": '):
-        raise SoliError("this file is no export of GitHub's", got=str(out), fix="another --out")
+        raise SoliError("this file is no export of GitHub's", got=out, fix="another --out")
     lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
     held = json.loads(lines[0])["repo"] if lines else repo
     if held != repo:
@@ -161,8 +161,7 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
     ends = [i for i, line in enumerate(lines) if line.startswith('{"cursor": ')]
     kept = lines[: ends[-1] + 1 if ends else 1]
     out.write_text("".join(kept), encoding="utf-8")
-    cursor = json.loads(kept[-1])["cursor"] if ends else None
-    return cursor, sum(line.startswith('{"number": ') for line in kept)
+    return json.loads(kept[-1])["cursor"] if ends else None, sum(line.startswith('{"number": ') for line in kept)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

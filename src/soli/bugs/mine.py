@@ -67,10 +67,10 @@ def name(path: Path) -> str:
 def summary(base: sqlite3.Connection, repo: str, count: int, new: int) -> Mined:
     """What is known of a repository."""
     by_rule = "SELECT rule, count(*) FROM change WHERE repo = ? AND fix = ? GROUP BY rule ORDER BY 2 DESC"
-    rejected, selected = (dict(base.execute(by_rule, (repo, fix)).fetchall()) for fix in (0, 1))
+    rejected, selected = (dict(base.execute(by_rule, (repo, fix))) for fix in (0, 1))
     rows = base.execute('SELECT source, larger, added, "all" FROM fix WHERE repo = ?', (repo,)).fetchall()
     sizes = {definition: [row[i] for row in rows] for i, definition in enumerate(store.SIZES)}
-    head = base.execute("SELECT head FROM history WHERE repo = ?", (repo,)).fetchone()[0]
+    head = store.column(base, "SELECT head FROM history WHERE repo = ?", repo)[0]
     return Mined(
         repo, head, count, new, len(rows), selected, rejected, median(sizes["source"]) if rows else 0.0,
         {definition: share(sum(size <= SMALL for size in values), len(values)) for definition, values in sizes.items()},

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from soli.bugs.history import Commit
 from soli.bugs.selection import Rules, closes, pull
@@ -23,6 +24,7 @@ from soli.core.errors import SoliError
 
 VERSION = 2
 SIZES = ("source", "larger", "added", "all")
+AT = "WHERE repo = ? AND hash = ?"
 CODE = "(fix OR rule NOT IN ('merge', 'nothing', 'beside'))"  # changes that code is a part of
 SURE = 0.6  # of a word by rules, below which a model's counts
 SCHEMA = files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
@@ -33,22 +35,20 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
     """The file, `made` if there is none; what is done is kept whole or not at all. SoliError where there is none, or it is something else."""
     fresh = not path.exists()
     if fresh and not made:
-        raise SoliError("there is no such file", got=str(path), fix=f"soli bugs mine ... --out {path}")
+        raise SoliError("there is no such file", got=path, fix=f"soli bugs mine ... --out {path}")
     try:
         with closing(sqlite3.connect(path)) as base:
             base.execute("PRAGMA foreign_keys = ON")
-            found = 0 if fresh else base.execute("PRAGMA user_version").fetchone()[0]
             if fresh:
                 base.executescript(SCHEMA.format(CODE=CODE, SURE=SURE, VERSION=VERSION))
-            elif found != VERSION:
-                what = "this file holds no bugs that this version of soli knows"
-                fix = "mine into another file"
+            elif (found := column(base, "PRAGMA user_version")[0]) != VERSION:
+                what, fix = "this file holds no bugs that this version of soli knows", "mine into another file"
                 raise SoliError(what, got=f"{path}: version {found}", allowed=f"version {VERSION}", fix=fix)
             with base:
                 yield base
     except sqlite3.DatabaseError as error:
         if "locked" in str(error):
-            raise SoliError("another command is writing this file", got=str(path), fix="wait for it") from error
+            raise SoliError("another command is writing this file", got=path, fix="wait for it") from error
         if "readonly" in str(error) or "unable to open" in str(error):
             what = f"this file cannot be {'written' if 'readonly' in str(error) else 'opened'}"
             raise SoliError(what, got=f"{path}: {error}", fix="another file") from error
@@ -57,13 +57,18 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
         ) from error
 
 
+def column(base: sqlite3.Connection, query: str, *given: Any) -> list[Any]:
+    """The first value of each row."""
+    return [value for value, *_ in base.execute(query, given)]
+
+
 def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: Rules) -> tuple[int, int]:
     """Keep a history's commits; how many there are, and how many of them are new. What rules of another text decided is decided again, and what
     HEAD has no more goes. SoliError where it has none of what is kept: another history is called so."""
-    before = base.execute("SELECT rules FROM history WHERE repo = ?", (repo,)).fetchone()
-    known = {hash_ for (hash_,) in base.execute("SELECT hash FROM change WHERE repo = ?", (repo,))}
+    before = column(base, "SELECT rules FROM history WHERE repo = ?", repo)
+    known = set(column(base, "SELECT hash FROM change WHERE repo = ?", repo))
     base.execute("INSERT OR IGNORE INTO history VALUES (?, '', 0, ?)", (repo, rules.digest))
-    again = before is not None and before[0] != rules.digest
+    again = bool(before) and before[0] != rules.digest
     if again:  # what fixes are of hangs on which they are
         base.execute("DELETE FROM verdict WHERE repo = ? AND by = 'rules'", (repo,))
     head, count, new, gone = "", 0, 0, set(known)
@@ -77,7 +82,7 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
         fix = "mine into another file, or name the folder owner+name"
         raise SoliError("another history of this name is in this file", got=repo, fix=fix)
     for table in ("verdict", "edited", "closed", "file", "change"):
-        base.executemany(f"DELETE FROM {table} WHERE repo = ? AND hash = ?", [(repo, h) for h in gone])
+        base.executemany(f"DELETE FROM {table} {AT}", [(repo, hash_) for hash_ in gone])
     base.execute(
         "UPDATE history SET head = ?, commits = ?, rules = ? WHERE repo = ?", (head, count, rules.digest, repo)
     )
@@ -117,6 +122,6 @@ def say(base: sqlite3.Connection, told: Told, evidence: Sequence[str]) -> None:
 
 def edited(base: sqlite3.Connection, repo: str, hash_: str, done: Mapping[str, int]) -> None:
     """Keep what a change does to syntax."""
-    base.execute("DELETE FROM edited WHERE repo = ? AND hash = ?", (repo, hash_))
+    base.execute(f"DELETE FROM edited {AT}", (repo, hash_))
     rows = [(repo, hash_, what, count) for what, count in (done or {"": 0}).items()]
     base.executemany("INSERT INTO edited VALUES (?, ?, ?, ?)", rows)

@@ -55,7 +55,7 @@ def study(mined: Path, labels: Sequence[Label] = (), population: Mapping[str, in
 
 def _whole(base: sqlite3.Connection, mined: Path) -> None:
     """SoliError where there is nothing to count, or some of it was not looked at, or by other rules."""
-    one = lambda query: base.execute(query).fetchone()[0]
+    one = lambda query: store.column(base, query)[0]
     if not one("SELECT count(*) FROM judged WHERE told OR fix"):
         raise SoliError(
             "no fix of a bug is in this file", got=str(mined), fix="soli bugs mine other histories, or by other --rules"
@@ -104,8 +104,8 @@ def _sizes(
     found = {}
     for name in store.SIZES:
         rows = base.execute(f'SELECT repo, "{name}", committed FROM judged WHERE told').fetchall()
-        others = [size for (size,) in base.execute(f'SELECT "{name}" FROM judged WHERE NOT told')]
-        syntax = [size for (size,) in base.execute(f'SELECT "{name}" FROM fix')]
+        others = store.column(base, f'SELECT "{name}" FROM judged WHERE NOT told')
+        syntax = store.column(base, f'SELECT "{name}" FROM fix')
         small = set(base.execute(f'SELECT repo, hash FROM size WHERE "{name}" <= ?', (SMALL,)))
         repos = sorted({repo for repo, _, _ in rows})
         by = {repo: [size for of, size, _ in rows if of == repo] for repo in repos}
@@ -140,7 +140,7 @@ def _mixed(by: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> S
 
 def _lines(base: sqlite3.Connection, of: str) -> list[Share]:
     """Shares of at most so many source lines (LINES)."""
-    sizes = np.array([size for (size,) in base.execute(f"SELECT source FROM judged WHERE {of}")])
+    sizes = np.array(store.column(base, f"SELECT source FROM judged WHERE {of}"))
     return [share(int((sizes <= most).sum()), len(sizes)) for most in LINES]
 
 
@@ -167,11 +167,8 @@ def _shares(known: Sequence[str], words: Sequence[str]) -> dict[str, tuple[int, 
 
 def _small(base: sqlite3.Connection) -> dict[str, tuple[int, Share]]:
     """Strategies of the fixes of SMALL source lines or fewer."""
-    rows = base.execute(
-        "SELECT word FROM class JOIN judged USING (repo, hash) WHERE told AND dimension = 'strategy' AND source <= ?",
-        (SMALL,),
-    )
-    return _shares(list(DIMENSIONS["strategy"]), [word for (word,) in rows])
+    small = "SELECT word FROM class JOIN judged USING (repo, hash) WHERE told AND dimension = 'strategy' AND source <= ?"
+    return _shares(list(DIMENSIONS["strategy"]), store.column(base, small, SMALL))
 
 
 def _together(base: sqlite3.Connection) -> dict[str, dict[str, int]]:
@@ -205,16 +202,14 @@ def _spread(base: sqlite3.Connection, of: str) -> dict[str, Any]:
 def _syntax(base: sqlite3.Connection, of: str) -> dict[str, Any]:
     """What is done to syntax: the share of these commits that do it."""
     edited = f"FROM edited JOIN judged USING (repo, hash) WHERE {of}"
-    total = base.execute(f"SELECT count(DISTINCT repo || hash) {edited}").fetchone()[0]
+    total = store.column(base, f"SELECT count(DISTINCT repo || hash) {edited}")[0]
     rows = base.execute(f"SELECT what, count(*) {edited} AND what != '' GROUP BY what")
     return {"count": total, "shares": {what: share(n, total) for what, n in rows}}
 
 
 def _days(base: sqlite3.Connection) -> dict[str, Any] | None:
     """Days from an issue's opening to the commit that closes it, and reviewers, where GitHub's export was taken in."""
-    rows = base.execute(
-        "SELECT days, reviewers FROM time_to_fix JOIN fix USING (repo, hash) WHERE days >= 0"
-    ).fetchall()
+    rows = list(base.execute("SELECT days, reviewers FROM time_to_fix JOIN fix USING (repo, hash) WHERE days >= 0"))
     if not rows:
         return None
     reviewers = [n for _, n in rows if n is not None]
@@ -245,8 +240,7 @@ def _checked(one: Mapping[str, Any], question: Mapping[str, Any], said: Mapping[
     found = {by: compared(one["kind"], one["words"], table) for by, table in tables.items()}
     # labels where there are any: what the rules say is biased to the words that are frequent
     best = list(found)[-1]
-    why = "; ".join(f"by {by}: {reason}" for by, (_, reason) in found.items())
-    return f"{found[best][0]} (by {best})", why
+    return f"{found[best][0]} (by {best})", "; ".join(f"by {by}: {reason}" for by, (_, reason) in found.items())
 
 
 def _share_checked(one: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[str, str]:
