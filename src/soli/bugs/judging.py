@@ -14,6 +14,8 @@ from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import SoliError
 
 ALL = "all of them"
+Said = dict[tuple[str, str, str], tuple[str, bool]]
+"""Of repository, hash and dimension the word, and whether it is sure."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,16 @@ def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
             fix="mine and classify their histories too",
         )
     by, found = by_labeller(labels), []
+    fixes = {who: {key: one for key, one in theirs.items() if one.fix == "yes"} for who, theirs in by.items()}
     for dimension in DIMENSIONS:
-        words = {
-            who: {key: getattr(one, dimension) for key, one in theirs.items() if one.fix == "yes"}
-            for who, theirs in by.items()
-        }
+        words = {who: {key: getattr(one, dimension) for key, one in theirs.items()} for who, theirs in fixes.items()}
         first = next(iter(words.values()), {})
         words[ALL] = {key: word for key, word in first.items() if all(one.get(key) == word for one in words.values())}
         found += [_judged(dimension, who, theirs, said) for who, theirs in words.items()]
     return found
 
 
-def _judged(
-    dimension: str, who: str, theirs: dict[tuple[str, str], str], said: dict[tuple[str, str, str], tuple[str, bool]]
-) -> Judged:
+def _judged(dimension: str, who: str, theirs: dict[tuple[str, str], str], said: Said) -> Judged:
     of = [(word, *said[*key, dimension]) for key, word in theirs.items() if (*key, dimension) in said]
     both = [(a, b) for a, b, _ in of]
     sure = [(a, b) for a, b, sure in of if sure]

@@ -53,8 +53,10 @@ class Item:
 def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, token: str) -> Starlette:
     """The page of one labeller: `path` holds everybody's labels, and is written after each."""
     pages = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = pages.from_string(files("soli.bugs").joinpath("label_page.html").read_text(encoding="utf-8"))
     root = f"/{token}"
+    words = {"dimensions": DIMENSIONS, "fix_words": FIX, "mechanisms": mechanisms()}
+    text = files(__package__).joinpath("label_page.html").read_text(encoding="utf-8")
+    template = pages.from_string(text, globals={"root": root, "labeller": labeller, **words})
 
     def known() -> list[Label]:
         return labels.read(path) if path.exists() else []
@@ -63,15 +65,7 @@ def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, 
         return labels.by_labeller(rows).get(labeller, {})
 
     def page(name: str, status: int = 200, **said: Any) -> Response:
-        said |= {
-            "page": name,
-            "root": root,
-            "labeller": labeller,
-            "dimensions": DIMENSIONS,
-            "fix_words": FIX,
-            "mechanisms": list(mechanisms()),
-        }
-        return HTMLResponse(template.render(said), status, HEADERS)
+        return HTMLResponse(template.render(said, page=name), status, HEADERS)
 
     def start(request: Request) -> Response:
         done = mine(known())

@@ -92,10 +92,9 @@ def draw(
     The same seed, file and counts give the same ones (Python's Mersenne twister). `without`: hashes that were read while the rules
     were made; `of`: repositories to draw from, left out: all.
     """
-    places = {"fix": "fix", "rest": "other"}
     random, drawn, population = Random(seed), {}, {}
-    for name in SAMPLES:
-        rows = sorted(base.execute(f"SELECT repo, hash FROM {places[name]}"))
+    for name, place in zip(SAMPLES, ("fix", "other"), strict=True):
+        rows = sorted(base.execute(f"SELECT repo, hash FROM {place}"))
         rows = rows if of is None else [row for row in rows if row[0] in of]
         population[name] = len(rows)
         rows = [row for row in rows if row[1] not in without]
@@ -109,16 +108,11 @@ def draw(
 
 def wrong(one: Label) -> list[tuple[str, str]]:
     """What is wrong with a label, and what it says there."""
-    found = [("'fix' says none of " + ", ".join(FIX), one.fix)] if one.fix not in FIX else []
-    if one.sample not in SAMPLES:
-        found.append(("'sample' says none of " + ", ".join(SAMPLES), one.sample))
-    for name, known in DIMENSIONS.items():
-        word = getattr(one, name)
-        if (one.fix == "yes" or word) and word not in known:
-            found.append((f"'{name}' says none of {', '.join(known)}", word))
-    if one.mechanism and one.mechanism not in mechanisms():
-        found.append((f"'mechanism' says none of {', '.join(mechanisms())}", one.mechanism))
-    return found
+    known = {"fix": FIX, "sample": SAMPLES, **DIMENSIONS, "mechanism": mechanisms()}
+    free = {"mechanism", *(DIMENSIONS if one.fix != "yes" else ())}  # may be empty
+    said = {name: getattr(one, name) for name in known if getattr(one, name) or name not in free}
+    wrong = {name: word for name, word in said.items() if word not in known[name]}
+    return [(f"'{name}' says none of {', '.join(known[name])}", word) for name, word in wrong.items()]
 
 
 @dataclass(frozen=True)
@@ -210,8 +204,7 @@ def population(sample: Path) -> dict[str, int]:
 
 def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Selection]:
     """The rules that made a mined file, by labels of commits that were drawn as `sample` says: strictly and not."""
-    labels = list(labels)
-    size = population(sample)
+    labels, size = list(labels), population(sample)
     with store.opened(mined) as base:
         chosen = set(base.execute("SELECT repo, hash FROM fix"))
         known = set(base.execute("SELECT repo, hash FROM change"))
@@ -220,10 +213,8 @@ def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Sele
         got = f"{mined} lacks {len(lacking)}: {', '.join(sorted(lacking)[:3])} ..."
         fix = "mine their histories too, as they are now"
         raise SoliError("labelled commits are not in this file", got=got, fix=fix)
-    return {
-        name: selection(labels, size, chosen, strict=strict)
-        for name, strict in (("all say so", True), ("one says so", False))
-    }
+    ways = {"all say so": True, "one says so": False}
+    return {name: selection(labels, size, chosen, strict=strict) for name, strict in ways.items()}
 
 
 def _shares(strata: list[tuple[NDArray[np.float64], float]]) -> tuple[float, float]:
