@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -49,7 +49,7 @@ class Change:
 def changes(repo: Path, hashes: Sequence[str]) -> Iterator[tuple[str, list[Change]]]:
     """The Python, C++ and CUDA files of each of these commits, in their order. A commit without one has an empty list."""
     for some in batched(hashes):
-        patches = dict(_patches(repo, some, ("-U0", *(f":(glob)**/?*{suffix}" for suffix in LANGUAGES))))
+        patches = dict(_patches(repo, some, "-U0", (f":(glob)**/?*{suffix}" for suffix in LANGUAGES)))
         files = {hash_: _files(patch) for hash_, patch in patches.items()}
         wanted = sorted({name for all_ in files.values() for one in all_ for name in one.blobs if name.strip("0")})
         texts = _blobs(repo, wanted)
@@ -62,7 +62,7 @@ def patches(repo: Path, hashes: Sequence[str], lines: int) -> dict[str, str]:
     paths = [".", *(f":(exclude,icase,glob)**/{name}" for name in (*rules().left_out, "*.lock", "*.ipynb"))]
     found = dict.fromkeys(hashes, "")
     for some in batched(hashes):
-        found |= {hash_: _first(text, lines) for hash_, text in _patches(repo, some, ("-U4", *paths))}
+        found |= {hash_: _first(text, lines) for hash_, text in _patches(repo, some, "-U4", paths)}
     return found
 
 
@@ -76,8 +76,7 @@ def batched(hashes: Sequence[str]) -> Iterator[Sequence[str]]:
     yield from (hashes[i : i + AT_ONCE] for i in range(0, len(hashes), AT_ONCE))
 
 
-def _patches(repo: Path, hashes: Sequence[str], words: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    context, *paths = words
+def _patches(repo: Path, hashes: Sequence[str], context: str, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     arguments = (
         "log", "--no-walk=unsorted", "--stdin", "-p", context, "--full-index", "-M", "--no-ext-diff", "--no-textconv", "--no-color",
         f"--format=tformat:{MARK}%H{END}", "--", *paths,
@@ -129,8 +128,7 @@ def _change(file: _File, before: str, after: str) -> Change:
         opened |= set() if old_count else {old_at}
         closed |= set() if new_count else {new_at}
     path = file.was if file.now == ABSENT else file.now
-    lines = (frozenset(some) for some in (removed, added, opened, closed))
-    return Change(path, file.was, before, after, *lines)
+    return Change(path, file.was, before, after, *map(frozenset, (removed, added, opened, closed)))
 
 
 def _named(name: str) -> str:

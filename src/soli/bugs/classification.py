@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ PLACES = ("subject", "body", "paths", "kinds", "edits", "most", "size", "rule", 
 FIX = ("yes", "no")
 FLAGS = re.IGNORECASE | re.MULTILINE
 FEW = 6
+Source = tuple[str, str, int]
+"""Kind, path and lines of a file."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,8 @@ class Classifier:
     digest: str
 
 
-def places(
-    subject: str, body: str, sources: Iterable[tuple[str, str, int]], edits: Sequence[Edit], rule: str = ""
-) -> dict[str, str]:
-    """Where rules look. `sources`: kind, path and lines of each file. `edits`: of its source and build files. `rule`: of selection."""
-    of = list(sources)
+def places(subject: str, body: str, of: list[Source], edits: Sequence[Edit], rule: str = "") -> dict[str, str]:
+    """Where rules look. `edits`: of its source and build files. `rule`: of selection."""
     kinds = sorted({kind for kind, _, _ in of})
     lines = [lines for kind, _, lines in of if kind in ("source", "build")]
     most = Counter(edit.what for edit in edits).most_common(1)
@@ -116,8 +115,7 @@ def likely(hints: Hints, matched: NDArray[np.float64]) -> NDArray[np.float64]:
     speaks = np.zeros((len(hints.hints), len(words)))
     for row, hint in enumerate(hints.hints):
         speaks[row, words.index(hint.word)] = hint.weight
-    chances: NDArray[np.float64] = softmax(matched @ speaks + np.array(list(hints.prior.values())), axis=1)
-    return chances
+    return softmax(matched @ speaks + np.array(list(hints.prior.values())), axis=1)
 
 
 def classifier(path: Path | None = None) -> Classifier:
@@ -143,8 +141,7 @@ def _wrong(name: str, known: tuple[str, ...], said: Any) -> Iterator[Problem]:
         if word not in known:
             yield Problem(f"{name} has no such word", got=word, allowed=", ".join(known))
             continue
-        fits = isinstance(one, dict) and isinstance(one.get("prior"), int | float)
-        if not fits or set(one) - {"prior", "rules"}:
+        if not (isinstance(one, dict) and isinstance(one.get("prior"), int | float)) or set(one) - {"prior", "rules"}:
             yield Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(one)[:200])
         for rule in one.get("rules", ()) if isinstance(one, dict) else ():
             yield from _wrong_rule(f"{name} {word}: {rule.get('name', 'a rule without a name')}", rule)

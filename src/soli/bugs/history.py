@@ -63,9 +63,8 @@ def git(path: Path, *words: str, stdin: int = subprocess.DEVNULL) -> subprocess.
         "LC_ALL": "C",
     }
     call = ["git", "--no-pager", *SAFE, "-c", f"safe.directory={path.resolve()}", "-C", str(path), *words]
-    pipe = subprocess.PIPE
     try:
-        return subprocess.Popen(call, stdout=pipe, stderr=pipe, stdin=stdin, env=environment)
+        return subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=stdin, env=environment)
     except FileNotFoundError as error:
         raise SoliError("git is not installed", fix="apt install git, or what your system has for it") from error
 
@@ -85,7 +84,7 @@ def check(path: Path) -> int:
     status, shallow, _ = asked(path, "rev-parse", "--is-shallow-repository")
     if shallow == "true":
         what = "the history is cut off: a shallow clone has its last commits only"
-        raise SoliError(what, got=str(path), allowed="a whole clone", fix=f"git -C {path} fetch --unshallow")
+        raise SoliError(what, got=path, allowed="a whole clone", fix=f"git -C {path} fetch --unshallow")
     for key in ("extensions.partialclone", r"remote\..*\.(promisor|partialclonefilter)"):
         status, said, _ = asked(path, "config", "--local", "--get-regexp", key)
         if status == 0 and said:
@@ -95,9 +94,9 @@ def check(path: Path) -> int:
     status, inside, _ = asked(path, "rev-parse", "--show-prefix")
     if inside:
         fix = asked(path, "rev-parse", "--show-toplevel")[1]
-        raise SoliError("this is a folder of a repository, and a history is of all of it", got=str(path), fix=fix)
+        raise SoliError("this is a folder of a repository, and a history is of all of it", got=path, fix=fix)
     if asked(path, "rev-parse", "--verify", "HEAD")[0] and not asked(path, "rev-list", "-n1", "--all")[1]:
-        raise SoliError("the history has no commits", got=str(path))
+        raise SoliError("the history has no commits", got=path)
     status, count, error = asked(path, "rev-list", "--count", "HEAD")
     if status:
         fix = "clone it again; git fsck says what is damaged"
@@ -113,8 +112,7 @@ def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
     wanted = check(path)
     form = f"--format=tformat:{MARK + PART.join(FIELDS) + END}"
     exclude = [f":(exclude,icase,glob)**/{name}" for name in left_out]
-    plainly = ("-M", "--no-ext-diff", "--no-textconv")
-    words = ("log", "--numstat", "-z", *plainly, form, "HEAD", "--", ".", *exclude)
+    words = ("log", "--numstat", "-z", "-M", "--no-ext-diff", "--no-textconv", form, "HEAD", "--", ".", *exclude)
     # A path leaves out commits that touch nothing else: so those are asked for without one.
     found = {fields[0]: files for fields, files in _chunks(path, words)}
     count = 0

@@ -98,8 +98,7 @@ def _compared(old: list[_Fact], new: list[_Fact]) -> Iterator[Edit]:
         before = gone.get((one.kind, one.name))
         text = f"{one.name} {one.text}".strip()
         if before:
-            was = before.pop(0)
-            yield Edit(f"{one.kind} changed", f"{text} <- {was.text}", one.line)
+            yield Edit(f"{one.kind} changed", f"{text} <- {before.pop(0).text}", one.line)
         else:
             yield Edit(f"{one.kind} added", text, one.line)
     for left in gone.values():
@@ -117,8 +116,7 @@ def _moved(change: Change) -> Iterator[Edit]:
     for number in sorted(change.added):
         line = after[number] if number < len(after) else ""
         if gone.get(line.strip()):
-            was = gone[line.strip()].pop(0)
-            word = "moved" if was == line else "indented"
+            word = "moved" if gone[line.strip()].pop(0) == line else "indented"
             yield Edit(f"statement {word}", _short(line), number + 1)
 
 
