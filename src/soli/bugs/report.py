@@ -153,8 +153,7 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
         lambda axes: _small(axes, sizes, said["paper"]["share"]),
     )
     lines = said["lines"]
-    titles = ["source lines at most", *map(str, LINES)]
-    yield Table(titles, [[name, *map(percent, lines[key])] for name, key in KINDS])
+    yield Table(["source lines at most", *map(str, LINES)], [[name, *map(percent, lines[key])] for name, key in KINDS])
     yield Figure("Share of commits of so many source lines or fewer.", lambda axes: _curves(axes, lines))
     yield Heading(3, f"Strategies of the fixes of {SMALL} source lines or fewer")
     strategies = [[word, f"{n:,}", percent(part)] for word, (n, part) in said["small"].items()]

@@ -57,9 +57,8 @@ def _whole(base: sqlite3.Connection, mined: Path) -> None:
     """SoliError where there is nothing to count, or some of it was not looked at, or by other rules."""
     one = lambda query: store.column(base, query)[0]
     if not one("SELECT count(*) FROM judged WHERE told OR fix"):
-        raise SoliError(
-            "no fix of a bug is in this file", got=str(mined), fix="soli bugs mine other histories, or by other --rules"
-        )
+        fix = "soli bugs mine other histories, or by other --rules"
+        raise SoliError("no fix of a bug is in this file", got=mined, fix=fix)
     left = one(
         "SELECT count(*) FROM judged WHERE (repo, hash) NOT IN (SELECT repo, hash FROM verdict WHERE dimension = 'fix')"
     )
@@ -167,8 +166,8 @@ def _shares(known: Sequence[str], words: Sequence[str]) -> dict[str, tuple[int, 
 
 def _small(base: sqlite3.Connection) -> dict[str, tuple[int, Share]]:
     """Strategies of the fixes of SMALL source lines or fewer."""
-    small = "SELECT word FROM class JOIN judged USING (repo, hash) WHERE told AND dimension = 'strategy' AND source <= ?"
-    return _shares(list(DIMENSIONS["strategy"]), store.column(base, small, SMALL))
+    of = "SELECT word FROM class JOIN judged USING (repo, hash) WHERE told AND dimension = 'strategy' AND source <= ?"
+    return _shares(list(DIMENSIONS["strategy"]), store.column(base, of, SMALL))
 
 
 def _together(base: sqlite3.Connection) -> dict[str, dict[str, int]]:
