@@ -155,8 +155,7 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
     if text and not text.startswith('{"repo": '):
         raise SoliError("this file is no export of GitHub's", got=out, fix="another --out")
     lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    held = json.loads(lines[0])["repo"] if lines else repo
-    if held != repo:
+    if (held := json.loads(lines[0])["repo"] if lines else repo) != repo:
         raise SoliError("this file holds another repository", got=f"{out}: {held}", fix="another --out")
     ends = [i for i, line in enumerate(lines) if line.startswith('{"cursor": ')]
     kept = lines[: ends[-1] + 1 if ends else 1]

@@ -49,8 +49,7 @@ def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[M
 def histories(paths: Collection[Path]) -> dict[str, Path]:
     """Those in these folders by what they are called. SoliError where two have one name, or one is not whole."""
     names = [name(path) for path in paths]
-    twice = {one for one in names if names.count(one) > 1}
-    if twice:
+    if twice := {one for one in names if names.count(one) > 1}:
         fix = "name their folders owner+name, or mine them into two files"
         raise SoliError("two of these histories have one name", got=", ".join(sorted(twice)), fix=fix)
     for path in paths:

@@ -46,8 +46,7 @@ def drawn(
 def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list[Item]:
     """Each drawn commit as it is shown. SoliError where its history is not given."""
     where = histories(repos)
-    lacking = {repo for commits in said["commits"].values() for repo, _ in commits} - set(where)
-    if lacking:
+    if lacking := {repo for commits in said["commits"].values() for repo, _ in commits} - set(where):
         raise SoliError(
             "commits of other histories were drawn", got=", ".join(sorted(lacking)), fix="give these clones too"
         )
@@ -55,8 +54,7 @@ def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list
     with store.opened(mined) as base:
         rows = base.execute("SELECT repo, hash, subject, body FROM change")
         texts = {(repo, hash_): (subject, body) for repo, hash_, subject, body in rows}
-    unknown = [f"{repo} {hash_[:10]}" for _, repo, hash_ in all_ if (repo, hash_) not in texts]
-    if unknown:
+    if unknown := [f"{repo} {hash_[:10]}" for _, repo, hash_ in all_ if (repo, hash_) not in texts]:
         got = f"{mined} lacks {len(unknown)}: {', '.join(unknown[:3])} ..."
         fix = "the file that they were drawn from, or another --sample"
         raise SoliError("commits were drawn that this file does not have", got=got, fix=fix)

@@ -89,8 +89,7 @@ def merge(offers: list[Forms]) -> dict[str, Any]:
     problems = []
     for rank, offer in enumerate(offers):
         for name, (shape, dtype) in offer.items():
-            known = merged.setdefault(name, (shape, dtype))
-            if known != (shape, dtype):
+            if (known := merged.setdefault(name, (shape, dtype))) != (shape, dtype):
                 got = f"{known[0]} {dtype_name(known[1])}, but rank {rank}: {shape} {dtype_name(dtype)}"
                 problems.append(Problem(f"{name}: the ranks disagree on the global tensor", got))
     raise_all(problems, everywhere=True)

@@ -100,12 +100,10 @@ def damage(file: Path, entry: FileEntry, done: Add = lambda _: None) -> list[Pro
     fix = "take another copy of this checkpoint, or an earlier one"
     if not file.is_file():
         return [Problem(f"{file} is missing", fix=fix)]
-    size = file.stat().st_size
-    if size != entry.size:
+    if (size := file.stat().st_size) != entry.size:
         what = "is truncated" if size < entry.size else "is longer than it was written"
         return [Problem(f"{file} {what}", f"{size} bytes", f"{entry.size} bytes", fix)]
-    got = checksum(file, done)
-    if got != entry.checksum:
+    if (got := checksum(file, done)) != entry.checksum:
         return [Problem(f"{file} is damaged: its content is not what was written", got, entry.checksum, fix)]
     return []
 

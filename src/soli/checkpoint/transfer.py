@@ -171,8 +171,7 @@ def _sources(source: Path) -> dict[str, Path]:
         raise _refused(source, [source.name] if source.suffix in PICKLES else [])
     if not source.is_dir():
         raise SoliError(f"there is nothing at {source}", fix="check the path")
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
+    if (index := source / "model.safetensors.index.json").is_file():
         return _indexed(index)
     found = sorted(source.glob("*.safetensors"))
     if (source / "model.safetensors") in found:

@@ -57,8 +57,7 @@ def own(text: str) -> tuple[Any, Any, Any] | None:
     config = getattr(module, f"{OWN[name]}Config")
     usual = {field.name: field.default for field in fields(config) if field.type == "int"}
     said = dict(_size(name, word, (*usual, "seq")) for word in words.split(",") if word)
-    lacking = [key for key, value in usual.items() if value is MISSING and key not in said]
-    if lacking:
+    if lacking := [key for key, value in usual.items() if value is MISSING and key not in said]:
         fix = f"soli plan {name}:{','.join(f'{key}=N' for key in (*lacking, 'dim', 'layers', 'heads'))}"
         raise SoliError(f"the sizes of {name} are not said", got=text, fix=fix)
     seq = said.pop("seq", said.get("context", SEQ))

@@ -98,16 +98,14 @@ def _as_dict(role: Any, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _hints(given: list[str]) -> dict[str, str]:
-    wrong = [text for text in given if "=" not in text]
-    if wrong:
+    if wrong := [text for text in given if "=" not in text]:
         raise SoliError("--role has no value", got=", ".join(wrong), allowed="PATTERN=ROLE")
     return dict(text.split("=", 1) for text in given)
 
 
 def _made(text: str) -> tuple[Any, Any, Any]:
     """The model, a batch and its loss (None: the model's own)."""
-    program = programs.named(text)
-    if program is not None:
+    if (program := programs.named(text)) is not None:
         return programs.from_file(*program)
     place = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if place.name.endswith(".json") and place.is_file():

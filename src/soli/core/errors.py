@@ -95,8 +95,7 @@ def listing(told: Callable[P, Iterator[Problem]]) -> Callable[P, list[Problem]]:
 
 def raise_all(problems: Iterable[Problem], *, everywhere: bool = False) -> None:
     """Raise one error that lists every problem, or return if there is none."""
-    found = tuple(problems)
-    if found:
+    if found := tuple(problems):
         raise SoliError(found, everywhere=everywhere)
 
 

@@ -233,8 +233,7 @@ def _value_problems(values: dict[str, Any]) -> Iterator[Problem]:
     if values.get("rows", 0) < 0:
         yield Problem("'rows' of the plan is below 0", got=values["rows"], allowed="0, 1, 2, ...")
     for key in ("dp", "replicate", "tp", "depth", "cp", "pp", "chunks", "microbatches", "accumulate", "ep"):
-        value = values.get(key, 1)
-        if value is not None and value < 1:
+        if (value := values.get(key, 1)) is not None and value < 1:
             yield Problem(f"'{key}' of the plan is below 1", got=value, allowed="1, 2, 3, ...")
     if values.get("zero", 0) not in range(4):
         yield Problem("'zero' of the plan is no stage of ZeRO", got=str(values["zero"]), allowed="0, 1, 2, 3")

@@ -117,8 +117,7 @@ def _write_for_launcher(
     rank: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> bool:
     """True if the launcher has it, and will show it."""
-    path = os.environ.get("SOLI_ERROR_FILE")
-    if not path:
+    if not (path := os.environ.get("SOLI_ERROR_FILE")):
         return False
     known = error.to_json() if isinstance(error, SoliError) else None
     text = "".join(traceback.format_exception(kind, error, trace))

@@ -89,8 +89,7 @@ def open_tokens(path: Path) -> Span:
         fix = "write both again"
         raise SoliError(f"{path} is not what {beside.name} says", got=f"{size} bytes", allowed=allowed, fix=fix)
     span = Span(path, dtype, vocab, 0, count, header.get("bytes"))
-    largest = int(span.ids().max())
-    if largest >= vocab:
+    if (largest := int(span.ids().max())) >= vocab:
         raise SoliError(f"{path} holds an id outside its vocabulary", got=largest, allowed=f"below {vocab}")
     return span
 

@@ -138,8 +138,7 @@ def _other(rank: Ended) -> str:
         where = rank.call and f" in {rank.call}"
         return f"  rank {rank.rank} was still running{where} and was ended" + _standing(rank.stacks)
     soli, line = rank.soli, rank.error["line"] if rank.error else ""
-    what = soli.problems[0].what.splitlines()[0] if soli is not None else rank.last_line
-    if what:
+    if what := soli.problems[0].what.splitlines()[0] if soli is not None else rank.last_line:
         what += f" (at {line})" if line else ""
         return f"  rank {rank.rank} {'then stopped' if rank.consequence else 'also failed'}: {what}"
     return f"  rank {rank.rank} {_how(rank.code)}"

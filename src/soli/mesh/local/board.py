@@ -238,8 +238,7 @@ class Board:
         if self.on_look is not None:
             self.on_look()
         gone = [other for other in range(self.ranks) if self._is_gone(other)]
-        late = next((other for other in gone if other == peer or self._behind(other)), None)
-        if late is not None:
+        if (late := next((other for other in gone if other == peer or self._behind(other)), None)) is not None:
             number = self.global_ranks[late]
             raise self.fail(f"rank {number} of group {self.name} is gone; it stood at {self.said(late)}")
 

@@ -101,8 +101,7 @@ def _create(size: int) -> tuple[int, str]:
     if not hasattr(os, "memfd_create"):
         fix = "name a folder in memory with SOLI_LOCAL_FOLDER, or take SOLI_BACKEND=gloo"
         raise on_all_ranks("this system has no memfd for the local backend", got=os.uname().sysname, fix=fix)
-    free = psutil.virtual_memory().available
-    if size > free:
+    if size > (free := psutil.virtual_memory().available):
         what = "this machine has no room for the memory that the ranks share"
         allowed = f"{size:,} bytes and what the training needs"
         fix = "take fewer ranks, or name a folder on a disk with SOLI_LOCAL_FOLDER (slow)"
