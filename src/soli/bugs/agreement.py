@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+Share = tuple[float, float, float]
+"""A number and its interval."""
+
 
 @dataclass(frozen=True)
 class Kappa:
@@ -23,9 +26,14 @@ class Kappa:
         return bounded((self.value, self.low, self.high))
 
 
-def bounded(part: tuple[float, float, float]) -> str:
+def bounded(part: Share) -> str:
     """A number with its interval, as people read it."""
     return f"{part[0]:.2f} ({part[1]:.2f} to {part[2]:.2f})"
+
+
+def percent(part: Share | None) -> str:
+    """A share as people read it, with its interval."""
+    return f"{part[0]:.0%} ({100 * part[1]:.0f} to {100 * part[2]:.0f})" if part else "-"
 
 
 def kappa(first: Sequence[str], second: Sequence[str]) -> Kappa:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment
 
-from soli.bugs.agreement import bounded
+from soli.bugs.agreement import Share, bounded, percent
 from soli.bugs.judging import ALL, Judged
 from soli.bugs.labels import Selection
 from soli.bugs.mine import SMALL
 from soli.bugs.store import SURE
-from soli.bugs.study import LINES, Share, percent
+from soli.bugs.study import LINES
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.picture import svg
 

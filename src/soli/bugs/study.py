@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from soli.bugs import store
+from soli.bugs.agreement import Share, percent
 from soli.bugs.labels import Label, selection
 from soli.bugs.mine import SMALL, share
 from soli.bugs.taxonomy import DIMENSIONS, UNKNOWN
 from soli.core.errors import SoliError
 from soli.core.tables import table
 
-Share = tuple[float, float, float]
 LINES = (1, 5, 10, 20, 50, 100)
 KINDS = {"fixes": "told", "others": "NOT told"}
 """Commits that are fixes by their message, and those that are none; and which rows of the view `judged` these are."""
@@ -276,8 +276,3 @@ def compared(kind: str, words: Sequence[str], table: Mapping[str, tuple[int, Sha
         sure = all(larger[1] > smaller[2] for larger, smaller in pairs)
         return ("agrees" if sure else "agrees, within the intervals"), said
     return "cannot be told: the intervals overlap", said
-
-
-def percent(part: Share | None) -> str:
-    """A share as people read it, with its interval."""
-    return f"{part[0]:.0%} ({100 * part[1]:.0f} to {100 * part[2]:.0f})" if part else "-"

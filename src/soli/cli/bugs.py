@@ -219,11 +219,8 @@ def agree(
         for name, one in {"is a fix": pair.fix, **pair.dimensions}.items():
             print(f"  {name:<9} kappa {one}, {one.alike:.0%} of {one.count} alike")
         for a, b in pair.differ:
-            words = "; ".join(
-                f"{name} {getattr(a, name) or '-'} / {getattr(b, name) or '-'}"
-                for name in ("fix", *of.DIMENSIONS)
-                if getattr(a, name) != getattr(b, name)
-            )
+            said = ((name, getattr(a, name), getattr(b, name)) for name in ("fix", *of.DIMENSIONS))
+            words = "; ".join(f"{name} {one or '-'} / {other or '-'}" for name, one, other in said if one != other)
             print(f"    {a.repo} {a.commit[:10]} {words}")
     for verdict in judged:
         one, sure = verdict.kappa, verdict.sure
@@ -242,13 +239,12 @@ def _json(said: Any) -> str:
 
 
 def _show(found: list[Mined]) -> None:
+    from soli.bugs.agreement import percent
+
     rows = ([one.repo, str(one.commits), str(one.new), str(one.fixes), f"{one.median:.0f}"] for one in found)
     show_table([""], ("commits", "new", "fixes", "lines, median"), rows, pad_edge=False)
     for one in found:
-        shares = ", ".join(
-            f"{definition} {100 * p:.0f}% ({100 * low:.0f} to {100 * high:.0f})"
-            for definition, (p, low, high) in one.small.items()
-        )
+        shares = ", ".join(f"{definition} {percent(part)}" for definition, part in one.small.items())
         print(f"{one.repo}, of 10 lines or fewer by what is counted: {shares}")
         for word, by in (("fixes", one.selected), ("no fixes", one.rejected)):
             print(f"{one.repo}, {word} by rule: " + ", ".join(f"{rule} {count}" for rule, count in by.items()))
