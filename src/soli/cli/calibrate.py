@@ -68,5 +68,4 @@ def _show(machine: Machine) -> None:
     for key, row in machine.collectives.items():
         operation, group = key.split()
         rows.append([operation, *group.split("x"), *(f"{1e3 * seconds:.3f}" for _, seconds in row)])
-    caption = "apart: the distance between two ranks of a group"
-    show(("milliseconds", "ranks", "apart"), titles, rows, caption=caption)
+    show(("milliseconds", "ranks", "apart"), titles, rows, caption="apart: the distance between two ranks of a group")

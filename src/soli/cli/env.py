@@ -69,9 +69,8 @@ def _torch(problems: list[str]) -> dict[str, Any]:
         return {}
     devices = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
     if not devices:
-        problems.append(
-            "CUDA: " + ("torch finds no device" if torch.version.cuda else "this torch is built without it")
-        )
+        why = "torch finds no device" if torch.version.cuda else "this torch is built without it"
+        problems.append(f"CUDA: {why}")
     facts: dict[str, Any] = {
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, {torch.get_num_threads()} threads",
         "devices": devices or ["cpu"],
@@ -141,8 +140,7 @@ def _soli(problems: list[str]) -> tuple[str, dict[str, str]]:
     except PackageNotFoundError:
         problems.append("soli is run from its source and is not installed, so what it needs was not looked for")
         return f"{SOLI}, not installed", {}
-    needed = filter(None, map(REQUIREMENT.match, said))
-    return own, {found[1]: found[2] or "" for found in needed if found[2] != "dev"}
+    return own, {one[1]: one[2] or "" for one in filter(None, map(REQUIREMENT.match, said)) if one[2] != "dev"}
 
 
 def _version(name: str, extra: str, problems: list[str]) -> str:

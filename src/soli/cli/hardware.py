@@ -45,8 +45,7 @@ def hardware(
         return
     found = read_cluster(cluster)
     if as_json:
-        said = {"nodes": found.nodes, "devices": found.size, "device": asdict(found.device)}
-        print(json.dumps(said, indent=2))
+        print(json.dumps({"nodes": found.nodes, "devices": found.size, "device": asdict(found.device)}, indent=2))
         return
     _show([found.device])
     servers = "one server" if found.nodes == 1 else f"{found.nodes} servers"

@@ -34,8 +34,7 @@ class Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
             args = [_meant(args), *args]
-        found: list[str] = super().parse_args(ctx, args)
-        return found
+        return super().parse_args(ctx, args)
 
 
 def _meant(args: list[str]) -> str:
@@ -112,8 +111,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
             first = next((line for line in file if line.strip()), "")
             parted = max(",\t;", key=re.sub('"[^"]*"', "", first).count)
             reader = csv.DictReader(chain([first], file), strict=True, restval="", delimiter=parted)
-            names = [name.strip() for name in reader.fieldnames or []]
-            reader.fieldnames = names
+            reader.fieldnames = names = [name.strip() for name in reader.fieldnames or []]
             rows = list(reader)
     except OSError as error:
         raise SoliError("the table cannot be read", got=f"{path}: {error.strerror}") from error

@@ -59,8 +59,7 @@ def find(
     raise_all(layout.problems(hints, model), everywhere=True)
     rows = min(rows_of(batch), layout.ROWS)
     data = to_device(take(batch, 0, rows), next(model.parameters()).device)
-    runner = layout.Runner(model, Caller(model), loss_fn or from_model(), data, rows, plan)
-    found, _ = runner.search(tp, sp, hints)
+    found, _ = layout.Runner(model, Caller(model), loss_fn or from_model(), data, rows, plan).search(tp, sp, hints)
     return found, {name: tuple(model.get_parameter(name).shape) for name in found}
 
 
@@ -74,8 +73,7 @@ def _show(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, eve
         [shown, str(len(names)), " x ".join(map(str, shape)), kind, cut, found[names[0]].why]
         for (shown, shape, kind, cut), names in kinds.items()
     ]
-    wide = None if sys.stdout.isatty() else 200
-    show(("weight", "of", "shape", "role", "cut", "why"), [], rows, wide=wide)
+    show(("weight", "of", "shape", "role", "cut", "why"), [], rows, wide=None if sys.stdout.isatty() else 200)
     numel = {name: math.prod(shape) for name, shape in sizes.items()}
     whole = sum(numel.values())
     cut_count = sum(numel[name] for name, role in found.items() if role.split is not None)
@@ -88,8 +86,7 @@ def _show(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, eve
 def _cut(role: Any) -> str:
     if role.split is None:
         return ""
-    parts = " + ".join(str(p) for p in role.split.parts)
-    return f"dim {role.split.dim}: {parts} in {role.split.atoms}"
+    return f"dim {role.split.dim}: {' + '.join(map(str, role.split.parts))} in {role.split.atoms}"
 
 
 def _as_dict(role: Any, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ def show(
     """Columns of words, of numbers, and perhaps of more words, under these titles. `look`: what rich's Table is told beside them; `wide`: characters
     of a line, where a terminal does not say it."""
     right = [Column(title, justify="right", no_wrap=True) for title in numbers]
-    whole = [Column(title, overflow="fold") for title in more]
-    table = Table(*words, *right, *whole, **{"box": box.SIMPLE, **look})
+    folded = (Column(title, overflow="fold") for title in more)
+    table = Table(*words, *right, *folded, **{"box": box.SIMPLE, **look})
     for row in rows:
         table.add_row(*row)
     Console(width=wide).print(table)
