@@ -169,9 +169,7 @@ def _decide(job: _Job, step: int, took: list[float]) -> int:
     spent = time.time() - psutil.Process().create_time()
     windows = len(job.validation) + LOOKS * min(run.evaluate_windows, len(job.validation))
 
-    def choose() -> int:
-        return step + steps_that_fit(took, run.minutes * 60 - spent, windows, job.config.optim.batch)
-
+    choose = lambda: step + steps_that_fit(took, run.minutes * 60 - spent, windows, job.config.optim.batch)
     steps = int(from_rank_0(job.world, choose, "the number of steps"))
     job.config = replace(job.config, run=replace(run, steps=steps))
     job.schedule.steps = steps
@@ -187,8 +185,7 @@ def _evaluate(job: _Job, windows: Spread | Windows) -> float:
     """Mean nats per counted target."""
     size = job.config.optim.batch
     batches = job.engine.batches(windows, size, shuffle=False, name=None)
-    count = -(-len(windows) // size)
-    with busy("validation", count, unit="batches", shown=job.world.is_first) as done:
+    with busy("validation", -(-len(windows) // size), unit="batches", shown=job.world.is_first) as done:
         return float(job.engine.evaluate(_counting(batches, done)))
 
 
@@ -245,6 +242,5 @@ def _sample(job: _Job, weights: dict[str, torch.Tensor]) -> str | None:
     model = GPT(job.model).to(job.world.device)
     model.load_state_dict(weights)
     begin = run.prompt or ("def " if kind_of(job.config.data) == "stdlib" else "")
-    prompt = [0, *tokens.encode(tokenizer, begin)]
-    written = generate(model, prompt, run.sample_tokens, run.temperature, run.seed)
+    written = generate(model, [0, *tokens.encode(tokenizer, begin)], run.sample_tokens, run.temperature, run.seed)
     return begin + tokens.decode(tokenizer, written).replace(tokens.END, "\n" + "-" * 20 + "\n")

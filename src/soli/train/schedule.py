@@ -25,8 +25,7 @@ class Schedule:
     def __call__(self, done: int) -> float:
         if done < self.warmup:
             return (done + 1) / self.warmup
-        length = max(1, self.steps - self.warmup)
-        way = min(1.0, (done - self.warmup) / length)
+        way = min(1.0, (done - self.warmup) / max(1, self.steps - self.warmup))
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * way))
 
 

@@ -46,8 +46,7 @@ class Tokens:
 
 def to_json(tokens: Tokens) -> dict[str, Any]:
     """For the other ranks; `from_json` gives the same back."""
-    data: dict[str, Any] = json.loads(json.dumps(asdict(tokens), default=str))  # paths are texts there
-    return data
+    return json.loads(json.dumps(asdict(tokens), default=str))  # paths are texts there
 
 
 def from_json(data: dict[str, Any]) -> Tokens:
@@ -194,8 +193,7 @@ def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: 
         work = Path(folder)
         tokenizer = load_tokenizer(given) if given else train_tokenizer(survey.sample, config.tokenizer.vocab)
         tokenizer.save(str(work / "tokenizer.json"))
-        size = sum(len(text) for text in survey.sample) / 1e6
-        how = "loaded" if given else f"trained on {size:.1f} MB"
+        how = "loaded" if given else f"trained on {sum(map(len, survey.sample)) / 1e6:.1f} MB"
         say(f"tokenizer: {tokenizer.get_vocab_size()} tokens, {how}, {time.perf_counter() - start:.1f} s")
         _encode(config, tokenizer, survey, work)
         try:
