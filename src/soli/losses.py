@@ -23,11 +23,10 @@ IGNORE = -100
 
 def _entry(batch: Any, key: str | int) -> Tensor:
     try:
-        value: Tensor = batch[key]
+        return batch[key]
     except (KeyError, IndexError, TypeError):
         has = ", ".join(map(str, batch)) if isinstance(batch, dict) else type(batch).__name__
         raise on_all_ranks(f"the loss reads '{key}' and the batch has no such entry", got=has) from None
-    return value
 
 
 def _logits(output: Any) -> Tensor:
@@ -45,8 +44,7 @@ def _cross_entropy(logits: Tensor, wanted: Tensor, ignore: int) -> tuple[Tensor,
     """The sum and the count, never in 16 bits: torch.autocast on CUDA hands F.cross_entropy's softmax through as it is given (measured with torch 2.11)."""
     flat = logits.flatten(0, -2)
     full = flat.float() if flat.dtype in (torch.bfloat16, torch.float16) else flat
-    total = F.cross_entropy(full, wanted.flatten(), ignore_index=ignore, reduction="sum")
-    return total, (wanted != ignore).sum()
+    return F.cross_entropy(full, wanted.flatten(), ignore_index=ignore, reduction="sum"), (wanted != ignore).sum()
 
 
 def cross_entropy(targets: str | int = "targets", ignore: int = IGNORE) -> LossFn:
@@ -73,9 +71,8 @@ def mse(targets: str | int = -1) -> LossFn:
     def loss(output: Any, batch: Any) -> tuple[Tensor, int]:
         wanted = _entry(batch, targets)
         if output.shape != wanted.shape:
-            raise on_all_ranks(
-                "output and target differ in shape", got=f"{tuple(output.shape)} and {tuple(wanted.shape)}"
-            )
+            got = f"{tuple(output.shape)} and {tuple(wanted.shape)}"
+            raise on_all_ranks("output and target differ in shape", got=got)
         return F.mse_loss(output, wanted, reduction="sum"), wanted.numel()
 
     return loss
@@ -102,18 +99,13 @@ class FromModel:
     def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         mean = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if not isinstance(mean, Tensor):
-            raise on_all_ranks(
-                "the model's output has no `loss`",
-                got=type(output).__name__,
-                fix=f"pass '{self.labels}' in the batch, or give soli.parallelize a loss_fn",
-            )
+            fix = f"pass '{self.labels}' in the batch, or give soli.parallelize a loss_fn"
+            raise on_all_ranks("the model's output has no `loss`", got=type(output).__name__, fix=fix)
         wanted = _entry(batch, self.labels)
         if self.shifted and wanted.dim() < 2:
-            raise on_all_ranks(
-                f"'{self.labels}' has one label for each row, and the next token's loss was asked for",
-                got=f"shape {tuple(wanted.shape)}",
-                fix="soli.parallelize(model, soli.losses.from_model(shifted=False), ...) for classification",
-            )
+            what = f"'{self.labels}' has one label for each row, and the next token's loss was asked for"
+            fix = "soli.parallelize(model, soli.losses.from_model(shifted=False), ...) for classification"
+            raise on_all_ranks(what, got=f"shape {tuple(wanted.shape)}", fix=fix)
         count = ((wanted[:, 1:] if self.shifted else wanted) != self.ignore).sum()
         # A mean over nothing is NaN; a microbatch without targets contributes zero.
         return torch.where(count > 0, mean * count, mean.new_zeros(())), count
