@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16", "fp16", "fp8", "fp64"),
     "offload": ("none", "optimizer", "parameters", "all"),
 }
+SWITCHES = {"on": True, "true": True, "off": False, "false": False}
 V_SHAPED = ("zbv", "dualpipev")
 SPLIT_BACKWARD = ("zbh1", *V_SHAPED)
 """Schedules that compute gradients of inputs and of weights apart."""
@@ -64,8 +65,7 @@ class Plan:
         depth, rows, columns = self.grid
         copies = (self.dp or 1) * self.cp * self.tp // (depth * rows * columns)
         replicas = copies if self.zero == 0 else self.replicate
-        grid = {DEPTH: depth, ROW: rows, TP: columns}
-        return {PP: self.pp, REPLICATE: replicas, SHARD: copies // replicas, **grid}
+        return {PP: self.pp, REPLICATE: replicas, SHARD: copies // replicas, DEPTH: depth, ROW: rows, TP: columns}
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -212,10 +212,9 @@ def _read(key: str, value: Any, default: Any) -> Any:
     if key == "dp" and value in (None, "auto"):
         return None
     if isinstance(default, bool):
-        said = {"on": True, "true": True, "off": False, "false": False}.get(str(value).lower())
-        if said is None:
+        if (said := str(value).lower()) not in SWITCHES:
             raise ValueError("on or off")
-        return said
+        return SWITCHES[said]
     if isinstance(default, int) or key == "dp":
         try:
             if isinstance(value, bool | float):

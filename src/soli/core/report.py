@@ -40,7 +40,7 @@ def install_hook(rank: int) -> None:
         trace = _from_script(trace)
         for finish in FINISH if isinstance(error, SoliError) and error.everywhere else ():
             finish()  # before the launcher knows: it ends the rank soon after
-        told = _write_for_launcher(rank, kind, error, trace)
+        told = _write_for_launcher(rank, error, trace)
         if not isinstance(error, SoliError):
             if not told:
                 sys.__excepthook__(kind, error, trace)
@@ -113,14 +113,12 @@ def _from_script(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _write_for_launcher(
-    rank: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> bool:
+def _write_for_launcher(rank: int, error: BaseException, trace: TracebackType | None) -> bool:
     """True if the launcher has it, and will show it."""
     if not (path := os.environ.get("SOLI_ERROR_FILE")):
         return False
     known = error.to_json() if isinstance(error, SoliError) else None
-    text = "".join(traceback.format_exception(kind, error, trace))
+    text = "".join(traceback.format_exception(type(error), error, trace))
     told = {"line": user_line(trace), "soli": known, "text": text}
     try:
         Path(path).write_text(json.dumps({"rank": rank, "pid": os.getpid(), "time": time.time(), **told}), encoding="utf-8")
