@@ -26,6 +26,13 @@ class Nonsense(Exception):  # noqa: N818
     """An answer that is not what was asked for."""
 
 
+def private(url: str, what: str) -> None:
+    """SoliError where a secret would go over a connection that is neither https nor inside this machine."""
+    where = urlsplit(url)
+    if where.scheme != "https" and where.hostname not in HERE:
+        raise SoliError(f"{what} is not sent over a connection that others can read", got=url, allowed="https://")
+
+
 @dataclass
 class Endpoint:
     """`url`: such as http://127.0.0.1:8000/v1. `key`: sent to it alone, and over nothing but https or this machine."""
@@ -41,10 +48,8 @@ class Endpoint:
             raise SoliError("this is no endpoint", got=self.url, allowed="such as http://127.0.0.1:8000/v1")
         if not self.model:
             raise SoliError("an endpoint has several models", fix="--model NAME")
-        if self.key and where.scheme != "https" and where.hostname not in HERE:
-            raise SoliError(
-                "a key is not sent over a connection that others can read", got=self.url, allowed="https://"
-            )
+        if self.key:
+            private(self.url, "a key")
         with needing("asking a model needs a package that is not installed", "bugs"):
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient
         # no proxy stands between this machine and itself

@@ -17,9 +17,9 @@ from http.client import HTTPException
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from soli.bugs import store
+from soli.bugs.endpoint import private
 from soli.core.errors import SoliError, failure
 from soli.core.progress import busy
 
@@ -54,9 +54,7 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
     if not token:
         fix = "GITHUB_TOKEN=... (a personal access token that may read public repositories)"
         raise SoliError("GitHub asks for a token", fix=fix)
-    where = urlsplit(api)
-    if where.scheme != "https" and where.hostname not in ("127.0.0.1", "localhost", "::1"):
-        raise SoliError("a token is not sent over a connection that others can read", got=api, allowed="https://")
+    private(api, "a token")
     after, count = _begun(out, repo)
     if not out.parent.is_dir():
         raise SoliError("there is no such folder", got=out.parent, fix="another --out")
@@ -88,16 +86,13 @@ def load(mined: Path, exported: Path) -> tuple[str, int, int]:
         hashes = set(store.column(base, "SELECT hash FROM change WHERE repo = ?", repo))
         found = [one["hash"] if one["hash"] in hashes else numbers.get(one["number"]) for one in requests]
         for one, hash_ in zip(requests, found, strict=True):
-            said = (repo, one["number"], hash_, one["title"], json.dumps(one["labels"]))
-            more = (one["opened"], one["merged"], one["reviewers"])
-            base.execute("INSERT OR REPLACE INTO request VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*said, *more))
+            said = (one["title"], json.dumps(one["labels"]), one["opened"], one["merged"], one["reviewers"])
+            store.put(base, "request", repo, one["number"], hash_, *said)
             for issue in one["closes"]:
-                about = (repo, issue["number"], issue["title"], issue["body"], json.dumps(issue["labels"]))
-                when = (issue["opened"], issue["ended"])
-                base.execute("INSERT OR REPLACE INTO issue VALUES (?, ?, ?, ?, ?, ?, ?)", (*about, *when))
+                said = (issue["title"], issue["body"], json.dumps(issue["labels"]), issue["opened"], issue["ended"])
+                store.put(base, "issue", repo, issue["number"], *said)
                 if hash_ is not None:
-                    row = (repo, hash_, issue["number"])
-                    base.execute("INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'github')", row)
+                    store.put(base, "closed", repo, hash_, issue["number"], "github", known="IGNORE")
     return repo, sum(hash_ is not None for hash_ in found), len(requests)
 
 
@@ -192,9 +187,8 @@ def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: f
         except urllib.error.HTTPError as error:
             said = f"{error.code} {error.reason} {error.read(LONG).decode(errors='replace')}".strip()
             if error.code == 401:
-                raise SoliError(
-                    "GitHub does not take this token", got=said, fix="GITHUB_TOKEN=... that is valid"
-                ) from error
+                fix = "GITHUB_TOKEN=... that is valid"
+                raise SoliError("GitHub does not take this token", got=said, fix=fix) from error
             if error.code < 500 and error.code not in (403, 429):
                 raise failure("GitHub refused the request", got=said) from error
             _wait(error.headers)
@@ -211,9 +205,8 @@ def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: f
         if not isinstance(data, dict) or None in data.values():
             raise failure("GitHub refused the request", got=_messages(errors) if errors else repr(told)[:LONG])
         return data
-    raise failure(
-        "GitHub does not answer", got=f"{said}, {TRIES} times", fix="the same command later goes on from here"
-    )
+    fix = "the same command later goes on from here"
+    raise failure("GitHub does not answer", got=f"{said}, {TRIES} times", fix=fix)
 
 
 def _messages(errors: list[dict[str, Any]]) -> str:

@@ -52,9 +52,8 @@ def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
         if "readonly" in str(error) or "unable to open" in str(error):
             what = f"this file cannot be {'written' if 'readonly' in str(error) else 'opened'}"
             raise SoliError(what, got=f"{path}: {error}", fix="another file") from error
-        raise SoliError(
-            "this file is no SQLite database, or is damaged", got=f"{path}: {error}", fix="mine into another file"
-        ) from error
+        what = "this file is no SQLite database, or is damaged"
+        raise SoliError(what, got=f"{path}: {error}", fix="mine into another file") from error
 
 
 def column(base: sqlite3.Connection, query: str, *given: Any) -> list[Any]:
@@ -62,12 +61,17 @@ def column(base: sqlite3.Connection, query: str, *given: Any) -> list[Any]:
     return [value for value, *_ in base.execute(query, given)]
 
 
+def put(base: sqlite3.Connection, table: str, *row: Any, known: str = "REPLACE") -> None:
+    """A row into a table, in place of what is there; or `known`: IGNORE it then."""
+    base.execute(f"INSERT OR {known} INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+
+
 def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: Rules) -> tuple[int, int]:
     """Keep a history's commits; how many there are, and how many of them are new. What rules of another text decided is decided again, and what
     HEAD has no more goes. SoliError where it has none of what is kept: another history is called so."""
     before = column(base, "SELECT rules FROM history WHERE repo = ?", repo)
     known = set(column(base, "SELECT hash FROM change WHERE repo = ?", repo))
-    base.execute("INSERT OR IGNORE INTO history VALUES (?, '', 0, ?)", (repo, rules.digest))
+    put(base, "history", repo, "", 0, rules.digest, known="IGNORE")
     again = bool(before) and before[0] != rules.digest
     if again:  # what fixes are of hangs on which they are
         base.execute("DELETE FROM verdict WHERE repo = ? AND by = 'rules'", (repo,))
@@ -101,8 +105,8 @@ def _keep(base: sqlite3.Connection, repo: str, commit: Commit, rules: Rules) -> 
         f"INSERT INTO file VALUES (?, ?, ?, ?, ?, ?, ?) {again}",
         [(*one, _text(f.path), _text(f.was), rules.kind(f.path), f.added, f.deleted) for f in commit.files],
     )
-    closed = [(*one, number) for number in closes(commit)]
-    base.executemany("INSERT OR IGNORE INTO closed VALUES (?, ?, ?, 'message')", closed)
+    for number in closes(commit):
+        put(base, "closed", *one, number, "message", known="IGNORE")
 
 
 def _text(words: str) -> str:
@@ -116,12 +120,11 @@ Told = tuple[str, str, str, str, float | None, str, str]
 
 def say(base: sqlite3.Connection, told: Told, evidence: Sequence[str]) -> None:
     """Keep a verdict; an earlier one by the same goes."""
-    row = (*told, json.dumps(list(map(_text, evidence))))
-    base.execute("INSERT OR REPLACE INTO verdict VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    put(base, "verdict", *told, json.dumps(list(map(_text, evidence))))
 
 
 def edited(base: sqlite3.Connection, repo: str, hash_: str, done: Mapping[str, int]) -> None:
     """Keep what a change does to syntax."""
     base.execute(f"DELETE FROM edited {AT}", (repo, hash_))
-    rows = [(repo, hash_, what, count) for what, count in (done or {"": 0}).items()]
-    base.executemany("INSERT INTO edited VALUES (?, ?, ?, ?)", rows)
+    for what, count in (done or {"": 0}).items():
+        put(base, "edited", repo, hash_, what, count)
