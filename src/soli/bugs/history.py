@@ -53,15 +53,10 @@ class Commit:
 def git(path: Path, *words: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     """git in a repository, with none of its own programs. The caller reads it and asks for its exit status."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment |= {
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_NO_LAZY_FETCH": "1",
-        "GIT_NO_REPLACE_OBJECTS": "1",  # a replacement or a graft says that commits have other parents, or none
-        "GIT_GRAFT_FILE": os.devnull,
-        "LC_ALL": "C",
-    }
+    # a replacement or a graft says that commits have other parents, or none
+    environment |= dict.fromkeys(("GIT_CONFIG_NOSYSTEM", "GIT_NO_LAZY_FETCH", "GIT_NO_REPLACE_OBJECTS"), "1")
+    environment |= dict.fromkeys(("GIT_CONFIG_GLOBAL", "GIT_GRAFT_FILE"), os.devnull)
+    environment |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     call = ["git", "--no-pager", *SAFE, "-c", f"safe.directory={path.resolve()}", "-C", str(path), *words]
     try:
         return subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=stdin, env=environment)
@@ -81,8 +76,7 @@ def check(path: Path) -> int:
     status, _, error = asked(path, "rev-parse", "--git-dir")
     if status:
         raise SoliError("this is no git repository", got=f"{path}: {_last(error)}", allowed="a clone, bare or not")
-    status, shallow, _ = asked(path, "rev-parse", "--is-shallow-repository")
-    if shallow == "true":
+    if asked(path, "rev-parse", "--is-shallow-repository")[1] == "true":
         what = "the history is cut off: a shallow clone has its last commits only"
         raise SoliError(what, got=path, allowed="a whole clone", fix=f"git -C {path} fetch --unshallow")
     for key in ("extensions.partialclone", r"remote\..*\.(promisor|partialclonefilter)"):
@@ -91,8 +85,7 @@ def check(path: Path) -> int:
             what = "the history is partial: a filtered clone fetches what it lacks when it is asked, and so has no sizes of changes"
             got = f"{path}: {said.splitlines()[0]}"
             raise SoliError(what, got=got, allowed="a whole clone", fix="git clone without --filter")
-    status, inside, _ = asked(path, "rev-parse", "--show-prefix")
-    if inside:
+    if asked(path, "rev-parse", "--show-prefix")[1]:
         fix = asked(path, "rev-parse", "--show-toplevel")[1]
         raise SoliError("this is a folder of a repository, and a history is of all of it", got=path, fix=fix)
     if asked(path, "rev-parse", "--verify", "HEAD")[0] and not asked(path, "rev-list", "-n1", "--all")[1]:

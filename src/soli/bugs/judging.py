@@ -41,11 +41,10 @@ def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
         said = {(repo, hash_, of): (word, sure >= store.SURE) for repo, hash_, of, word, sure in rows}
     labels = list(labels)
     if not any((one.repo, one.commit, dimension) in said for one in labels for dimension in DIMENSIONS):
-        raise SoliError(
-            "none of these labels is of a fix that this file has",
-            got=f"{mined}: {', '.join(sorted({repo for repo, *_ in said})) or 'nothing is classified'}; labels of {', '.join(sorted({one.repo for one in labels}))}",
-            fix="mine and classify their histories too",
-        )
+        has = ", ".join(sorted({repo for repo, *_ in said})) or "nothing is classified"
+        got = f"{mined}: {has}; labels of {', '.join(sorted({one.repo for one in labels}))}"
+        fix = "mine and classify their histories too"
+        raise SoliError("none of these labels is of a fix that this file has", got=got, fix=fix)
     by, found = by_labeller(labels), []
     fixes = {who: {key: one for key, one in theirs.items() if one.fix == "yes"} for who, theirs in by.items()}
     for dimension in DIMENSIONS:

@@ -117,9 +117,8 @@ def serve(items: Sequence[Item], path: Path, labeller: str, made_by: str, port: 
         try:
             listening.bind(("127.0.0.1", port))
         except OSError as error:
-            raise SoliError(
-                "this port cannot be had", got=f"{port}: {error.strerror}", fix="--port 0: any that is free"
-            ) from error
+            got = f"{port}: {error.strerror}"
+            raise SoliError("this port cannot be had", got=got, fix="--port 0: any that is free") from error
         listening.listen()
         print(f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/", flush=True)
         print(f"{len(items)} commits; labels go to {path}. Ctrl-C ends it.", flush=True)

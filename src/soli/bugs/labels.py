@@ -99,9 +99,8 @@ def draw(
         population[name] = len(rows)
         rows = [row for row in rows if row[1] not in without]
         if len(rows) < counts[name]:
-            raise SoliError(
-                f"there are not so many commits to draw from ({name})", got=str(counts[name]), allowed=str(len(rows)), fix="ask for fewer, or mine more histories"
-            )
+            what, fix = f"there are not so many commits to draw from ({name})", "ask for fewer, or mine more histories"
+            raise SoliError(what, got=counts[name], allowed=len(rows), fix=fix)
         drawn[name] = random.sample(rows, counts[name])
     return drawn, population
 
@@ -168,16 +167,12 @@ def selection(
     (Horvitz and Thompson 1952). `strict`: a commit is a fix if all labellers say so; else if one does. The intervals are
     those of 2,000 samples drawn again from each sample (percentile bootstrap).
     """
-    said: dict[tuple[str, str, str], list[bool]] = {}
+    said: dict[str, dict[tuple[str, str], list[bool]]] = {name: {} for name in SAMPLES}
     for one in labels:
-        said.setdefault((one.sample, one.repo, one.commit), []).append(one.fix == "yes")
+        said[one.sample].setdefault((one.repo, one.commit), []).append(one.fix == "yes")
     strata = []
-    for name in SAMPLES:
-        rows = [
-            ((repo, commit) in chosen, (all if strict else any)(votes))
-            for (sample, repo, commit), votes in said.items()
-            if sample == name
-        ]
+    for name, votes in said.items():
+        rows = [(key in chosen, (all if strict else any)(each)) for key, each in votes.items()]
         if not rows and population[name]:
             what = "of a sample no commit is labelled, so nothing is known of what it stands for"
             fix = "soli bugs label --fixes N --rest N ..., and labels of both"

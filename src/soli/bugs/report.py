@@ -148,10 +148,8 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
         for name, row in sizes.items()
     ]
     yield Table(head, rows)
-    yield Figure(
-        f"Fixes of {SMALL} lines or fewer by what is counted; the line is what the study states.",
-        lambda axes: _small(axes, sizes, said["paper"]["share"]),
-    )
+    caption = f"Fixes of {SMALL} lines or fewer by what is counted; the line is what the study states."
+    yield Figure(caption, lambda axes: _small(axes, sizes, said["paper"]["share"]))
     lines = said["lines"]
     yield Table(["source lines at most", *map(str, LINES)], [[name, *map(percent, lines[key])] for name, key in KINDS])
     yield Figure("Share of commits of so many source lines or fewer.", lambda axes: _curves(axes, lines))
@@ -159,8 +157,7 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
     strategies = [[word, f"{n:,}", percent(part)] for word, (n, part) in said["small"].items()]
     yield Table(["strategy", "fixes", "share"], strategies)
     yield from _syntax(said["syntax"])
-    if said["days"]:
-        days = said["days"]
+    if days := said["days"]:
         quartiles = ", ".join(f"{one:.1f}" for one in days["quartiles"])
         yield f"Of {days['count']} closed issues: days from opening to the fix {quartiles} (quartiles), reviewers {days['reviewers']} (median)."
     else:

@@ -26,9 +26,8 @@ def drawn(
             if not all(isinstance(said["commits"][name], list) for name in labels.SAMPLES):
                 raise ValueError("no lists of commits")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SoliError(
-                "this holds no commits that were drawn", got=f"{path}: {error!r}", fix="another --sample"
-            ) from error
+            got = f"{path}: {error!r}"
+            raise SoliError("this holds no commits that were drawn", got=got, fix="another --sample") from error
         return dict(said)
     with store.opened(mined) as base:
         heads = base.execute("SELECT repo, head, rules FROM history ORDER BY repo").fetchall()
@@ -47,9 +46,8 @@ def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list
     """Each drawn commit as it is shown. SoliError where its history is not given."""
     where = histories(repos)
     if lacking := {repo for commits in said["commits"].values() for repo, _ in commits} - set(where):
-        raise SoliError(
-            "commits of other histories were drawn", got=", ".join(sorted(lacking)), fix="give these clones too"
-        )
+        got = ", ".join(sorted(lacking))
+        raise SoliError("commits of other histories were drawn", got=got, fix="give these clones too")
     all_ = [(sample, repo, hash_) for sample, commits in said["commits"].items() for repo, hash_ in commits]
     with store.opened(mined) as base:
         rows = base.execute("SELECT repo, hash, subject, body FROM change")

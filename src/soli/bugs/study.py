@@ -219,10 +219,8 @@ def _days(base: sqlite3.Connection) -> dict[str, Any] | None:
 
 
 def _answered(question: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    statements = [
-        {"text": one["text"], **dict(zip(("verdict", "why"), _checked(one, question, said), strict=True))}
-        for one in question["statements"]
-    ]
+    checked = ((one["text"], *_checked(one, question, said)) for one in question["statements"])
+    statements = [{"text": text, "verdict": verdict, "why": why} for text, verdict, why in checked]
     return {"name": question["name"], "dimension": question.get("dimension", ""), "statements": statements}
 
 

@@ -70,10 +70,8 @@ def classify(
     asked = Endpoint(endpoint, model, os.environ.get("OPENAI_API_KEY", "")) if endpoint else None
     found = of.classify(repos, db, rules, asked, at_most)
     if found.said:
-        print(
-            f"soli: the model at {endpoint} was not asked any more, and the rules' words stand: {found.said}",
-            file=sys.stderr,
-        )
+        said = f"the model at {endpoint} was not asked any more, and the rules' words stand: {found.said}"
+        print(f"soli: {said}", file=sys.stderr)
     if as_json:
         print(json.dumps(asdict(found), indent=1))
         return
@@ -204,9 +202,8 @@ def agree(
     from soli.bugs.agreement import bounded
 
     if sample is not None and db is None:
-        raise SoliError(
-            "rules are judged by what was drawn and what they chose", fix="--db FILE, which soli bugs mine wrote"
-        )
+        fix = "--db FILE, which soli bugs mine wrote"
+        raise SoliError("rules are judged by what was drawn and what they chose", fix=fix)
     rows = of.read(labels)
     pairs = of.pairs(rows)
     judged = judging.judge(rows, db) if db is not None else []
