@@ -190,9 +190,10 @@ def latest(folder: str | Path) -> Path | None:
         match = HIDDEN.fullmatch(entry.name)
         if (entry / MANIFEST).is_file() and not (match and match["kind"] == "partial"):
             paths.add(folder / match["name"] if match else entry)
-    found = []
-    for path in paths:
+
+    def age(path: Path) -> tuple[int, float, Path]:
         manifest = read_manifest(path)
         step = manifest.state.get("step")
-        found.append((step if isinstance(step, int) else -1, manifest.created, path))
-    return max(found)[2] if found else None
+        return step if isinstance(step, int) else -1, manifest.created, path
+
+    return max(paths, key=age, default=None)

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def save(
 def save_with(team: Team, path: str | Path, tensors: dict[str, Sharded], state: State, overwrite: bool = False, gets: Any = None) -> None:
     """`save` for a team; ALONE saves in this process, whatever process group there is. `gets`: functions that read what is written, by its key."""
     job = _plan(team, path, tensors, state, overwrite)
-    job.entries[:] = [Entry(e.key, e.dtype, e.shape, (gets or {}).get(e.key, e.get)) for e in job.entries]
+    job.entries[:] = [replace(entry, get=(gets or {}).get(entry.key, entry.get)) for entry in job.entries]
     with busy(f"writing {path}", sum(entry.size for entry in job.entries), shown=team.rank == 0) as done:
         _write(job, done)
 
@@ -144,7 +144,7 @@ def _stage(job: _Job) -> None:
     """Replace the live tensors of a job by copies on the host."""
     for place, entry in enumerate(job.entries):
         copy = entry.get().detach().to("cpu", copy=True).contiguous()
-        job.entries[place] = Entry(entry.key, entry.dtype, entry.shape, lambda copy=copy: copy)  # type: ignore[misc]
+        job.entries[place] = replace(entry, get=lambda copy=copy: copy)  # type: ignore[misc]
 
 
 def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: State, overwrite: bool) -> _Job:
@@ -174,12 +174,12 @@ def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: Stat
         return plans
 
     mine = planner.finish_plan(team.plan("planning the checkpoint", local, decide))
-    entries = []
-    for item in mine.items:
-        box, dtype = _box(item), tensors[item.index.fqn].dtype
-        get = lambda item=item: planner.lookup_object(item.index)
-        entries.append(Entry(key_of(item.index.fqn, box), dtype, box.sizes, get))
-    return _Job(target, overwrite, team, entries, saved, copied)
+
+    def entry(item: Any) -> Entry:
+        box, name = _box(item), item.index.fqn
+        return Entry(key_of(name, box), tensors[name].dtype, box.sizes, lambda: planner.lookup_object(item.index))
+
+    return _Job(target, overwrite, team, list(map(entry, mine.items)), saved, copied)
 
 
 def _box(item: Any) -> Box:

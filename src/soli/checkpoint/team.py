@@ -45,10 +45,8 @@ class Team:
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         """Run `work` on the first rank; every rank gets its result, or its error."""
-        error: Exception | None = None
-        box: list[Any] = [None]
-        if self.rank == 0:
-            box[0], error = _attempt(what, work)
+        outcome, error = _attempt(what, work) if self.rank == 0 else (None, None)
+        box = [outcome]
         if self.size > 1:
             self._talk(what, lambda: dist.broadcast_object_list(box, group=self.group, group_src=0))
         return self._results(box, error)[0]
