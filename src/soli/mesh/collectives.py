@@ -41,6 +41,8 @@ from soli.mesh.local.group import LocalGroup
 from soli.mesh.record import Record, issuing, recorder
 from soli.mesh.simulate import Absent
 
+Begin = Callable[[], list[Any]]
+"""Issues a collective: torch's works of it."""
 Finish = Callable[[], object]
 """What is left to do when a collective has arrived."""
 Collective = Callable[..., Any]
@@ -411,9 +413,7 @@ def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:
     return recorder.add(operation, axis.name, tensor.numel() * tensor.element_size(), axis.ranks, label, "soli")
 
 
-def _begun(
-    record: Record, axis: Axis, wait: bool, call: Callable[[], list[Any]], finish: Finish | None = None
-) -> Pending:
+def _begun(record: Record, axis: Axis, wait: bool, call: Begin, finish: Finish | None = None) -> Pending:
     """Issues a collective, over ranks that are there, and waits for it where that is asked."""
     with issuing():
         try:

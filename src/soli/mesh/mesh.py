@@ -20,6 +20,9 @@ from soli.mesh.collectives import Axis, gather_json
 from soli.mesh.local.identity import mine
 from soli.mesh.world import World
 
+Key = Callable[[int], tuple[int, ...]]
+"""What a rank has in common with those on its axis."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -139,9 +142,7 @@ def _sums(over: frozenset[str], plan: Plan, axes: dict[str, Axis], everyone: Axi
     return (axes[REPLICATE], wider) if plan.zero else (wider, axes[SHARD])
 
 
-def axis_by_key(
-    name: str, axes: dict[str, Axis], everyone: Axis, key: Callable[[int], tuple[int, ...]], world: World
-) -> Axis:
+def axis_by_key(name: str, axes: dict[str, Axis], everyone: Axis, key: Key, world: World) -> Axis:
     """The ranks with the same key as one axis, over the group of an axis that has these ranks. Collective."""
     families: dict[tuple[int, ...], list[int]] = {}
     for rank in range(everyone.size):

@@ -57,8 +57,7 @@ class Ended:
     @property
     def consequence(self) -> bool:
         """Whether another rank's failure is the likely cause."""
-        soli = self.soli
-        return soli.consequence if soli is not None else bool(_BY_ANOTHER.search(self.last_line))
+        return self.soli.consequence if self.soli else bool(_BY_ANOTHER.search(self.last_line))
 
     @property
     def when(self) -> float:
@@ -100,8 +99,7 @@ def report(ranks: list[Ended]) -> tuple[str, int]:
         cause = min(same, key=lambda r: r.rank)
     first = _first(cause, sorted(r.rank for r in same), len(ranks) == 1)
     lines = [first, *(_other(r) for r in ranks if r not in same)]
-    soli = cause.soli
-    code = soli.exit_code if soli is not None else cause.code if cause.code > 0 else FAILURE
+    code = cause.soli.exit_code if cause.soli else cause.code if cause.code > 0 else FAILURE
     return "\n".join(filter(None, lines)), code
 
 

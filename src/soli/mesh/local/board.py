@@ -116,9 +116,7 @@ class Board:
 
     # --- chunks ---------------------------------------------------------------------------------------
 
-    def chunk_of(
-        self, operation: Operation, write: Write | None, sources: range | tuple[int, ...], place: int = 0
-    ) -> Any:
+    def chunk_of(self, operation: Operation, write: Write | None, sources: Sequence[int], place: int = 0) -> Any:
         """One chunk up to the point where the slots of `sources` may be read; returns the lane they are in.
 
         A generator to be delegated to (`lane = yield from board.chunk_of(...)`); `read()` ends the chunk.
@@ -138,7 +136,7 @@ class Board:
                 yield from self._ready(other, number, 1, operation)
         return number % LANES
 
-    def again(self, operation: Operation, sources: range | tuple[int, ...]) -> Any:
+    def again(self, operation: Operation, sources: Sequence[int]) -> Any:
         """Another meeting inside the chunk: what was written since is there on all `sources`."""
         number = self.chunk - 1
         mine = self.rank * WORDS + READY
