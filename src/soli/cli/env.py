@@ -55,8 +55,7 @@ def gather() -> dict[str, Any]:
         "soli": own,
         "packages": {name: _version(name, extra, problems) for name, extra in needed.items()},
     }
-    facts |= _torch(problems)
-    return facts | {"problems": problems}
+    return facts | _torch(problems) | {"problems": problems}
 
 
 def _torch(problems: list[str]) -> dict[str, Any]:

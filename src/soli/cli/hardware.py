@@ -35,19 +35,16 @@ def hardware(
     A cluster is DEVICE, DEVICE:PER_SERVER or DEVICE:PER_SERVERxSERVERS, with @NETWORK where it is not the usual one, or
     a TOML file: like = "h100" and what is different (nodes, network, node, tflops, memory_gib, memory_gbs, units, link_gbs, link_us, net_gbits, net_us, host_gbs).
     """
-    if not cluster:
-        known = list(devices().values())
-        if as_json:
-            print(json.dumps([asdict(device) for device in known], indent=2))
-            return
-        _show(known)
+    found = read_cluster(cluster) if cluster else None
+    known = [found.device] if found else list(devices().values())
+    if as_json:
+        said = [asdict(device) for device in known]
+        print(json.dumps({"nodes": found.nodes, "devices": found.size, "device": said[0]} if found else said, indent=2))
+        return
+    _show(known)
+    if found is None:
         _networks()
         return
-    found = read_cluster(cluster)
-    if as_json:
-        print(json.dumps({"nodes": found.nodes, "devices": found.size, "device": asdict(found.device)}, indent=2))
-        return
-    _show([found.device])
     servers = "one server" if found.nodes == 1 else f"{found.nodes} servers"
     print(f"{found}: {servers} of {found.device.node}, {found.size} devices. Source: {found.device.source}")
 
