@@ -16,9 +16,7 @@ from soli.core.errors import SoliError
 LINES = 400  # of a diff that a person is shown
 
 
-def drawn(
-    path: Path, mined: Path, seed: int, counts: Mapping[str, int], repos: Collection[Path] = ()
-) -> dict[str, Any]:
+def drawn(path: Path, mined: Path, seed: int, counts: dict[str, int], repos: Collection[Path] = ()) -> dict[str, Any]:
     """What the file says; if there is none, what is drawn now of these histories (left out: of all), which is kept in it."""
     if path.exists():
         try:
@@ -35,7 +33,7 @@ def drawn(
         commits, population = labels.draw(base, seed, counts, of=of)
         heads = [row for row in heads if row[0] in of]
     said = {
-        "seed": seed, "population": population, "drawn": dict(counts), "rules": sorted({rules for *_, rules in heads}),
+        "seed": seed, "population": population, "drawn": counts, "rules": sorted({rules for *_, rules in heads}),
         "heads": {repo: head for repo, head, _ in heads}, "commits": commits,
     }  # fmt: skip
     path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
