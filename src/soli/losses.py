@@ -29,12 +29,14 @@ def _entry(batch: Any, key: str | int) -> Tensor:
         raise on_all_ranks(f"the loss reads '{key}' and the batch has no such entry", got=has) from None
 
 
+def _part(output: Any, name: str) -> Any:
+    """What a model's output has under this name."""
+    found = getattr(output, name, None)
+    return output.get(name) if found is None and isinstance(output, dict) else found
+
+
 def _logits(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    logits = getattr(output, "logits", None)
-    if logits is None and isinstance(output, dict):
-        logits = output.get("logits")
+    logits = output if isinstance(output, Tensor) else _part(output, "logits")
     if not isinstance(logits, Tensor):
         raise on_all_ranks("the model's output is no tensor and has no `logits`", got=type(output).__name__)
     return logits
@@ -97,7 +99,7 @@ class FromModel:
     ignore: int
 
     def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        mean = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        mean = _part(output, "loss")
         if not isinstance(mean, Tensor):
             fix = f"pass '{self.labels}' in the batch, or give soli.parallelize a loss_fn"
             raise on_all_ranks("the model's output has no `loss`", got=type(output).__name__, fix=fix)
