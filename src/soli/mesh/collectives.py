@@ -214,12 +214,10 @@ def exchange(received: Tensor, sent: Tensor, axis: Axis, to: int, source: int, *
     on = wire(axis, sent.device)
     moved = sent.detach().to(on).contiguous()
     into = received if on == received.device else torch.empty_like(received, device=on)
-    batch = lambda: [
-        dist.P2POp(dist.irecv, into, group=axis.group, group_peer=source),
-        dist.P2POp(dist.isend, moved, group=axis.group, group_peer=to),
-    ]
+    one = lambda call, tensor, peer: dist.P2POp(call, tensor, group=axis.group, group_peer=peer)
+    begin = lambda: dist.batch_isend_irecv([one(dist.irecv, into, source), one(dist.isend, moved, to)])
     back = _copy_back(received, into)
-    return _begun(record, axis, wait, lambda: dist.batch_isend_irecv(batch()), lambda: _keep(moved, back))
+    return _begun(record, axis, wait, begin, lambda: _keep(moved, back))
 
 
 def wire(axis: Axis, device: torch.device) -> torch.device:

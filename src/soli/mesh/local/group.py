@@ -196,8 +196,7 @@ class LocalGroup(_Base):
             raise SoliError("the local backend receives from any source only inside one host", got=got, fix=fix)
         flat, back = _target(tensors[0])
         found: list[int] = []
-        checksum = zlib.crc32(str(flat.dtype).encode())
-        steps = messages.receive_any(self._inboxes, tag, _bytes(flat), checksum, found)
+        steps = messages.receive_any(self._inboxes, tag, _bytes(flat), zlib.crc32(str(flat.dtype).encode()), found)
         work = self._issue((id(self), "any"), steps, tensors, back, None)
         work.source = found
         return work

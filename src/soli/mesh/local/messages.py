@@ -51,10 +51,8 @@ def send(board: Board, operation: Operation, data: Tensor, target: int, tag: int
 
 def unlike(board: Board, ends: tuple[int, int], tag: int, sent: int, wanted: int, retyped: bool) -> SoliError:
     """A message between two ranks whose bytes, or their type, are not those that are asked for."""
-    return board.fail(
-        f"a message from rank {ends[0]} to rank {ends[1]} (tag {tag}) in group {board.name} is not what is received\n"
-        f"  sent {sent} bytes, received as {wanted} bytes" + ", of another type" * retyped
-    )
+    what = f"a message from rank {ends[0]} to rank {ends[1]} (tag {tag}) in group {board.name} is not what is received"
+    return board.fail(f"{what}\n  sent {sent} bytes, received as {wanted} bytes" + ", of another type" * retyped)
 
 
 class Inbox:
