@@ -53,10 +53,8 @@ class SoliError(Exception):
         exit_code: int = MISTAKE,
         everywhere: bool = False,
     ) -> None:
-        if isinstance(what, str):
-            self.problems: tuple[Problem, ...] = (Problem(what, str(got), str(allowed), fix, seen),)
-        else:
-            self.problems = tuple(what)
+        one = [Problem(what, str(got), str(allowed), fix, seen)] if isinstance(what, str) else what
+        self.problems = tuple(one)
         self.exit_code = exit_code
         self.everywhere = everywhere
         self.consequence = False  # True: another rank's failure is the likely cause of this one

@@ -105,10 +105,7 @@ def is_users(filename: str) -> bool:
 
 def _from_script(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames that start a script under `soli run`: None for a script that is no Python."""
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if name != _START and not name.startswith("<frozen runpy"):
-            break
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_START, "<frozen runpy")):
         trace = trace.tb_next
     return trace
 
