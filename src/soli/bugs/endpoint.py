@@ -89,10 +89,8 @@ class Endpoint:
 
 def instructions() -> str:
     """What the model is told."""
-    lists = "\n".join(
-        f"{name}, exactly one of:\n" + "\n".join(f"  {word}: {meaning}" for word, meaning in known.items())
-        for name, known in DIMENSIONS.items()
-    )
+    choice = lambda known: "\n".join(f"  {word}: {meaning}" for word, meaning in known.items())
+    lists = "\n".join(f"{name}, exactly one of:\n{choice(known)}" for name, known in DIMENSIONS.items())
     keys = ", ".join(f'"{name}": "..."' for name in DIMENSIONS)
     return (
         "A commit of a deep learning framework repairs a fault. Judge by its message and diff what the fault was.\n"

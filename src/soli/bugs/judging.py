@@ -57,11 +57,10 @@ def judge(labels: Iterable[Label], mined: Path) -> list[Judged]:
 
 def _judged(dimension: str, who: str, theirs: dict[tuple[str, str], str], said: Said) -> Judged:
     of = [(word, *said[*key, dimension]) for key, word in theirs.items() if (*key, dimension) in said]
-    both = [(a, b) for a, b, _ in of]
     sure = [(a, b) for a, b, sure in of if sure]
-    true, guessed = [a for a, _ in both], [b for _, b in both]
+    true, guessed = [a for a, _, _ in of], [b for _, b, _ in of]
     words = tuple(word for word in DIMENSIONS[dimension] if word in {*true, *guessed})
-    right = {word: sum(a == b == word for a, b in both) for word in words}
+    right = {word: sum(a == b == word for a, b, _ in of) for word in words}
     return Judged(
         dimension, who, kappa(true, guessed), kappa([a for a, _ in sure], [b for _, b in sure]), words,
         confusion(words, true, guessed),

@@ -10,7 +10,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from importlib.resources import files
 from pathlib import Path
@@ -96,13 +96,8 @@ def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, 
         left = len(items) - len(set(places) & set(mine(rows)))
         return page("agreement", pairs=labels.pairs(rows) if rows else [], left=left, places=places)
 
-    return Starlette(
-        routes=[
-            Route(f"{root}/", start),
-            Route(f"{root}/agreement", agreement),
-            Route(f"{root}/{{number:int}}", commit, methods=["GET", "POST"]),
-        ]
-    )
+    one = Route(f"{root}/{{number:int}}", commit, methods=["GET", "POST"])
+    return Starlette(routes=[Route(f"{root}/", start), Route(f"{root}/agreement", agreement), one])
 
 
 def serve(items: Sequence[Item], path: Path, labeller: str, made_by: str, port: int) -> None:
@@ -128,13 +123,10 @@ def serve(items: Sequence[Item], path: Path, labeller: str, made_by: str, port: 
 
 def given(form: Mapping[str, str], item: Item, labeller: str, made_by: str) -> Label:
     """What a form says. Words of no fix are left out."""
-    one = Label(
-        item.repo, item.commit, item.sample, labeller, made_by, date.today().isoformat(), form.get("fix", ""),
-        "", "", "", "", "", " ".join(form.get("why", "").split()),
-    )  # fmt: skip
-    if one.fix != "yes":
-        return one
-    return replace(one, **{name: form.get(name, "") for name in (*DIMENSIONS, "mechanism")})
+    fix = form.get("fix", "")
+    of = (item.repo, item.commit, item.sample, labeller, made_by, date.today().isoformat(), fix)
+    words = {name: form.get(name, "") if fix == "yes" else "" for name in (*DIMENSIONS, "mechanism")}
+    return Label(*of, **words, why=" ".join(form.get("why", "").split()))
 
 
 def keep(path: Path, told: Label) -> None:

@@ -136,16 +136,13 @@ def by_labeller(labels: Iterable[Label]) -> dict[str, dict[tuple[str, str], Labe
 def pairs(labels: Iterable[Label]) -> list[Pair]:
     """Every two labellers, on the commits that both have."""
     by, found = by_labeller(labels), []
+    alike = lambda name, of: kappa([getattr(a, name) for a, _ in of], [getattr(b, name) for _, b in of])
     for first, second in combinations(sorted(by), 2):
         both = [(by[first][key], by[second][key]) for key in by[first] if key in by[second]]
         agreed = [(a, b) for a, b in both if a.fix == b.fix == "yes"]
-        found.append(
-            Pair(
-                first, second, kappa([a.fix for a, _ in both], [b.fix for _, b in both]),
-                {name: kappa([getattr(a, name) for a, _ in agreed], [getattr(b, name) for _, b in agreed]) for name in DIMENSIONS},
-                [(a, b) for a, b in both if any(getattr(a, name) != getattr(b, name) for name in ("fix", *DIMENSIONS))],
-            )
-        )  # fmt: skip
+        differ = [(a, b) for a, b in both if any(getattr(a, name) != getattr(b, name) for name in ("fix", *DIMENSIONS))]
+        words = {name: alike(name, agreed) for name in DIMENSIONS}
+        found.append(Pair(first, second, alike("fix", both), words, differ))
     return found
 
 

@@ -141,12 +141,9 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
     )
     others = ("repositories alike", "in the study's mix", "before the study", "by labels", "by syntax too", "no fixes")
     head = ["lines", "all fixes", *repos, *others, "median"]
-    rows = [
-        [name, percent(row["all"]), *(percent(row["repos"].get(repo)) for repo in repos)]
-        + [percent(row[key]) for key in ("alike", "mix", "before", "labels", "syntax", "others")]
-        + [f"{row['median']:.0f}"]
-        for name, row in sizes.items()
-    ]
+    keys = ("alike", "mix", "before", "labels", "syntax", "others")
+    shares = lambda row: (row["all"], *map(row["repos"].get, repos), *(row[key] for key in keys))
+    rows = [[name, *map(percent, shares(row)), f"{row['median']:.0f}"] for name, row in sizes.items()]
     yield Table(head, rows)
     caption = f"Fixes of {SMALL} lines or fewer by what is counted; the line is what the study states."
     yield Figure(caption, lambda axes: _small(axes, sizes, said["paper"]["share"]))

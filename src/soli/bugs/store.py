@@ -87,9 +87,8 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
         raise SoliError("another history of this name is in this file", got=repo, fix=fix)
     for table in ("verdict", "edited", "closed", "file", "change"):
         base.executemany(f"DELETE FROM {table} {AT}", [(repo, hash_) for hash_ in gone])
-    base.execute(
-        "UPDATE history SET head = ?, commits = ?, rules = ? WHERE repo = ?", (head, count, rules.digest, repo)
-    )
+    row = (head, count, rules.digest, repo)
+    base.execute("UPDATE history SET head = ?, commits = ?, rules = ? WHERE repo = ?", row)
     return count, new
 
 
@@ -101,10 +100,8 @@ def _keep(base: sqlite3.Connection, repo: str, commit: Commit, rules: Rules) -> 
     again = "ON CONFLICT (repo, hash) DO UPDATE SET fix = excluded.fix, rule = excluded.rule"
     base.execute(f"INSERT INTO change VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) {again}", row)
     again = "ON CONFLICT (repo, hash, path) DO UPDATE SET kind = excluded.kind"
-    base.executemany(
-        f"INSERT INTO file VALUES (?, ?, ?, ?, ?, ?, ?) {again}",
-        [(*one, _text(f.path), _text(f.was), rules.kind(f.path), f.added, f.deleted) for f in commit.files],
-    )
+    files = [(*one, _text(f.path), _text(f.was), rules.kind(f.path), f.added, f.deleted) for f in commit.files]
+    base.executemany(f"INSERT INTO file VALUES (?, ?, ?, ?, ?, ?, ?) {again}", files)
     for number in closes(commit):
         put(base, "closed", *one, number, "message", known="IGNORE")
 

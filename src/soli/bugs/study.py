@@ -59,9 +59,8 @@ def _whole(base: sqlite3.Connection, mined: Path) -> None:
     if not one("SELECT count(*) FROM judged WHERE told OR fix"):
         fix = "soli bugs mine other histories, or by other --rules"
         raise SoliError("no fix of a bug is in this file", got=mined, fix=fix)
-    left = one(
-        "SELECT count(*) FROM judged WHERE (repo, hash) NOT IN (SELECT repo, hash FROM verdict WHERE dimension = 'fix')"
-    )
+    looked = "SELECT repo, hash FROM verdict WHERE dimension = 'fix'"
+    left = one(f"SELECT count(*) FROM judged WHERE (repo, hash) NOT IN ({looked})")
     rules = one("SELECT count(DISTINCT version) FROM verdict WHERE by = 'rules'")
     if left or rules > 1:
         got = f"{mined}: {left} were not looked at, {rules} sets of rules"
