@@ -18,6 +18,9 @@ from soli.checkpoint.tiling import inside
 from soli.core.errors import Problem, raise_all
 from soli.core.layout import Box, Sharded
 
+Tensors = dict[str, Sharded]
+"""Global tensors by name, each with the boxes that this rank holds."""
+
 
 class Pieces(Tensor):
     """A tensor of the global shape that owns no memory; DCP asks it for chunks and pieces.
@@ -58,7 +61,7 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-def adapt(tensors: dict[str, Sharded]) -> dict[str, Any]:
+def adapt(tensors: Tensors) -> dict[str, Any]:
     """What DCP's planners take as state dict."""
     return {name: Pieces(sharded) for name, sharded in tensors.items()}
 
@@ -96,7 +99,7 @@ def merge(offers: list[Forms]) -> dict[str, Any]:
     return merged
 
 
-def offer_of(tensors: dict[str, Sharded]) -> Forms:
+def offer_of(tensors: Tensors) -> Forms:
     """What a rank brings. SoliError lists every piece that is not what its box says."""
     raise_all(problem for name, sharded in tensors.items() for problem in _problems(name, sharded))
     return {name: (tuple(sharded.shape), sharded.dtype) for name, sharded in tensors.items()}

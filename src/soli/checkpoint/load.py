@@ -16,19 +16,19 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from soli.checkpoint.adapter import adapt, chunk_of, merge, offer_of
+from soli.checkpoint.adapter import Tensors, adapt, chunk_of, merge, offer_of
 from soli.checkpoint.folder import locate
 from soli.checkpoint.manifest import FileEntry, Manifest, Saved, key_of, read_manifest
 from soli.checkpoint.team import Group, team_of
 from soli.checkpoint.tensorfile import Forms, checksum, dtype_name, reading, room
 from soli.core.errors import FAILURE, Problem, SoliError, failure, raise_all
 from soli.core.events import events
-from soli.core.layout import Box, Sharded
+from soli.core.layout import Box
 from soli.core.progress import Add, busy
 
 
 def load(
-    path: str | Path, tensors: dict[str, Sharded], *, group: Group = None, ignore: Callable[[str], bool] | None = None
+    path: str | Path, tensors: Tensors, *, group: Group = None, ignore: Callable[[str], bool] | None = None
 ) -> dict[str, Any]:
     """Fill the pieces of `tensors` in place from the checkpoint at `path`; returns its state.
 
@@ -108,7 +108,7 @@ def damage(file: Path, entry: FileEntry, done: Add = lambda _: None) -> list[Pro
     return []
 
 
-def _fill(place: Path, manifest: Manifest, tensors: dict[str, Sharded]) -> None:
+def _fill(place: Path, manifest: Manifest, tensors: Tensors) -> None:
     """Copy into this rank's pieces what intersects them."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(adapt(tensors), _metadata(manifest), is_coordinator=False)
@@ -147,7 +147,7 @@ def _metadata(manifest: Manifest) -> Metadata:
     return Metadata({name: told(saved) for name, saved in manifest.tensors.items()})
 
 
-def _check_read(items: list[ReadItem], tensors: dict[str, Sharded]) -> None:
+def _check_read(items: list[ReadItem], tensors: Tensors) -> None:
     """The reads fill every piece: no element keeps what happened to be in memory."""
     planned: dict[str, int] = defaultdict(int)
     for item in items:

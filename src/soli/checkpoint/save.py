@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from soli.checkpoint.adapter import adapt, merge, offer_of
+from soli.checkpoint.adapter import Tensors, adapt, merge, offer_of
 from soli.checkpoint.folder import commit, open_partial, refuse_existing
 from soli.checkpoint.manifest import VERSION, Chunk, FileEntry, Manifest, Saved, State, dump_state, key_of, to_text
 from soli.checkpoint.team import Group, Team, as_soli_error, team_of
 from soli.checkpoint.tensorfile import Entry, Forms, write_file
 from soli.checkpoint.tiling import tiling_problems
 from soli.core.errors import on_all_ranks, raise_all
-from soli.core.layout import Box, Sharded
+from soli.core.layout import Box
 from soli.core.package import SOLI
 from soli.core.progress import Add, busy
 from soli.core.report import FINISH
@@ -46,9 +46,7 @@ class _Job:
     state: State
 
 
-def save(
-    path: str | Path, tensors: dict[str, Sharded], state: State, *, group: Group = None, overwrite: bool = False
-) -> None:
+def save(path: str | Path, tensors: Tensors, state: State, *, group: Group = None, overwrite: bool = False) -> None:
     """Write a checkpoint to the folder `path`; called on every rank of `group`, returns when it is complete.
 
     `tensors`: global tensors by name, each with the boxes this rank holds. A box that several ranks hold is
@@ -58,7 +56,7 @@ def save(
     save_with(team_of(group), path, tensors, state, overwrite)
 
 
-def save_with(team: Team, path: str | Path, tensors: dict[str, Sharded], state: State, overwrite: bool = False, gets: Any = None) -> None:
+def save_with(team: Team, path: str | Path, tensors: Tensors, state: State, overwrite: bool = False, gets: Any = None) -> None:
     """`save` for a team; ALONE saves in this process, whatever process group there is. `gets`: functions that read what is written, by its key."""
     job = _plan(team, path, tensors, state, overwrite)
     job.entries[:] = [replace(entry, get=(gets or {}).get(entry.key, entry.get)) for entry in job.entries]
@@ -94,7 +92,7 @@ _last: dict[str, PendingSave] = {}  # by group: the collectives of two saves mus
 
 
 def save_async(
-    path: str | Path, tensors: dict[str, Sharded], state: State, *, group: Group = None, overwrite: bool = False
+    path: str | Path, tensors: Tensors, state: State, *, group: Group = None, overwrite: bool = False
 ) -> PendingSave:
     """As `save`, but returns once the tensors are copied; the rest happens in a background thread.
 
@@ -147,7 +145,7 @@ def _stage(job: _Job) -> None:
         job.entries[place] = replace(entry, get=lambda copy=copy: copy)  # type: ignore[misc]
 
 
-def _plan(team: Team, path: str | Path, tensors: dict[str, Sharded], state: State, overwrite: bool) -> _Job:
+def _plan(team: Team, path: str | Path, tensors: Tensors, state: State, overwrite: bool) -> _Job:
     """Agree on which rank writes what. The live tensors are looked up when they are written."""
     target = Path(path).absolute()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
