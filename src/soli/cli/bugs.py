@@ -221,10 +221,8 @@ def agree(
             print(f"    {a.repo} {a.commit[:10]} {words}")
     for verdict in judged:
         one, sure = verdict.kappa, verdict.sure
-        print(
-            f"the words for {verdict.dimension} by {verdict.labeller}: kappa {one}, {one.alike:.0%} of {one.count} alike; "
-            f"where the rules are sure {sure}, of {sure.count}"
-        )
+        shares = f"kappa {one}, {one.alike:.0%} of {one.count} alike; where the rules are sure {sure}, of {sure.count}"
+        print(f"the words for {verdict.dimension} by {verdict.labeller}: {shares}")
     for name, rules in selected.items():
         shares = f"precision {bounded(rules.precision)}, recall {bounded(rules.recall)}"
         print(f"the rules, a fix if {name}: {shares}; {rules.fixes} fixes among the labelled commits")

@@ -48,9 +48,8 @@ def of_rank(fresh: bool, as_json: bool) -> None:
         print(json.dumps(asdict(machine), indent=1))
         return
     _show(machine)
-    path = folder() / f"machine-{machine.fingerprint}.json"
     print(f"measured in {time.perf_counter() - start:.1f} s" if new else "as it was measured before (--fresh: anew)")
-    print(f"kept in {path}")
+    print(f"kept in {folder() / f'machine-{machine.fingerprint}.json'}")
 
 
 def _show(machine: Machine) -> None:

@@ -77,10 +77,8 @@ def _show(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, eve
     numel = {name: math.prod(shape) for name, shape in sizes.items()}
     whole = sum(numel.values())
     cut_count = sum(numel[name] for name, role in found.items() if role.split is not None)
-    print(
-        f"{cut_count:,} of {whole:,} parameters ({cut_count / max(whole, 1):.0%}) are cut over "
-        f"tp={tp}; a rank holds about {whole - cut_count + cut_count // tp:,}"
-    )
+    share, held = cut_count / max(whole, 1), whole - cut_count + cut_count // tp
+    print(f"{cut_count:,} of {whole:,} parameters ({share:.0%}) are cut over tp={tp}; a rank holds about {held:,}")
 
 
 def _cut(role: Any) -> str:
