@@ -60,8 +60,7 @@ def join(deadline: float | None = None) -> World:
         rank, size = dist.get_rank(), dist.get_world_size()
         if not {"RANK", "SLURM_PROCID"} & os.environ.keys() and torch.cuda.is_available():
             local_rank = torch.cuda.current_device()  # as the program that made the group has set it
-        device, _ = placed(local_rank, local_size)
-        return World(rank, size, device, _made_backend(), seconds)
+        return World(rank, size, placed(local_rank, local_size)[0], _made_backend(), seconds)
     device, backend = placed(local_rank, local_size)
     if size == 1:
         return World(0, 1, device, "single", seconds)

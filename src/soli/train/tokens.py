@@ -51,8 +51,7 @@ def to_json(tokens: Tokens) -> dict[str, Any]:
 
 def from_json(data: dict[str, Any]) -> Tokens:
     spans = {part: Span(**{**data[part], "path": Path(data[part]["path"])}) for part in ("train", "validation")}
-    path = data["tokenizer"]
-    return Tokens(spans["train"], spans["validation"], Path(path) if path else None, data["key"])
+    return Tokens(**spans, tokenizer=data["tokenizer"] and Path(data["tokenizer"]), key=data["key"])
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:

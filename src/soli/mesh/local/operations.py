@@ -172,9 +172,8 @@ def scatter(board: Board, operation: Operation, out: Tensor, parts: Sequence[Ten
     for piece, *sent in zip(*(whole.split(room) for whole in (out, *parts)), strict=True):
 
         def write(lane: int, sent: Sequence[Tensor] = sent) -> None:
-            slot = board.slot(root, lane, torch.uint8)
             for other, part in enumerate(sent):
-                slot[other * room : other * room + part.numel()].copy_(part)
+                board.slot(root, lane, torch.uint8)[other * room : other * room + part.numel()].copy_(part)
 
         lane = yield from board.chunk_of(operation, write if board.rank == root else None, (root,))
         place = board.rank * room
@@ -198,11 +197,10 @@ def all_to_all(board: Board, operation: Operation, outs: Sequence[Tensor], parts
         def fill(lane: int, start: int = start) -> None:
             if not start:
                 board.slot(rank, lane, torch.int64)[:ranks].copy_(sizes)
-            slot = board.slot(rank, lane, torch.uint8)
             for other, part in enumerate(parts):
                 sent, at = part[start : start + room], place(rank, other)
                 if other != rank:
-                    slot[at : at + sent.numel()].copy_(sent)
+                    board.slot(rank, lane, torch.uint8)[at : at + sent.numel()].copy_(sent)
 
         lane = yield from board.chunk_of(operation, fill, everyone(board))
         if not start:
