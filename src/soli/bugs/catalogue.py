@@ -40,9 +40,8 @@ class Mechanism:
 @cache
 def mechanisms() -> dict[str, Mechanism]:
     """All, by name."""
-    said = table(__package__, "catalogue.toml")
-    made = [Mechanism(**{**one, "fixes": tuple(Fix(**fix) for fix in one["fixes"])}) for one in said["mechanism"]]
-    return {one.name: one for one in made}
+    said = table(__package__, "catalogue.toml")["mechanism"]
+    return {one["name"]: Mechanism(**{**one, "fixes": tuple(Fix(**fix) for fix in one["fixes"])}) for one in said}
 
 
 def mechanism(name: str) -> Mechanism:

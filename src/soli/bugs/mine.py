@@ -38,8 +38,7 @@ def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[M
     found = []
     for repo, path in histories(paths).items():
         with store.opened(out, made=True) as base:
-            count, new = store.add(base, repo, history.read(path, made.left_out), made)
-            found.append(summary(base, repo, count, new))
+            found.append(summary(base, repo, *store.add(base, repo, history.read(path, made.left_out), made)))
     if not any(one.fixes for one in found):
         got = ", ".join(f"{one.repo}: {one.commits} commits" for one in found)
         raise SoliError("no fix of a bug was found", got=got, fix="other rules: --rules FILE")
