@@ -56,14 +56,13 @@ def load(
 
 def differences(manifest: Manifest, wanted: Forms, ignore: Callable[[str], bool] | None) -> list[Problem]:
     """Everything that keeps the saved tensors from being the wanted ones."""
-    found, imported = [], "imported_from" in manifest.state
+    found = []
+    cast = lambda *kinds: "imported_from" in manifest.state and all(kind.is_floating_point for kind in kinds)
     for name, (shape, dtype) in wanted.items():
         saved = manifest.tensors.get(name)
         if saved is None:
             found.append(Problem(f"{name} is missing in the checkpoint"))
-        elif saved.shape != shape or (
-            saved.dtype != dtype and not (imported and saved.dtype.is_floating_point and dtype.is_floating_point)
-        ):
+        elif saved.shape != shape or (saved.dtype != dtype and not cast(saved.dtype, dtype)):
             got = f"saved {saved.shape} {dtype_name(saved.dtype)}"
             allowed = f"asked for {shape} {dtype_name(dtype)}"
             found.append(Problem(f"{name} has another shape or dtype in the checkpoint", got, allowed))
