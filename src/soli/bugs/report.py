@@ -102,11 +102,10 @@ def blocks(said: Said, judged: Sequence[Judged] = (), selected: Selected = None)
     for question in said["questions"]:
         yield Heading(2, question["name"])
         yield Table(["stated", "here", "by"], [[s["text"], s["verdict"], s["why"]] for s in question["statements"]])
-        if question["dimension"] in ("symptom", "cause"):
-            yield from _dimension(said, question["dimension"])
-        elif question["dimension"] == "strategy":
+        if question["dimension"] == "strategy":
             yield from _effort(said)
-            yield from _dimension(said, "strategy")
+        if question["dimension"] in ("symptom", "cause", "strategy"):
+            yield from _dimension(said, question["dimension"])
         else:
             yield from _hard(said)
     yield Heading(2, "Training or inference")

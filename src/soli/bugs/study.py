@@ -105,8 +105,7 @@ def _sizes(
         others = store.column(base, f'SELECT "{name}" FROM judged WHERE NOT told')
         syntax = store.column(base, f'SELECT "{name}" FROM fix')
         small = set(base.execute(f'SELECT repo, hash FROM size WHERE "{name}" <= ?', (SMALL,)))
-        repos = sorted({repo for repo, _, _ in rows})
-        by = {repo: [size for of, size, _ in rows if of == repo] for repo in repos}
+        by = {repo: [size for of, size, _ in rows if of == repo] for repo in sorted({repo for repo, *_ in rows})}
         parts = {repo: share(sum(s <= SMALL for s in sizes), len(sizes)) for repo, sizes in by.items()}
         before = [size for _, size, when in rows if when < end]
         weights = {repo: paper["mix"].get(repo, 0) for repo in by}
