@@ -149,7 +149,7 @@ def off(rows: Sequence[Row], sets: Sets, layers: Layers) -> tuple[np.ndarray, np
             parts[:, at] = factors_of(known).at(p.take(at))
     each = [of(sets, row) for row in rows]
     cost = step(p, Constants(**{name: np.array([one[name] for one in each]) for name in NAMES}), *parts)
-    return cost.time / measured.times, cost.memory / measured.memories
+    return cost.time / measured.times, cost.read / measured.memories
 
 
 def held_out(rows: Sequence[Row], sources: Sequence[str], groups: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -475,6 +475,17 @@ def test_torchs_operations_keep_what_each_reads() -> None:
         assert (found["composed"], found["one_loss"]) == (written, fused), (framework, said)
 
 
+def test_a_peak_is_read_with_what_the_allocator_holds() -> None:
+    flags = {"zero": 3, "layers": 8, "vocab": 32000}
+    found, cost = memory.kinds(point(**flags), ONE), step(point(**flags, cached=1), ONE)
+    there = found["gradients"] + found["activations"] + found["logits"]
+    np.testing.assert_allclose(cost.read, cost.memory + ONE.cache_share * there)
+    bare = step(point(**flags), ONE)
+    assert bare.read == bare.memory == cost.memory
+    for said, held in (("torchtitan", 1), ("HF Trainer; nvidia-smi 15116 MiB; peak = torch max allocated, bytes", 0), ("max memory reserved", 1), ("HF Trainer", 0)):  # fmt: skip
+        assert of_program("fsdp", "ampere", said)["cached"] == held, said
+
+
 def test_every_second_product_is_less_than_every_second_layer() -> None:
     """Of Llama 3 8B half of the products' results (21 bytes a hidden unit), attention's and the input: 14.5; of layers half of 49, and the input."""
     llama = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "gated": 1, "seq": 8192, "flash": 1, "composed": 1, "again": 16}

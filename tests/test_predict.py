@@ -470,6 +470,15 @@ def test_only_what_fits_is_feasible() -> None:
     assert not found[-1].feasible
 
 
+def test_what_an_allocator_holds_is_read_but_fits_nothing_less() -> None:
+    rows = [ROW | {"layers": str(n), "tp": "1", "pp": "1", "dp": "64", "recompute": "none", "microbatch": "1", "global_batch": "64"} for n in range(10, 24)]
+    taken, held = predict(rows), predict([row | {"notes": "memory by nvidia-smi"} for row in rows])
+    assert [one.feasible for one in held] == [one.feasible for one in taken]
+    assert all(there.predicted_memory_gb > one.predicted_memory_gb for one, there in zip(taken, held, strict=True))
+    capacity = USABLE * 80 * 2**30 / 1e9
+    assert any(one.feasible and one.predicted_memory_gb > capacity for one in held)
+
+
 # --- constants --------------------------------------------------------------------------------------------
 
 
@@ -491,6 +500,17 @@ def test_a_fit_finds_what_made_the_times() -> None:
     again = step(p, repeated(found, len(p)))
     assert np.abs(again.time / made.time - 1).mean() < 0.01
     assert np.abs(again.memory / made.memory - 1).mean() < 0.02
+
+
+def test_peaks_that_nothing_explains_do_not_tell_those_of_other_runs() -> None:
+    rows = [read(row) for row in table("llm_foundry_mpt")[::3]]
+    p, _ = arrays(rows)
+    made = step(p, repeated(known("fsdp", "ampere"), len(p)))
+    strange = np.arange(len(p)) % 5 == 0
+    nothing = np.full(len(p), np.nan)
+    found = fit(p, Measured(nothing, np.where(strange, 2, 1) * made.memory, nothing, nothing), known("fsdp", "hopper"))
+    others = step(p, repeated(found, len(p))).memory / made.memory - 1
+    assert np.abs(others[~strange]).mean() < 0.01
 
 
 def test_what_is_a_devices_and_what_is_a_programs() -> None:

@@ -1,7 +1,8 @@
 """Fit constants to measured steps: bounded least squares of logarithms, held to the set that they follow.
 
 A constant that the rows do not show stays where its parent has it: each is drawn back with the weight of one row that
-is off by as much as PRIOR allows. Rows that no law explains count less (soft L1). Used for published tables
+is off by as much as PRIOR allows. Rows that no law explains count less (soft L1), and peaks least, as a logarithm does:
+eight of one source that take twice what is counted had all of torch's FSDP take 2 GB more. Used for published tables
 (benchmarks/planner.py) and for what a machine measures of itself.
 """
 
@@ -63,7 +64,7 @@ def residuals_of(cost: Step, points: Points, measured: Measured) -> Array:
     sized = np.isfinite(measured.memories)
     off = [
         np.log(cost.time / measured.times) / TIME_ERROR,
-        np.log(cost.memory / measured.memories) / MEMORY_ERROR,
+        2 * np.arcsinh(np.log(cost.read / measured.memories) / MEMORY_ERROR / 2),
         np.log(cost.states / measured.states) / MEMORY_ERROR,
         np.where((measured.fits == 1) & ~sized, np.maximum(over, 0), 0.0) / MEMORY_ERROR,
         np.where(measured.fits == 0, np.minimum(over, 0), 0.0) / MEMORY_ERROR,

@@ -57,11 +57,11 @@ def predict(table: Iterable[Mapping[str, str]], known_rows: Iterable[Mapping[str
         cost, low, high = costs(p, family, learnt)
         spread = spread_of(family[0])
         for place, i in enumerate(at):
-            time, memory = float(cost.time[place]), float(cost.memory[place])
+            time, memory = float(cost.time[place]), float(cost.read[place])
             least, most = (memory * spread[name] for name in ("memory_low", "memory_high"))
             found[i] = Prediction(
                 time, time * float(low[place]), time * float(high[place]), memory / GB, least / GB, most / GB,
-                feasible=bool(memory <= p.capacity[place]), inferred=tuple(rows[i].inferred),
+                feasible=bool(cost.memory[place] <= p.capacity[place]), inferred=tuple(rows[i].inferred),
             )  # fmt: skip
             if rows[i].timeless:
                 found[i] = replace(found[i], predicted_time_s=None, time_low_s=None, time_high_s=None)

@@ -300,6 +300,14 @@ def _fullest(p: Points, rank: Rank, found: dict[str, Array]) -> dict[str, Array]
     return found | less | update | {"gradients": np.where(fuller, gradients, there)}
 
 
+def cache(p: Points, k: Constants) -> Array:
+    """Bytes that an allocator holds beside its tensors at the peak, where they are read as well: of what comes and goes, blocks that nothing fits into."""
+    if not p.cached.any():
+        return np.zeros(len(p))
+    found = kinds(p, k)
+    return p.cached * k.cache_share * (found["gradients"] + found["activations"] + found["logits"])
+
+
 def peak(p: Points, k: Constants, bare: bool = False) -> Array:
     """Bytes at the fullest moment; `bare` as in `kinds`."""
     total = np.stack([sum(_kinds(p, k, rank, bare).values(), np.zeros(len(p))) for rank in ranks(p)])

@@ -130,6 +130,7 @@ class Points:
     # layers of a rank that are computed again whole, where `recompute` says less of the others
     again: Array = field(metadata={"unsaid": 0.0})
     by_product: Array = field(metadata={"unsaid": 0.0})  # flag: `again` is of every second product, and of all that is none
+    cached: Array = field(metadata={"unsaid": 0.0})  # flag: a peak is read as what the device holds or its allocator, not as what tensors take
     adapters: Array = field(metadata={"unsaid": 0.0})  # parameters of a layer's that are trained beside frozen ones
     spared: Array = field(metadata={"unsaid": 0.0})  # flag: an MLP's matrices are frozen and have no adapters
     # of what experts exchange the share that runs behind another microbatch's computing, where it is told so

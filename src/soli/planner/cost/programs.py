@@ -96,6 +96,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "looped": (1.0 + (framework == "deepspeed")) * (tells("plain", has) and not tells("grouped", has)),
         "graphs": float(tells("graphs", has)),
         "unwaited": float(tells("unwaited", has)),
+        "cached": float(tells("held", has) and not tells("taken", has)),
         "paired": PAIRED if tells("paired", has) else 0.0,
         "fours": float(framework.startswith("megatron")),
         "pieces": first("pieces", has, 1.0),

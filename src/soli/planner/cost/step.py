@@ -37,6 +37,7 @@ class Step:
     update: Array
     memory: Array
     states: Array
+    read: Array  # the peak as the program's log or the device has it (Points.cached)
 
 
 @in_the_mean
@@ -166,8 +167,9 @@ def updating(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
 def step(p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount = 1.0) -> Step:
     """The cost of each point. Factors of a layer's time and of the tables', where they were measured."""
     time, run, reduced, spent = seconds(p, k, of_layers, of_tables)
-    m = p.microbatches
+    m, peak = p.microbatches, memory.peak(p, k)
     return Step(
         time=time, layers=m * run.layers, tables=m * run.tables, exposed=m * run.exposed, waiting=run.waiting,
-        gradients=reduced, update=spent, memory=memory.peak(p, k), states=memory.states(p, k),
+        gradients=reduced, update=spent, memory=peak, states=memory.states(p, k),
+        read=peak + memory.cache(p, k),
     )  # fmt: skip
