@@ -124,7 +124,7 @@ def test_a_rank_that_dies_on_the_other_host(wire: list[str], tmp_path: Path) -> 
         assert code == 1
         assert "rank 3 of group" in said["error"], said
         assert "is gone" in said["error"]
-        assert said["seconds"] < 2
+        assert said["seconds"] < 15  # told by its end, and not by the time-out
 
 
 def test_a_host_that_is_late(wire: list[str], tmp_path: Path) -> None:

@@ -117,7 +117,6 @@ def need_same_parameters(engine: Engine) -> None:
     """SoliError where parameters, or shards, that ranks have alike have other values on some. Collective."""
     if engine.world == 1 or engine.mesh.all.simulated:
         return
-    need_own(engine)
     values: Facts = {names[0]: param for names, param in engine.laid.plain}
     for unit in engine.laid.units:
         values |= {unit.name: unit.shard} if unit.zero == 3 else {slot.name: slot.param for slot in unit.slots}

@@ -486,6 +486,7 @@ class Engine:
         """Write a checkpoint that loads under any plan. `wait=False` returns once the values are copied."""
         self._finish_gathers()
         agreed.need_same_path(self, Path(path))
+        agreed.need_own(self)
         agreed.need_same_parameters(self)
         same.say_buffers(self)
         states.save(self, Path(path), extra or {}, overwrite, wait)
