@@ -27,7 +27,7 @@ check: .venv/developed
 	$(BIN)/mypy -p soli
 
 sweep: .venv/developed          ## the cases that `make test` leaves out: more of the same, on more ranks, or slower -> benchmarks/results/sweep.json
-	$(BIN)/python benchmarks/sweep.py
+	$(BIN)/python benchmarks/swept_cases.py
 
 parity: .venv/developed         ## every case under every plan -> docs/parity.md, benchmarks/results/parity.json
 	$(BIN)/python benchmarks/parity.py
