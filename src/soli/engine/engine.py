@@ -480,9 +480,7 @@ class Engine:
         self._need_gradients("global_gradients")
         return states.global_gradients(self, 1.0 / (self._count * self._seed_scale))
 
-    def save(
-        self, path: str | Path, *, extra: dict[str, Any] | None = None, overwrite: bool = False, wait: bool = True
-    ) -> None:
+    def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, overwrite: bool = False, wait: bool = True) -> None:
         """Write a checkpoint that loads under any plan. `wait=False` returns once the values are copied."""
         self._finish_gathers()
         agreed.need_same_path(self, Path(path))
