@@ -287,6 +287,27 @@ def test_wrong_losses_are_explained(loss, plan: str, words: str) -> None:
     assert caught.value.exit_code == 2
 
 
+class Writing(nn.Linear):
+    """Every third call writes into the weight what it is."""
+
+    calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        if self.calls % 3 == 0:
+            with torch.no_grad():
+                self.weight.mul_(1.0)
+        return super().forward(input)
+
+
+def test_weights_that_some_calls_write_into_are_told() -> None:
+    """Only the first of the passes in float64 is looked at."""
+    made = nn.Sequential(Writing(4, 3))
+    engine = parallelize(made, losses.mse("y"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="accumulate=2")
+    with pytest.raises(SoliError, match="writes into parameters at some calls"):
+        engine.step({"input": torch.randn(8, 4), "y": torch.randn(8, 3)})
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_mean_is_told_from_statistics_of_the_batch(reduction: str) -> None:
     """On one device rows may depend on each other, by as much as a mean is off."""

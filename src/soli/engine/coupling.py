@@ -25,7 +25,7 @@ from soli.engine.batch import Caller, Part, at, few, take, to_device
 from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import raise_together
-from soli.parallel.kept import OF_TORCH
+from soli.parallel import kept
 from soli.parallel.lift import lifted, wide
 from soli.parallel.statistics import Statistics
 
@@ -71,19 +71,20 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
         events.note(text, shown=engine.rank == 0 and not alone)
         return []
     try:
-        with between.modes_kept(engine.model), effects.undone(engine.model, engine.plan):
+        with between.modes_kept(engine.model), kept.unchanged(engine.model):
             cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)
             model = (states.copy_model(engine) if cut else states.plain_copy(engine.model))._apply(wide)
             if rows < 1 + (not alone):
                 return []
+            values, slopes = (effects.Unwritten(model, engine.model) for _ in range(2))
             if not alone:
-                found = _totals(engine, model, take(part.data, 0, rows), rows, gradients=False)
+                found = _totals(engine, model, take(part.data, 0, rows), rows, values)
                 # some sums agree at the weights that a run begins with alone (normalised advantages, where the ratio of policies is 1), or on
                 # one side of them (KTO's divergence from the reference, a mean that is clamped at 0)
                 for way in (0.01, -0.02):
                     _moved(model, way)
-                    found += _totals(engine, model, take(part.data, 0, rows), rows, gradients=False, again=False)
-            found += _totals(engine, model, take(part.data, 0, min(rows, PAIR)), min(rows, PAIR), gradients=True)
+                    found += _totals(engine, model, take(part.data, 0, rows), rows, values, again=False)
+            found += _totals(engine, model, take(part.data, 0, min(rows, PAIR)), min(rows, PAIR), slopes, gradients=True)
         same = found[4].total == found[0].total or found[0].total != found[0].total
         why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
@@ -101,7 +102,9 @@ def check(engine: Engine, found: list[Sum]) -> None:
     raise_together(lambda: _explain(engine, found), engine.mesh.all, label="whether rows are coupled")
 
 
-def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: bool, again: bool = True) -> list[Sum]:
+def _totals(
+    engine: Engine, model: nn.Module, data: Any, rows: int, alike: effects.Unwritten, gradients: bool = False, again: bool = True
+) -> list[Sum]:
     """Of all rows, of their two parts, the other way round, and, if `again`, once more; with gradients the last ones are of a larger loss."""
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = at(data, list(range(rows))[::-1])
@@ -112,8 +115,17 @@ def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, gradients: b
     pieces = (wholes[0], *halves, *wholes[1:])
     scales = [1.0, 1.0, 1.0, 0.0, LARGER] if gradients else [0.0] * 5
     left_out = (1, 2, 3) if engine.plan.pieces == 1 else () if again else (4,)
+
+    def total(piece: tuple[Any, int, bool], scale: float) -> Sum:
+        """`scale`: of the loss that gradients are taken of, and given for 1 of; 0: there are none."""
+        data, rows, part = piece
+        runner = Runner(model, Caller(model), _left_by(model, engine.model)(engine.loss_fn), data, rows, engine.plan)
+        with norms.check(part), norms.computing():
+            pulled = lambda found: _pulled(model, *total_and_count(found), scale)
+            return runner.run(around=lambda _: lifted(), gradients=scale > 0, then=pulled, alike=alike)
+
     each = enumerate(zip(pieces, scales, strict=True))
-    return [Sum() if i in left_out else _total(engine, model, norms, piece, scale) for i, (piece, scale) in each]
+    return [Sum() if i in left_out else total(piece, scale) for i, (piece, scale) in each]
 
 
 @torch.no_grad()
@@ -126,22 +138,13 @@ def _moved(model: nn.Module, way: float) -> None:
             param.add_(noise.to(param.dtype), alpha=way * float(param.square().mean().sqrt()))
 
 
-def _total(engine: Engine, model: nn.Module, norms: Statistics, piece: tuple[Any, int, bool], scale: float) -> Sum:
-    """`scale`: of the loss that gradients are taken of, and given for 1 of; 0: there are none."""
-    data, rows, part = piece
-    runner = Runner(model, Caller(model), _left_by(model, engine.model)(engine.loss_fn), data, rows, engine.plan)
-    with norms.check(part), norms.computing():
-        pulled = lambda found: _pulled(model, *total_and_count(found), scale)
-        return runner.run(around=lambda _: lifted(), gradients=scale > 0, then=pulled)
-
-
 @contextmanager
 def _left_by(copied: nn.Module, model: nn.Module) -> Iterator[None]:
     """A loss function that reads attributes of the model's modules (each block's auxiliary loss) finds what the copy's forward left in them."""
     left = dict(copied.named_modules())
     with ExitStack() as put:
         for name, module in model.named_modules():
-            own = {key: value for key, value in vars(left.get(name, module)).items() if key not in OF_TORCH}
+            own = {key: value for key, value in vars(left.get(name, module)).items() if key not in kept.OF_TORCH}
             put.enter_context(patch.dict(vars(module), own))
         yield
 
@@ -153,12 +156,13 @@ def _pulled(model: nn.Module, total: Tensor, count: float, scale: float) -> Sum:
     params = [p for p in model.parameters() if p.requires_grad]
     found, generator = torch.autograd.grad(total * scale, params, allow_unused=True), torch.Generator().manual_seed(1)
     size = along = along_size = 0.0
-    for param, gradient in zip(params, found, strict=True):
-        way = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.device)
-        if gradient is not None:
-            size += float((gradient * param.detach()).abs().sum())
-            along += float((gradient.real * way).sum())
-            along_size += float((gradient.real * way).abs().sum())
+    with torch._C.DisableTorchFunction():  # it is not of the program
+        for param, gradient in zip(params, found, strict=True):
+            way = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.device)
+            if gradient is not None:
+                size += float((gradient * param.detach()).abs().sum())
+                along += float((gradient.real * way).sum())
+                along_size += float((gradient.real * way).abs().sum())
     return Sum(float(total.detach()), size / scale, along / scale, along_size / scale)
 
 

@@ -86,16 +86,17 @@ class Runner:
     def run(
         self, around: Callable[[Randomness], AbstractContextManager[Any]] | None = None, training: bool = True,
         leaving: bool = False, gradients: bool = False, then: Callable[[Any], Any] = lambda found: found,
+        alike: effects.Unwritten | None = None,
     ) -> Any:  # fmt: skip
         """One forward and its loss, which is returned. `around`: a context for them. `leaving`: tensors that the forward
         leaves in attributes stay. `gradients`: the loss can be differentiated, by `then`: a backward may need buffers as the forward
-        left them."""
+        left them. `alike`: what there is to look at in passes that are."""
         randomness = Randomness(self.model, self.seed)
         with (
             torch.set_grad_enabled(gradients),
             between.modes_kept(self.model),
-            effects.undone(self.model, self.plan, tensors=not leaving),
-            Differentiating(self.plan),
+            Differentiating(self.plan) if alike is None or alike.looking else nullcontext(),
+            alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving),
             randomness.probe(self.rows),
             around(randomness) if around is not None else nullcontext(),
         ):

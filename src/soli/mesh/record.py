@@ -168,13 +168,12 @@ class _TorchCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         need_operator(func)
-        name = func.name().split("::")
-        if name[0] not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        if func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return func(*args, **(kwargs or {}))
         others = _of_others()
         with issuing():  # a backend in Python would record it once more
             result = func(*args, **(kwargs or {}))
-        if others and (operation := _operation(name[1])):
+        if others and (operation := _operation(func.name().split("::")[1])):
             axis, ranks = _group_of(args)
             size = lambda side: sum(t.numel() * t.element_size() for t in tensors_in((side,)))
             recorder.add(operation, axis, max(map(size, (*args, result))), ranks, "", "torch")
