@@ -25,7 +25,7 @@ from soli.checkpoint.tensorfile import headers
 from soli.checkpoint.transfer import export
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
-from soli.engine import elementwise
+from soli.engine import coupling, elementwise
 from soli.engine import optimizer as optimizers
 from soli.engine.engine import parallelize
 from soli.models.gpt import GPT, GPTConfig
@@ -306,6 +306,23 @@ def test_weights_that_some_calls_write_into_are_told() -> None:
     engine = parallelize(made, losses.mse("y"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="accumulate=2")
     with pytest.raises(SoliError, match="writes into parameters at some calls"):
         engine.step({"input": torch.randn(8, 4), "y": torch.randn(8, 3)})
+
+
+@pytest.mark.parametrize(("much", "seen"), [(coupling.MUCH, {8, 4, 2, 1}), (0, {2, 1})])
+def test_rows_are_told_to_be_coupled_by_two_where_more_are_much(monkeypatch, much: int, seen: set[int]) -> None:
+    """By less than float32's rounding may be."""
+    monkeypatch.setattr(coupling, "MUCH", much)
+    rows: set[int] = set()
+
+    def little(output, batch):
+        rows.update([len(output)] if output.dtype == torch.float64 else [])
+        return output.square().sum() + 1e-7 * len(output) * output.mean(0).square().sum(), len(output)
+
+    torch.manual_seed(0)
+    engine = parallelize(nn.Linear(4, 3), little, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="accumulate=2")
+    with pytest.raises(SoliError, match="couples the rows"):
+        engine.step({"input": torch.randn(16, 4)})
+    assert rows == seen
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

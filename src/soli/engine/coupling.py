@@ -15,10 +15,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError
 from soli.core.events import events
+from soli.core.progress import busy
 from soli.engine import between, effects
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, at, few, take, to_device
@@ -32,10 +33,19 @@ from soli.parallel.statistics import Statistics
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
+LOOK = "the first step is looked at in float64"
 LARGEST, SMALL = 2**27, 2**24
 """Parameters of a model that is copied (1 GB, and its gradients); and where there may be no room for a graph, or one part alone is looked at."""
 ROWS, PAIR = 8, 2
-"""Of losses, and of gradients, which keep a forward's whole graph in float64."""
+"""Of losses at most, and of gradients, which keep a forward's whole graph in float64."""
+MUCH = 2**32
+"""Parameters times elements of the batch, of those rows: where there would be more, there are fewer rows, and two at least (8.6 GFLOP of a transformer's
+forward; with eight rows of 256 tokens, 29 million parameters had a first step that took as long as 16 others)."""
+DRAWN = 65537
+"""A prime: no width of a matrix divides it, so that rows differ."""
+WAYS = (0.0, 0.01, -0.02)
+"""Weights that losses are looked at with, by how much they are moved. Some sums agree at those that a run begins with alone (normalised
+advantages, where the ratio of policies is 1), or on one side of them (KTO's divergence from the reference, a mean that is clamped at 0)."""
 LARGER = 8.0
 """A loss that gradients are taken of once more: a power of two, which rounds nothing."""
 HALF = 1e-4
@@ -59,10 +69,10 @@ def size_of(found: list[Sum]) -> float:
 
 
 def measured(engine: Engine, part: Part) -> list[Sum]:
-    """Losses of some rows, of their two parts, and of the same rows the other way round, and the same four at weights nearby on either side, and of two rows with
+    """Losses of some rows, of their two parts, and of the same rows the other way round, at weights nearby on either side too, and of two rows with
     gradients, and of a larger loss of theirs (these and the whole's alone where the plan takes no rows apart); none where they cannot be had: the model
     is large, or does not run in float64. Collective where a rank has a part of the weights."""
-    rows, alone, found = min(few(part, engine.plan), ROWS), engine.plan.pieces == 1, list[Sum]()
+    alone, found = engine.plan.pieces == 1, list[Sum]()
     largest = SMALL if alone or engine.plan.recompute != "none" else LARGEST
     if engine.mesh.all.simulated:
         return []
@@ -71,21 +81,20 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
         events.note(text, shown=engine.rank == 0 and not alone)
         return []
     try:
-        with between.modes_kept(engine.model), kept.unchanged(engine.model):
+        with between.modes_kept(engine.model), kept.unchanged(engine.model), busy(LOOK, shown=engine.rank == 0):
             cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)
             model = (states.copy_model(engine) if cut else states.plain_copy(engine.model))._apply(wide)
-            if rows < 1 + (not alone):
+            rows, pair = _rows(engine, part), min(few(part, engine.plan), PAIR)
+            if pair < 1 + (not alone):
                 return []
             values, slopes = (effects.Unwritten(model, engine.model) for _ in range(2))
-            if not alone:
-                found = _totals(engine, model, take(part.data, 0, rows), rows, values)
-                # some sums agree at the weights that a run begins with alone (normalised advantages, where the ratio of policies is 1), or on
-                # one side of them (KTO's divergence from the reference, a mean that is clamped at 0)
-                for way in (0.01, -0.02):
+            for way in () if alone else WAYS:
+                if way:
                     _moved(model, way)
-                    found += _totals(engine, model, take(part.data, 0, rows), rows, values, again=False)
-            found += _totals(engine, model, take(part.data, 0, min(rows, PAIR)), min(rows, PAIR), slopes, gradients=True)
-        same = found[4].total == found[0].total or found[0].total != found[0].total
+                if rows > pair or way != WAYS[-1]:  # of the last ones there are gradients too
+                    found += _totals(engine, model, take(part.data, 0, rows), rows, values)
+            found += _totals(engine, model, take(part.data, 0, pair), pair, slopes, gradients=True)
+        same = found[-1].total == found[-5].total or found[-5].total != found[-5].total
         why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
         if isinstance(error, SoliError) and error.everywhere:
@@ -102,10 +111,14 @@ def check(engine: Engine, found: list[Sum]) -> None:
     raise_together(lambda: _explain(engine, found), engine.mesh.all, label="whether rows are coupled")
 
 
-def _totals(
-    engine: Engine, model: nn.Module, data: Any, rows: int, alike: effects.Unwritten, gradients: bool = False, again: bool = True
-) -> list[Sum]:
-    """Of all rows, of their two parts, the other way round, and, if `again`, once more; with gradients the last ones are of a larger loss."""
+def _rows(engine: Engine, part: Part) -> int:
+    """That losses are looked at of."""
+    of_row = max((x.numel() for x in tree_leaves(part.data) if isinstance(x, Tensor)), default=0) / max(part.rows, 1)
+    return min(few(part, engine.plan), max(PAIR, min(ROWS, int(MUCH / (engine.numel * of_row + 1)))))
+
+
+def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, alike: effects.Unwritten, gradients: bool = False) -> list[Sum]:
+    """Of all rows, of their two parts, the other way round, and with gradients of a larger loss."""
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = at(data, list(range(rows))[::-1])
     cut = rows // 2
@@ -114,7 +127,7 @@ def _totals(
     wholes = (data, rows, False), (turned, rows, False), (data, rows, False)
     pieces = (wholes[0], *halves, *wholes[1:])
     scales = [1.0, 1.0, 1.0, 0.0, LARGER] if gradients else [0.0] * 5
-    left_out = (1, 2, 3) if engine.plan.pieces == 1 else () if again else (4,)
+    left_out = (1, 2, 3) if engine.plan.pieces == 1 else () if gradients else (4,)
 
     def total(piece: tuple[Any, int, bool], scale: float) -> Sum:
         """`scale`: of the loss that gradients are taken of, and given for 1 of; 0: there are none."""
@@ -134,8 +147,14 @@ def _moved(model: nn.Module, way: float) -> None:
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         if param.is_floating_point() and param.numel():
-            noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.device)
+            noise = _noise(param, generator)
             param.add_(noise.to(param.dtype), alpha=way * float(param.square().mean().sqrt()))
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """As many normal numbers; of a large tensor the same ones again and again, since drawing takes as long as a forward of few rows."""
+    drawn = torch.randn(min(like.numel(), DRAWN), generator=generator, dtype=torch.float64).to(like.device)
+    return drawn.repeat(-(-like.numel() // DRAWN))[: like.numel()].view(like.shape)
 
 
 @contextmanager
@@ -158,7 +177,7 @@ def _pulled(model: nn.Module, total: Tensor, count: float, scale: float) -> Sum:
     size = along = along_size = 0.0
     with torch._C.DisableTorchFunction():  # it is not of the program
         for param, gradient in zip(params, found, strict=True):
-            way = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.device)
+            way = _noise(param, generator)
             if gradient is not None:
                 size += float((gradient * param.detach()).abs().sum())
                 along += float((gradient.real * way).sum())
