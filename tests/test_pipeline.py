@@ -202,6 +202,39 @@ class Frozen(nn.Module):
         return x[:, :3]
 
 
+class Rescaled(torch.autograd.Function):
+    """Its gradients are none of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 0.5, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0] - grads[1]
+
+
+class Functions(nn.Module):
+    """Custom autograd functions between the blocks, whose results are what crosses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, same = Rescaled.apply(torch.tanh(block(x)))
+        return (x + same)[:, :3]
+
+
+class InMode(Functions):
+    """All of it in a mode of the model's own, under which blocks are blocks too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            return super().forward(x)
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +280,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "plan"), spread([(Glue,), (Sharing,), (Frozen,), (Returning,)], PLANS))
+@pytest.mark.parametrize(("kind", "ranks", "plan"), spread([(Glue,), (Sharing,), (Frozen,), (Returning,), (Functions,), (InMode,)], PLANS))
 def test_what_stands_between_blocks(pool: Pool, kind: type[nn.Module], ranks: int, plan: str) -> None:
     if kind is Returning and "recompute" in plan:
         plan = plan.replace(",recompute=full", "")  # it writes into a block's input (tests/test_recompute.py)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -27,8 +27,9 @@ from soli.core.errors import on_all_ranks
 from soli.core.frames import in_autograd_function
 from soli.core.functions import in_place, name_of, tensors_in
 from soli.core.tables import table
-from soli.core.versions import mode_popped
+from soli.core.versions import function_modes, mode_popped
 from soli.parallel import kept
+from soli.parallel.pipeline.functions import seen_by
 from soli.parallel.pipeline.units import Flops, Unit
 from soli.parallel.wrapping import unwrap, wrap
 
@@ -111,14 +112,18 @@ class Watch(TorchFunctionMode, ABC):
         self.gap, self.number, self.inside = 0, 0, False
 
     def __enter__(self) -> Any:
-        _State.watch = self
+        _State.watch, self._functions = self, seen_by(self)
+        self._functions.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._functions.__exit__(*error)
         _State.watch = None
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.inside:
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         args = args or tuple(kwargs.pop(name) for name in ("tensor",) if name in kwargs)  # nn.init names all that it is given
         live = live_in((args, kwargs))
@@ -214,8 +219,8 @@ def _told(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable
 
 @contextmanager
 def inside(watch: Watch) -> Iterator[None]:
-    """A unit computes: its own operations are not looked at."""
-    with patch.object(watch, "inside", True), mode_popped():
+    """A unit computes: its own operations are not looked at. The model may be in a mode of its own, as `with torch.device(...)` is one."""
+    with patch.object(watch, "inside", True), mode_popped() if function_modes()[-1:] == [watch] else nullcontext():
         yield
 
 
@@ -338,7 +343,7 @@ class Tracer(Watch):
                 self.trace.passing[name] = module, key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if name_of(func) not in SEEN_WITHOUT_VALUES:
+        if not self.inside and name_of(func) not in SEEN_WITHOUT_VALUES:
             for x in tensors_in((args, kwargs or {})):
                 if hasattr(x, "_origin") and not hasattr(x, "_live"):
                     self.trace.hidden.add((x._origin, self.gap))
