@@ -4,6 +4,7 @@ one, or are refused."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from operator import setitem
 from types import SimpleNamespace
 from typing import Any
 
@@ -385,7 +386,7 @@ class Tabled(Plain):
 
 
 class Scaled(Plain):
-    """Two of its gradients are scaled or masked."""
+    """Its gradients are scaled, masked, centred, or written into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,6 +394,9 @@ class Scaled(Plain):
         self.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
         self.layers[1].weight.register_hook(lambda gradient: gradient * mask)
         self.layers[2].weight.register_hook(lambda gradient: None)
+        self.embed.weight.register_hook(lambda gradient: torch.cat([gradient[:3] * 0, gradient[3:] - gradient[3:].mean(0)]))
+        self.head.weight.register_hook(lambda gradient: setitem(gradient, slice(2), 0))
+        self.layers[0].bias.register_hook(lambda gradient: gradient * 0.5)
 
 
 @pytest.mark.parametrize(
@@ -449,6 +453,8 @@ class Scaled(Plain):
         (InPlace, "tp=2"),
         (Scaled, "dp=2,zero=3,accumulate=2"),
         (Scaled, "pp=2,microbatches=2"),
+        (Scaled, "tp=2"),
+        (Scaled, "tp=2,sp=on"),
         (Tabled, "pp=2,microbatches=2"),
         (Tabled, "tp=2,sp=on"),
         (Hooked, "dp=2,zero=3,accumulate=2"),
@@ -603,6 +609,8 @@ def clamped(gradient: Tensor) -> Tensor:
         (lambda g: -g + g.mean(), True),
         (lambda g: None, True),
         (clamped, False),
+        (lambda g: setitem(g, slice(2), 0), True),
+        (lambda g: setitem(g, slice(None), g.clamp(-1e4, 1e4)), False),
         (lambda g: g.sign(), False),
         (lambda g: g / g.norm(), False),
         (lambda g: g + 1e-6, False),

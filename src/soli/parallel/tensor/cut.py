@@ -467,7 +467,7 @@ def entered(run: Run, x: Tensor) -> Tensor:
         if hasattr(x, "_is_entered"):
             return x
     if isinstance(x, nn.Parameter):
-        if run.reducer is None:
+        if run.reducer is None or x._backward_hooks:  # which are to see the gradient
             return across(moves.enter, x, run.axis)
         return across(moves.enter_parameter, x, run.reducer)
     return read_of(x) if was_read(x) else keep_read(x, across(moves.enter, x, run.axis), is_cut=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from soli.core.layout import Portion
 from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.mesh.collectives import gather_json
 from soli.mesh.mesh import Mesh
+from soli.parallel import hooks
 from soli.parallel.init import materialise
 from soli.parallel.tensor import parts
 from soli.parallel.tensor.cut import Run, become_cut
 from soli.parallel.tensor.finder import Role
+from soli.parallel.tensor.moves import collected
 from soli.parallel.tensor.split import Split, taken
 from soli.parallel.units import become
 
@@ -55,6 +58,7 @@ def divide(
         with torch.no_grad():
             become(param, own_part(values, cuts, mesh).clone())
         become_cut(param, cuts)
+        hooks.see_whole(param, partial(_whole, cuts=cuts, mesh=mesh), partial(own_part, cuts=cuts, mesh=mesh))
         splits[id(param)] = cuts
     return TensorParallel(roles, levels_of(plan, mesh), portions, splits)
 
@@ -86,6 +90,13 @@ def own_part(values: Tensor, cuts: dict[str, Split], mesh: Mesh) -> Tensor:
     for over, split in cuts.items():
         values = taken(values, split, mesh[over].size, mesh[over].index)
     return values
+
+
+def _whole(part: Tensor, cuts: dict[str, Split], mesh: Mesh) -> Tensor:
+    """What every rank has its part of. Collective."""
+    for over, split in reversed(cuts.items()):
+        part = collected(part, split, mesh[over], "a gradient that a hook sees")
+    return part
 
 
 def rank_0s(roles: dict[str, Role], mesh: Mesh) -> dict[str, Role]:
