@@ -214,6 +214,9 @@ class Rescaled(torch.autograd.Function):
         return 2 * grads[0] - grads[1]
 
 
+rescaled = Rescaled.apply
+
+
 class Functions(nn.Module):
     """Custom autograd functions between the blocks, whose results are what crosses."""
 
@@ -222,8 +225,8 @@ class Functions(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x, same = Rescaled.apply(torch.tanh(block(x)))
+        for number, block in enumerate(self.blocks):
+            x, same = (rescaled if number % 2 else Rescaled.apply)(torch.tanh(block(x)))
         return (x + same)[:, :3]
 
 

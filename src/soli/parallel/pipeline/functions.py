@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import getattr_static
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from soli.core.versions import function_modes, mode_popped
+from soli.core.versions import PlainFunction, function_modes, mode_popped
 
 
 @contextmanager
@@ -19,11 +20,17 @@ def seen_by(watch: TorchFunctionMode) -> Iterator[None]:
 
     What is computed inside has no gradient of its own: a stage that was given that, in place of the result, would send none back.
     """
-    apply: Any = torch.autograd.Function.apply
+    with ExitStack() as patched:
+        # a program may have kept the first of them under another name (scale = Scale.apply), which asks for the second when it is called
+        for base in (torch.autograd.Function, PlainFunction):
+            patched.enter_context(patch.object(base, "apply", classmethod(_told(watch, getattr_static(base, "apply")))))
+        yield
 
+
+def _told(watch: TorchFunctionMode, apply: Any) -> Any:
     def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return apply.__func__(kind, *args, **kwargs)
+            return apply.__get__(None, kind)(*args, **kwargs)
 
         call.__name__ = f"{kind.__name__}.apply"
         if watch not in function_modes():  # inside a block
@@ -33,5 +40,4 @@ def seen_by(watch: TorchFunctionMode) -> Iterator[None]:
                 popped.enter_context(mode_popped())
             return watch.__torch_function__(call, (), args, kwargs)
 
-    with patch.object(torch.autograd.Function, "apply", classmethod(applied)):
-        yield
+    return applied
