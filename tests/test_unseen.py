@@ -860,6 +860,40 @@ class TotalsOf(Totals):
     function = TotalOf
 
 
+class Along(torch.autograd.Function):
+    """A sum over positions, weighed, and what the weight's gradient will be made of: both are of all positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, total := x.sum(1, keepdim=True))
+        return total * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, total = ctx.saved_tensors
+        return torch.ones_like(x) * grad * weight, (grad * total).sum((0, 1))
+
+
+class Gathered(Plain):
+    """Such a sum gates every position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0, 1, DIM), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * Along.apply(x, self.weight)
+        return self.head(x)
+
+
+class GatheredOf(Gathered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.requires_grad_(True)
+
+
 class Rounded(Factored):
     """The gradient goes straight through, and the scale has none."""
 
@@ -936,6 +970,8 @@ class SummedBefore(FactoredBefore):
         (Rounded, "tp=2", ""),
         (Totals, "tp=2", "gives a whole gradient of a tensor of which each rank has a part"),
         (TotalsOf, "tp=2", ""),
+        (Gathered, "cp=2", ""),
+        (GatheredOf, "cp=2", "sums over the sequence"),
         (HookedBeside, "pp=2,microbatches=4,schedule=zbh1", "would run twice"),
         (HookedBeside, "pp=2,microbatches=4", ""),
         swept(HookedBeside, "tp=2", ""),

@@ -12,22 +12,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from inspect import getattr_static
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._functorch import apis
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import on_all_ranks
-from soli.core.versions import functions
+from soli.core.versions import PlainFunction, functions
 from soli.mesh.collectives import all_reduce
 from soli.parallel.tensor import cut as cutting
+from soli.parallel.tensor import moves
 from soli.parallel.tensor.cut import Cut, Run, any_cut, dispatch, levels, marked, plain
 from soli.parallel.tensor.split import Split
 
 _OF_TORCH = apis.vmap_impl, functions.unwrap_dead_wrappers
+_APPLY: Any = getattr_static(PlainFunction, "apply")
 
 
 def seen() -> ExitStack:
@@ -35,6 +38,7 @@ def seen() -> ExitStack:
     patched = ExitStack()
     patched.enter_context(patch.object(apis, "vmap_impl", _vmap))
     patched.enter_context(patch.object(functions, "unwrap_dead_wrappers", _given))
+    patched.enter_context(patch.object(PlainFunction, "apply", classmethod(_called)))
     return patched
 
 
@@ -83,6 +87,24 @@ def _given(args: tuple) -> tuple:
             if run.calls not in run.compared:
                 args = tuple(_followed(run, x) for x in args)
     return _OF_TORCH[1](args)
+
+
+def _called(kind: Any, *args: Any) -> Any:
+    """An autograd function of the program's own that sums over positions, which cp cuts: the gradient of such a result is a part of a sum
+    on each rank, and it is handed all of it. A weight beside would be given all of its gradient on every rank, too often."""
+    out = _APPLY.__get__(None, kind)(*args)
+    if not torch.is_grad_enabled() or cutting.ruling() or kind.__module__.split(".")[0] in ("soli", "torch"):
+        return out
+    for level, run in enumerate(levels()):
+        is_whole = lambda x, over=run.axis.name: isinstance(x, Tensor) and x.requires_grad and not any_cut((x,), over)
+        if run.partial and run.axis.size > 1 and any_cut(args, run.axis.name) and any(map(is_whole, tree_leaves(out))):
+            if any(map(is_whole, args)):
+                what = "an autograd function of the model's own sums over the sequence, which is cut, and has a weight beside it"
+                fix = "let it return what it computes by positions, and sum that and multiply by weights outside of it; or run without cp"
+                raise on_all_ranks(what, got=f"{kind.__name__}, a result that is not cut along {run.axis.name}", fix=fix)
+            with cutting.inside(levels(), level):
+                out = tree_map(lambda x, here=run.axis, whole=is_whole: cutting.across(moves.enter, x, here) if whole(x) else x, out)
+    return out
 
 
 def _followed(run: Run, x: Any) -> Any:
