@@ -877,9 +877,11 @@ class Along(torch.autograd.Function):
 class Gathered(Plain):
     """Such a sum gates every position."""
 
+    trains = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0, 1, DIM), requires_grad=False)
+        self.weight = nn.Parameter(torch.linspace(0, 1, DIM), requires_grad=self.trains)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -889,9 +891,7 @@ class Gathered(Plain):
 
 
 class GatheredOf(Gathered):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight.requires_grad_(True)
+    trains = True
 
 
 class Rounded(Factored):

@@ -47,8 +47,7 @@ class _OfWhole:
         self.hook, self.whole, self.part, self.__module__ = hook, whole, part, str(hook.__module__)
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        gradient = self.whole(gradient)
-        return self.part(_answer(self.hook, gradient)).clone()
+        return self.part(_answer(self.hook, self.whole(gradient))).clone()
 
     def __eq__(self, other: object) -> bool:
         return bool(self.hook == getattr(other, "hook", other))
