@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import soli
 from pool import Pool
 from soli import losses
+from soli.core import copies
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine.engine import parallelize
@@ -160,6 +161,23 @@ class Hooking(Plain):
         x = super().forward(tokens)
         assert len(self.seen) in (0, 3), len(self.seen)
         return x + sum((self.head(one) for one in self.seen), torch.zeros(()))
+
+
+class Recording(Plain):
+    """Hooks from its beginning keep what its layers gave, in a dict of its own that they reach through the model, and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, last = {}, []
+        self.last = last
+        for k, layer in enumerate(self.layers):
+            layer.register_forward_hook(lambda module, given, out, k=k: self.kept.update({k: out}))
+            layer.register_forward_hook(lambda module, given, out: last.append(out))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.last.clear()
+        x = super().forward(tokens)
+        return x + self.head(self.kept[0] + self.last[-1])
 
 
 class Between(Plain):
@@ -419,6 +437,7 @@ class Scaled(Plain):
         (Attending, "cp=2"),
         (Attending, "cp=2,context=ulysses"),
         (Sparing, "dp=2"),
+        (Recording, "dp=2"),
         (Hooking, "dp=1"),
         (Hooking, "dp=2,zero=3"),
         (Hooking, "tp=2,sp=on"),
@@ -465,6 +484,14 @@ class Scaled(Plain):
 def test_it_equals_the_sequential_program(pool: Pool, kind: type[nn.Module], plan: str) -> None:
     ranks = {"dp=1": 1, "pp=3": 3}.get(plan[:4], 2)
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=ranks))
+
+
+def test_hooks_of_a_copy_write_into_the_copy() -> None:
+    made = Recording()
+    copied = copies.deep(made)
+    copied(torch.zeros(2, 6, dtype=torch.long))
+    assert (made.kept, made.last) == ({}, [])
+    assert (len(copied.kept), len(copied.last)) == (3, 3)
 
 
 def test_the_first_step_calls_a_model_once() -> None:

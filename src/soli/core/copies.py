@@ -43,12 +43,12 @@ def optimizer(x: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Opt
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     """A function, or a list or dict of them, with copies in its closure; anything else as it is."""
-    if type(value) in (list, dict):
+    if type(value) in (list, dict, OrderedDict):  # hooks are in one of these
         inner = dict(enumerate(value)) if isinstance(value, list) else value
         some = {key: _rebound(one, memo) for key, one in inner.items()}
         if all(some[key] is inner[key] for key in inner):
             return value
-        return some if isinstance(value, dict) else list(some.values())
+        return type(value)(some) if isinstance(value, dict) else list(some.values())
     if not isinstance(value, FunctionType) or not value.__closure__:
         return value
     cells = tuple(_cell(cell, memo) for cell in value.__closure__)
@@ -64,4 +64,4 @@ def _cell(cell: CellType, memo: dict[int, Any]) -> CellType:
         held = cell.cell_contents
     except ValueError:
         return cell  # not set yet
-    return CellType(memo[id(held)]) if id(held) in memo and isinstance(held, nn.Module | Tensor) else cell
+    return CellType(memo[id(held)]) if id(held) in memo and isinstance(held, nn.Module | Tensor | list | dict) else cell
