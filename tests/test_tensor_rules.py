@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pool import Pool
 from soli.mesh.collectives import Axis
 from soli.mesh.record import recorder
-from soli.parallel.tensor import moves
+from soli.parallel.tensor import moves, parts
 from soli.parallel.tensor.cut import Cut, Run, become_cut, inside, marked, running, whole
 from soli.parallel.tensor.split import Misfit, Split, sliced, taken, together, viewed
 
@@ -424,3 +426,13 @@ def parameter_gathered() -> tuple[bool, float]:
 
 def test_a_gathered_weight_is_gathered_again(pool: Pool) -> None:
     assert pool.run(parameter_gathered, ranks=2) == [(True, 4.0)] * 2
+
+
+@pytest.mark.parametrize(("over", "marked"), [("tp", True), ("row", False), (0, True)])
+def test_what_is_beside_a_part_is_marked_where_ranks_of_tp_have_others(over: Any, marked: bool) -> None:
+    """Between steps: over a grid's rows alone parts are cut alike on each of its columns. Of a view, perhaps along any dim."""
+    weight = nn.Parameter(torch.randn(4, 6))
+    become_cut(weight, {over: Split(0, (8,), 8, frozenset({"weight"}))})
+    with torch.no_grad(), patch.dict(parts.BESIDE, clear=True):
+        weight.add_(torch.randn(4, 6))
+        assert any(parts.BESIDE.values()) == marked

@@ -141,7 +141,7 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
             if hooks.keys() != had.keys():
                 hooks.clear()
                 hooks.update(had)
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # of a weight that is cut the part that is here
         for name, tensor in (*model.named_buffers(), *model.named_parameters()):
             old = before.get(name)
             if isinstance(old, Tensor) and old.shape == tensor.shape:

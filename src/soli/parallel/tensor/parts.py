@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from soli.core.axes import TP
 from soli.core.errors import SoliError
 from soli.core.functions import in_place, name_of, tensors_in
 from soli.parallel.generators import hashed
@@ -170,9 +171,10 @@ def _note_beside(func: Any, groups: list[tuple]) -> None:
     for group in groups:
         plain = [x for x in group if isinstance(x, Tensor) and x.dim() and not getattr(x, "cuts", None)]
         for part, x in product(_cut_of(group)[:1], plain):
-            at = {split.dim - part.dim() for split in part.cuts.values()}
+            # what is cut over other axes alone (a grid's rows, a cube's depth) is alike along this one; a view's cuts have no axis
+            at = {split.dim - part.dim() for over, split in part.cuts.items() if over in (TP, split.dim)}
             marks = BESIDE.setdefault(f"{name_of(func)} of {', '.join(sorted(origins_of(part.cuts.values())))}", [])
-            if all(-d <= x.dim() and x.shape[d] == part.shape[d] and bool((x != x.narrow(d, 0, 1)).any()) for d in at):
+            if at and all(-d <= x.dim() and x.shape[d] == part.shape[d] and bool((x != x.narrow(d, 0, 1)).any()) for d in at):
                 some, length = x.detach().flatten()[:SOME].tolist(), 1 << min(x.numel(), SOME).bit_length() - 1
                 marks += [hashed(some[:n]) for n in (length, length // 2) if len(set(some[:n])) > 1]  # one at least is of as many on each rank
 
