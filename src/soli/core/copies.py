@@ -48,7 +48,10 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
         some = {key: _rebound(one, memo) for key, one in inner.items()}
         if all(some[key] is inner[key] for key in inner):
             return value
-        return type(value)(some) if isinstance(value, dict) else list(some.values())
+        if isinstance(value, dict):
+            value.update(some)  # the same dict: handles of hooks point at it
+            return value
+        return list(some.values())
     if not isinstance(value, FunctionType) or not value.__closure__:
         return value
     cells = tuple(_cell(cell, memo) for cell in value.__closure__)
@@ -64,4 +67,6 @@ def _cell(cell: CellType, memo: dict[int, Any]) -> CellType:
         held = cell.cell_contents
     except ValueError:
         return cell  # not set yet
-    return CellType(memo[id(held)]) if id(held) in memo and isinstance(held, nn.Module | Tensor | list | dict) else cell
+    if id(held) not in memo or not isinstance(held, nn.Module | Tensor | list | dict):
+        return cell
+    return memo.setdefault(id(cell), CellType(memo[id(held)]))  # functions that share a variable go on to

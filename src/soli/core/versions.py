@@ -2,7 +2,7 @@
 
 2.13 renamed the collectives on one flat tensor and warns about the old names. `run_backward` is what
 torch.autograd.backward calls once it has looked at torch function modes, which `function_modes` lists; `mode_popped` takes the innermost
-of them away for a block; `functions.unwrap_dead_wrappers` is given the arguments of every autograd function, whose `apply` calls `PlainFunction`'s. 2.11 does not
+of them away for a block, as `pop_mode` and `push_mode` do without one; `functions.unwrap_dead_wrappers` is given the arguments of every autograd function, whose `apply` calls `PlainFunction`'s. 2.11 does not
 know the shape of gamma draws on the meta device, which deferred initialisation asks for. `FLOPS` counts attention whose queries share keys; the counts of 2.11 refuse it.
 """
 
@@ -17,7 +17,9 @@ from torch._functorch import utils as functions
 from torch.autograd.function import _SingleLevelFunction as PlainFunction
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import _pop_mode as pop_mode
 from torch.overrides import _pop_mode_temporarily as mode_popped
+from torch.overrides import _push_mode as push_mode
 from torch.utils.flop_counter import flop_registry
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,4 +59,4 @@ def job_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-__all__ = ["FLOPS", "PlainFunction", "all_gather_flat", "function_modes", "functions", "job_store", "mode_popped", "process_groups", "reduce_scatter_flat", "run_backward"]
+__all__ = ["FLOPS", "PlainFunction", "all_gather_flat", "function_modes", "functions", "job_store", "mode_popped", "pop_mode", "process_groups", "push_mode", "reduce_scatter_flat", "run_backward"]

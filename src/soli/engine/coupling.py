@@ -25,7 +25,7 @@ from soli.engine import state as states
 from soli.engine.batch import Caller, Part, at, few, take, to_device
 from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
-from soli.mesh.collectives import raise_together
+from soli.mesh.collectives import extreme, raise_together
 from soli.parallel import kept
 from soli.parallel.lift import lifted, wide
 from soli.parallel.statistics import Statistics
@@ -80,20 +80,22 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
         text = f"whether rows are coupled, or the size of gradients matters, is not looked at above {largest:,} parameters under this plan"
         events.note(text, shown=engine.rank == 0 and not alone)
         return []
+    rows, pair = _rows(engine, part), min(few(part, engine.plan), PAIR)
+    # as many passes on each rank: a model may send by itself
+    more = extreme(rows > pair, engine.mesh.all, "max", label="whether more than two rows are looked at")
     try:
         with between.modes_kept(engine.model), kept.unchanged(engine.model), busy(LOOK, shown=engine.rank == 0):
             cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)
             model = (states.copy_model(engine) if cut else states.plain_copy(engine.model))._apply(wide)
-            rows, pair = _rows(engine, part), min(few(part, engine.plan), PAIR)
             if pair < 1 + (not alone):
                 return []
-            values, slopes = (effects.Unwritten(model, engine.model) for _ in range(2))
+            alike = effects.Unwritten(model, engine.model), effects.Unwritten(model, engine.model)
             for way in () if alone else WAYS:
                 if way:
                     _moved(model, way)
-                if rows > pair or way != WAYS[-1]:  # of the last ones there are gradients too
-                    found += _totals(engine, model, take(part.data, 0, rows), rows, values)
-            found += _totals(engine, model, take(part.data, 0, pair), pair, slopes, gradients=True)
+                if more or way != WAYS[-1]:  # of the last ones there are gradients too
+                    found += _totals(engine, model, take(part.data, 0, rows), rows, alike)
+            found += _totals(engine, model, take(part.data, 0, pair), pair, alike, gradients=True)
         same = found[-1].total == found[-5].total or found[-5].total != found[-5].total
         why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
@@ -117,8 +119,10 @@ def _rows(engine: Engine, part: Part) -> int:
     return min(few(part, engine.plan), max(PAIR, min(ROWS, int(MUCH / (engine.numel * of_row + 1)))))
 
 
-def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, alike: effects.Unwritten, gradients: bool = False) -> list[Sum]:
-    """Of all rows, of their two parts, the other way round, and with gradients of a larger loss."""
+def _totals(
+    engine: Engine, model: nn.Module, data: Any, rows: int, alike: tuple[effects.Unwritten, effects.Unwritten], gradients: bool = False
+) -> list[Sum]:
+    """Of all rows, of their two parts, the other way round, and with gradients of a larger loss. `alike`: passes without gradients, and with."""
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = at(data, list(range(rows))[::-1])
     cut = rows // 2
@@ -135,7 +139,7 @@ def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, alike: effec
         runner = Runner(model, Caller(model), _left_by(model, engine.model)(engine.loss_fn), data, rows, engine.plan)
         with norms.check(part), norms.computing():
             pulled = lambda found: _pulled(model, *total_and_count(found), scale)
-            return runner.run(around=lambda _: lifted(), gradients=scale > 0, then=pulled, alike=alike)
+            return runner.run(around=lambda _: lifted(), gradients=scale > 0, then=pulled, alike=alike[scale > 0])
 
     each = enumerate(zip(pieces, scales, strict=True))
     return [Sum() if i in left_out else total(piece, scale) for i, (piece, scale) in each]

@@ -52,8 +52,8 @@ class Effects(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         # `param.data = x` is no operation. Under zero=3 gathers do it
-        for name, param in self._params if self.plan.zero < 3 else ():
-            if held(param).untyped_storage()._cdata != self._had[name].untyped_storage()._cdata:
+        for name, param in self.model.named_parameters() if self.plan.zero < 3 else ():
+            if name in self._had and held(param).untyped_storage()._cdata != self._had[name].untyped_storage()._cdata:
                 self.before.setdefault(name, self._had[name])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,28 +137,32 @@ def undone(model: nn.Module, plan: Plan, tensors: bool = True) -> Iterator[None]
 
 
 class Unwritten:
-    """Around passes of one kind through a model: the first one is looked at, and where it writes into no parameter the others are not, since
-    looking takes longer than they do (18 passes of a small GPT: 0.77 s of CPU, and 0.30 without). That they do not either, versions tell.
-    `others`: models whose parameters a pass could write into as well."""
+    """Around passes of one kind through a copy of a model: the first one is looked at, and where it writes into no parameter, of either, the others
+    are not, since looking takes longer than they do (18 passes of a small GPT: 0.77 s of CPU, and 0.30 without). That they do not either, versions tell."""
 
-    def __init__(self, model: nn.Module, *others: nn.Module) -> None:
-        self.model, self.all, self.looking = model, nn.ModuleList([model, *others]), True
-        self.params = list(self.all.parameters())
+    def __init__(self, model: nn.Module, original: nn.Module) -> None:
+        self.model, self.original, self.both = model, original, nn.ModuleList([model, original])
+        self.first = self.looking = True
 
     @contextmanager
     def undone(self, plan: Plan) -> Iterator[None]:
-        """Whatever a pass changes is as before afterwards. SoliError if it writes into parameters, and the first one did not."""
-        looking, before = self.looking, self._versions()
-        with undone(self.all, plan) if looking else kept.unchanged(self.model):
+        """Whatever a pass changes is as before afterwards. An error if it writes into parameters, and the first one did not: of the original's
+        what they were is not known any more."""
+        before, kept_before = _versions(self.original), _versions(self.model)
+        with undone(self.both, plan) if self.looking else kept.unchanged(self.model):
             yield
-        self.looking = self._versions() != before  # to undo is to write, too
-        if self.looking and not looking:
-            what = "the forward writes into parameters at some calls, and at others it does not"
+        moved, wrote = _versions(self.original) != before, _versions(self.model) != kept_before  # to undo is to write, too
+        what = "the forward writes into parameters at some calls, and at the first one it did not"
+        if moved and not self.looking:
             raise on_all_ranks(what, allowed="parameters that only the optimizer changes", fix="change weights between steps")
+        if wrote and not self.looking:
+            raise RuntimeError(what)
+        self.first, self.looking = False, moved or wrote if self.first else self.looking
 
-    def _versions(self) -> list[tuple[int, int]]:
-        with torch._C.DisableTorchFunction():
-            return [(param._version, param.data_ptr()) for param in self.params]
+
+def _versions(model: nn.Module) -> list[tuple[int, int, int]]:
+    with torch._C.DisableTorchFunction():
+        return [(id(param), param._version, param.data_ptr()) for param in model.parameters()]
 
 
 def _one(x: Tensor) -> bool:

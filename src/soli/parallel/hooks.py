@@ -31,7 +31,7 @@ def problems(model: nn.Module) -> Iterator[Problem]:
             after.append(name)
     if curved:
         what = "a hook on a gradient is not linear, and it would see the gradients of parts of a batch"
-        allowed = "hooks that multiply by a constant, and that return nothing"
+        allowed = "hooks that multiply by a constant, and that change nothing"
         fix = "limit gradients with clip=, or give these parameters a learning rate of their own"
         yield Problem(what, got=f"register_hook of {listed(curved)}", allowed=allowed, fix=fix)
     if after:

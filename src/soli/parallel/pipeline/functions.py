@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from soli.core.versions import PlainFunction, function_modes, mode_popped
+from soli.core.versions import PlainFunction, function_modes, mode_popped, pop_mode, push_mode
 
 
 @contextmanager
@@ -30,14 +30,19 @@ def seen_by(watch: TorchFunctionMode) -> Iterator[None]:
 def _told(watch: TorchFunctionMode, apply: Any) -> Any:
     def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return apply.__get__(None, kind)(*args, **kwargs)
+            with ExitStack() as again:
+                for mode in reversed(inner):  # of the program's own
+                    push_mode(mode)
+                    again.callback(pop_mode)
+                return apply.__get__(None, kind)(*args, **kwargs)
 
+        inner = list[TorchFunctionMode]()
         call.__name__ = f"{kind.__name__}.apply"
-        if watch not in function_modes():  # inside a block
+        if watch not in function_modes() or getattr(watch, "inside", False):  # inside a block
             return call(*args, **kwargs)
         with ExitStack() as popped:
-            while watch in function_modes():
-                popped.enter_context(mode_popped())
+            while (mode := popped.enter_context(mode_popped())) is not watch:
+                inner.append(mode)
             return watch.__torch_function__(call, (), args, kwargs)
 
     return applied

@@ -78,7 +78,7 @@ class StageForward(Watch):
         try:
             with torch.no_grad():
                 out = as_value(func, func(*tree_map(_absent, _by_places(func, args)), **tree_map(_absent, kwargs)))
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             what = f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split("\n")[0]
             fix = "do it inside a block, or use pp=1"
             raise SoliError(what, got=f"stage {self.stage}, {self.trace.place(self.gap)}", fix=fix) from error
