@@ -11,7 +11,12 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
+from soli.core.functions import name_of
+from soli.core.tables import table
 from soli.core.versions import PlainFunction, function_modes, mode_popped, pop_mode, push_mode
+
+READS = frozenset(table("soli.parallel", "functions.toml")["read"])
+"""Functions that tell Python what is in a tensor, or whose result's shape does."""
 
 
 @contextmanager
@@ -27,6 +32,19 @@ def seen_by(watch: TorchFunctionMode) -> Iterator[None]:
         yield
 
 
+class _Looking(TorchFunctionMode):
+    """What Python reads of tensors inside a custom function (`x.abs().max().item()`): a stage without the values has none of it."""
+
+    def __init__(self, looks: list[str]) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if name_of(func) in READS:
+            self.looks.append(name_of(func))
+        return func(*args, **(kwargs or {}))
+
+
 def _told(watch: TorchFunctionMode, apply: Any) -> Any:
     def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -34,10 +52,11 @@ def _told(watch: TorchFunctionMode, apply: Any) -> Any:
                 for mode in reversed(inner):  # of the program's own
                     push_mode(mode)
                     again.callback(pop_mode)
+                again.enter_context(_Looking(looks))
                 return apply.__get__(None, kind)(*args, **kwargs)
 
-        inner = list[TorchFunctionMode]()
-        call.__name__ = f"{kind.__name__}.apply"
+        inner, looks = list[TorchFunctionMode](), list[str]()
+        call.__name__, call.looks = f"{kind.__name__}.apply", looks  # type: ignore[attr-defined]
         if watch not in function_modes() or getattr(watch, "inside", False):  # inside a block
             return call(*args, **kwargs)
         with ExitStack() as popped:

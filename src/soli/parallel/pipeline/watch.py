@@ -26,10 +26,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 from soli.core.errors import on_all_ranks
 from soli.core.frames import in_autograd_function
 from soli.core.functions import in_place, name_of, tensors_in
-from soli.core.tables import table
 from soli.core.versions import function_modes, mode_popped
 from soli.parallel import kept
-from soli.parallel.pipeline.functions import seen_by
+from soli.parallel.pipeline.functions import READS, seen_by
 from soli.parallel.pipeline.units import Flops, Unit
 from soli.parallel.wrapping import unwrap, wrap
 
@@ -41,8 +40,6 @@ TENSOR, CONSTANT = "tensor", "constant"
 PLACES = {"device", "get_device", "is_cuda", "is_cpu"}
 """Functions that tell where a tensor lies."""
 SEEN_WITHOUT_VALUES = PLACES | {"shape", "size", "dim", "dtype", "ndim", "is_meta", "requires_grad", "numel", "stride"}
-READS = frozenset(table("soli.parallel", "functions.toml")["read"])
-"""Functions that tell Python what is in a tensor, or whose result's shape does."""
 
 
 @dataclass
@@ -168,6 +165,8 @@ def results_of(func: Any, args: tuple, out: Any) -> list[Tensor]:
 def looks_by(func: Any, args: tuple) -> str:
     """What tells Python what is in a live tensor, or makes a result whose shape depends on it; "": nothing does."""
     name = name_of(func)
+    if inside := getattr(func, "looks", None):
+        return str(inside[0])
     if name == "__getitem__" and any(x.dtype == torch.bool and x.dim() for x in live_in(args[1:])):
         return "an index by a mask"
     return name if name in READS or (name == "where" and len(args) == 1) else ""
