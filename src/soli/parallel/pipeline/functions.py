@@ -47,18 +47,19 @@ class _Looking(TorchFunctionMode):
 
 def _told(watch: TorchFunctionMode, apply: Any) -> Any:
     def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        real, inner, looks = apply.__get__(None, kind), list[TorchFunctionMode](), list[str]()
+        if watch not in function_modes() or getattr(watch, "inside", False):  # inside a block
+            return real(*args, **kwargs)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as again:
                 for mode in reversed(inner):  # of the program's own
                     push_mode(mode)
                     again.callback(pop_mode)
                 again.enter_context(_Looking(looks))
-                return apply.__get__(None, kind)(*args, **kwargs)
+                return real(*args, **kwargs)
 
-        inner, looks = list[TorchFunctionMode](), list[str]()
         call.__name__, call.looks = f"{kind.__name__}.apply", looks  # type: ignore[attr-defined]
-        if watch not in function_modes() or getattr(watch, "inside", False):  # inside a block
-            return call(*args, **kwargs)
         with ExitStack() as popped:
             while (mode := popped.enter_context(mode_popped())) is not watch:
                 inner.append(mode)
