@@ -353,6 +353,19 @@ def test_a_kernel_makes_the_scores_of_its_windows_alone(seq: int, window: int) -
     assert kept[0] == kept[1]
 
 
+def test_without_a_causal_mask_a_kernel_makes_all_scores() -> None:
+    """Twice as many as under one; scores that are kept are all there anyway."""
+    for flash, times in ((1, 2), (0, 1)):
+        causal, whole = (arithmetic.attention(point(flash=flash, both_ways=way), ONE) for way in (0, 1))
+        assert [isclose(whole[way][0], times * causal[way][0]) for way in (0, 1)] == [True, True]
+
+
+def test_a_compiled_layer_is_launched_in_half_the_kernels() -> None:
+    k = usual(layer_floor=1.0, collective_floor=1e-9)
+    usually, compiled = (layer(point(launches=share), k)[0][0] for share in (1, 0.5))
+    assert isclose(compiled, usually / 2)
+
+
 def test_a_slower_product_is_at_its_rate_with_fewer_rows() -> None:
     """What it waits for are bytes: of 32 bits on a V100 a quarter of the sizes; of tf32 on an A100, and of 8 bits, as many as of 16."""
     of = lambda device, precision: of_device(devices()[device], precision)["filling"]

@@ -108,6 +108,15 @@ def test_devices_of_a_server_may_stand_in_front() -> None:
         assert str(read_cluster(text)).startswith("h100:8x1"), text
 
 
+@pytest.mark.parametrize(
+    ("said", "name"), [("RTX 4080 SUPER", "rtx-4080-super"), ("GeForce RTX 4070 Ti", "rtx-4070-ti"), ("RTX5080", "rtx-5080"), ("3070", "rtx-3070")]
+)
+def test_cards_by_the_names_that_people_write(said: str, name: str) -> None:
+    found = named(said)
+    assert found is not None
+    assert found.name == name
+
+
 def test_an_unknown_network_says_what_was_given() -> None:
     with pytest.raises(SoliError) as refused:
         read_cluster("h100:8x2@ethernet-40")

@@ -250,7 +250,7 @@ def test_on_a100_models_of_later_years_have_a_kernel_for_attention(changes: dict
 
 
 def test_a_device_s_larger_sister_is_not_taken_for_it() -> None:
-    assert "no device 'RTX 4070 Ti' is known" in read(ROW | {"gpu": "RTX 4070 Ti"}).refused[0]
+    assert "no device 'RTX 3060 Ti' is known" in read(ROW | {"gpu": "RTX 3060 Ti"}).refused[0]
     assert not read(ROW | {"gpu": "RTX 4060 Ti"}).refused
 
 

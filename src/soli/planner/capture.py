@@ -66,6 +66,7 @@ class Attention:
     width: int  # of a head
     reads: frozenset[Mark]
     flash: bool
+    both_ways: bool = False
     products: frozenset[int] = frozenset()  # its own two, where it is written out
 
 
@@ -193,7 +194,8 @@ class Follower(Hollow):
             result = kernel(query, key, value, *args, **kwargs)
         where, reads = tuple(self.where), self.marks([query, key, value])
         tokens, width = int(key.shape[-2]), int(query.shape[-1])
-        self.give([result], self._noted(Attention(where, query.numel(), tokens, width, reads, flash=True)))
+        both_ways = not (args[2] if len(args) > 2 else kwargs.get("is_causal", False))
+        self.give([result], self._noted(Attention(where, query.numel(), tokens, width, reads, True, both_ways)))
         return result
 
 

@@ -43,6 +43,7 @@ class Heads:
     width: int
     seq: int
     flash: bool
+    both_ways: bool
     products: frozenset[int]
 
 
@@ -65,7 +66,7 @@ def dimensions(name: str, model: nn.Module, trace: Trace) -> tuple[Model, tuple[
     made = Model(
         name=name, layers=len(stack.blocks), hidden=hidden, heads=heads.heads, kv_heads=heads.kv_heads,
         head_size=heads.width, ffn=ffn, gated=gated, vocab=vocab, experts=experts, active=active, tied=tied,
-        seq=heads.seq, flash=heads.flash,
+        seq=heads.seq, flash=heads.flash, both_ways=heads.both_ways,
     )  # fmt: skip
     has = sum(p.numel() for p in model.parameters())
     _check(made, has)
@@ -150,7 +151,7 @@ def _heads(name: str, trace: Trace, stack: Stack, hidden: int) -> Heads:
     kv_heads, rest = divmod(given - heads * one.width, 2 * one.width)
     if rest or kv_heads < 1 or heads % kv_heads or own[out].goes != (heads * one.width, hidden):
         raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
-    return Heads(heads, kv_heads, one.width, _length(trace, stack), one.flash, frozenset({*made_of, out}))
+    return Heads(heads, kv_heads, one.width, _length(trace, stack), one.flash, one.both_ways, frozenset({*made_of, out}))
 
 
 def _of_attention(one: Attention, hidden: int) -> str:

@@ -133,7 +133,7 @@ def note(p: Points, i: int) -> str:
 def flops(p: Points, i: int) -> float:
     """Of the model, a token: 6 a parameter that a product reads, and attention's (arXiv 2204.02311, appendix B).
 
-    Of attention what a causal kernel computes, half of what the paper counts, and of windows what they leave.
+    Of attention what a kernel computes: under a causal mask half of what the paper counts, and of windows what they leave.
     """
     one = p.take([i])
     table = one.vocab * one.hidden

@@ -22,6 +22,7 @@ NAMES: dict[str, list[str]] = _KEYS["dimensions"]
 WINDOWED: dict[str, float] = _KEYS["windowed"]
 """Of a family's layers those with windows, where its configuration does not say which."""
 PADDED: list[str] = _KEYS["positions"]["padded"]
+ENCODERS: list[str] = _KEYS["positions"]["both_ways"]
 MOST = 10**9
 NEEDED = ("layers", "hidden", "heads", "vocab")
 GATED = ("silu", "swiglu", "gelu_pytorch_tanh", "swigluoai")
@@ -61,6 +62,7 @@ class Model:
     shared: int = 0  # of the active experts those that each token goes to
     compressed: int = 0  # parameters of a layer's attention, where its keys are compressed
     flash: bool = True  # attention's scores are not kept in memory
+    both_ways: bool = False  # no causal mask
     plain: int = 0  # layers of a mixture that have one MLP in the place of experts
     plain_ffn: int = 0
     windowed: float = 0.0  # of its layers those whose attention reads so many tokens before each
@@ -131,6 +133,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=_usable(kind, said, numbers["seq"] or 0),
         tied=bool(said.get("tie_word_embeddings", family.tied)), compressed=_compressed(said, hidden, heads),
         plain=plain, plain_ffn=(numbers["plain_ffn"] or wide) if plain else 0, **_windows(kind, said, layers),
+        both_ways=kind in ENCODERS and not said.get("is_decoder"),
     )  # fmt: skip
     return model, tuple(_inferred(kind, said, numbers, model))
 

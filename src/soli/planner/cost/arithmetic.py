@@ -103,8 +103,8 @@ def _cut(p: Points, k: Constants, tokens: Array, n: Array, summed: Array, line: 
 
 
 def attention(p: Points, k: Constants) -> tuple[Array, Array]:
-    """Seconds of softmax(q k^T) v, forward and backward: 4 T s a e / t flops; half where a causal kernel leaves out
-    what is masked.
+    """Seconds of softmax(q k^T) v, forward and backward: 4 T s a e / t flops; half where a kernel leaves out
+    what a causal mask hides.
 
     Where scores are kept in memory, two products make and read them, four in the backward, and they are moved,
     k.score_bytes each. A kernel that keeps none (programs.py) makes them again in the backward; it takes exponentials, as
@@ -125,9 +125,10 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
 
 
 def within(p: Points) -> Array:
-    """Of the scores under a causal mask the share that windows leave, of a token (w - w^2 / 2 s) of s / 2 in the mean."""
+    """Scores that are computed, of those under a causal mask: the share that windows leave, of a token (w - w^2 / 2 s) of s / 2 in the mean;
+    without the mask twice as many."""
     part = np.minimum((p.window + TILE) / p.seq, 1.0)
-    return 1 - p.windowed * (1 - part) ** 2
+    return (1 - p.windowed * (1 - part) ** 2) * (1 + p.both_ways)
 
 
 def elements_forward(p: Points, k: Constants) -> Array:

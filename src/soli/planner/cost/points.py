@@ -100,6 +100,10 @@ class Points:
     eager: Array = field(metadata={"unsaid": 1.0})
     # flag: norms, gates and the loss are torch's operations, each of which keeps what its backward reads
     composed: Array = field(metadata={"unsaid": 0.0})
+    # flag: attention has no causal mask, and its kernel leaves nothing out
+    both_ways: Array = field(metadata={"unsaid": 0.0})
+    # of a layer's operations the share that is launched
+    launches: Array = field(metadata={"unsaid": 1.0})
     # of what tp sends in a layer the share that runs behind products, where it is told so
     behind: Array = field(metadata={"unsaid": 0.0})
     # flag: nothing is launched before what was launched before it is done

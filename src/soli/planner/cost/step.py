@@ -60,7 +60,7 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     calls = 2.0 * ((p.tp > 1) & (p.tensor == LINE)) + 2.0 * ((p.experts > 0) & (p.ep > 1))
     calls = calls + context.calls(p) + grids.calls(p)
     written = WRITTEN_OUT * np.where(p.unfused, UNFUSED, 1.0)
-    launched = k.layer_floor * np.where(p.flash > 0, 1.0, written)
+    launched = k.layer_floor * p.launches * np.where(p.flash > 0, 1.0, written)
     if p.frozen.any():
         adapted = (p.adapters > 0) & (p.eager > 1)
         launched = launched * (1 + ADAPTED * adapted * np.where(p.spared > 0, 0.5, 1.0))

@@ -34,9 +34,13 @@ def _named(table: str, clause: str) -> dict[str, float]:
 
 def server(said: str) -> int:
     """Devices of a server; 0: not said."""
-    said = re.sub(r"\bone(?= [\w-]+ (?:an?|per) (?:node|server|machine))", "1", said)
+    said = re.sub(r"\b(?:(?<=of )|(?<=with ))(one|two|four|eight)\b|\bone(?= [\w-]+ (?:an?|per) (?:node|server|machine))", _digits, said)
     sizes = [int(match[1]) for pattern in WORDS["sizes"] if (match := re.search(pattern, said, re.I))]
     return max(sizes[0], 1) if sizes else 16 if "dgx-2" in said.lower() else 0
+
+
+def _digits(word: re.Match[str]) -> str:
+    return {"two": "2", "four": "4", "eight": "8"}.get(word[0], "1")
 
 
 def joined(device: Device, said: str, beside: str = "") -> tuple[Device, list[str]]:
