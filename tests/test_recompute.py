@@ -246,6 +246,39 @@ def test_a_block_that_does_not_repeat_itself(how: str) -> None:
         engine.step((x, x))
 
 
+class Numbered(nn.Module):
+    """One block, called again and again with its number as an attribute; all that comes of it is zeros at first. In torch's own words
+    nothing is another one: shapes are the same."""
+
+    class Scaled(nn.Linear):
+        at = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.tanh(x * (1 + self.at)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Scaled(3, 3)])
+        nn.init.zeros_(self.blocks[0].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for self.blocks[0].at in range(3):
+            x = x + self.blocks[0](x)
+        return x
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_a_block_that_reads_what_the_model_sets_between_calls(how: str) -> None:
+    batch = (torch.randn(4, 3), torch.randn(4, 3))
+    sgd = lambda p: torch.optim.SGD(p, lr=0.1)
+    engine = parallelize(Numbered(), losses.mse(), optimizer=sgd, plan=f"recompute={how}")
+    with pytest.raises(SoliError, match="did not compute the same when it was recomputed") as error:
+        engine.step(batch)
+    assert "'values': " in str(error.value)
+    assert "hand a block as an argument what the model sets" in str(error.value)
+    assert float(parallelize(Numbered(), losses.mse(), optimizer=sgd, plan="dp=1").step(batch)) > 0
+
+
 def test_a_block_that_repeats_with_other_products() -> None:
     x = torch.randn(3, 3)
     for again in (lambda: torch.addmm(x, x, x), lambda: (x @ x) @ x):
