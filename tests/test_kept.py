@@ -17,7 +17,9 @@ from noted import noted
 from pool import Pool
 from soli import losses
 from soli.core.errors import SoliError
+from soli.core.plan import Plan
 from soli.engine.engine import parallelize
+from soli.parallel import models
 from soli.verify.parity import BOUND, Case, adamw, check
 from sweep import spread, swept
 
@@ -401,6 +403,49 @@ def tokens_of(rows: int, seed: int) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
 
 
+class Sharing(Plain):
+    """Other names of a weight's memory, which follow it as it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+        self.share()
+
+    def share(self) -> None:
+        self.register_buffer("table", self.head.weight.data)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + torch.tanh(self.embed(tokens)) @ self.table.reshape(DIM, 29)
+
+
+class SharingView(Sharing):
+    def share(self) -> None:
+        self.table = self.head.weight.detach().t()
+
+
+class SharingInList(Sharing):
+    def share(self) -> None:
+        self.held = {"tables": [self.head.weight.data]}
+
+    @property
+    def table(self) -> Tensor:
+        return self.held["tables"][0]
+
+
+class SharingWeight(Sharing):
+    def share(self) -> None:
+        self.table = nn.Parameter(self.head.weight.data)
+
+
+class Tied(Sharing):
+    """One weight in two places, and weights that are pieces of one memory."""
+
+    def share(self) -> None:
+        self.table = self.head.weight
+        whole = self.layers[0].weight.detach().repeat(2, 1)
+        self.layers[0].weight, self.layers[1].weight = (nn.Parameter(x) for x in whole.chunk(2))
+
+
 def case_of(kind: type[nn.Module]) -> Case:
     def make() -> Any:
         torch.manual_seed(3)
@@ -411,6 +456,19 @@ def case_of(kind: type[nn.Module]) -> Case:
 
 def error_of(kind: type[nn.Module], plan: str) -> float:
     return check(case_of(kind), plan, 0).worst
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Sharing, "table"), (SharingView, "table"), (SharingInList, "held"), (SharingWeight, "table"), (Tied, "")],
+)
+def test_memory_of_a_weight_has_one_name_where_it_is_put_elsewhere(kind: type[nn.Module], name: str) -> None:
+    assert error_of(kind, "dp=1") < BOUND
+    for plan in ("zero=1", "zero=3"):
+        said = refusal(kind, plan)
+        assert said == "it ran" if kind is Tied else ("lie in the memory of weights that train" in said and name in said)
+    found = models.problems(kind(), Plan.parse("dp=1,tp=2")), models.problems(kind(), Plan.parse("dp=1,pp=2"))
+    assert [len(problems) for problems in found] == [kind is not Tied] * 2
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import jit, nn
 from torch.nn.parameter import is_lazy
 
 from soli.core.errors import Problem, SoliError, listed, listing, on_all_ranks
 from soli.core.events import events
 from soli.core.plan import Plan
-from soli.parallel import hooks, statistics
+from soli.parallel import hooks, kept, statistics
 
 
 @listing
@@ -42,6 +43,26 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         yield Problem(what, got=f"{listed(norms)}, plan {plan}", allowed=allowed, fix=fix)
     if not lazy:
         yield from hooks.problems(model)
+    if max(plan.zero, plan.tp - 1, plan.pp - 1) > 0 and (shared := _shared(model)):
+        what = "tensors lie in the memory of weights that train, which zero, tp and pp put elsewhere: they would keep the values of now"
+        allowed = "one name for each memory; a weight itself may be in as many places as you like"
+        fix = "read the weight where it is used (self.weight.detach() in the forward), clone() what is to stay as it is, or run with zero=0, tp=1, pp=1"
+        yield Problem(what, got=listed(shared), allowed=allowed, fix=fix)
+
+
+def _shared(model: nn.Module) -> list[str]:
+    """Buffers, tensors in attributes and other weights in the memory of a weight that trains."""
+    anew = {kept.name_in(path, getattr(hook, "name", "")) for path, m in model.named_modules() for hook in m._forward_pre_hooks.values()}
+    weights = [(name, x) for name, x in model.named_parameters() if x.layout == torch.strided and not x.is_meta]
+    # torch's older spectral_norm makes an attribute anew before each forward, which begins as the weight's memory
+    others = [(name, x) for name, x in kept.tensors(model) if name not in anew]
+    found: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, x in (*weights, *others):
+        if x.numel():
+            end = x.storage_offset() + 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+            found.setdefault(x.untyped_storage()._cdata, []).append((int(x.storage_offset()), int(end), name, x.requires_grad))
+    pairs = [(a, b) for places in found.values() for i, a in enumerate(places) for b in places[:i] if a[3] or b[3]]
+    return [f"{a[2]} in {b[2]}" for a, b in pairs if a[0] < b[1] and b[0] < a[1]]
 
 
 def must_be_free(model: nn.Module) -> None:
