@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -965,6 +966,67 @@ class Ensemble(Four):
         return x[:, :3]
 
 
+class Numbering(nn.Module):
+    """Blocks that are handed what each of them changes, and whose gates begin closed: no first loss shows which number a block had."""
+
+    class Gated(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.gate = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor, given: Any) -> Tensor:
+            return x + self.gate * torch.tanh(super().forward(x)) * self.number(given)
+
+        def number(self, given: dict[str, Any]) -> int:
+            given["number"] += 1
+            return given["number"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Gated() for _ in range(4))
+
+    def given(self) -> Any:
+        return {"number": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.given()
+        for block in self.blocks:
+            x = block(x, given)
+        return x[:, :3]
+
+
+class Drawing(Numbering):
+    """From an iterator."""
+
+    class Gated(Numbering.Gated):
+        def number(self, given: Any) -> int:
+            return next(given)
+
+    def given(self) -> Any:
+        return iter(range(4))
+
+
+class Noting(Numbering):
+    """In an attribute of an object."""
+
+    class Gated(Numbering.Gated):
+        def number(self, given: Any) -> int:
+            given.number += 1
+            return given.number
+
+    def given(self) -> Any:
+        return SimpleNamespace(number=0)
+
+
+class Popping(Numbering):
+    """A tensor, in a dict."""
+
+    class Gated(Numbering.Gated):
+        def number(self, given: dict[str, Any]) -> Any:
+            before, given["number"] = given["number"], given["number"] + torch.tanh(self.bias).sum()
+            return before
+
+
 class Two(nn.Module):
     """Two layers and nothing else."""
 
@@ -996,6 +1058,7 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
         (Ensemble, "pp=2", "one of torch.func.vmap's, of copies that run at once"),
         (Two, "pp=4", "fewer parts to cut between than the pipeline has stages: 2 < 4"),
         (Leaving, "pp=2", "blocks.2 reads a value that was made in blocks.0 and is not among its arguments"),
+        *((kind, "pp=2", "is not among its arguments") for kind in (Numbering, Drawing, Noting, Popping)),
         (Hidden, "pp=2,microbatches=2", "computes another loss under"),
         (Entries, "pp=2,microbatches=2", "another path than on the first batch: after blocks.0 came unbind of"),
         (Turning, "pp=2,microbatches=2", "another path than on the first batch"),

@@ -124,8 +124,8 @@ def check_hidden(trace: Trace, stages: Stages) -> None:
         if stages.of_gap(made) != stages.of_gap(used):
             what = f"{trace.calls[used - 1].unit} reads a value that was made in {trace.calls[made - 1].unit} and is not among its arguments"
             allowed = "tensors in the arguments of blocks, in tuples, lists and dicts"
-            fix = "pass it as an argument (a key-value cache: model.config.use_cache = False; a weight that a hook makes: torch.nn.utils.parametrizations), or use pp=1"
-            raise on_all_ranks(what, got="a tensor in an object or an attribute", allowed=allowed, fix=fix)
+            fix = "let blocks return what they make, and pass that as an argument (a key-value cache: model.config.use_cache = False; a weight that a hook makes: torch.nn.utils.parametrizations), or use pp=1"
+            raise on_all_ranks(what, got="a value in an object or an attribute", allowed=allowed, fix=fix)
 
 
 def check_aliases(trace: Trace, stages: Stages) -> None:

@@ -284,6 +284,13 @@ def storage_of(x: Tensor) -> int:
         raise on_all_ranks(what, got=str(error).split("\n")[0], fix=fix) from error
 
 
+def _numbers(x: Any) -> list[Any] | None:
+    """Numbers and words in a list, a dict or an object, where what a block is handed is one."""
+    plain = not isinstance(x, Tensor | nn.Module | type) and (vars(x) if hasattr(x, "__dict__") else None)
+    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else {} if isinstance(x, Iterator) else plain
+    return [(key, value) for key, value in inside.items() if isinstance(value, int | float | str)] if isinstance(inside, dict) else None
+
+
 def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, int]]:
     """Where modules keep, in an attribute, a tensor that the unit returned."""
     numbers = {id(leaf): number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
@@ -312,6 +319,7 @@ class Tracer(Watch):
         self._lasting = {storage_of(x) for x in (*model.parameters(), *model.buffers())}
         self._storages: list[tuple[Name, int, Tensor]] = []  # the tensors too: memory is not used again
         self._writes: list[tuple[int, int, int, set[Any]]] = []
+        self._filled: list[tuple[Any, int]] = []  # what units were handed, and wrote numbers into: where
         self._step = 0  # of operations and calls
         self._last_step: dict[Name, int] = {}
         self.trace, self.draws = Trace(), draws
@@ -418,6 +426,9 @@ class Tracer(Watch):
         self.trace.operations.append([])
         self.trace.flops.append(0.0)
         given = tree_flatten((args, kwargs))[0]
+        objects = [(x, _numbers(x)) for x in (*args, *kwargs.values())]
+        self.trace.hidden |= {(gap, self.gap) for x, _ in objects for other, gap in self._filled if x is other}
+        self.trace.hidden |= {(x._origin, self.gap) for x in given if hasattr(x, "_origin") and not hasattr(x, "_live")}
         self._used(live_in(given), self.gap)
         for param in module.parameters():
             self.trace.uses_of.setdefault(id(param), set()).add(self.gap)
@@ -425,6 +436,7 @@ class Tracer(Watch):
         within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace, self._computed)
         with inside(self), within:
             out = unwrapped(forward(*args, **kwargs))
+        self._filled += [(x, self.gap) for x, before in objects if before is not None and (before != _numbers(x) or isinstance(x, Iterator))]
         self._by_units |= (found := self._look())  # which the stages after this one do not run
         own = {id(buffer) for buffer in module.buffers()}
         for key in found & {key for key, buffer in self.model.named_buffers() if id(buffer) in own}:
