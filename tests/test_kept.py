@@ -403,6 +403,26 @@ def tokens_of(rows: int, seed: int) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
 
 
+class Fitted(Plain):
+    """The first rows ever seen set its centre, in an attribute, for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fit = self.unset()
+
+    def unset(self) -> Any:
+        return {}
+
+    def held(self) -> dict[str, Any]:
+        return self.fit
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if "centre" not in self.held():
+            self.held()["centre"] = x.detach().mean((0, 1))
+        return super().forward(tokens) + self.head(torch.tanh(x - self.held()["centre"]))
+
+
 class Closed(Queue):
     """A gate is closed at first: no loss shows that what the rows were is kept, nor that a first matrix is for calls."""
 
@@ -480,6 +500,14 @@ def case_of(kind: type[nn.Module]) -> Case:
 
 def error_of(kind: type[nn.Module], plan: str) -> float:
     return check(case_of(kind), plan, 0).worst
+
+
+@pytest.mark.parametrize("kind", [Fitted])
+def test_what_the_first_rows_set_for_good_is_seen(pool: Pool, kind: type[nn.Module]) -> None:
+    assert error_of(kind, "dp=1") < BOUND
+    for plan in ("dp=2", "dp=2,zero=3"):
+        assert all("changes what the model keeps by the rows that it sees" in said for said in pool.run(refusal, kind, plan, ranks=2))
+    assert max(pool.run(error_of, kind, "tp=2", ranks=2)) < BOUND
 
 
 def test_what_a_closed_gate_hides_is_seen() -> None:

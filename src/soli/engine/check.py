@@ -128,7 +128,7 @@ class FirstStep:
             whole = _run(engine, data, rows)  # the losses are compared from the same values
             kept.restore(model, before)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
-            idle = _idle(engine, data, rows, start, before, whole)
+            idle = _idle(engine, data, rows, start, before, whole, parts[-1:])
             kept.restore(model, before)
         sums = [whole]
         for a, b in parts:
@@ -172,17 +172,24 @@ class FirstStep:
         self.modes = _modes(model)
 
 
-def _idle(engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: Loss) -> bool:
+def _idle(
+    engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: Loss, parts: list[tuple[int, int]]
+) -> bool:
     """Whether nothing comes of attributes, as of results that a module keeps for others to look at: the loss is the same with what was in
-    them before any forward, and with what several left."""
-    model = engine.model
+    them before any forward, and with what several left; of a part of the rows too, which may have set what the first rows set for ever."""
+    model, alone = engine.model, list[Loss]()
+    for a, b in parts:
+        alone = [_run(engine, take(data, a, b), b - a, part=True)]
+        kept.restore(model, start | kept.in_state(model, before))
+        alone.append(_run(engine, take(data, a, b), b - a, part=True))
+        kept.restore(model, before)
     kept.restore(model, start | kept.in_state(model, before))
     first = kept.same(_run(engine, data, rows), whole)
     kept.restore(model, before)
     for _ in range(LATER):
         _run(engine, data, rows)
     kept.restore(model, kept.values(model) | kept.in_state(model, before))
-    return kept.same(_run(engine, data, rows), whole) and first
+    return kept.same(_run(engine, data, rows), whole) and first and kept.same(alone[:1], alone[1:])
 
 
 def _remembered(
