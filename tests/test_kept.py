@@ -423,6 +423,19 @@ class Fitted(Plain):
         return super().forward(tokens) + self.head(torch.tanh(x - self.held()["centre"]))
 
 
+class FittedObject(Fitted):
+    """In an object of the program's own class."""
+
+    class Object:
+        pass
+
+    def unset(self) -> Any:
+        return self.Object()
+
+    def held(self) -> dict[str, Any]:
+        return vars(self.fit)
+
+
 class Closed(Queue):
     """A gate is closed at first: no loss shows that what the rows were is kept, nor that a first matrix is for calls."""
 
@@ -502,7 +515,7 @@ def error_of(kind: type[nn.Module], plan: str) -> float:
     return check(case_of(kind), plan, 0).worst
 
 
-@pytest.mark.parametrize("kind", [Fitted])
+@pytest.mark.parametrize("kind", [Fitted, FittedObject])
 def test_what_the_first_rows_set_for_good_is_seen(pool: Pool, kind: type[nn.Module]) -> None:
     assert error_of(kind, "dp=1") < BOUND
     for plan in ("dp=2", "dp=2,zero=3"):
