@@ -725,13 +725,13 @@ def test_a_rank_that_does_not_arrive_at_a_step_is_shown_where_it_stands(tmp_path
         make = lambda p: torch.optim.SGD(p, lr=0.1)
         engine = soli.parallelize(torch.nn.Linear(2, 2), soli.losses.mse(), optimizer=make, plan="auto")
         if torch.distributed.get_rank() == 1:
-            time.sleep(60)  # here
+            time.sleep(300)  # here
         engine.step((torch.ones(4, 2), torch.zeros(4, 2)))
         """,
         2,
         SOLI_DEADLINE="4",
     )
     assert job.code == 1
-    assert job.seconds < 30
+    assert job.seconds < 150  # ended, and not waited for
     assert "soli: stopped, on rank 0, at " in job.err
     assert f"rank 1 was still running and was ended; it stood at {job.line_of('# here')} in <module>" in job.err

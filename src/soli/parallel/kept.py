@@ -26,17 +26,19 @@ FOLLOWED = (list, dict, OrderedDict, defaultdict, Counter, deque, set)
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 MOST = 10_000
 """Elements, of all lists and dicts of an attribute, that are looked at; of the rest whether it is the same object."""
+DEEPEST = 50
+"""Lists, dicts and objects in each other that are followed: a chain of objects has no end that Python's own stack reaches."""
 
 
 class Held:
     """A list, dict, deque or set, and what it held: of tensors, and of lists in it, what these held too; of all else which objects."""
 
-    def __init__(self, owner: Any, seen: dict[int, Any] | None = None) -> None:
+    def __init__(self, owner: Any, seen: dict[int, Any] | None = None, deep: int = 0) -> None:
         self.owner, seen = owner, {} if seen is None else seen
         seen[id(owner)] = owner
         inner = _inner(owner)
         self.keys = list(inner) if isinstance(inner, dict) else []
-        self.inside = [(x, _held(x, seen)) for x in (inner.values() if isinstance(inner, dict) else inner)]
+        self.inside = [(x, _held(x, seen, deep + 1)) for x in (inner.values() if isinstance(inner, dict) else inner)]
 
     def same(self, other: Held) -> bool:
         """Whether both held the same: tensors of the same values, in the same order, under the same keys."""
@@ -61,12 +63,12 @@ class Held:
         return self.owner
 
 
-def _held(x: Any, seen: dict[int, Any]) -> Any:
+def _held(x: Any, seen: dict[int, Any], deep: int) -> Any:
     """What is remembered of an object in a list: of a tensor its values, once. Weights are no state, and another stage's tensors have none."""
-    if id(x) in seen or len(seen) > MOST:
+    if id(x) in seen or len(seen) > MOST or deep > DEEPEST:
         return x
     if _holds(x):
-        return Held(x, seen)
+        return Held(x, seen, deep)
     if isinstance(x, Tensor) and comparable(x) and not isinstance(x, nn.Parameter):
         seen[id(x)] = x
         return x.detach().clone()
@@ -206,14 +208,14 @@ def shift(model: nn.Module, names: Collection[str]) -> None:
                 tensor.add_(0.01 * (1 + tensor.abs()))
 
 
-def _inside(x: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(x) in seen or len(seen) > MOST:
+def _inside(x: Any, seen: set[int], deep: int = 0) -> Iterator[Tensor]:
+    if id(x) in seen or len(seen) > MOST or deep > DEEPEST:
         return
     seen.add(id(x))
     if _holds(x):
         inner = _inner(x)
         for one in inner.values() if isinstance(inner, dict) else inner:
-            yield from _inside(one, seen)
+            yield from _inside(one, seen, deep + 1)
     elif isinstance(x, Tensor) and comparable(x) and not isinstance(x, nn.Parameter):
         yield x
 
