@@ -1,7 +1,8 @@
 """Constants of all published runs at once: what is a device's, what is a program's, and what is left to their pair.
 
 The logarithm of each constant is a sum of four: the default (of some programs its own), the generation's, the
-framework's and the pair's. Each part is drawn to 0 by a normal prior (ridge; crossed random effects, Searle et al. 1992, 4):
+framework's and the pair's; and of memory a fork's (FORKS).
+Each part is drawn to 0 by a normal prior (ridge; crossed random effects, Searle et al. 1992, 4):
 a pair that nobody measured is then the sum of what its device does under other programs and what its program does on other
 devices. How near products come to a peak is more a device's, how long launches take more a program's: see `deviation`. What all
 times of one source are off by together is found beside the constants, and kept by nobody.
@@ -49,12 +50,7 @@ LAWS = ("product_half", "product_half_inner")
 COUNTED = {
     MEGATRON: {"logit_bytes": 24.0, "waited_sums": 0.6, "hidden_gradients": 0.7},
     OLD: {"element_bytes": 27.0, "logit_bytes": 62.0, "hidden_gradients": 0.1},
-    "megatron-deepspeed": {
-        "element_bytes": 27.0,
-        "logit_bytes": 62.0,
-        "hidden_gradients": 0.1,
-        "workspace": 4e9,
-    },
+    "megatron-deepspeed": {"workspace": 4e9},
     TESTS: {"logit_bytes": 62.0},
     "fsdp": {"logit_kept": 10.0},
     "deepspeed": {"gather_floor": 1.5e-3},
@@ -66,6 +62,10 @@ bytes a token and hidden unit, as two equal parts of 27: two norms 8, two sums o
 14, heads put in order 16, the activation with its bias in one kernel 16. torch's own loss keeps logits in 16 bits and in fp32, and one
 of their softmax and its gradient. What DeepSpeed's ZeRO-3 launches for a layer is what Qwen's ladder takes beyond its adapters' runs
 without it (QwenLM/Qwen@03cd81f5, README: microbatches of 256 to 2,048 tokens take 0.26 s on an A100, with adapters 0.15 s)."""
+FORKS = {"megatron-deepspeed": OLD}
+"""Programs whose kernels are another's: what a step takes is that one's, what they keep their own. Where the fork's times were its own,
+one source's machines told another's: without theirs, BigScience's runs on A100 and vTrain's were 6.5 and 11.8% off, with the
+constants that Megatron-LM's other sources had 6.2 and 8.8% (docs/log.md, 2026-11-29)."""
 KEPT = {
     "logit_kept": (0.1, 0.2), "activation_scale": (0.04, 0.08), "resident": (0.5, 1.0),
     "workspace": (0.5, 1.0),
@@ -75,14 +75,15 @@ is not. They are a program's, of no device."""
 
 
 def deviation(part: str, name: str) -> float:
-    """Of a part's logarithm. `part`: default, generation, framework or pair."""
+    """Of a part's logarithm. `part`: default, generation, framework, fork or pair."""
     if name in KEPT:
-        return dict(zip((DEFAULT, "framework"), KEPT[name], strict=True)).get(part, 1e-4)
+        default, own = KEPT[name]
+        return {DEFAULT: default, "framework": own, "fork": own}.get(part, 1e-4)
     device = name in DEVICE
     usual = {
         DEFAULT: 0.36, "generation": 0.18 if device else 0.0, "framework": 0.06 if device else 0.36, "pair": PAIR,
     }  # fmt: skip
-    return max(usual[part] * (1.0 if part == "pair" and name in LAWS else KNOWN.get(name, 1.0)), 1e-4)
+    return max(usual.get(part, 0.0) * (1.0 if part == "pair" and name in LAWS else KNOWN.get(name, 1.0)), 1e-4)
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,16 @@ class Crossed:
 
 def begin(framework: str) -> Array:
     """Logarithms of the constants of a program of which no run is known."""
-    return logs({name: meaning.default for name, meaning in MEANINGS.items()} | COUNTED.get(framework, {}))
+    counted = COUNTED.get(FORKS.get(framework, ""), {}) | COUNTED.get(framework, {})
+    return logs({name: meaning.default for name, meaning in MEANINGS.items()} | counted)
 
 
 def parts_of(family: Family) -> tuple[tuple[str, str], ...]:
     """The parts that add up to a family's."""
     framework, generation = family
-    return ("default", ""), ("generation", generation), ("framework", framework), ("pair", " ".join(family))
+    program = FORKS.get(framework, framework)
+    own = ("fork", framework) if framework in FORKS else ("none", "")
+    return ("default", ""), ("generation", generation), ("framework", program), own, ("pair", f"{program} {generation}")
 
 
 def fit_crossed(
@@ -199,11 +203,10 @@ def _normal(slopes: Array, off: Array, weights: Array, members: NDArray[np.int64
     """The normal equations of the parts: [sets, constants] squared, and what pulls at each."""
     constants = slopes.shape[-1]
     gram, pull = np.zeros((sets, constants, sets, constants)), np.zeros((sets, constants))
-    for pair in np.unique(members[:, -1]):
-        at = members[:, -1] == pair
+    for own in np.unique(members, axis=0):
+        at = (members == own).all(1)
         flat, held = slopes[:, at].reshape(-1, constants), weights[:, at].reshape(-1, 1)
         one, toward = flat.T @ (held * flat), (held * flat).T @ off[:, at].reshape(-1)
-        own = members[at][0]
         for a in own:
             pull[a] += toward
             for b in own:
