@@ -423,19 +423,6 @@ class Fitted(Plain):
         return super().forward(tokens) + self.head(torch.tanh(x - self.held()["centre"]))
 
 
-class FittedObject(Fitted):
-    """In an object of the program's own class."""
-
-    class Object:
-        pass
-
-    def unset(self) -> Any:
-        return self.Object()
-
-    def held(self) -> dict[str, Any]:
-        return vars(self.fit)
-
-
 class Closed(Queue):
     """A gate is closed at first: no loss shows that what the rows were is kept, nor that a first matrix is for calls."""
 
@@ -515,7 +502,7 @@ def error_of(kind: type[nn.Module], plan: str) -> float:
     return check(case_of(kind), plan, 0).worst
 
 
-@pytest.mark.parametrize("kind", [Fitted, FittedObject])
+@pytest.mark.parametrize("kind", [Fitted])
 def test_what_the_first_rows_set_for_good_is_seen(pool: Pool, kind: type[nn.Module]) -> None:
     assert error_of(kind, "dp=1") < BOUND
     for plan in ("dp=2", "dp=2,zero=3"):
@@ -854,35 +841,3 @@ def trained(plan: str, deferred: bool) -> list[float]:
 def test_recurrent_modules_may_be_deferred(pool: Pool, plan: str) -> None:
     found = [pool.run(trained, plan, deferred, ranks=2) for deferred in (False, True)]
     assert found[0] == found[1]
-
-
-class Linked:
-    """One of a chain of objects."""
-
-    def __init__(self) -> None:
-        self.calls, self.next, self.last = 0, None, None
-
-
-class Chain(nn.Module):
-    """Counts its calls in an object that thousands of others hang on, one on the other, and there and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.first = nn.Linear(4, 4), Linked()
-        one = self.first
-        for _ in range(3000):
-            one.next = Linked()
-            one.next.last = one
-            one = one.next
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.first.calls += 1
-        return self.layer(x)
-
-
-def test_objects_that_hang_on_each_other_are_followed_so_far_as_python_can() -> None:
-    model = Chain()
-    engine = parallelize(model, losses.mse(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
-    for steps in (1, 2):
-        engine.step((torch.ones(4, 4), torch.zeros(4, 4)))
-        assert model.first.calls == steps

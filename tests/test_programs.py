@@ -4,7 +4,6 @@ one, or are refused."""
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import count
 from operator import setitem
 from types import SimpleNamespace
 from typing import Any
@@ -276,17 +275,6 @@ class Elsewhere(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = count(1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * (1 + next(self.state) / 10)
-
-
-class InObject(Plain):
-    """Counts in an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.state = SimpleNamespace(calls=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -490,9 +478,7 @@ class Scaled(Plain):
         (Hooked, "dp=2,zero=3,accumulate=2"),
         (Lending, "dp=2,accumulate=2"),
         (Table, "dp=2"),
-        (InObject, "dp=2"),
         (Table, "tp=2"),
-        (InObject, "tp=2"),
     ],
 )
 def test_it_equals_the_sequential_program(pool: Pool, kind: type[nn.Module], plan: str) -> None:

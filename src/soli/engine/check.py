@@ -40,8 +40,9 @@ LATER = 3
 @contextmanager
 def opened(engine: Engine) -> Iterator[None]:
     """Weights that begin as zeros (a closed gate, an adapter's second matrix) hold small numbers meanwhile: what lies behind moves no loss else."""
-    places = [(slot.piece if engine.plan.zero == 3 else slot.param, math.prod(slot.shape[1:])) for slot in engine.laid.slots.values()]
-    own = [(x, width) for x, width in places if x is not None and not x.is_meta and x.requires_grad and x.is_floating_point() and x.numel()]
+    slots = [slot for unit in engine.laid.units for slot in unit.slots]
+    pieces = [(slot.piece if engine.plan.zero == 3 else slot.param, math.prod(slot.shape[1:])) for slot in slots]
+    own = [(x, width) for x, width in pieces if x is not None and not x.is_meta and x.requires_grad and x.is_floating_point() and x.numel()]
     with torch._C.DisableTorchFunction():  # it is not of the program
         closed = [(x.data, width) for x, width in own if not x.any()]
         for x, width in closed:
@@ -171,13 +172,17 @@ class FirstStep:
         self.modes = _modes(model)
 
 
-def _idle(engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: Loss, parts: list[tuple[int, int]]) -> bool:
+def _idle(
+    engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: Loss, parts: list[tuple[int, int]]
+) -> bool:
     """Whether nothing comes of attributes, as of results that a module keeps for others to look at: the loss is the same with what was in
     them before any forward, and with what several left; of a part of the rows too, which may have set what the first rows set for ever."""
     model, alone = engine.model, list[Loss]()
-    for (a, b), state in [(part, state) for part in parts for state in (before, start | kept.in_state(model, before))]:
-        kept.restore(model, state)
+    for a, b in parts:
+        alone = [_run(engine, take(data, a, b), b - a, part=True)]
+        kept.restore(model, start | kept.in_state(model, before))
         alone.append(_run(engine, take(data, a, b), b - a, part=True))
+        kept.restore(model, before)
     kept.restore(model, start | kept.in_state(model, before))
     first = kept.same(_run(engine, data, rows), whole)
     kept.restore(model, before)
@@ -187,7 +192,9 @@ def _idle(engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: ke
     return kept.same(_run(engine, data, rows), whole) and first and kept.same(alone[:1], alone[1:])
 
 
-def _remembered(engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot, whole: Loss) -> list[str]:
+def _remembered(
+    engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot, whole: Loss
+) -> list[str]:
     """Of what a forward wrote and left as it was, what it would not have left so: where it begins with other values, others come of it, and of
     these others again. Attributes that move no loss are for others to look at."""
     model = engine.model

@@ -9,6 +9,8 @@ that it names, attributes, lists and dicts, of the program's own modules; not in
 from __future__ import annotations
 
 import functools
+import sys
+import sysconfig
 from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CellType, CodeType, FunctionType, MethodType
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from soli.core.errors import SoliError, listed
 from soli.core.plan import Plan
 from soli.losses import LossFn
-from soli.parallel.kept import comparable, own, same
+from soli.parallel.kept import comparable, same
 
 MOST = 1000
 """Elements of a list or dict that is looked into, and places in all."""
@@ -30,6 +32,7 @@ DEEPEST = 20
 """Steps from the function to a place: what hangs together by more (a list of nodes) is not followed to its end."""
 LARGEST = 2**20
 """Elements of a tensor that is looked at."""
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class Remembering:
@@ -170,7 +173,12 @@ def _give(places: list[Place], out: Container[str] = ()) -> None:
 
 def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Everything in reach that can hold something else after a call, with a name for each."""
-    if id(x) in seen or len(seen) > MOST or name.count(".") > DEEPEST or isinstance(x, type | nn.Parameter | str | int | float | None):
+    if (
+        id(x) in seen
+        or len(seen) > MOST
+        or name.count(".") > DEEPEST
+        or isinstance(x, type | nn.Parameter | str | int | float | None)
+    ):
         return
     seen.add(id(x))
     inner: dict[Any, Any] = {}
@@ -181,10 +189,12 @@ def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     elif isinstance(x, MethodType):
         inner = {"": x.__func__, "self": x.__self__}
     elif isinstance(x, FunctionType):
-        if own(x.__module__):
+        if _own(x.__module__):
             inner = {key: x.__globals__[key] for key in sorted(_named(x.__code__)) if key in x.__globals__}
             yield name, (x.__globals__, set(inner))
-            cells = {_path(name, key): cell for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)}
+            cells = {
+                _path(name, key): cell for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+            }
             yield from cells.items()
             inner |= {k: v for key, cell in cells.items() for k, v in Place(key, cell).held().items()}
             inner |= {f"default {i}": one for i, one in enumerate(x.__defaults__ or ())}
@@ -192,7 +202,7 @@ def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         if len(x) <= MOST:
             inner = dict(x) if isinstance(x, dict) else dict(enumerate(x))
             yield from [(name, x)] * (not isinstance(x, tuple))
-    elif isinstance(x, nn.Module) or (hasattr(x, "__dict__") and own(type(x).__module__)):
+    elif isinstance(x, nn.Module) or (hasattr(x, "__dict__") and _own(type(x).__module__)):
         inner = vars(x) | {"": vars(type(x)).get("forward") or vars(type(x)).get("__call__")}
         yield name, vars(x)
     for key, one in inner.items():
@@ -201,3 +211,11 @@ def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 def _named(code: CodeType) -> set[str]:
     return set(code.co_names).union(*(_named(one) for one in code.co_consts if isinstance(one, CodeType)))
+
+
+def _own(module: str | None) -> bool:
+    """Whether a module is the program's, and no library's."""
+    if (module or "").split(".")[0] in ("soli", "torch", "builtins"):
+        return False
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file is None or not file.startswith(LIBRARIES)

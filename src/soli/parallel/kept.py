@@ -6,13 +6,11 @@ plan runs several, over parts of the batch, on ranks that would each keep someth
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import NoneType, SimpleNamespace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,23 +20,19 @@ from soli.core.errors import SoliError, listed
 from soli.core.plan import Plan
 
 FOLLOWED = (list, dict, OrderedDict, defaultdict, Counter, deque, set)
-"""Types that are looked into, as objects of the program's own classes are; of other ones, and of arrays, it is not seen whether they change."""
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+"""Types that are looked into; of other ones, and of arrays and objects in these, it is not seen whether they change."""
 MOST = 10_000
 """Elements, of all lists and dicts of an attribute, that are looked at; of the rest whether it is the same object."""
-DEEPEST = 50
-"""Lists, dicts and objects in each other that are followed: a chain of objects has no end that Python's own stack reaches."""
 
 
 class Held:
     """A list, dict, deque or set, and what it held: of tensors, and of lists in it, what these held too; of all else which objects."""
 
-    def __init__(self, owner: Any, seen: dict[int, Any] | None = None, deep: int = 0) -> None:
+    def __init__(self, owner: Any, seen: dict[int, Any] | None = None) -> None:
         self.owner, seen = owner, {} if seen is None else seen
         seen[id(owner)] = owner
-        inner = _inner(owner)
-        self.keys = list(inner) if isinstance(inner, dict) else []
-        self.inside = [(x, _held(x, seen, deep + 1)) for x in (inner.values() if isinstance(inner, dict) else inner)]
+        self.keys = list(owner) if isinstance(owner, dict) else []
+        self.inside = [(x, _held(x, seen)) for x in (owner.values() if isinstance(owner, dict) else owner)]
 
     def same(self, other: Held) -> bool:
         """Whether both held the same: tensors of the same values, in the same order, under the same keys."""
@@ -54,21 +48,21 @@ class Held:
         if self.same(Held(self.owner)):
             return self.owner
         objects = [_given(x, before) for x, before in self.inside]
-        inner = _inner(self.owner)
-        inner.clear()
-        if isinstance(inner, dict):
-            inner.update(zip(self.keys, objects, strict=True))
+        self.owner.clear()
+        if isinstance(self.owner, dict):
+            for key, x in zip(self.keys, objects, strict=True):
+                self.owner[key] = x
         else:
-            (inner.update if isinstance(inner, set) else inner.extend)(objects)
+            (self.owner.update if isinstance(self.owner, set) else self.owner.extend)(objects)
         return self.owner
 
 
-def _held(x: Any, seen: dict[int, Any], deep: int) -> Any:
+def _held(x: Any, seen: dict[int, Any]) -> Any:
     """What is remembered of an object in a list: of a tensor its values, once. Weights are no state, and another stage's tensors have none."""
-    if id(x) in seen or len(seen) > MOST or deep > DEEPEST:
+    if id(x) in seen or len(seen) > MOST:
         return x
     if _holds(x):
-        return Held(x, seen, deep)
+        return Held(x, seen)
     if isinstance(x, Tensor) and comparable(x) and not isinstance(x, nn.Parameter):
         seen[id(x)] = x
         return x.detach().clone()
@@ -88,26 +82,7 @@ def _given(x: Any, before: Any) -> Any:
 
 
 def _holds(x: Any) -> bool:
-    return _plain(x) or (type(x) in FOLLOWED and len(x) <= MOST)
-
-
-def _plain(x: Any) -> bool:
-    """Whether it is an object of a class of the program's own."""
-    own_class = type(x) is SimpleNamespace or (hasattr(x, "__dict__") and own(type(x).__module__))
-    return own_class and not isinstance(x, Tensor | nn.Module | type | Exception)
-
-
-def _inner(x: Any) -> Any:
-    """What keeps the values of what is looked into."""
-    return vars(x) if _plain(x) else x
-
-
-def own(module: str | None) -> bool:
-    """Whether a module is the program's, and no library's."""
-    if (module or "").split(".")[0] in ("soli", "torch", "builtins"):
-        return False
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return file is None or not file.startswith(LIBRARIES)
+    return type(x) in FOLLOWED and len(x) <= MOST
 
 
 def comparable(x: Tensor) -> bool:
@@ -208,14 +183,13 @@ def shift(model: nn.Module, names: Collection[str]) -> None:
                 tensor.add_(0.01 * (1 + tensor.abs()))
 
 
-def _inside(x: Any, seen: set[int], deep: int = 0) -> Iterator[Tensor]:
-    if id(x) in seen or len(seen) > MOST or deep > DEEPEST:
+def _inside(x: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(x) in seen or len(seen) > MOST:
         return
     seen.add(id(x))
     if _holds(x):
-        inner = _inner(x)
-        for one in inner.values() if isinstance(inner, dict) else inner:
-            yield from _inside(one, seen, deep + 1)
+        for one in x.values() if isinstance(x, dict) else x:
+            yield from _inside(one, seen)
     elif isinstance(x, Tensor) and comparable(x) and not isinstance(x, nn.Parameter):
         yield x
 

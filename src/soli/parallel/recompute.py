@@ -74,9 +74,11 @@ def _lies(x: torch.Tensor) -> dict[str, Any]:
     """What torch compares of a tensor when it is made again: as it lies in memory, and not as cut tensors answer, which is not the same
     inside of a rule (the forward, where it is saved) and outside (the end of a recomputation)."""
     with torch._C.DisableTorchFunction():
+        found = of_torch._default_meta_extractor(x)
         seeds = not x.is_floating_point() and not x.is_complex() and x.numel() <= 2  # of attention: left as memory was without dropout
-        looks = LOOKS[0] and x.layout == torch.strided and not x.is_meta and not seeds and x.dtype != torch.uint8  # workspaces are such bytes
-        return of_torch._default_meta_extractor(x) | ({"values": _Some(x)} if looks else {})
+        if LOOKS[0] and x.layout == torch.strided and not x.is_meta and not seeds and x.dtype != torch.uint8:  # workspaces are such bytes
+            found["values"] = _Some(x)
+        return found
 
 
 of_torch._allowed_determinism_checks_to_fns["default"] = _lies
@@ -174,7 +176,8 @@ class _Given:
 
 def _other(got: str) -> SoliError:
     """`got`: of torch, which says in its second to fourth line which tensor was another one."""
-    lines, cache = got.splitlines(), "leave out a key-value cache that blocks write into, which is the usual cause"
+    lines = got.splitlines()
+    cache = "leave out a key-value cache that blocks write into, which is the usual cause"
     usual = "hand a block as an argument what the model sets between calls of its blocks (an attribute, a global), and enter contexts (sdpa_kernel) inside of it"
     return differs(" ".join(lines[1:4] if "different metadata" in got else lines[:1]), f"{cache}; {usual}; or recompute=none")
 
