@@ -423,30 +423,6 @@ class Fitted(Plain):
         return super().forward(tokens) + self.head(torch.tanh(x - self.held()["centre"]))
 
 
-class Closed(Queue):
-    """A gate is closed at first: no loss shows that what the rows were is kept, nor that a first matrix is for calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.adapter, self.calls, self.last = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(29, DIM)), 0, None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        self.calls += 1
-        out = Plain.forward(self, tokens) + torch.tanh(x) @ self.adapter.t() * self.calls
-        if self.last is not None:
-            out = out + self.gate * self.head(self.last)
-        if self.keeps:
-            self.last = x.detach().mean((0, 1))
-        return out
-
-    keeps = True
-
-
-class ClosedCounting(Closed):
-    keeps = False
-
-
 class Sharing(Plain):
     """Other names of a weight's memory, which follow it as it trains."""
 
@@ -508,13 +484,6 @@ def test_what_the_first_rows_set_for_good_is_seen(pool: Pool, kind: type[nn.Modu
     for plan in ("dp=2", "dp=2,zero=3"):
         assert all("changes what the model keeps by the rows that it sees" in said for said in pool.run(refusal, kind, plan, ranks=2))
     assert max(pool.run(error_of, kind, "tp=2", ranks=2)) < BOUND
-
-
-def test_what_a_closed_gate_hides_is_seen() -> None:
-    assert error_of(Closed, "dp=1") < BOUND
-    for plan in ("dp=1,accumulate=2", "dp=1,zero=3,accumulate=2"):
-        assert "changes what the model keeps by the rows that it sees" in refusal(Closed, plan)
-        assert "changes what the model keeps, and" in refusal(ClosedCounting, plan)
 
 
 @pytest.mark.parametrize(

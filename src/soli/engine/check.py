@@ -8,9 +8,6 @@ changes meanwhile are told from those that it builds once (kept.py).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,24 +32,6 @@ Loss = tuple[float, float]
 """The sum of a forward's losses and how many were counted."""
 LATER = 3
 """Forwards more after which what they left in attributes is looked at once again: a list may be read from the second entry on."""
-
-
-@contextmanager
-def opened(engine: Engine) -> Iterator[None]:
-    """Weights that begin as zeros (a closed gate, an adapter's second matrix) hold small numbers meanwhile: what lies behind moves no loss else."""
-    slots = [slot for unit in engine.laid.units for slot in unit.slots]
-    pieces = [(slot.piece if engine.plan.zero == 3 else slot.param, math.prod(slot.shape[1:])) for slot in slots]
-    own = [(x, width) for x, width in pieces if x is not None and not x.is_meta and x.requires_grad and x.is_floating_point() and x.numel()]
-    with torch._C.DisableTorchFunction():  # it is not of the program
-        closed = [(x.data, width) for x, width in own if not x.any()]
-        for x, width in closed:
-            x.copy_(torch.linspace(-0.1, 0.1, x.numel(), dtype=x.dtype, device=x.device).view_as(x) / width)
-    try:
-        yield
-    finally:
-        with torch._C.DisableTorchFunction():
-            for x, _ in closed:
-                x.zero_()
 
 
 class FirstStep:

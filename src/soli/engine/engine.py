@@ -21,7 +21,7 @@ from soli.engine import agreed, between, contract, deciding, layout, microbatch,
 from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, as_dict, microbatches, need_rows, need_tensors, part_of, rows_of, to_device
-from soli.engine.check import FirstStep, opened
+from soli.engine.check import FirstStep
 from soli.engine.data import Order, Position, Stream, need_samples
 from soli.engine.deciding import PROBES, Choice, Wish
 from soli.engine.differentiating import looking
@@ -287,7 +287,7 @@ class Engine:
         self._given.begin(self)
         self._finish_gathers()
         if self._first.wanted(self.model, part, self.dp.size):
-            with rng.kept(), opened(self):
+            with rng.kept():
                 self._first.check(self, part)
         recompute.look(self.step_count, self.mesh.all.simulated)
         if self._watch is not None:
