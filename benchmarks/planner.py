@@ -51,7 +51,7 @@ USUAL = ("zero=", "precision=", "heads=", "ffn=", "vocab=", "model=", "interconn
 """What a row may leave out and be complete: no ZeRO, 16 bits, an MLP four times as wide as the model, a usual network, ..."""
 RUNS, DEPTHS, AGREE = 8, 3, 0.025
 """A shape's layers are told by so many runs or more, of models of so many depths, that are off by no more than this with what they tell
-(the median). With fewer depths what is a layer's and what the tables' cannot be told apart, and a shape would be one model's."""
+(the median; runs of small layers are noisy by 2%). With fewer depths what is a layer's and what the tables' cannot be told apart, and a shape would be one model's."""
 Sets = dict[str, dict[str, float]]
 Layers = dict[str, np.ndarray]
 """By framework and generation: a table [n, 7] as soli.planner.measured.factors_of has it."""

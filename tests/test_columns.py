@@ -42,7 +42,7 @@ BIG = ROW | {"layers": "32", "tp": "2", "pp": "2", "dp": "16", "microbatch": "1"
         ("v100", "GPUDirect-TCPX 4x200G", 100, 150, 8), ("a100-pcie", "100 GbE", 12.5, 25, 8), ("a100", "400GbE RoCE", 400, 300, 8), ("v100", "PCIe 3.0 x16 / 40GbE", 5, 12.5, 8), ("v100", "NVLink 300GB/s | 4xHDR", 100, 150, 8),
         ("a100", "3.2Tbps IB", 400, 300, 8), ("a100", "3200 Gbps IB", 400, 300, 8), ("a100", "NVLink, 3200 Gb/s InfiniBand", 400, 300, 8), ("h100", "3200 Gbps IB", 400, 450, 8),
         ("h100", "3.2 Tbps IB per GPU", 3200, 450, 8), ("h100", "800 Gbps IB", 800, 450, 8), ("a100", "400 Gbps IB", 400, 300, 8),
-        ("h200", "two nodes of one GPU each; plain VPC Ethernet", 25, 450, 1), ("v100", "two nodes of 4, 100 GbE", 25, 150, 4), ("a100", "hosts with 2 x 400 Gb/s", 100, 300, 8),
+        ("h200", "two nodes of one GPU each; plain VPC Ethernet", 25, 450, 1), ("v100", "two nodes of 4, 100 GbE", 25, 150, 4), ("a100", "hosts with 2 x 400 Gb/s", 100, 300, 8), ("v100", "nodes with 2 CPUs, 100 GbE", 12.5, 150, 8), ("v100", "8 servers with 4 V100 GPUs", 50, 150, 4),
     ],
 )  # fmt: skip
 def test_what_joins_devices_is_read(gpu: str, said: str, net: float, link: float, node: int) -> None:

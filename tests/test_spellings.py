@@ -119,7 +119,7 @@ def test_what_a_device_is_sold_as_may_count_other_memory() -> None:
         row = read(ROW | {"gpu": gpu, "precision": "fp16"})
         assert not row.refused
         assert row.point["capacity"] == pytest.approx(USABLE * mib * 2**20, rel=1e-3)  # what correcting errors leaves
-    for gpu in ("A100-100GB", "A100 20GB", "RTX 3080 Ti", "RTX 3080 12GB", "RTX 6000", "Titan V", "P1000", "A300"):
+    for gpu in ("A100-100GB", "A100 20GB", "RTX 3070 Ti", "RTX 3080 12GB", "RTX 6000", "Titan V", "P1000", "A300"):
         assert f"no device '{gpu}' is known" in read(ROW | {"gpu": gpu}).refused[0]
     usual, less = (read(ROW | {"gpu": gpu}) for gpu in ("A100-80GB", "NVIDIA A100 64GB"))
     for name in ("capacity", "bandwidth"):

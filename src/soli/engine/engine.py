@@ -289,7 +289,7 @@ class Engine:
         if self._first.wanted(self.model, part, self.dp.size):
             with rng.kept():
                 self._first.check(self, part)
-        recompute.look(self.step_count, self.mesh.all.simulated)
+        recompute.look(self, self.mesh.all.simulated)
         if self._watch is not None:
             self._watch.begin(self)
         if self.loss_scale is not None:

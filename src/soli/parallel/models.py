@@ -60,7 +60,8 @@ def _shared(model: nn.Module) -> list[str]:
     for name, x in (*weights, *others):
         if x.numel():
             end = x.storage_offset() + 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-            found.setdefault(x.untyped_storage()._cdata, []).append((int(x.storage_offset()), int(end), name, x.requires_grad))
+            begin, width = int(x.storage_offset()), x.element_size()
+            found.setdefault(x.untyped_storage()._cdata, []).append((begin * width, int(end) * width, name, x.requires_grad))
     pairs = [(a, b) for places in found.values() for i, a in enumerate(places) for b in places[:i] if a[3] or b[3]]
     return [f"{a[2]} in {b[2]}" for a, b in pairs if a[0] < b[1] and b[0] < a[1]]
 

@@ -45,19 +45,23 @@ from soli.parallel.units import blocks
 LOOKS = [False]
 """Whether the step that runs compares what is made again by values too. A block may read what the model sets between the calls of its
 blocks (an attribute, a global, a context), and torch compares shapes."""
-PLACES = 8
-"""Along a dim, of a tensor's elements that are compared (up to 15)."""
+PLACES = 4096
+"""Of a tensor's elements that are compared, at most."""
+_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class _Some:
     """Some of a tensor's elements. Equal: up to the root of epsilon, since sums of a GPU may come in another order."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        some = x.detach()[tuple(slice(None, None, max(n // PLACES, 1)) for n in x.shape)]
+        each = max(int(PLACES ** (1 / max(x.dim(), 1))), 1)
+        some = x.detach()[tuple(slice(None, None, max(-(-n // each), 1)) for n in x.shape)]
         self.bound = torch.finfo(x.dtype).eps ** 0.5 if x.is_floating_point() or x.is_complex() else 0.0
         self.some = (torch.view_as_real(some) if x.is_complex() else some).to(torch.float64, copy=True).nan_to_num()
 
     def __eq__(self, other: object) -> bool:
+        if other is None:  # of a step that was not looked at, or of none
+            return True
         off = (self.some - other.some).abs() if isinstance(other, _Some) else self.some.new_ones(1)
         return not off.numel() or not bool(off.max() > self.bound * self.some.abs().max())  # in a rehearsal all values are 0
 
@@ -65,16 +69,17 @@ class _Some:
         return ", ".join(f"{x:.6g}" for x in self.some.flatten()[:3].tolist())
 
 
-def look(steps: int, simulated: bool) -> None:
-    """Before a step after so many: the 1st, 3rd, 7th, 15th, ... is looked at, and not the 2nd, by which a rehearsal tells what steps take."""
-    LOOKS[0] = (steps + 1) & (steps + 2) == 0 and not simulated
+def look(engine: Any, simulated: bool) -> None:
+    """Before a step: an engine's 1st, 3rd, 7th, 15th, ... is looked at, and not the 2nd, by which a rehearsal tells what steps take."""
+    _steps[engine] = steps = _steps.get(engine, 0) + 1
+    LOOKS[0] = steps & (steps + 1) == 0 and not simulated
 
 
 def _lies(x: torch.Tensor) -> dict[str, Any]:
     """What torch compares of a tensor when it is made again: as it lies in memory, and not as cut tensors answer, which is not the same
     inside of a rule (the forward, where it is saved) and outside (the end of a recomputation)."""
     with torch._C.DisableTorchFunction():
-        found = of_torch._default_meta_extractor(x)
+        found = of_torch._default_meta_extractor(x) | {"values": None}
         seeds = not x.is_floating_point() and not x.is_complex() and x.numel() <= 2  # of attention: left as memory was without dropout
         if LOOKS[0] and x.layout == torch.strided and not x.is_meta and not seeds and x.dtype != torch.uint8:  # workspaces are such bytes
             found["values"] = _Some(x)
@@ -200,6 +205,7 @@ def forget() -> None:
     for given in _under_way:
         given.args, given.kwargs, given.then = [], {}, ([], {})
     _under_way.clear()
+    LOOKS[0] = False  # what the program recomputes by itself between steps is its own
     reads.forget()
 
 

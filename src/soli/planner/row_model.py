@@ -66,15 +66,15 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     vocab = found.assumed(said, "vocab", 51200.0)
     if meant("pictures", name.lower()):
         found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
-    told = meant("gated", text(row, "notes").lower()) is False
-    gated = float(
-        true(row, "swiglu") or ("swiglu" not in row and not told and (meant("families_gated", name.lower()) or experts > 0))
-    )
+    told = meant("gated", text(row, "notes").lower())
+    usual = told if told is not None else meant("families_gated", name.lower()) or experts > 0
+    gated = float(true(row, "swiglu") or ("swiglu" not in row and bool(usual)))
     family = " ".join(text(row, n) for n in ("model", "test_case", "arch")).lower()
     head_size = said["head_size"] or meant("heads", family) or hidden / heads  # of some families heads are wider together than the model
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
     latent = (head_size == LATENT and head_size != hidden / heads) or true(row, "mla")
-    rest = (total or 0.0) * 1e9 - layers * attention - 2 * vocab * hidden
+    said_tied = switch(text(row, "tied"))
+    rest = (total or 0.0) * 1e9 - layers * attention - (1 if said_tied else 2) * vocab * hidden
     if experts:
         ffn = said["moe_ffn"]
         if ffn is None and rest > 0:
@@ -83,11 +83,10 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         ffn = ffn or said["ffn"] or 4 * hidden
     else:
         ffn = found.assumed(said, "ffn", 4 * hidden)
-        if total and rest > 0 and not told:  # which of the two number of matrices gives the parameters that it has
+        if total and rest > 0 and told is None:  # which of the two number of matrices gives the parameters that it has
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
-    said_tied = switch(text(row, "tied"))
     tied = not true(row, "untie") if "untie" in row else (not gated if said_tied is None else said_tied)
-    if known and not told and switch(text(row, "swiglu")) is None and said["ffn"] in (None, known.ffn):
+    if known and told is None and switch(text(row, "swiglu")) is None and said["ffn"] in (None, known.ffn):
         gated = float(known.gated)
     if known and said_tied is None and switch(text(row, "untie")) is None:
         tied = known.tied

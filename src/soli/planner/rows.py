@@ -78,7 +78,8 @@ def read(row: Mapping[str, str]) -> Row:
     point |= model_of(row, said, found)
     point["frozen"] = float(frozen)
     point |= attention_of(row, point, found)
-    point["both_ways"] = float(tells("both_ways", f"{called(row)}; {told}; {text(row, 'attn_backend')}"))
+    sees_all = tells("encoders", called(row)) or tells("both_ways", f"{told}; {text(row, 'attn_backend')}")
+    point["both_ways"] = max(point.get("both_ways", 0.0), float(sees_all))
     point |= _degrees(said, point, found)
     if point.get("experts") and not said["ep"] and tells("dispatched", spellings.affirmed(told)):
         point["ep"] = float(gcd(int(point["experts"]), int(point["tp"] * point["cp"] * point["dp"])))
