@@ -403,6 +403,33 @@ def tokens_of(rows: int, seed: int) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
 
 
+class Flagged(Plain):
+    """Its first forward is another one, and says so to the others, in an attribute or a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        self.first = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = super().forward(tokens) * (2.0 if self.first else 1.0)
+        self.end()
+        return out
+
+    def end(self) -> None:
+        self.first = False
+
+
+class FlaggedBuffer(Flagged):
+    def begin(self) -> None:
+        self.register_buffer("first", torch.ones(()))
+
+    def end(self) -> None:
+        self.first.zero_()
+
+
 class Fitted(Plain):
     """The first rows ever seen set its centre, in an attribute, for good."""
 
@@ -476,6 +503,13 @@ def case_of(kind: type[nn.Module]) -> Case:
 
 def error_of(kind: type[nn.Module], plan: str) -> float:
     return check(case_of(kind), plan, 0).worst
+
+
+@pytest.mark.parametrize("kind", [Flagged, FlaggedBuffer])
+def test_a_flag_that_the_first_forward_sets_is_there_for_the_second_microbatch(kind: type[nn.Module]) -> None:
+    assert error_of(kind, "dp=1") < BOUND
+    for plan in ("dp=1,accumulate=2", "dp=1,recompute=full"):
+        assert "changes what the model keeps, and" in refusal(kind, plan)
 
 
 @pytest.mark.parametrize("kind", [Fitted])

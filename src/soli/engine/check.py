@@ -95,7 +95,7 @@ class FirstStep:
         moved = kept.changed(model, start)
         aside = len(moved) > len(kept.in_state(model, moved))
         parts = [(0, cut), (cut, rows)] if _in_parts(engine, data, cut) else []
-        idle = False
+        idle, onward = False, False
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
             changes.once.append(moved)  # two parts of one size are alike to what counts rows
             for a, b in parts:
@@ -105,6 +105,9 @@ class FirstStep:
             kept.restore(model, before)
             engine.randomness.forget()
             whole = _run(engine, data, rows)  # the losses are compared from the same values
+            if engine.plan.runs > 1:  # a flag that a step's first microbatch sets is there for the second
+                kept.restore(model, start)
+                onward = not kept.same(_run(engine, data, rows), whole)
             kept.restore(model, before)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
             idle = _idle(engine, data, rows, start, before, whole, parts[-1:])
@@ -119,6 +122,8 @@ class FirstStep:
             changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
         first = _counts_first(engine, data, rows, whole)
+        if onward:
+            changes.begin_alike = [*changes.begin_alike, *(kept.in_state(model, moved) if idle else moved)]
         if idle:
             changes = changes.in_state(model)
         losses = self._losses

@@ -257,7 +257,8 @@ class Changes:
     weights: Collection[str]
     once: list[dict[str, Value]] = field(default_factory=list)
     again: list[dict[str, Value]] = field(default_factory=list)
-    # whose values the first forward left as they were, and would not have left others: averages that begin as a copy
+    # whose values the first forward left as they were, and would not have left others: averages that begin as a copy; or changed for good,
+    # after which losses are others
     begin_alike: list[str] = field(default_factory=list)
 
     def in_state(self, model: nn.Module) -> Changes:
