@@ -105,9 +105,7 @@ class FirstStep:
             kept.restore(model, before)
             engine.randomness.forget()
             whole = _run(engine, data, rows)  # the losses are compared from the same values
-            if engine.plan.runs > 1:  # a flag that a step's first microbatch sets is there for the second
-                kept.restore(model, start)
-                onward = not kept.same(_run(engine, data, rows), whole)
+            onward = engine.plan.runs > 1 and _begins_otherwise(engine, data, rows, start, whole)
             kept.restore(model, before)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
             idle = _idle(engine, data, rows, start, before, whole, parts[-1:])
@@ -122,10 +120,8 @@ class FirstStep:
             changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
         first = _counts_first(engine, data, rows, whole)
-        if onward:
-            changes.begin_alike = [*changes.begin_alike, *(kept.in_state(model, moved) if idle else moved)]
-        if idle:
-            changes = changes.in_state(model)
+        changes.begin_alike += [*(kept.in_state(model, moved) if idle else moved)] if onward else []
+        changes = changes.in_state(model) if idle else changes
         losses = self._losses
         if losses is None:
             losses = coupling.measured(engine, part)
@@ -154,6 +150,12 @@ class FirstStep:
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
         coupling.check(engine, losses)
         self.modes = _modes(model)
+
+
+def _begins_otherwise(engine: Engine, data: Any, rows: int, start: kept.Snapshot, whole: Loss) -> bool:
+    """Whether a first forward is another one: a flag that a step's first microbatch sets is there for the second."""
+    kept.restore(engine.model, start)
+    return not kept.same(_run(engine, data, rows), whole)
 
 
 def _idle(
