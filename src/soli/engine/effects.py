@@ -176,15 +176,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         return False
     if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
         return False
-    (begin, end), (other, until) = _extent(a), _extent(b)
+    (begin, end), (other, until) = kept.extent(a), kept.extent(b)
     return begin < until and other < end
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """The first byte in the storage, and the one after the last."""
-    begin = int(x.storage_offset()) * x.element_size()
-    last = sum((size - 1) * int(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
-    return begin, begin + (last + 1) * x.element_size() if x.numel() else begin
 
 
 def _is_gather(inner: FrameType) -> bool:

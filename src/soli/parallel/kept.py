@@ -91,6 +91,13 @@ def comparable(x: Tensor) -> bool:
     return plain and (x.dtype.itemsize > 1 or x.dtype in (torch.bool, torch.uint8, torch.int8))
 
 
+def extent(x: Tensor) -> tuple[int, int]:
+    """The first byte in the storage, and the one after the last."""
+    begin = int(x.storage_offset()) * x.element_size()
+    last = sum((size - 1) * int(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (last + 1) * x.element_size() if x.numel() else begin
+
+
 def _expanded(x: Tensor) -> bool:
     """Whether several of its elements lie in one place."""
     return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))

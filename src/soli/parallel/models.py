@@ -59,11 +59,15 @@ def _shared(model: nn.Module) -> list[str]:
     found: dict[int, list[tuple[int, int, str, bool]]] = {}
     for name, x in (*weights, *others):
         if x.numel():
-            end = x.storage_offset() + 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-            begin, width = int(x.storage_offset()), x.element_size()
-            found.setdefault(x.untyped_storage()._cdata, []).append((begin * width, int(end) * width, name, x.requires_grad))
-    pairs = [(a, b) for places in found.values() for i, a in enumerate(places) for b in places[:i] if a[3] or b[3]]
-    return [f"{a[2]} in {b[2]}" for a, b in pairs if a[0] < b[1] and b[0] < a[1]]
+            found.setdefault(x.untyped_storage()._cdata, []).append((*kept.extent(x), name, x.requires_grad))
+    shared = list[str]()
+    for places in found.values():
+        reach = list[tuple[int, int, str, bool]]()  # those before that end after this one begins
+        for begin, end, name, trains in sorted(places):
+            reach = [one for one in reach if one[1] > begin]
+            shared += [f"{name} in {other}" for _, _, other, also in reach if trains or also]
+            reach.append((begin, end, name, trains))
+    return shared
 
 
 def must_be_free(model: nn.Module) -> None:

@@ -285,10 +285,11 @@ def storage_of(x: Tensor) -> int:
 
 
 def _numbers(x: Any) -> list[Any] | None:
-    """Numbers and words in a list, a dict or an object, where what a block is handed is one."""
-    plain = not isinstance(x, Tensor | nn.Module | type) and (vars(x) if hasattr(x, "__dict__") else None)
-    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else {} if isinstance(x, Iterator) else plain
-    return [(key, value) for key, value in inside.items() if isinstance(value, int | float | str)] if isinstance(inside, dict) else None
+    """Numbers and words in a list, a dict or an object, where what a block is handed is one; of an iterator none, which nobody can read."""
+    if isinstance(x, Tensor | nn.Module | type) or not (isinstance(x, dict | list | Iterator) or hasattr(x, "__dict__")):
+        return None
+    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else {} if isinstance(x, Iterator) else vars(x)
+    return [(key, value) for key, value in inside.items() if isinstance(value, int | float | str)]
 
 
 def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, int]]:

@@ -18,6 +18,7 @@ RATE = re.compile(r"(\d+(?:\.\d+)?)[ -]?([TGtg])(?:(B/s|Bps)|b(?:its?)?(?:/s|ps|
 MOST = 4.0
 """How often the usual a device's rate can be: what is more is its server's."""
 WORDS = table(__package__, "interconnect.toml")
+DIGITS = {"one": "1", "two": "2", "four": "4", "eight": "8"}
 
 
 def _has(name: str, clause: str) -> re.Match[str] | None:
@@ -34,13 +35,9 @@ def _named(table: str, clause: str) -> dict[str, float]:
 
 def server(said: str) -> int:
     """Devices of a server; 0: not said."""
-    said = re.sub(r"\b(?:(?<=of )|(?<=with ))(one|two|four|eight)\b|\bone(?= [\w-]+ (?:an?|per) (?:node|server|machine))", _digits, said)
+    said = re.sub(r"(?<=\bof )(?:one|two|four|eight)\b|\bone(?= [\w-]+ (?:an?|per) (?:node|server|machine))", lambda word: DIGITS[word[0]], said)
     sizes = [int(match[1]) for pattern in WORDS["sizes"] if (match := re.search(pattern, said, re.I))]
     return max(sizes[0], 1) if sizes else 16 if "dgx-2" in said.lower() else 0
-
-
-def _digits(word: re.Match[str]) -> str:
-    return {"two": "2", "four": "4", "eight": "8"}.get(word[0], "1")
 
 
 def joined(device: Device, said: str, beside: str = "") -> tuple[Device, list[str]]:
