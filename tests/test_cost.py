@@ -512,6 +512,19 @@ def test_every_second_product_is_less_than_every_second_layer() -> None:
     assert isclose(cut, products / 4)
 
 
+def test_of_experts_every_second_product_is_of_attention_alone() -> None:
+    """Products of all experts at once are made again, however many a token goes to; what DeepEP sent it there and back is not, nor sent again."""
+    mixture = {"experts": 64, "seq": 2048, "flash": 1, "composed": 1, "by_product": 1, "again": 24, "ep": 8, "dp": 8, "global_batch": 8, "vocab": 10}
+    kept = lambda **more: memory.kinds(point(**mixture, **more), ONE)["activations"][0] / 2048
+    one_layer = lambda **more: memory.activations_of_layer(point(**mixture, **more))[0] / 2048  # whose backward runs
+    stored = lambda **more: (kept(**more) - one_layer(**more)) / 23
+    assert isclose(stored(active=2), stored(active=8))
+    assert isclose(stored(active=8, once=1) - stored(active=8), 8 * 4 * 2048)
+    again = {name: point(**mixture, active=8, once=1, recompute=level) for name, level in (("none", 0), ("all", FULL))}
+    sent = {name: communication.of_layer(p, ONE, context.crossing(p, ONE), NOTHING)[1][0] for name, p in again.items()}
+    assert sent["none"] == sent["all"] > 0
+
+
 def test_what_is_made_again_is_not_beside_the_loss() -> None:
     small, large = ({"vocab": vocab, "recompute": FULL, "flash": 1} for vocab in (1000, 500_000))
     of = lambda changes: {name: part[0] for name, part in memory.kinds(point(**changes), ONE).items()}

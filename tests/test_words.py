@@ -133,6 +133,7 @@ CASES = [
     *each({"model": "a"}, "notes", ("no SwiGLU", "RMSNorm"), gated=0),
     *each({"model": "a", "layers": "18", "hidden": "768", "heads": "12", "kv_heads": "4", "ffn": "2304", "vocab": "32768", "params_b": "0.149"}, "tied", ("yes", "true"), gated=1),
     *each({"model": "GPT-2"}, "notes", ("no torch.compile", "eager", ""), launches=1),
+    *each({"model": "GPT-2"}, "precision", ("bf16 autocast", "fp16 (torch.autocast)"), launches=1.3), *each({"model": "GPT-2"}, "precision", ("bf16", "fp32"), launches=1),
     *each(BERT, "gpu", ("H100", "L40S", "A100", "RTX 4090"), flash=0),
     *each(BERT | {"gpu": "H100"}, "attention", ("flash attention", "fused attention"), flash=1),
     *each({"gpu": "H100"}, "framework", ("HF Trainer", "torchtitan"), flash=1),

@@ -28,7 +28,7 @@ def fitted(found: Row) -> None:
         constants = repeated(known(found.framework, found.generation), 1)
         return bool(memory.peak(points([point | changes]), constants)[0] <= point["capacity"])
 
-    least = {"recompute": FULL} if found.unsaid else {}
+    least = {"recompute": FULL, "again": 0.0} if found.unsaid else {}
     if found.grouped and not fits(**least):
         while point["replicate"] % 2 == 0 and not fits(**least):
             point["replicate"] /= 2
@@ -49,9 +49,10 @@ def fitted(found: Row) -> None:
         found.inferred = words = [f"{SIZE}{point['microbatch']:g}" if w.startswith(SIZE) else w for w in words]
     if found.unsaid and not fits():
         own = ceil(point["layers"] / point["pp"])
-        switch = found.plain or (found.framework == DEEPSPEED and point["eager"] > 1)
+        some, point["by_product"] = point["by_product"], 0.0  # torchtitan's default, beside which there is all
+        switch = found.plain or some or (found.framework == DEEPSPEED and point["eager"] > 1)
         again = next((n for n in range(1, own) if not switch and fits(again=float(n))), own)
-        point |= {"again": float(again)} if again < own else {"recompute": FULL}
+        point |= {"again": float(again)} if again < own else {"recompute": FULL, "again": 0.0}
         said = f"full-{again}of{own}" if again < own else "full"
         found.inferred = [RECOMPUTE + said if w.startswith(RECOMPUTE) else w for w in words]
 

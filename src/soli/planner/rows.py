@@ -73,7 +73,7 @@ def read(row: Mapping[str, str]) -> Row:
     point = cost.of_device(device, precision) if precision else {}
     point |= network_of(row, said, device, found)
     point |= {"logged": float(found.framework == TESTS), "frugal": float(found.framework != spellings.NANOTRON)}
-    point |= of_program(found.framework, found.generation, f"{told}; {text(row, 'schedule')}")
+    point |= of_program(found.framework, found.generation, f"{told}; {text(row, 'schedule')}; {text(row, 'precision')}")
     point["scored"] = first("scored", f"{called(row)}; {told}".lower(), 1.0)
     point |= model_of(row, said, found)
     point["frozen"] = float(frozen)
@@ -303,11 +303,14 @@ def _recomputed(
     row: Mapping[str, str], said: Said, words: str, point: dict[str, float], found: Row
 ) -> tuple[float, float]:
     """What is recomputed of each layer, and how many of a rank's are recomputed whole beside it."""
-    silent = SILENT.fullmatch(words) and words.lower() != "none"
+    silent, point["by_product"] = SILENT.fullmatch(words) and words.lower() != "none", 0.0
     read = None if silent else spellings.recomputation(words)
     if read is None:
         if not silent:
             found.refused.append(f"recompute: '{words}' is not understood (none, selective, full, full 5 of 48)")
+        if silent and "titan" in text(row, "framework").lower():
+            found.inferred.append(f"{RECOMPUTE}selective")  # torchtitan/config/job_config.py, ActivationCheckpoint
+            return NONE, _by_product(point)
         # transformers' models compute all of a layer again, or nothing; Megatron what attention makes between its products
         level = NONE if point.get("flash") or "recompute_method" in row or point["eager"] > 1 else SELECTIVE
         if "recompute_method" not in row:
@@ -319,12 +322,19 @@ def _recomputed(
     own = ceil(point.get("layers", 1.0) / point["pp"])
     if level == FULL and text(row, "recompute_method").lower() == "block" and said["again"]:
         count = int(said["again"])
-    if level == SELECTIVE and found.framework == spellings.FSDP:  # of every second product, or of every second layer
-        point["by_product"] = float(not re.search(r"layer|every|\d", words.lower()))
-        return NONE, own / 2
+    if level == SELECTIVE and found.framework == spellings.FSDP:
+        return NONE, own / 2 if re.search(r"layer|every|\d", words.lower()) else _by_product(point)
     if level == FULL and (share < 1 or 0 < count < own):
         return NONE, own * share if share < 1 else float(count)
     return level, 0.0
+
+
+def _by_product(point: dict[str, float]) -> float:
+    """Layers that every second product, and all that is none, takes as long to compute again as: half of them; of experts, whose
+    products are grouped and so none of these (memory.py), all."""
+    point["by_product"] = 1.0
+    own = ceil(point.get("layers", 1.0) / point["pp"])
+    return float(own) if point.get("experts") else own / 2
 
 
 def _batch(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:

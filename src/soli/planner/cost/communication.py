@@ -73,7 +73,8 @@ def of_layer(p: Points, k: Constants, crossing: tuple[Array, Array], grid: tuple
     experts = np.where(p.experts > 0, exchanged, 0.0)
     forward = sums + grid[0] + crossing[0] + experts
     backward = sums + grid[1] + crossing[1] + experts
-    return forward, backward + np.where(p.recompute == FULL, forward, 0.0)
+    kept = np.where((p.by_product > 0) & (p.once > 0), experts, 0.0)  # memory.py, `_of_products`
+    return forward, backward + np.where(p.recompute == FULL, forward - kept, 0.0)
 
 
 def _crossing(p: Points, inner: Array) -> tuple[Array, Array]:

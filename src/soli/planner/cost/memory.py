@@ -164,10 +164,12 @@ def activations_of_layer(p: Points) -> Array:
 
 def _of_products(p: Points) -> Array:
     """The same where every second product's result is kept, attention's, and the layer's input: torchtitan's recomputation by operations
-    (pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py)."""
-    width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
-    results = (width * (1 + 2 * p.kv_share) + (1 + p.gated) * p.ffn * active) / p.tp + p.hidden * (1 + active) / p.around
-    return p.tokens * (results + 2.0 * p.hidden / p.around + 2.0 * width / p.tp) * p.number / 2
+    (pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py). Products of all experts at once are none of these
+    (`_grouped_mm`), what DeepEP's kernels send to experts and back is."""
+    width, at_once = p.attention_width, np.where(p.experts > 0, p.shared, 1.0)
+    results = (width * (1 + 2 * p.kv_share) + (1 + p.gated) * p.ffn * at_once) / p.tp + p.hidden * (1 + at_once) / p.around
+    sent = np.where((p.experts > 0) & (p.ep > 1) & (p.once > 0), 4.0 * p.hidden * (p.active - p.shared) / p.around, 0.0)
+    return p.tokens * (results + sent + 2.0 * p.hidden / p.around + 2.0 * width / p.tp) * p.number / 2
 
 
 def _of_autocast(p: Points, scores: Array) -> Array:

@@ -37,6 +37,10 @@ LAUNCHED = 0.5
 """Kernels of a layer that a compiler made, by those of torch's operations: of a GPT's 31, forward and backward, Inductor makes 24, of a Llama's 90,
 whose norms and rotations are written out, 28 (torch 2.13; views not counted)."""
 
+CAST = 1.3
+"""And where torch.autocast casts what each product reads, which are 22 more for a GPT's layer and 26 for a Llama's; each is launched by itself, but by no
+module: GPTs of a course's, on an A100, take 6.5 ms a layer without and 8.4 with it (yyin-dev/cs336-a2@bc6cc1b01d16, data)."""
+
 BEHIND = 0.4
 """Of what tp sends the share that torch's AsyncTP runs behind products: Llama 3 70B of tp=8 takes 18.7 s a step with it, 19.8 s without
 (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 4), where the sums take some 3 s."""
@@ -95,7 +99,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "eager": EAGER if eager else 1.0,
         "composed": float(eager and framework != "soli"),
         "one_loss": first("one_loss", has, COMPILED * tells("compiled", has)) if framework == "fsdp" else 0.0,
-        "launches": LAUNCHED if tells("compiled", has) else 1.0,
+        "launches": LAUNCHED if tells("compiled", has) else CAST if tells("cast", has) else 1.0,
         "behind": BEHIND if tells("async", has) else 0.0,
         # DeepSpeed's hooks are of modules, FSDP's units of layers
         "looped": (1.0 + (framework == "deepspeed")) * (tells("plain", has) and not tells("grouped", has)),

@@ -38,12 +38,12 @@ def of_states(
         found, copy, width = _told(found, copy, f"{said}; {optimizer}".lower())
     moments = meant("moments", optimizer.lower())
     width = first("moments", optimizer.lower(), width)
-    late = tells("trainer", told)
+    trainer = tells("trainer", told)
     return found | {
-        "copied": width if late and moments in (None, 2.0) and width > 1 else found["copied"],
+        "copied": width if trainer and moments in (None, 2.0) and width > 1 else found["copied"],
         "moments": copy + width * (2.0 if moments is None else moments),
         "gradient": 0.0 if tells("in_backward", f"{told}; {optimizer.lower()}") else found["gradient"],
-        "late": float(late),
+        "late": float(trainer or framework == "fsdp"),
     }
 
 
