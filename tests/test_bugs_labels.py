@@ -92,15 +92,15 @@ def test_what_is_drawn_is_drawn_again(tmp_path: Path) -> None:
                 "INSERT INTO change VALUES ('a/b', ?, 0, 0, '', '', ?, ?, NULL)", (f"{i:040d}", rule == "fix", rule)
             )
             base.execute("INSERT INTO file VALUES ('a/b', ?, 'a.py', '', 'source', 1, 0)", (f"{i:040d}",))
-        first, size = draw(base, 7, {"fix": 5, "rest": 4})
-        assert draw(base, 7, {"fix": 5, "rest": 4})[0] == first != draw(base, 8, {"fix": 5, "rest": 4})[0]
+        first, size = draw(base, 7, {"fix": 5, "rest": 4}, ["a/b"])
+        assert draw(base, 7, {"fix": 5, "rest": 4}, ["a/b"])[0] == first != draw(base, 8, {"fix": 5, "rest": 4}, ["a/b"])[0]
         assert size == {"fix": 14, "rest": 13}
         hashes = {name: {hash_ for _, hash_ in rows} for name, rows in first.items()}
         assert {int(h) % 3 for h in hashes["fix"]} == {0}
         assert {int(h) % 3 for h in hashes["rest"]} == {1}
-        assert not hashes["fix"] & {h for _, h in draw(base, 7, {"fix": 5, "rest": 4}, hashes["fix"])[0]["fix"]}
+        assert draw(base, 7, {"fix": 0, "rest": 0}, ["c/d"])[1] == {"fix": 0, "rest": 0}
         with pytest.raises(SoliError, match="not so many commits"):
-            draw(base, 7, {"fix": 15, "rest": 4})
+            draw(base, 7, {"fix": 15, "rest": 4}, ["a/b"])
 
 
 LABELS = Path(__file__).parent.parent / "benchmarks/bugs"

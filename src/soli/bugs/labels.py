@@ -81,23 +81,16 @@ def write(path: Path, labels: Iterable[Label]) -> None:
 
 
 def draw(
-    base: sqlite3.Connection,
-    seed: int,
-    counts: Mapping[str, int],
-    without: Collection[str] = (),
-    of: Collection[str] | None = None,
+    base: sqlite3.Connection, seed: int, counts: Mapping[str, int], of: Collection[str]
 ) -> tuple[dict[str, list[tuple[str, str]]], dict[str, int]]:
-    """Repository and hash of so many commits of each sample, uniformly, and how many each stands for.
+    """Repository and hash of so many commits of each sample, uniformly, and how many each stands for. `of`: repositories to draw from.
 
-    The same seed, file and counts give the same ones (Python's Mersenne twister). `without`: hashes that were read while the rules
-    were made; `of`: repositories to draw from, left out: all.
+    The same seed, file and counts give the same ones (Python's Mersenne twister).
     """
     random, drawn, population = Random(seed), {}, {}
     for name, place in zip(SAMPLES, ("fix", "other"), strict=True):
-        rows = sorted(base.execute(f"SELECT repo, hash FROM {place}"))
-        rows = rows if of is None else [row for row in rows if row[0] in of]
+        rows = sorted(row for row in base.execute(f"SELECT repo, hash FROM {place}") if row[0] in of)
         population[name] = len(rows)
-        rows = [row for row in rows if row[1] not in without]
         if len(rows) < counts[name]:
             what, fix = f"there are not so many commits to draw from ({name})", "ask for fewer, or mine more histories"
             raise SoliError(what, got=counts[name], allowed=len(rows), fix=fix)

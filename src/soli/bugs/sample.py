@@ -16,8 +16,8 @@ from soli.core.errors import SoliError
 LINES = 400  # of a diff that a person is shown
 
 
-def drawn(path: Path, mined: Path, seed: int, counts: dict[str, int], repos: Collection[Path] = ()) -> dict[str, Any]:
-    """What the file says; if there is none, what is drawn now of these histories (left out: of all), which is kept in it."""
+def drawn(path: Path, mined: Path, seed: int, counts: dict[str, int], repos: Collection[Path]) -> dict[str, Any]:
+    """What the file says; if there is none, what is drawn now of these histories, which is kept in it."""
     if path.exists():
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
@@ -29,8 +29,8 @@ def drawn(path: Path, mined: Path, seed: int, counts: dict[str, int], repos: Col
         return dict(said)
     with store.opened(mined) as base:
         heads = base.execute("SELECT repo, head, rules FROM history ORDER BY repo").fetchall()
-        of = set(histories(repos)) or {repo for repo, *_ in heads}
-        commits, population = labels.draw(base, seed, counts, of=of)
+        of = set(histories(repos))
+        commits, population = labels.draw(base, seed, counts, of)
         heads = [row for row in heads if row[0] in of]
     said = {
         "seed": seed, "population": population, "drawn": counts, "rules": sorted({rules for *_, rules in heads}),
