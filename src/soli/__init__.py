@@ -13,7 +13,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from soli.core.package import SOLI
+
+__version__ = SOLI
 __all__ = ["Engine", "Plan", "SoliError", "checkpoint", "deferred", "losses", "parallelize"]
 
 if TYPE_CHECKING:
