@@ -78,10 +78,10 @@ class Axis:
 
 
 class Pending:
-    """A collective under way. `wait()` completes it, names it if it fails, and may be called again."""
+    """A collective under way. `wait()` completes it, names it if it fails, and may be called again. `kept`: whose memory must stay until then."""
 
-    def __init__(self, works: list[Any], record: Record | None, finish: Finish | None = None) -> None:
-        self._works, self.record, self._finish = works, record, finish
+    def __init__(self, works: list[Any], record: Record | None, finish: Finish | None = None, kept: Tensor | None = None) -> None:
+        self._works, self.record, self._finish, self._kept = works, record, finish, kept
 
     def wait(self) -> None:
         for work in self._works:
@@ -93,7 +93,7 @@ class Pending:
             self._finish()
         if self.record is not None:
             self.record.done = True
-        self._works, self._finish = [], None
+        self._works, self._finish, self._kept = [], None, None
 
 
 NOTHING = Pending([], None)
@@ -216,8 +216,7 @@ def exchange(received: Tensor, sent: Tensor, axis: Axis, to: int, source: int, *
     into = received if on == received.device else torch.empty_like(received, device=on)
     one = lambda call, tensor, peer: dist.P2POp(call, tensor, group=axis.group, group_peer=peer)
     begin = lambda: dist.batch_isend_irecv([one(dist.irecv, into, source), one(dist.isend, moved, to)])
-    back = _copy_back(received, into)
-    return _begun(record, axis, wait, begin, lambda: _keep(moved, back))
+    return _begun(record, axis, wait, begin, _copy_back(received, into), moved)
 
 
 def wire(axis: Axis, device: torch.device) -> torch.device:
@@ -248,13 +247,7 @@ def send(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = T
 
 
 def _sent(record: Record, moved: Tensor, axis: Axis, to: int, wait: bool) -> Pending:
-    return _begun(record, axis, wait, lambda: [dist.isend(moved, group=axis.group, group_dst=to)], lambda: _keep(moved))
-
-
-def _keep(tensor: Tensor, then: Finish | None = None) -> None:
-    """Its memory must stay until the collective is done."""
-    if then is not None:
-        then()
+    return _begun(record, axis, wait, lambda: [dist.isend(moved, group=axis.group, group_dst=to)], kept=moved)
 
 
 def receive(tensor: Tensor, axis: Axis, source: int, *, label: str = "") -> None:
@@ -404,21 +397,23 @@ def _in_place(
     record = _record(collective.__name__, axis, tensor, label)
     moved = _staged(tensor, axis)
     begin = lambda: [collective(moved, group=axis.group, async_op=True, **options)]
-    return _begun(record, axis, wait, begin, _copy_back(tensor, moved) if written else lambda: _keep(moved))
+    return _begun(record, axis, wait, begin, _copy_back(tensor, moved) if written else None, moved)
 
 
 def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:
     return recorder.add(operation, axis.name, tensor.numel() * tensor.element_size(), axis.ranks, label, "soli")
 
 
-def _begun(record: Record, axis: Axis, wait: bool, call: Begin, finish: Finish | None = None) -> Pending:
+def _begun(
+    record: Record, axis: Axis, wait: bool, call: Begin, finish: Finish | None = None, kept: Tensor | None = None
+) -> Pending:
     """Issues a collective, over ranks that are there, and waits for it where that is asked."""
     with issuing():
         try:
             works = [] if axis.simulated else call()
         except RuntimeError as error:
             raise _failed(record, error) from error
-    pending = Pending(works, record, finish)
+    pending = Pending(works, record, finish, kept)
     if wait:
         pending.wait()
     record.late = not wait

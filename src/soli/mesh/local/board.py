@@ -21,6 +21,7 @@ store may sink into a critical section, but what comes before one is seen before
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import select
@@ -37,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError, failure
-from soli.mesh.local.segment import Segment, rounded, shared_map
+from soli.mesh.local.segment import rounded, shared_map
 from soli.mesh.local.waiting import sleep_on, wake
 
 DIFFERENT = "called different collectives"
@@ -101,10 +102,12 @@ class Board:
         self._cells, place = place, place + ranks * ranks * CELLS * CELL
         self._slots, place = place, place + ranks * LANES * self.lane_bytes
         self._store, self._timeout = store, timeout
-        self.segment = Segment(shared_map(dist.PrefixStore("board", store), rank, ranks, place, timeout))
+        self.map = shared_map(dist.PrefixStore("board", store), rank, ranks, place, timeout)
+        self.words = memoryview(self.map).cast("q")
+        self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.regions: dict[int, Region] = {}
         self._allocated = 0
-        self.words = self.segment.words
         self.chunk = 0
         self.broken: Exception | None = None  # after an error nothing of the group can be trusted
         self.on_broken: Callable[[Exception], None] | None = None
@@ -167,7 +170,7 @@ class Board:
     def _post(self, number: int, operation: Operation, place: int) -> None:
         at = self._texts + (self.rank * AHEAD + number % AHEAD) * TEXT
         said = f"{operation.text}\n{operation.site}".encode()[: TEXT - 2]
-        self.segment.map[at : at + len(said) + 1] = said + b"\0"
+        self.map[at : at + len(said) + 1] = said + b"\0"
         base = self.rank * WORDS
         self.words[base + SUMS + number % AHEAD] = operation.checksum
         self.words[base + PLACES + number % AHEAD] = place
@@ -209,7 +212,7 @@ class Board:
         """Wake a rank that sleeps."""
         place = other * WORDS + BELL
         self.words[place] = (self.words[place] + 1) & 0x7FFFFFFF
-        wake(self.segment.address + 8 * place)
+        wake(self._address + 8 * place)
 
     def sleep(self, look: Callable[[], bool], seconds: float) -> None:
         """Sleep until rung or so long, unless `look()` finds news after all."""
@@ -218,7 +221,7 @@ class Board:
         self.words[base + SLEEPING] = 1
         try:
             if not look():
-                sleep_on(self.segment.address + 8 * (base + BELL), bell, seconds)
+                sleep_on(self._address + 8 * (base + BELL), bell, seconds)
         finally:
             self.words[base + SLEEPING] = 0
 
@@ -226,8 +229,8 @@ class Board:
 
     def check(self, peer: int | None) -> None:
         """Raise what another rank has found, or that a rank which others (or a message of `peer`) wait for is gone."""
-        if self.segment.map[self._failed]:
-            raw = self.segment.map[self._failed + 1 : self._failed + FAILED_TEXT]
+        if self.map[self._failed]:
+            raw = self.map[self._failed + 1 : self._failed + FAILED_TEXT]
             raise _error(raw[: raw.index(b"\0")].decode(errors="replace"))
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
@@ -285,7 +288,7 @@ class Board:
 
     def _text(self, other: int, number: int) -> str:
         at = self._texts + (other * AHEAD + number % AHEAD) * TEXT
-        raw = self.segment.map[at : at + TEXT]
+        raw = self.map[at : at + TEXT]
         return raw[: raw.index(b"\0")].decode(errors="replace").replace("\n", " at ")
 
     def _mismatch(self, number: int) -> str:
@@ -299,10 +302,10 @@ class Board:
     def fail(self, text: str) -> SoliError:
         """Tell every rank of the group, and return the error to raise here."""
         said = text.encode()[: FAILED_TEXT - 2]
-        if not self.segment.map[self._failed]:
-            self.segment.map[self._failed + 1 : self._failed + 2 + len(said)] = said + b"\0"
+        if not self.map[self._failed]:
+            self.map[self._failed + 1 : self._failed + 2 + len(said)] = said + b"\0"
             self.order()
-            self.segment.map[self._failed] = 1
+            self.map[self._failed] = 1
             self._wake()
         return _error(text)
 
@@ -343,14 +346,14 @@ class Board:
         """A lane of a rank's slot, as elements of `dtype`."""
         if dtype not in self._views:
             size = self.lane_bytes
-            view = lambda r, n: self.segment.tensor(self._slots + (LANES * r + n) * size, size).view(dtype)
+            view = lambda r, n: self._bytes[self._slots + (LANES * r + n) * size :][:size].view(dtype)
             self._views[dtype] = [[view(r, n) for n in range(LANES)] for r in range(self.ranks)]
         return self._views[dtype][other][lane]
 
     def cell(self, source: int, target: int, number: int) -> Tensor:
         """A cell of the channel from `source` to `target`, bytes."""
-        place = ((source * self.ranks + target) * CELLS + number % CELLS) * CELL
-        return self.segment.tensor(self._cells + place, CELL)
+        place = self._cells + ((source * self.ranks + target) * CELLS + number % CELLS) * CELL
+        return self._bytes[place : place + CELL]
 
     def channel(self, source: int, target: int) -> int:
         """The first word of a channel: cells written, cells read, then four words of each cell."""

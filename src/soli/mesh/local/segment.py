@@ -8,7 +8,6 @@ unlinked as soon as all ranks have mapped it.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -17,8 +16,6 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
-import torch
-from torch import Tensor
 
 from soli.core.errors import SoliError, failure, on_all_ranks
 from soli.mesh.local.keys import awaited
@@ -55,20 +52,6 @@ def shared_map(store: Any, rank: int, ranks: int, size: int, timeout: timedelta)
         if rank == 0 and not path.startswith("/proc/"):
             os.unlink(path)
     return mapped
-
-
-class Segment:
-    """A shared map with the views of it that a board needs."""
-
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self.map = mapped
-        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        self.words = memoryview(mapped).cast("q")
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-
-    def tensor(self, start: int, count: int) -> Tensor:
-        """Bytes [start, start + count) as a uint8 tensor."""
-        return self.bytes[start : start + count]
 
 
 def _await(store: Any, keys: dict[int, str], timeout: timedelta) -> list[dict[str, Any]]:
