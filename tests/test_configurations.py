@@ -11,8 +11,7 @@ import torch
 from packaging.version import Version
 
 from soli.core.errors import SoliError
-from soli.planner.families import FAMILIES
-from soli.planner.models import Model, read_model
+from soli.planner.models import FAMILIES, Model, read_model
 from typed import soli
 
 NEAR = 0.03
@@ -58,7 +57,7 @@ def test_a_family_has_the_parameters_that_its_dimensions_give(kind: str, tmp_pat
     assert model.shared == (getattr(config, "n_shared_experts", 0) or wide)
     assert model.active == active + model.shared
     # What programs do by themselves need not be said.
-    assert model.tied == config.tie_word_embeddings == FAMILIES[kind].tied
+    assert model.tied == config.tie_word_embeddings == FAMILIES[kind][1]
     own = ("tie_word_embeddings", "hidden_act", "activation_function", "hidden_activation")
     assert read(tmp_path, **{key: value for key, value in said.items() if key not in own})[0] == model
 

@@ -1,4 +1,10 @@
-"""A transformer by its dimensions; read from a Hugging Face config.json: no weights, no network, no library."""
+"""A transformer by its dimensions; read from a Hugging Face config.json: no weights, no network, no library.
+
+Of a family of transformers (a configuration's `model_type`, families.toml) the dimensions are all that there is to know: each was built by
+transformers from its own defaults and has the parameters that its dimensions give, within 3% (tests/test_configurations.py does it again).
+Whether an MLP has a gate, and so a third matrix (Shazeer, arXiv 2002.05202), is the family's and not its activation's: StarCoder2 and Gemma
+say the same one. What a family's program does where a configuration does not say `tie_word_embeddings` is there too.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +20,9 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.tables import table
 from soli.planner.cost import memory
 from soli.planner.cost.points import Points, points
-from soli.planner.families import FAMILIES, Family
 
+FAMILIES = {kind: (one["gated"], one["tied"]) for one in table(__package__, "families.toml")["family"] for kind in one["of"]}
+"""Whether a family's MLPs have a gate, and whether its first table is the last one too."""
 _KEYS = table(__package__, "configurations.toml")
 NAMES: dict[str, list[str]] = _KEYS["dimensions"]
 """A dimension, and the keys under which configurations have it."""
@@ -123,15 +130,15 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         numbers["kv_heads"] = None
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
-    family = FAMILIES.get(kind, Family(gated=activation in GATED or (experts > 0 and not activation), tied=True))
+    gated, tied = FAMILIES.get(kind, (activation in GATED or (experts > 0 and not activation), True))
     wide, plain = numbers["ffn"] or 4 * hidden, _plain(said, layers) if experts else 0
     model = Model(
         name=str(said.get("_name_or_path") or kind or file.parent.name), layers=layers, hidden=hidden, heads=heads,
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
         head_size=_latent_head(said) or numbers["head_size"] or hidden // heads,
-        ffn=(numbers["expert_ffn"] if experts else None) or wide, gated=family.gated, vocab=vocab, experts=experts,
+        ffn=(numbers["expert_ffn"] if experts else None) or wide, gated=gated, vocab=vocab, experts=experts,
         active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=_usable(kind, said, numbers["seq"] or 0),
-        tied=bool(said.get("tie_word_embeddings", family.tied)), compressed=_compressed(said, hidden, heads),
+        tied=bool(said.get("tie_word_embeddings", tied)), compressed=_compressed(said, hidden, heads),
         plain=plain, plain_ffn=(numbers["plain_ffn"] or wide) if plain else 0, **_windows(kind, said, layers),
         both_ways=kind in ENCODERS and not said.get("is_decoder"),
     )  # fmt: skip
