@@ -32,7 +32,7 @@ from soli.engine import auto, calibrate
 from soli.engine.engine import parallelize
 from soli.engine.rehearse import Program, rehearse
 from soli.mesh.mesh import build_mesh
-from soli.mesh.world import join
+from soli.mesh.world import World, join
 from soli.models.gpt import GPT, GPTConfig
 from soli.parallel.pipeline.run import Pipeline
 from soli.planner.candidates import bases, differences, lighter, variants
@@ -181,9 +181,10 @@ def test_what_is_measured_is_learnt() -> None:
     assert learnt.seconds(other) == pytest.approx(5.1, rel=0.03)
 
 
-def test_a_machine_is_kept(tmp_path: Path) -> None:
-    MACHINE.save(tmp_path / "m.json")
-    assert Machine.load(tmp_path / "m.json") == MACHINE
+def test_a_machine_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOLI_CACHE", str(tmp_path))
+    calibrate.keep(World(0, 1, torch.device("cpu"), "single", 60.0), MACHINE)
+    assert calibrate._kept(tmp_path / f"machine-{MACHINE.fingerprint}.json") == MACHINE
 
 
 @pytest.mark.parametrize("name", [swept(n) if len(IN_SUITE.get(n, WAYS)) < 2 else n for n in sorted(set(CASES) - {"odd", "skipping"})])

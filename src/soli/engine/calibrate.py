@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from soli.core.errors import SoliError
+from soli.core.files import write_whole
 from soli.core.progress import busy
 from soli.mesh import collectives
 from soli.mesh.backends import processor
@@ -94,7 +95,7 @@ def _kept(path: Path) -> Machine | None:
     if not path.exists():
         return None
     try:
-        return Machine.load(path)
+        return Machine(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         print(f"soli: {path} is no calibration ({error}); this machine is measured anew", file=sys.stderr)
         return None
@@ -113,7 +114,7 @@ def _keepable() -> None:
 def keep(world: World, machine: Machine) -> None:
     """For the next job."""
     if world.is_first:
-        machine.save(folder() / f"machine-{machine.fingerprint}.json")
+        write_whole(folder() / f"machine-{machine.fingerprint}.json", json.dumps(asdict(machine)))
 
 
 def _holds(machine: Machine, mesh: Mesh, device: torch.device) -> bool:

@@ -9,16 +9,13 @@ a pipeline          its actions one after another as they depend on each other; 
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 
 import numpy as np
 
-from soli.core.files import write_whole
 from soli.planner.hollow import Call
 from soli.planner.rehearsal import Action, RankRun, Rehearsal, Sent
 
@@ -80,16 +77,6 @@ class Machine:
         n, s = min(known, key=far)
         scale = ranks / int(n)
         return [[size, seconds * scale] for size, seconds in self.collectives[f"{operation} {n}x{s}"]]
-
-    def save(self, path: Path) -> None:
-        """As JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> Machine:
-        """What `save` wrote."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
