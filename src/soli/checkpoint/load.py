@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from soli.checkpoint.adapter import Tensors, adapt, chunk_of, merge, offer_of
 from soli.checkpoint.folder import locate
-from soli.checkpoint.manifest import FileEntry, Manifest, Saved, key_of, read_manifest
+from soli.checkpoint.manifest import FileEntry, Manifest, key_of, read_manifest
 from soli.checkpoint.team import Group, team_of
 from soli.checkpoint.tensorfile import Forms, checksum, dtype_name, reading, room
 from soli.core.errors import FAILURE, Problem, SoliError, failure, raise_all
@@ -138,11 +138,8 @@ def narrow(tensor: Tensor, box: Box) -> Tensor:
 
 def _metadata(manifest: Manifest) -> Metadata:
     """DCP's metadata, which it would have unpickled, rebuilt from the manifest."""
-
-    def told(saved: Saved) -> TensorStorageMetadata:
-        chunks = [chunk_of(chunk.box) for chunk in saved.chunks]
-        return TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
-
+    chunks = lambda saved: [chunk_of(chunk.box) for chunk in saved.chunks]
+    told = lambda one: TensorStorageMetadata(TensorProperties(dtype=one.dtype), torch.Size(one.shape), chunks(one))
     return Metadata({name: told(saved) for name, saved in manifest.tensors.items()})
 
 

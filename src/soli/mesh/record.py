@@ -151,14 +151,13 @@ def _of_others() -> bool:
     return True
 
 
-_OF_WORDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_OF_A_WORD = ("broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier")
+_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier")
 
 
 def _operation(name: str) -> str | None:
     """Of c10d's names and those of functional collectives (allreduce_coalesced_, _allgather_base_), what they all are."""
     plain = name.replace("_", "")
-    return next((one for one in (*_OF_WORDS, *_OF_A_WORD) if plain.startswith(one.replace("_", ""))), None)
+    return next((one for one in _OPERATIONS if plain.startswith(one.replace("_", ""))), None)
 
 
 class _TorchCollectives(TorchDispatchMode):

@@ -51,11 +51,7 @@ def read_program(
     name: str, model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]
 ) -> tuple[Model, tuple[str, ...]]:
     """The dimensions of a program's model, and what of them was inferred. `run(model, batch)`: its forward and loss."""
-    return dimensions(name, model, capture(model, batch, run))
-
-
-def dimensions(name: str, model: nn.Module, trace: Trace) -> tuple[Model, tuple[str, ...]]:
-    """As `read_program`, of a trace."""
+    trace = capture(model, batch, run)
     if not trace.attentions:
         raise _no_stack(name, "no attention: neither its kernel nor two products around a softmax")
     stack = _stack(name, model, trace)
@@ -151,16 +147,12 @@ def _heads(name: str, trace: Trace, stack: Stack, hidden: int) -> Heads:
     kv_heads, rest = divmod(given - heads * one.width, 2 * one.width)
     if rest or kv_heads < 1 or heads % kv_heads or own[out].goes != (heads * one.width, hidden):
         raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
-    return Heads(heads, kv_heads, one.width, _length(trace, stack), one.flash, one.both_ways, frozenset({*made_of, out}))
+    seq = max(a.tokens for a in trace.attentions if set(a.where) & set(stack.names))  # some read a window
+    return Heads(heads, kv_heads, one.width, seq, one.flash, one.both_ways, frozenset({*made_of, out}))
 
 
 def _of_attention(one: Attention, hidden: int) -> str:
     return f"queries, keys and values of heads of {one.width}, each made by one product of {hidden}, and one after them"
-
-
-def _length(trace: Trace, stack: Stack) -> int:
-    """Of sequences: the most that any block's attention reads (some read a window)."""
-    return max(one.tokens for one in trace.attentions if set(one.where) & set(stack.names))
 
 
 def _mlp(name: str, trace: Trace, stack: Stack, hidden: int, heads: Heads) -> tuple[int, bool, int, float, int]:

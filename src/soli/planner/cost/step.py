@@ -133,7 +133,7 @@ def seconds(
 ) -> tuple[Array, Running, Array, Array]:
     """A step's time: its microbatches, the gradients' reduction that nothing hides, and the update."""
     run = running(p, k, of_layers, of_tables)
-    reduced, spent = late(p, k, sums(p, k), run.layers / 2), update(p, k)
+    reduced, spent = late(p, k, sums(p, k), run.layers / 2), updating(p, k, *memory.trained(p))
     return whole(p, k, run.busy + run.waiting + reduced + spent), run, reduced, spent
 
 
@@ -152,13 +152,8 @@ def late(p: Points, k: Constants, summed: communication.Sums, backward: Amount) 
     return overlap.gradients(k, communication.of_gradients(p, summed), backward)
 
 
-def update(p: Points, k: Constants) -> Array:
-    """Seconds of the optimizer."""
-    return updating(p, k, *memory.trained(p))
-
-
 def updating(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
-    """The same of so many parameters. Of `zero` it matters whether states are shared out at all."""
+    """Seconds of the optimizer, of so many parameters. Of `zero` it matters whether states are shared out at all."""
     sharded = p.zero >= 1
     own = dense / np.where(sharded, p.shards, 1.0) + experts / np.where(sharded, p.expert_shards, 1.0)
     return arithmetic.optimizer(p, k, own)
