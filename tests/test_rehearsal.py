@@ -18,6 +18,7 @@ from cases import CASES
 from pool import Pool
 from soli.core.errors import SoliError
 from soli.core.events import events
+from soli.core.frames import here
 from soli.core.plan import Plan
 from soli.core.versions import FLOPS
 from soli.engine.engine import parallelize
@@ -33,7 +34,6 @@ from soli.planner.legality import resolve
 from soli.planner.models import Model
 from soli.planner.space import spaces
 from soli.planner.task import Task
-from soli.planner.where import here
 from sweep import swept
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))

@@ -1,14 +1,20 @@
-"""Whose code runs in a frame."""
+"""Whose code runs in a frame, and where a program is: its module and line."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from inspect import CO_OPTIMIZED
+from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import nn
 from torch.autograd import function
+
+_SOLI, _TORCH = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
 
 
 def in_autograd_function() -> bool:
@@ -31,3 +37,24 @@ def owner(frame: FrameType) -> Any:
     if sys.version_info < (3, 13):
         names.clear()
     return found
+
+
+def here() -> str:
+    """The module whose forward runs, and the file and line in it (or in what it calls) outside of soli and torch."""
+    module, line = place(walk_stack(sys._getframe(1)), _SOLI)
+    return " at ".join(x for x in (module, line) if x) or "unknown"
+
+
+def place(frames: Iterable[tuple[FrameType, int]], own: str) -> tuple[str, str]:
+    """Of frames and their lines, the innermost first: the first module whose forward runs, and the first file and line outside of torch
+    and of a folder; each empty where there is none."""
+    line, module = "", ""
+    for frame, number in frames:
+        name = frame.f_code.co_filename
+        if not line and not name.startswith((own, _TORCH, "<")):
+            line = f"{name}:{number}"
+        if not module and frame.f_code.co_name == "forward" and isinstance(runs := owner(frame), nn.Module):
+            module = type(runs).__name__
+        if line and module:
+            break
+    return module, line

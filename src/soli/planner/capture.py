@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError, blaming
+from soli.core.frames import here, place
 from soli.core.functions import tensors_in
 from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed
-from soli.planner.where import here, place
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from soli.core import copies, versions
 from soli.core.errors import SoliError, on_all_ranks
+from soli.core.frames import here
 from soli.core.functions import tensors_in, written_by
 from soli.core.tables import table
-from soli.planner.where import here
 
 aten = torch.ops.aten
 _NAMES = table(__package__, "operations.toml")

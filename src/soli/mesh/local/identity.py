@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from soli.core.errors import failure
-from soli.mesh.local.keys import awaited
 
 PROTOCOL = 3
 """Of what lies in the shared memory: goes up with every change of it."""
@@ -41,6 +40,20 @@ def mine() -> Identity:
     processes = os.readlink(space) if os.path.exists(space) else ""
     host = os.environ.get("SOLI_HOST") or f"{kernel} {processes}"
     return Identity(host, kernel, processes, os.getpid(), PROTOCOL, torch.__version__.split("+")[0])
+
+
+def awaited(store: Any, keys: dict[int, str], timeout: timedelta, where: str) -> list[str]:
+    """The values of all keys, in their order, once every rank has set its own. SoliError names the late ones.
+
+    `keys`: a rank's number and its key; `where` says of what they are the ranks, for the error.
+    """
+    try:
+        store.wait(list(keys.values()), timeout)
+    except RuntimeError as error:  # a DistStoreError, or what a FileStore raises
+        missing = [str(rank) for rank, key in keys.items() if not store.check([key])]
+        what = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of {where} did not come in {timeout.total_seconds():g} s"
+        raise failure(what, fix="are they started, and do they make the same groups in the same order?") from error
+    return [store.get(key).decode() for key in keys.values()]
 
 
 def exchange(store: Any, rank: int, ranks: int, timeout: timedelta) -> list[Identity]:

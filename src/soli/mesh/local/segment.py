@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from soli.core.errors import SoliError, failure, on_all_ranks
-from soli.mesh.local.keys import awaited
+from soli.mesh.local.identity import awaited
 
 PAGE = mmap.PAGESIZE
 
