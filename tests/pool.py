@@ -23,8 +23,10 @@ from typing import Any, Literal
 from soli.core.errors import failure
 
 DEADLINE_SECONDS = 60.0
-IMPORTED = ["soli.verify.imported"]
-"""By the process that ranks are forks of, or by each of them."""
+KINDS = ("bert", "gpt2", "llama", "mistral", "opt", "qwen2", "t5", "vit")
+IMPORTED = ["soli.engine.engine", "soli.verify.parity", *(f"transformers.models.{kind}.modeling_{kind}" for kind in KINDS)]
+"""By the process that ranks are forks of, or by each of them: it takes longer than a case may."""
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 class Pool:
