@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,10 @@ from soli.planner.hardware.clusters import read_cluster
 from soli.planner.legality import resolve
 from soli.planner.models import Model
 from soli.planner.search import plan_of
-from soli.planner.space import spaces
 from soli.planner.task import Task
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from everyplan import spaces
 
 OUT = Path(__file__).resolve().parent / "results" / "memory-formulas"
 RANKS, ROWS = 8, 32

@@ -29,10 +29,11 @@ from soli.planner.explain import Choice, choice
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.legality import resolve
 from soli.planner.models import Model
-from soli.planner.search import costs, spaces
+from soli.planner.search import costs
 from soli.planner.task import Task
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from everyplan import spaces
 from t5 import T5, T5Config
 
 OUT = Path(__file__).resolve().parent / "results" / "gpu"

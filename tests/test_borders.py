@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everyplan import spaces
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.parallel.pipeline.stages import balanced
@@ -18,7 +19,7 @@ from soli.planner.cost import borders, grids, memory, pipeline
 from soli.planner.cost.points import CUBE, FULL, GRID, Points
 from soli.planner.cost.ranks import ranks
 from soli.planner.cost.step import step
-from soli.planner.search import costs, plan_of, search, spaces
+from soli.planner.search import costs, plan_of, search
 from test_cost import ONE, point, simulated, usual
 from test_search import LLAMA, SMALL, task
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import soli
 from cases import CASES
+from everyplan import spaces
 from pool import Pool
 from soli.core.errors import SoliError
 from soli.core.events import events
@@ -32,7 +33,6 @@ from soli.planner.hardware.clusters import read_cluster
 from soli.planner.hollow import Hollow, Tracker, hollowed
 from soli.planner.legality import resolve
 from soli.planner.models import Model
-from soli.planner.space import spaces
 from soli.planner.task import Task
 from sweep import swept
 

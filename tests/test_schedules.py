@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
+from everyplan import spaces
 from soli.core.errors import SoliError
 from soli.core.pipelines import ready_at
 from soli.core.plan import SPLIT_BACKWARD, Plan
@@ -17,7 +18,7 @@ from soli.planner.cost import arithmetic, memory, pipeline, schedules
 from soli.planner.cost.points import FULL, GPIPE, NONE, ZBH2, ZBV
 from soli.planner.cost.step import layer, running, step
 from soli.planner.offers import SCHEDULES
-from soli.planner.search import plan_of, search, spaces
+from soli.planner.search import plan_of, search
 from test_cost import ONE, point, usual
 from test_search import LLAMA, SMALL, task
 

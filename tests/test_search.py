@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everyplan import spaces
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.planner import explain
@@ -18,7 +19,7 @@ from soli.planner.cost import memory
 from soli.planner.cost.points import FULL, NONE
 from soli.planner.hardware.clusters import read_cluster
 from soli.planner.models import Model, read_model
-from soli.planner.search import Task, costs, different, enough, peaks, search, spaces
+from soli.planner.search import Task, costs, different, enough, peaks, search
 from typed import soli
 
 LLAMA = Model("llama", 32, 4096, 32, 8, 128, 14336, True, 128256, 0, 1, False, 8192)

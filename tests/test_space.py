@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everyplan import spaces
 from soli.core.errors import SoliError
 from soli.core.layout import even_parts
 from soli.core.plan import Plan
@@ -33,7 +34,6 @@ from soli.planner.search import (  # fmt: skip
     peaks,
     plan_of,
     search,
-    spaces,
     thriftiest,
 )
 from soli.planner.space import TENSORS

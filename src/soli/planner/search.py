@@ -20,7 +20,7 @@ from soli.planner.cost import memory
 from soli.planner.cost.points import FULL, GRID, INTERLEAVED, NONE, ONE, PRECISIONS, Array, Points
 from soli.planner.cost.step import Step, seconds, step
 from soli.planner.offers import NAMED
-from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Places, Table, points_of, spaces
+from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Places, Table, points_of
 from soli.planner.task import FIXED, Task, problems
 
 MOST = 16384  # servers
@@ -38,7 +38,7 @@ KEY = ("tp", "cp", "pp", "dp", "ep", "tensor", "precision")
 USUAL = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "tensor": 0, "offload": 0}
 """Of a plan that shares the batch out and does no more; how many copies a state has and how cp crosses is no further choice."""
 
-__all__ = ["FIXED", "LEVELS", "Found", "Task", "constants_of", "costs", "different", "enough", "peaks", "plan_of", "problems", "search", "simplest", "spaces"]  # fmt: skip
+__all__ = ["FIXED", "LEVELS", "Found", "Task", "constants_of", "costs", "different", "enough", "peaks", "plan_of", "problems", "search", "simplest"]  # fmt: skip
 
 
 @dataclass(frozen=True)

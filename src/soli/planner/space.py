@@ -5,7 +5,7 @@
     shards    zero; replicate (HSDP); offload of the optimizer's state
 
 A table has a column for each choice and a row a plan. A search goes down from layouts and leaves out what cannot be
-the best; `spaces` has all.
+the best.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ def layouts(task: Task) -> Table:
 # --- what is chosen of each -------------------------------------------------------------------------------
 
 
-def stages(task: Task, table: Table, each: bool = False) -> Table:
+def stages(task: Task, table: Table) -> Table:
     """Each row with each order of its stages, and what is recomputed of them.
 
-    Where some layers are, and some not, how many is chosen later, between `again` and `most`: unless `each` is asked.
+    Where some layers are, and some not, how many is chosen later, between `again` and `most`.
     """
     place, order = np.nonzero(_ordered(task, table))
     orders = _orders(task)[order].T
@@ -147,11 +147,8 @@ def stages(task: Task, table: Table, each: bool = False) -> Table:
     whole |= {"recompute": np.tile(np.array(levels), len(place)), "again": np.zeros(len(place) * len(levels))}
     whole["most"] = whole["again"]
     own = _budgets(task, found)
-    times = own if each else np.minimum(own, 1)
-    mixed = {name: np.repeat(column, times) for name, column in found.items()}
-    first = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times) + 1.0
-    mixed |= {"recompute": np.full(len(first), points.NONE), "again": first * mixed["chunks"]}
-    mixed["most"] = mixed["again"] if each else np.repeat(own, times) * mixed["chunks"]
+    mixed = rows_of(found, own > 0)
+    mixed |= {"recompute": np.full(size(mixed), points.NONE), "again": mixed["chunks"], "most": own[own > 0] * mixed["chunks"]}
     return {name: np.concatenate([column, mixed[name]]) for name, column in whole.items()}
 
 
@@ -258,11 +255,6 @@ def _ways(dp: int, cp: int, experts: int, piped: int, framework: str, fixed: tup
 
 
 # --- points -----------------------------------------------------------------------------------------------
-
-
-def spaces(task: Task) -> Points:
-    """Every plan."""
-    return points_of(task, shards(task, stages(task, layouts(task), each=True))).spread()
 
 
 @points.once
