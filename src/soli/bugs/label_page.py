@@ -50,7 +50,7 @@ class Item:
     diff: str
 
 
-def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, token: str) -> Starlette:
+def application(items: Sequence[Item], path: Path, labeller: str, token: str) -> Starlette:
     """The page of one labeller: `path` holds everybody's labels, and is written after each."""
     pages = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     root = f"/{token}"
@@ -81,7 +81,7 @@ def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, 
         wrong: list[tuple[str, str]] = []
         if request.method == "POST":
             form = await _form(request)
-            told = given(form or {}, item, labeller, made_by)
+            told = given(form or {}, item, labeller)
             wrong = labels.wrong(told) if form is not None else [("this is more than a form holds", "")]
             if not wrong:
                 keep(path, told)
@@ -100,7 +100,7 @@ def application(items: Sequence[Item], path: Path, labeller: str, made_by: str, 
     return Starlette(routes=[Route(f"{root}/", start), Route(f"{root}/agreement", agreement), one])
 
 
-def serve(items: Sequence[Item], path: Path, labeller: str, made_by: str, port: int) -> None:
+def serve(items: Sequence[Item], path: Path, labeller: str, port: int) -> None:
     """Until it is interrupted."""
     import socket
 
@@ -117,14 +117,14 @@ def serve(items: Sequence[Item], path: Path, labeller: str, made_by: str, port: 
         listening.listen()
         print(f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/", flush=True)
         print(f"{len(items)} commits; labels go to {path}. Ctrl-C ends it.", flush=True)
-        app = application(items, path, labeller, made_by, token)
+        app = application(items, path, labeller, token)
         uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listening])
 
 
-def given(form: Mapping[str, str], item: Item, labeller: str, made_by: str) -> Label:
-    """What a form says. Words of no fix are left out."""
+def given(form: Mapping[str, str], item: Item, labeller: str) -> Label:
+    """What a form says, which a person has filled in. Words of no fix are left out."""
     fix = form.get("fix", "")
-    of = (item.repo, item.commit, item.sample, labeller, made_by, date.today().isoformat(), fix)
+    of = (item.repo, item.commit, item.sample, labeller, "a person", date.today().isoformat(), fix)
     words = {name: form.get(name, "") if fix == "yes" else "" for name in (*DIMENSIONS, "mechanism")}
     return Label(*of, **words, why=" ".join(form.get("why", "").split()))
 

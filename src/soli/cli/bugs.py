@@ -184,7 +184,7 @@ def label(
     said = of.drawn(sample, db, seed, {"fix": fixes, "rest": rest}, repos)
     if before:
         print(f"The commits that {sample} has: --fixes, --rest and --seed draw into another --sample.")
-    label_page.serve(of.items(said, db, repos), labels, labeller, "a person", port)
+    label_page.serve(of.items(said, db, repos), labels, labeller, port)
 
 
 @app.command("agree")

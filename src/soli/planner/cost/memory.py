@@ -245,12 +245,9 @@ def logits(p: Points, k: Constants) -> Array:
     return p.tokens * p.scored * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, kept)
 
 
-def kinds(p: Points, k: Constants, bare: bool = False) -> dict[str, Array]:
-    """Bytes of each kind at the fullest moment of the fullest rank (or of the last stage's, see Points.logged).
-
-    `bare`: as if copies of parameters, whole ones and those in 16 bits, took no place.
-    """
-    each = [_kinds(p, k, rank, bare) for rank in ranks(p)]
+def kinds(p: Points, k: Constants) -> dict[str, Array]:
+    """Bytes of each kind at the fullest moment of the fullest rank (or of the last stage's, see Points.logged)."""
+    each = [_kinds(p, k, rank, bare=False) for rank in ranks(p)]
     fullest = _place_of_fullest(p, np.stack([sum(found.values(), np.zeros(len(p))) for found in each]))
     return {kind: np.choose(fullest, [np.broadcast_to(found[kind], len(p)) for found in each]) for kind in each[0]}
 
@@ -261,7 +258,7 @@ def _place_of_fullest(p: Points, total: Array) -> NDArray[np.intp]:
 
 
 def _kinds(p: Points, k: Constants, rank: Rank, bare: bool) -> dict[str, Array]:
-    """Of one rank."""
+    """Of one rank. `bare`: as if copies of parameters, whole ones and those in 16 bits, took no place."""
     weights, gradients, moments = of_states(p, rank)
     panels = grids.beside(p) if p.tensor.any() else np.zeros(len(p))
     (passing, beside), loss = activations(p, k, rank), rank.ends * logits(p, k)
@@ -311,6 +308,6 @@ def cache(p: Points, k: Constants) -> Array:
 
 
 def peak(p: Points, k: Constants, bare: bool = False) -> Array:
-    """Bytes at the fullest moment; `bare` as in `kinds`."""
+    """Bytes at the fullest moment; `bare` as in `_kinds`."""
     total = np.stack([sum(_kinds(p, k, rank, bare).values(), np.zeros(len(p))) for rank in ranks(p)])
     return np.choose(_place_of_fullest(p, total), total)
