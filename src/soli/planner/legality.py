@@ -158,14 +158,8 @@ def nearest(plan: Plan, world: int) -> Plan:
     ]
     no_pipeline = {"schedule": Plan.schedule, "chunks": 1, "microbatches": 1}
     options: list[dict[str, Any]] = [
-        {
-            **base,
-            **degree,
-            **{"sp": sp, "replicate": replicate, "zero": zero, "schedule": schedule},
-            **grid,
-            **(no_pipeline if degree["pp"] == 1 else {}),
-            **({"context": Plan.context} if degree["cp"] == 1 else {}),
-        }
+        base | degree | {"sp": sp, "replicate": replicate, "zero": zero, "schedule": schedule} | grid
+        | (no_pipeline if degree["pp"] == 1 else {}) | ({"context": Plan.context} if degree["cp"] == 1 else {})
         for degree in degrees
         for sp, replicate, zero, schedule, grid in product(
             {False, plan.sp},
@@ -174,7 +168,7 @@ def nearest(plan: Plan, world: int) -> Plan:
             {base["schedule"]} if plan.tensor == "1d" else {base["schedule"], "1f1b"},
             _grids(plan, degree["tp"]),
         )
-    ]
+    ]  # fmt: skip
 
     def distance(option: dict[str, Any]) -> tuple[int, int, int]:
         changed = sum(asked[key] != value for key, value in option.items())

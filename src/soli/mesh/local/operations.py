@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soli.mesh.local import placed
 from soli.mesh.local.board import Board, Operation, Write
 from soli.mesh.local.sums import combine
 
@@ -21,6 +20,8 @@ ALONE_BYTES = 1 << 14
 """Up to here each rank sums everything itself; above, each sums its part and reads the parts of the others."""
 PLACED_BYTES = 1 << 16
 """From here on tensors in shared memory are used where they lie: that takes a meeting more than slots do."""
+PIECE_BYTES = 1 << 17
+"""In which tensors that lie in shared memory are summed: they stay in the cache."""
 
 
 def everyone(board: Board) -> range:
@@ -66,7 +67,7 @@ def all_reduce(board: Board, operation: Operation, tensor: Tensor, op: str) -> A
     for number, mine in enumerate(tensor.split(board.lane_bytes // tensor.element_size())):
         lane, places = yield from opened(board, operation, None if number else tensor, laid(board, mine))
         if places:
-            return (yield from placed.all_reduce(board, operation, tensor, op, places))
+            return (yield from _placed_all_reduce(board, operation, tensor, op, places))
         if alone:
             combine([_lane(board, r, lane, mine) for r in everyone(board)], mine, op)
             board.read()
@@ -126,7 +127,7 @@ def reduce_scatter(board: Board, operation: Operation, out: Tensor, parts: Seque
 
         lane, places = yield from opened(board, operation, None if start else whole, write)
         if places:
-            return (yield from placed.reduce_scatter(board, out, parts, op, places))
+            return (yield from _placed_reduce_scatter(board, out, parts, op, places))
         own = slice(board.rank * room, board.rank * room + count)
         combine([board.slot(r, lane, dtype)[own] for r in range(ranks)], out[start : start + count], op)
         board.read()
@@ -138,7 +139,7 @@ def all_gather(board: Board, operation: Operation, outs: Sequence[Tensor], mine:
         piece = mine[start : start + board.lane_bytes]
         lane, places = yield from opened(board, operation, None if start else mine, laid(board, piece))
         if places:
-            return (yield from placed.all_gather(board, outs, mine, places))
+            return (yield from _placed_all_gather(board, outs, mine, places))
         for other, out in enumerate(outs):
             target = out[start : start + board.lane_bytes]
             if other != board.rank:
@@ -228,3 +229,52 @@ def barrier(board: Board, operation: Operation) -> Any:
     """Go on once every rank is here."""
     yield from board.chunk_of(operation, None, everyone(board))
     board.read()
+
+
+# --- tensors that all ranks have in shared memory: nothing is copied into a slot -------------------------------
+#
+# Each is the rest of an operation whose first meeting found that all are placed (`Board.places`). The order of the
+# sums is that of the slots', so the results are the same bits.
+
+
+def _sum(parts: Sequence[Tensor], outs: Sequence[Tensor], op: str, start: int, stop: int) -> None:
+    """Elements [start, stop) of the parts, summed, into each of `outs`."""
+    step = PIECE_BYTES // parts[0].element_size()
+    total = torch.empty(min(stop - start, step), dtype=parts[0].dtype)
+    for at in range(start, stop, step):
+        piece = slice(at, min(at + step, stop))
+        summed = total[: piece.stop - at]
+        combine([part[piece] for part in parts], summed, op)
+        for out in outs:
+            out[piece].copy_(summed)
+
+
+def _placed_all_reduce(board: Board, operation: Operation, tensor: Tensor, op: str, places: Sequence[int]) -> Any:
+    """Each rank sums its part of `tensor` [n] over all ranks, and writes it to all."""
+    ranks, rank = board.ranks, board.rank
+    theirs = [tensor if r == rank else board.at(r, places[r], tensor) for r in range(ranks)]
+    _sum(theirs, theirs, op, tensor.numel() * rank // ranks, tensor.numel() * (rank + 1) // ranks)
+    yield from board.again(operation, range(ranks))
+    board.read()
+
+
+def _placed_reduce_scatter(board: Board, out: Tensor, parts: Sequence[Tensor], op: str, places: Sequence[int]) -> Any:
+    """Sum part r of every rank into `out` [n] of rank r, which may be its own part; `parts` [N][n] lie in a row."""
+    rank = board.rank
+    skip = parts[0].nbytes * rank
+    theirs = [parts[rank] if r == rank else board.at(r, places[r] + skip, parts[rank]) for r in range(board.ranks)]
+    _sum(theirs, [out], op, 0, out.numel())
+    board.read()
+    yield from board.all_read()
+
+
+def _placed_all_gather(board: Board, outs: Sequence[Tensor], mine: Tensor, places: Sequence[int]) -> Any:
+    """`mine` [b] bytes of rank r into `outs[r]` of every rank, from where it lies."""
+    for step in range(1, board.ranks):  # not all from the same rank at once
+        other = (board.rank + step) % board.ranks
+        outs[other].copy_(board.at(other, places[other], mine))
+    own = outs[board.rank]
+    if own.data_ptr() != mine.data_ptr():
+        own.copy_(mine)
+    board.read()
+    yield from board.all_read()
