@@ -45,8 +45,6 @@ Begin = Callable[[], list[Any]]
 """Issues a collective: torch's works of it."""
 Finish = Callable[[], object]
 """What is left to do when a collective has arrived."""
-Collective = Callable[..., Any]
-"""One of torch's."""
 LAST = 1 << 20
 """The tag of a message that nobody sends."""
 OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -389,7 +387,7 @@ def barrier(axis: Axis, *, label: str = "barrier") -> None:
 
 
 def _in_place(
-    collective: Collective, tensor: Tensor, axis: Axis, label: str, wait: bool, written: bool = True, **options: Any
+    collective: Callable[..., Any], tensor: Tensor, axis: Axis, label: str, wait: bool, written: bool = True, **options: Any
 ) -> Pending:
     """One of torch's collectives that leaves its result where its argument is. `written`: whether this rank has one."""
     if axis.size == 1:

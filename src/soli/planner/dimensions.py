@@ -26,12 +26,8 @@ BESIDE = 0.02
 LIKE = "a decoder or an encoder of like blocks, each of one attention and one MLP"
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Like blocks, one after the other."""
-
-    names: list[str]
-    blocks: list[nn.Module]
+Stack = list[str]
+"""Names of like blocks, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ def read_program(
     ffn, gated, experts, active, chosen = _mlp(name, trace, stack, hidden, heads)
     vocab, tied, said = _tables(name, trace, stack)
     made = Model(
-        name=name, layers=len(stack.blocks), hidden=hidden, heads=heads.heads, kv_heads=heads.kv_heads,
+        name=name, layers=len(stack), hidden=hidden, heads=heads.heads, kv_heads=heads.kv_heads,
         head_size=heads.width, ffn=ffn, gated=gated, vocab=vocab, experts=experts, active=active, tied=tied,
         seq=heads.seq, flash=heads.flash, both_ways=heads.both_ways,
     )  # fmt: skip
@@ -82,16 +78,16 @@ def _stack(name: str, model: nn.Module, trace: Trace) -> Stack:
     """The longest run of like blocks that attend."""
     attending = {part for one in trace.attentions for part in one.where}
     runs = [
-        Stack([f"{path}.{i}" if path else str(i) for i in places], [module[i] for i in places])
+        [f"{path}.{i}" if path else str(i) for i in places]
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
         for places in _runs(list(module))
     ]
-    runs = [one for one in runs if attending & set(one.names)]
+    runs = [one for one in runs if attending & set(one)]
     if not runs:
         raise _no_stack(name, "attention is in no block of a ModuleList or a Sequential")
-    found = max(runs, key=lambda one: (len(one.blocks), -len(one.names[0])))
-    _of_its_own(name, found, trace)
+    found = max(runs, key=lambda one: (len(one), -len(one[0])))
+    _of_its_own(name, model, found, trace)
     return found
 
 
@@ -102,26 +98,26 @@ def _runs(modules: list[nn.Module]) -> list[list[int]]:
     return [list(places) for (_, parameters), places in runs if parameters]
 
 
-def _of_its_own(name: str, stack: Stack, trace: Trace) -> None:
+def _of_its_own(name: str, model: nn.Module, stack: Stack, trace: Trace) -> None:
     """Refuses blocks that share weights or run twice, and attention that is not once in each block."""
-    weights = [id(p) for block in {id(b): b for b in stack.blocks}.values() for p in block.parameters()]
-    times = [sum(block in one.where for one in trace.attentions) for block in stack.names]
-    if len(set(weights)) < len(weights) or len({id(b) for b in stack.blocks}) < len(stack.blocks):
-        raise _no_stack(name, f"the blocks {stack.names[0]} to {stack.names[-1]} share weights")
-    if len(trace.inputs.get(stack.names[0], [])) > 1:
-        raise _no_stack(name, f"the block {stack.names[0]} runs {len(trace.inputs[stack.names[0]])} times a step")
-    outside = [one for one in trace.attentions if not set(one.where) & set(stack.names)]
+    weights = [id(p) for block in stack for p in model.get_submodule(block).parameters()]
+    times = [sum(block in one.where for one in trace.attentions) for block in stack]
+    if len(set(weights)) < len(weights):
+        raise _no_stack(name, f"the blocks {stack[0]} to {stack[-1]} share weights")
+    if len(trace.inputs.get(stack[0], [])) > 1:
+        raise _no_stack(name, f"the block {stack[0]} runs {len(trace.inputs[stack[0]])} times a step")
+    outside = [one for one in trace.attentions if not set(one.where) & set(stack)]
     if outside:
         where = next((part for part in reversed(outside[0].where) if part), "the model itself")
-        many = f"the {len(stack.blocks)} like blocks from {stack.names[0]}: an encoder and a decoder, or blocks that differ"
+        many = f"the {len(stack)} like blocks from {stack[0]}: an encoder and a decoder, or blocks that differ"
         raise _no_stack(name, f"attention in {where} too, outside of {many}")
     odd = next((i for i, count in enumerate(times) if count != 1), None)
     if odd is not None:
-        raise _no_stack(name, f"the block {stack.names[odd]} attends {times[odd]} times")
+        raise _no_stack(name, f"the block {stack[odd]} attends {times[odd]} times")
 
 
 def _hidden(name: str, trace: Trace, stack: Stack) -> int:
-    shapes = [shape for block in stack.names for shape in trace.inputs[block]]
+    shapes = [shape for block in stack for shape in trace.inputs[block]]
     widths = {shape[-1] if shape else 0 for shape in shapes}
     if len(widths) != 1 or not min(widths):
         raise _no_stack(name, f"blocks read widths of {', '.join(map(str, sorted(widths)))}")
@@ -134,7 +130,7 @@ def _inside(trace: Trace, block: str) -> dict[int, Product]:
 
 
 def _heads(name: str, trace: Trace, stack: Stack, hidden: int) -> Heads:
-    block = stack.names[0]
+    block = stack[0]
     number, one = next((i, a) for i, a in enumerate(trace.attentions) if block in a.where)
     own = _inside(trace, block)
     made_of = sorted(n for kind, n in one.reads if kind == "product" and n in own)
@@ -147,7 +143,7 @@ def _heads(name: str, trace: Trace, stack: Stack, hidden: int) -> Heads:
     kv_heads, rest = divmod(given - heads * one.width, 2 * one.width)
     if rest or kv_heads < 1 or heads % kv_heads or own[out].goes != (heads * one.width, hidden):
         raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
-    seq = max(a.tokens for a in trace.attentions if set(a.where) & set(stack.names))  # some read a window
+    seq = max(a.tokens for a in trace.attentions if set(a.where) & set(stack))  # some read a window
     return Heads(heads, kv_heads, one.width, seq, one.flash, one.both_ways, frozenset({*made_of, out}))
 
 
@@ -157,7 +153,7 @@ def _of_attention(one: Attention, hidden: int) -> str:
 
 def _mlp(name: str, trace: Trace, stack: Stack, hidden: int, heads: Heads) -> tuple[int, bool, int, float, int]:
     """Its inner width, whether it has a gate, how many experts there are, how many a token is multiplied with, and how many are chosen."""
-    block = stack.names[0]
+    block = stack[0]
     own = {n: p for n, p in _inside(trace, block).items() if n not in heads.products}
     chosen = [count for where, count in trace.sorts if block in where]
     many = [p for p in own.values() if len(p.shape) == 3]
@@ -188,7 +184,7 @@ def _beside(trace: Trace) -> float:
 
 def _tables(name: str, trace: Trace, stack: Stack) -> tuple[int, bool, list[str]]:
     """The vocabulary, whether one table is both the first and the last, and what was inferred of it."""
-    inside = [i for i, p in enumerate(trace.products) if set(p.where) & set(stack.names)]
+    inside = [i for i, p in enumerate(trace.products) if set(p.where) & set(stack)]
     after = [p for p in trace.products[max(inside) + 1 :] if p.weight]
     rows = max((shape[0] for shape in trace.tables.values()), default=0)
     if not after and not rows:

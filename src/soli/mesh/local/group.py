@@ -28,7 +28,6 @@ from soli.mesh.local.progress import LocalWork, engine
 from soli.mesh.record import call_site, recorder, watching
 
 _Base: Any = dist.ProcessGroup  # torch's stub of it names only some of the overloads that it calls
-Form = Callable[[Tensor], Tensor]
 Back = Callable[[], None] | None
 """Brings what was received to where it was asked for; None: it is there."""
 ANY_SIZE = "all_to_all"
@@ -219,7 +218,7 @@ class LocalGroup(_Base):
 
     # --- issuing --------------------------------------------------------------------------------------
 
-    def _each(self, name: str, more: str, tensors: list[Tensor], *given: Any, form: Form = lambda flat: flat) -> Any:
+    def _each(self, name: str, more: str, tensors: list[Tensor], *given: Any, form: Callable[[Tensor], Tensor] = lambda flat: flat) -> Any:
         """The same operation in place on each of `tensors`, which it gets flat, in this form."""
         works = []
         for tensor in tensors:
