@@ -118,9 +118,7 @@ def microbatches(part: Part, ranks: int, plan: Plan) -> list[Part]:
     """
     most = part.total // ranks if plan.together else -(-part.total // ranks)
     pieces = even_parts(part.rows, max(1, min(plan.accumulate * plan.microbatches, most)))
-    return [
-        Part(take(part.data, a, b) if b > a else None, part.start + a, part.start + b, part.total) for a, b in pieces
-    ]
+    return [Part(take(part.data, a, b) if b > a else None, part.start + a, part.start + b, part.total) for a, b in pieces]
 
 
 def need_rows(part: Part, ranks: int, plan: Plan, norms: bool = False) -> None:

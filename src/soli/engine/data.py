@@ -153,9 +153,7 @@ def _goes_on(order: Order) -> bool:
     return order.epochs is not None and at.epoch < order.epochs
 
 
-def _by_number(
-    dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]], Any], workers: int
-) -> Iterator[Part]:
+def _by_number(dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]], Any], workers: int) -> Iterator[Part]:
     drawing = _Drawing(dataset, order.ranks)
     if order.ranks > 1 and not workers:  # a dataset may open its files where it is read first
         order.sample = drawing.first()
@@ -173,9 +171,7 @@ def _by_number(
         # Its own numbers: a loader draws one from the program's generator, which a resumed run would do once more.
         own = torch.Generator().manual_seed(generators.hashed("loader", seed, epoch))
         samplers = [m for m in mine if m]
-        loader = iter(
-            DataLoader(drawing, batch_sampler=samplers, collate_fn=collate, num_workers=workers, generator=own)
-        )
+        loader = iter(DataLoader(drawing, batch_sampler=samplers, collate_fn=collate, num_workers=workers, generator=own))
         for (start, stop), (a, b) in zip(spans, parts, strict=True):
             data = next(loader) if b > a else None
             here = _advance(order, start + order.global_batch >= size)

@@ -69,9 +69,7 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
 class Runner:
     """Runs a model and its loss on a few rows, and leaves what it changes and its modes as they were."""
 
-    def __init__(
-        self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int, plan: Plan, seed: int = 0
-    ) -> None:
+    def __init__(self, model: nn.Module, call: Caller, loss_fn: LossFn, data: Any, rows: int, plan: Plan, seed: int = 0) -> None:
         self.model, self.call, self.loss_fn, self.data, self.rows = model, call, loss_fn, data, rows
         self.plan, self.seed = plan, seed
 

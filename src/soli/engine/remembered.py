@@ -173,12 +173,7 @@ def _give(places: list[Place], out: Container[str] = ()) -> None:
 
 def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Everything in reach that can hold something else after a call, with a name for each."""
-    if (
-        id(x) in seen
-        or len(seen) > MOST
-        or name.count(".") > DEEPEST
-        or isinstance(x, type | nn.Parameter | str | int | float | None)
-    ):
+    if id(x) in seen or len(seen) > MOST or name.count(".") > DEEPEST or isinstance(x, type | nn.Parameter | str | int | float | None):
         return
     seen.add(id(x))
     inner: dict[Any, Any] = {}
@@ -192,9 +187,7 @@ def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         if _own(x.__module__):
             inner = {key: x.__globals__[key] for key in sorted(_named(x.__code__)) if key in x.__globals__}
             yield name, (x.__globals__, set(inner))
-            cells = {
-                _path(name, key): cell for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-            }
+            cells = {_path(name, key): cell for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)}
             yield from cells.items()
             inner |= {k: v for key, cell in cells.items() for k, v in Place(key, cell).held().items()}
             inner |= {f"default {i}": one for i, one in enumerate(x.__defaults__ or ())}

@@ -134,9 +134,7 @@ def check_loss(engine: Engine, sample: Sample) -> None:
         between.training(engine.model)
         sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")
-    raise_together(
-        lambda: _compare(engine, sample, *sums.tolist()), engine.mesh.all, label="whether losses are the same"
-    )
+    raise_together(lambda: _compare(engine, sample, *sums.tolist()), engine.mesh.all, label="whether losses are the same")
 
 
 def _compare(engine: Engine, sample: Sample, total: float, count: float) -> None:

@@ -35,9 +35,7 @@ class Parallel:
         return [*self.context, *(self.tensor.runs if self.tensor is not None else [])]
 
 
-def apply(
-    model: nn.Module, plan: Plan, mesh: Mesh, roles: dict[str, Role] | None = None, cutting: Cutting | None = None
-) -> Parallel:
+def apply(model: nn.Module, plan: Plan, mesh: Mesh, roles: dict[str, Role] | None = None, cutting: Cutting | None = None) -> Parallel:
     """Lay `model` over `mesh` by `plan`, in place. Collective: every rank calls it.
 
     tp > 1 needs `roles`, pp > 1 `cutting`.

@@ -227,9 +227,7 @@ class Randomness:
             frame = frame.f_back
         return ""
 
-    def _filled(
-        self, key: Key, shape: tuple[int, ...], fill: Callable[[Tensor, torch.Generator], Tensor], like: Tensor
-    ) -> Tensor:
+    def _filled(self, key: Key, shape: tuple[int, ...], fill: Callable[[Tensor, torch.Generator], Tensor], like: Tensor) -> Tensor:
         now = self._now
         assert now is not None, "only inside begin()"
         dim = self._dims[now.step < 0, key]

@@ -98,9 +98,7 @@ class Statistics:
 
 class _Normalised(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, known: Known, eps: float, axis: Axis
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, known: Known, eps: float, axis: Axis) -> Tensor:
         ctx.save_for_backward(x, weight, torch.rsqrt(known.var + eps))
         ctx.known, ctx.back, ctx.axis, ctx.has_bias = known, known.back, axis, bias is not None
         return _function(x, known.mean, known.var, weight, bias, False, 0.0, eps)

@@ -85,9 +85,7 @@ class Slot:
 class Unit:
     """See the module's docstring. `gathered` says whether `full` holds the parameters now."""
 
-    def __init__(
-        self, name: str, slots: list[Slot], shard: Axis, replicate: Axis, zero: int, trainable: bool, gather: Axis
-    ) -> None:
+    def __init__(self, name: str, slots: list[Slot], shard: Axis, replicate: Axis, zero: int, trainable: bool, gather: Axis) -> None:
         self.name, self.slots, self.zero, self.trainable = name, slots, zero, trainable
         self.shard_axis, self.replicate_axis = shard, replicate
         # the ranks of the shard axis, in a group for the gathers of ZeRO-3

@@ -301,9 +301,7 @@ class _Ring(torch.autograd.Function):
         return *_backward(grad, ctx.saved_tensors, ctx.work), None, None
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, off: Tensor | None, work: _Work
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, off: Tensor | None, work: _Work) -> tuple[Tensor, Tensor]:
     """out [b, h, l, f] in q's type, and lse [b, h, l]."""
     high = blocks.sums(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=high)

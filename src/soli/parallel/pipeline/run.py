@@ -150,9 +150,7 @@ class Pipeline:
 
     # --- a forward ------------------------------------------------------------------------------------
 
-    def _forward(
-        self, stage: Stage, data: Any, known: Known, leaves: list[Tensor]
-    ) -> tuple[StageForward, tuple[Tensor, float] | None]:
+    def _forward(self, stage: Stage, data: Any, known: Known, leaves: list[Tensor]) -> tuple[StageForward, tuple[Tensor, float] | None]:
         index = stage.stage_index
         received = {v.name: handed(x, v) for v, x in zip(known.incoming, leaves, strict=True)}
         forward = StageForward(self, index, received, known.shapes)

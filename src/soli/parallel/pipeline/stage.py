@@ -131,9 +131,7 @@ class Stage(PipelineStage):
         if not self._empty(mb_index):
             self.flights[mb_index].gradients = list(next_stage_bwd_outputs)
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
         if self._empty(bwd_chunk_id):
             return
         flight = self.flights[bwd_chunk_id]

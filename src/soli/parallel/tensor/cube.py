@@ -43,9 +43,7 @@ class _Cuts(NamedTuple):
     depth: Axis
 
 
-def linear(
-    x: Tensor, w: Tensor, *, tokens_in: Split, tokens_out: Split, gather: Axis, scatter: Axis, depth: Axis, of_w: Split
-) -> Tensor:
+def linear(x: Tensor, w: Tensor, *, tokens_in: Split, tokens_out: Split, gather: Axis, scatter: Axis, depth: Axis, of_w: Split) -> Tensor:
     """x [T_A, .., K_B], W [N_AD, K_B] -> y [T_B, .., N_A].
 
     x's dim 0 is cut over `gather` by tokens_in, y's over `scatter` by tokens_out; W's dim 0, which is already the

@@ -68,9 +68,7 @@ class _Again(BaseException):  # no Exception: the layout changed and the model r
 class Finder:
     """One search. `hints`: name patterns (`*` for anything) -> "column", "row", "vocabulary" or "replicated"."""
 
-    def __init__(
-        self, model: nn.Module, ranks: int, hints: dict[str, str], batch: Any, rows: int = 0, cube: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, ranks: int, hints: dict[str, str], batch: Any, rows: int = 0, cube: bool = False) -> None:
         self.model, self.ranks = model, ranks
         self.rows, self.cube = rows, cube  # rows of a grid, 0: there is none; whether grids stand in depth
         self.hints = {name: (wish, "you said so") for name, wish in hints.items()}
@@ -282,9 +280,7 @@ class Finder:
         result.cuts, result.view_of = {}, (weight, dims)  # type: ignore[attr-defined]
         return result
 
-    def _column(
-        self, x: Tensor, name: str, dim: int, role: str, why: str, rows: Split | None = None, axis: str = ""
-    ) -> bool:
+    def _column(self, x: Tensor, name: str, dim: int, role: str, why: str, rows: Split | None = None, axis: str = "") -> bool:
         """Cut over tp, along `dim`; on a grid along another dim over `rows`. False: it is replicated."""
         size, kind = x.shape[dim], self._kind(name)
         places = [Fraction(0), *(border * size for border in sorted(kind.borders)), Fraction(size)]

@@ -41,9 +41,7 @@ class TensorParallel:
     splits: dict[int, dict[str, Split]]  # by the parameter's id: how each axis cuts it
 
 
-def divide(
-    model: nn.Module, roles: dict[str, Role], plan: Plan, mesh: Mesh, absent: Container[int] = ()
-) -> TensorParallel:
+def divide(model: nn.Module, roles: dict[str, Role], plan: Plan, mesh: Mesh, absent: Container[int] = ()) -> TensorParallel:
     """Keep this rank's part of every parameter that a role cuts, in place; not of those with ids in `absent`."""
     portions: dict[int, Portion] = {}
     splits: dict[int, dict[str, Split]] = {}
@@ -113,7 +111,4 @@ def rank_0s(roles: dict[str, Role], mesh: Mesh) -> dict[str, Role]:
         dim, parts, atoms, axis = said
         return Split(dim, tuple(parts), atoms, frozenset({name}), axis=axis)
 
-    return {
-        name: Role(name, kind, read(name, split), why, read(name, rows))
-        for name, (kind, split, rows, why) in first.items()
-    }
+    return {name: Role(name, kind, read(name, split), why, read(name, rows)) for name, (kind, split, rows, why) in first.items()}

@@ -106,9 +106,7 @@ def linear(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     return _with_bias(run, x, weight, bias, [lead + "k", "nk"], F.linear)
 
 
-def _with_bias(
-    run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, words: list[str], compute: Callable[..., Tensor]
-) -> Tensor:
+def _with_bias(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, words: list[str], compute: Callable[..., Tensor]) -> Tensor:
     """x [.., k] with a weight whose dims are n and k in the order of its word. `compute` takes a bias too, or none."""
     out, of_weight = words[0].replace("k", "n"), words[1].index("n")
     if run.finder is not None:

@@ -168,9 +168,7 @@ def _sent(block: Tensor, ranges: tuple[Range, ...], size: int, axis: Axis, owner
     return then(pending, lambda: panel)
 
 
-def _summed(
-    a: Tensor, b: Tensor, into: Tensor, ranges: tuple[Range, ...], axis: Axis, owner: int, label: str
-) -> Callable[[], None]:
+def _summed(a: Tensor, b: Tensor, into: Tensor, ranges: tuple[Range, ...], axis: Axis, owner: int, label: str) -> Callable[[], None]:
     """Compute a @ b and begin to sum it over the axis into the owner's columns of its block `into`.
 
     A part of a sum is sent in the tensors' own type, as a row's output is in 1D: it is rounded once on each rank,
@@ -189,9 +187,7 @@ def _summed(
     return finish
 
 
-def _each(
-    todo: tuple[Panel, ...], begin: Callable[[Panel, int], list[Later | None]], compute: Callable[..., None]
-) -> None:
+def _each(todo: tuple[Panel, ...], begin: Callable[[Panel, int], list[Later | None]], compute: Callable[..., None]) -> None:
     """Compute with each panel once it is there, while the next is under way. None stands for what is not needed.
 
     The next is begun before this one is waited for: another rank owns it, whose link would be idle. Neighbouring panels
