@@ -1018,6 +1018,29 @@ class Noting(Numbering):
         return SimpleNamespace(number=0)
 
 
+class Nesting(Numbering):
+    """In a dict that lies in what they are handed, beside a name that none of them changes."""
+
+    class Gated(Numbering.Gated):
+        def number(self, given: Any) -> int:
+            given[0]["number"] += 1
+            return given[0]["number"]
+
+    def given(self) -> Any:
+        return ({"number": 0}, "name")
+
+
+class Consulting(Numbering):
+    """Which nobody changes."""
+
+    class Gated(Numbering.Gated):
+        def number(self, given: Any) -> int:
+            return given["numbers"]["first"] + given["numbers"]["others"][1]
+
+    def given(self) -> Any:
+        return {"numbers": {"first": 1, "others": [2, 3]}}
+
+
 class Popping(Numbering):
     """A tensor, in a dict."""
 
@@ -1058,7 +1081,7 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
         (Ensemble, "pp=2", "one of torch.func.vmap's, of copies that run at once"),
         (Two, "pp=4", "fewer parts to cut between than the pipeline has stages: 2 < 4"),
         (Leaving, "pp=2", "blocks.2 reads a value that was made in blocks.0 and is not among its arguments"),
-        *((kind, "pp=2", "is not among its arguments") for kind in (Numbering, Drawing, Noting, Popping)),
+        *((kind, "pp=2", "is not among its arguments") for kind in (Numbering, Drawing, Noting, Nesting, Popping)),
         (Hidden, "pp=2,microbatches=2", "computes another loss under"),
         (Entries, "pp=2,microbatches=2", "another path than on the first batch: after blocks.0 came unbind of"),
         (Turning, "pp=2,microbatches=2", "another path than on the first batch"),
@@ -1108,7 +1131,7 @@ def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "plan"),
     spread(
-        [(Keeping,), (Padded,), (Rows,), (Restarting,), (Passing,)],
+        [(Keeping,), (Padded,), (Rows,), (Restarting,), (Passing,), (Consulting,)],
         [("pp=2,microbatches=2",), ("pp=2,microbatches=4,schedule=zbv",)],
     ),
 )

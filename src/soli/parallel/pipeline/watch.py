@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -66,19 +67,15 @@ class Trace:
     last_use: dict[Name, int] = field(default_factory=dict)
     uses_of: dict[int, set[int]] = field(default_factory=dict)  # parameter's id -> gaps
     floating: dict[Name, bool] = field(default_factory=dict)
-    # gaps: made, written through another name, used
-    aliased: set[tuple[int, int, int]] = field(default_factory=set)
+    aliased: set[tuple[int, int, int]] = field(default_factory=set)  # gaps: made, written through another name, used
     written: dict[str, int] = field(default_factory=dict)  # buffer into which glue writes live values -> gap
-    # buffer or attribute -> first gap; FOREVER: it was set before
-    kept_reads: dict[str, int] = field(default_factory=dict)
+    kept_reads: dict[str, int] = field(default_factory=dict)  # buffer or attribute -> first gap; FOREVER: it was set before
     repeated: dict[str, int] = field(default_factory=dict)  # buffer or attribute that glue changes by itself -> last gap
     # numbers and flags in attributes that glue alone changes, and that a forward leaves as they were
     passing: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     changing: dict[str, set[str]] = field(default_factory=dict)  # buffer of units -> those whose forward changes it
-    # gaps: made in the first, used unseen in the second
-    hidden: set[tuple[int, int]] = field(default_factory=set)
-    # a result that is an argument itself, and whose name holds
-    same: dict[Name, Name] = field(default_factory=dict)
+    hidden: set[tuple[int, int]] = field(default_factory=set)  # gaps: made in the first, used unseen in the second
+    same: dict[Name, Name] = field(default_factory=dict)  # a result that is an argument itself, and whose name holds
     reads: list[tuple[int, str]] = field(default_factory=list)
 
     def until(self, call: int) -> list[Any]:
@@ -284,12 +281,14 @@ def storage_of(x: Tensor) -> int:
         raise on_all_ranks(what, got=str(error).split("\n")[0], fix=fix) from error
 
 
-def _numbers(x: Any) -> list[Any] | None:
-    """Numbers and words in a list, a dict or an object, where what a block is handed is one; of an iterator none, which nobody can read."""
-    if isinstance(x, Tensor | nn.Module | type) or not (isinstance(x, dict | list | Iterator) or hasattr(x, "__dict__")):
+def _numbers(x: Any, levels: int = 2) -> Any:
+    """Numbers and words in a list, a dict or an object, and in those that lie in these; of an iterator none, which nobody can read."""
+    if isinstance(x, int | float | str):
+        return x
+    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list | tuple) else {} if isinstance(x, Iterator) else getattr(x, "__dict__", None)
+    if inside is None or not levels or len(inside) > kept.MOST or isinstance(x, Tensor | nn.Module | type | ModuleType):
         return None
-    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else {} if isinstance(x, Iterator) else vars(x)
-    return [(key, value) for key, value in inside.items() if isinstance(value, int | float | str)]
+    return [(key, found) for key, value in inside.items() if (found := _numbers(value, levels - 1)) is not None]
 
 
 def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, int]]:
