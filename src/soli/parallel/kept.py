@@ -173,10 +173,11 @@ def unchanged(model: nn.Module, tensors: bool = True) -> ExitStack:
     return afterwards
 
 
-def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and tensors in attributes and in their lists and dicts, themselves, by the name of the buffer or attribute."""
+def tensors(model: nn.Module, tuples: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and tensors in attributes and in their lists and dicts, themselves, by the name of the buffer or attribute. `tuples`: in these
+    too, though they are not put back in them."""
     for name, value in _named(model):
-        yield from ((name, x) for x in _inside(value, set()))
+        yield from ((name, x) for x in _inside(value, set(), tuples))
 
 
 def shift(model: nn.Module, names: Collection[str]) -> None:
@@ -190,13 +191,13 @@ def shift(model: nn.Module, names: Collection[str]) -> None:
                 tensor.add_(0.01 * (1 + tensor.abs()))
 
 
-def _inside(x: Any, seen: set[int]) -> Iterator[Tensor]:
+def _inside(x: Any, seen: set[int], tuples: bool) -> Iterator[Tensor]:
     if id(x) in seen or len(seen) > MOST:
         return
     seen.add(id(x))
-    if _holds(x):
+    if _holds(x) or (tuples and type(x) is tuple):
         for one in x.values() if isinstance(x, dict) else x:
-            yield from _inside(one, seen)
+            yield from _inside(one, seen, tuples)
     elif isinstance(x, Tensor) and comparable(x) and not isinstance(x, nn.Parameter):
         yield x
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import jit, nn
+from torch import Tensor, jit, nn
 from torch.nn.parameter import is_lazy
 
 from soli.core.errors import Problem, SoliError, listed, listing, on_all_ranks
@@ -55,19 +55,29 @@ def _shared(model: nn.Module) -> list[str]:
     anew = {kept.name_in(path, getattr(hook, "name", "")) for path, m in model.named_modules() for hook in m._forward_pre_hooks.values()}
     weights = [(name, x) for name, x in model.named_parameters() if x.layout == torch.strided and not x.is_meta]
     # torch's older spectral_norm makes an attribute anew before each forward, which begins as the weight's memory
-    others = [(name, x) for name, x in kept.tensors(model) if name not in anew]
-    found: dict[int, list[tuple[int, int, str, bool]]] = {}
+    others = [(name, x) for name, x in kept.tensors(model, tuples=True) if name not in anew]
+    found: dict[int, list[tuple[tuple[int, int], str, Tensor]]] = {}
     for name, x in (*weights, *others):
         if x.numel():
-            found.setdefault(x.untyped_storage()._cdata, []).append((*kept.extent(x), name, x.requires_grad))
+            found.setdefault(x.untyped_storage()._cdata, []).append((kept.extent(x), name, x))
     shared = list[str]()
     for places in found.values():
-        reach = list[tuple[int, int, str, bool]]()  # those before that end after this one begins
-        for begin, end, name, trains in sorted(places):
-            reach = [one for one in reach if one[1] > begin]
-            shared += [f"{name} in {other}" for _, _, other, also in reach if trains or also]
-            reach.append((begin, end, name, trains))
+        reach = list[tuple[tuple[int, int], str, Tensor]]()  # those before that end after this one begins
+        for place, name, x in sorted(places, key=lambda one: one[:2]):
+            reach = [one for one in reach if one[0][1] > place[0]]
+            shared += [f"{name} in {other}" for _, other, y in reach if (x.requires_grad or y.requires_grad) and _in_common(x, y)]
+            reach.append((place, name, x))
     return shared
+
+
+def _in_common(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one memory have an element in common, and not just lie between each other's, as columns of a matrix do."""
+    if x.dtype.itemsize != y.dtype.itemsize:
+        return True
+    last = max(kept.extent(x)[1], kept.extent(y)[1]) // x.element_size()
+    marked = torch.zeros(last, dtype=torch.bool)
+    marked.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
+    return bool(marked.as_strided(y.shape, y.stride(), y.storage_offset()).any())
 
 
 def must_be_free(model: nn.Module) -> None:
