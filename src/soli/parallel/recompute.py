@@ -29,6 +29,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as of_torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -47,6 +48,7 @@ LOOKS = [False]
 blocks (an attribute, a global, a context), and torch compares shapes."""
 PLACES = 4096
 """Of a tensor's elements that are compared, at most."""
+WITHOUT_VALUES = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
 _steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -84,6 +86,14 @@ def _lies(x: torch.Tensor) -> dict[str, Any]:
         if LOOKS[0] and x.layout == torch.strided and not x.is_meta and not seeds and x.dtype != torch.uint8:  # workspaces are such bytes
             found["values"] = _Some(x)
         return found
+
+
+class _Filled(TorchFunctionMode):
+    """Around a block whose values are compared: what it makes without values, as rows that are cut off again, is zeros each time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in WITHOUT_VALUES and not made.requires_grad else made
 
 
 of_torch._allowed_determinism_checks_to_fns["default"] = _lies
@@ -171,7 +181,7 @@ class _Given:
             fix = "torch.func.functional_call lends weights to a block for one call: let the block's own forward make them, or recompute=none"
             raise SoliError(what, got=type(self.block).__name__, allowed=allowed, fix=fix)
         try:
-            with generators.apart(0, self.drawn) if again and self.drawn else nullcontext():
+            with generators.apart(0, self.drawn) if again and self.drawn else nullcontext(), _Filled() if LOOKS[0] else nullcontext():
                 return forward(*args, **kwargs)
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             if again:
