@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1030,6 +1031,18 @@ class Nesting(Numbering):
         return ({"number": 0}, "name")
 
 
+class Rotating(Numbering):
+    """In a deque."""
+
+    class Gated(Numbering.Gated):
+        def number(self, given: Any) -> int:
+            given.append(given.popleft() + 1)
+            return given[-1]
+
+    def given(self) -> Any:
+        return deque([0])
+
+
 class Consulting(Numbering):
     """Which nobody changes."""
 
@@ -1081,7 +1094,7 @@ def refusal(kind: type[nn.Module], plan: str) -> str:
         (Ensemble, "pp=2", "one of torch.func.vmap's, of copies that run at once"),
         (Two, "pp=4", "fewer parts to cut between than the pipeline has stages: 2 < 4"),
         (Leaving, "pp=2", "blocks.2 reads a value that was made in blocks.0 and is not among its arguments"),
-        *((kind, "pp=2", "is not among its arguments") for kind in (Numbering, Drawing, Noting, Nesting, Popping)),
+        *((kind, "pp=2", "is not among its arguments") for kind in (Numbering, Drawing, Noting, Nesting, Rotating, Popping)),
         (Hidden, "pp=2,microbatches=2", "computes another loss under"),
         (Entries, "pp=2,microbatches=2", "another path than on the first batch: after blocks.0 came unbind of"),
         (Turning, "pp=2,microbatches=2", "another path than on the first batch"),

@@ -285,7 +285,7 @@ def _numbers(x: Any, levels: int = 2) -> Any:
     """Numbers and words in a list, a dict or an object, and in those that lie in these; of an iterator none, which nobody can read."""
     if isinstance(x, int | float | str):
         return x
-    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list | tuple) else {} if isinstance(x, Iterator) else getattr(x, "__dict__", None)
+    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, (tuple, *kept.FOLLOWED)) else {} if isinstance(x, Iterator) else getattr(x, "__dict__", None)
     if inside is None or not levels or len(inside) > kept.MOST or isinstance(x, Tensor | nn.Module | type | ModuleType):
         return None
     return [(key, found) for key, value in inside.items() if (found := _numbers(value, levels - 1)) is not None]
