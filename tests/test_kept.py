@@ -6,10 +6,8 @@ import copy
 import os
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -446,56 +444,6 @@ class Fitted(Plain):
         return super().forward(tokens) + self.head(torch.tanh(x - self.fit["centre"]))
 
 
-class Elsewhere(Plain):
-    """Counts its calls where nobody puts it back: in an object, an array, an iterator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of = SimpleNamespace(calls=0, seen=[])
-
-    def count(self) -> float:
-        self.of.calls += 1
-        return float(self.of.calls)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * (1 + self.count() / 4)
-
-
-class ElsewhereInArray(Elsewhere):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = np.zeros(1)
-
-    def count(self) -> float:
-        self.calls += 1
-        return float(self.calls[0])
-
-
-class ElsewhereByIterator(Elsewhere):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = iter(range(1, 1000))
-
-    def count(self) -> float:
-        return float(next(self.calls))
-
-
-class ElsewhereOnce(Elsewhere):
-    """Its first call is another one, which what a later one is like does not tell."""
-
-    def count(self) -> float:
-        was, self.of.calls = self.of.calls, 1
-        return float(was)
-
-
-class ElsewhereUnread(Elsewhere):
-    """Nothing comes of it."""
-
-    def count(self) -> float:
-        self.of.seen.append(super().count())
-        return 0.0
-
-
 class Sharing(Plain):
     """Other names of a weight's memory, which follow it as it trains."""
 
@@ -577,16 +525,6 @@ def test_a_flag_that_the_first_forward_sets_is_there_for_the_second_microbatch(k
     assert error_of(kind, "dp=1") < BOUND
     for plan in ("dp=1,accumulate=2", "dp=1,recompute=full"):
         assert "changes what the model keeps, and" in refusal(kind, plan)
-
-
-@pytest.mark.parametrize("kind", [Elsewhere, ElsewhereInArray, ElsewhereByIterator, ElsewhereOnce, ElsewhereUnread])
-def test_what_is_counted_elsewhere_is_refused_everywhere(pool: Pool, kind: type[nn.Module]) -> None:
-    """The checks count, too: a first step alone would begin with other numbers than the program's."""
-    for plan in ("dp=1", "zero=3", "recompute=full", "accumulate=2"):
-        if kind is ElsewhereUnread:
-            assert pool.run(error_of, kind, plan, ranks=1)[0] < BOUND, plan
-        else:
-            assert "computes another loss when it is called again" in pool.run(refusal, kind, plan, ranks=1)[0], plan
 
 
 def test_what_the_first_rows_set_for_good_is_seen(pool: Pool) -> None:

@@ -121,8 +121,7 @@ class FirstStep:
         size = self.size * rows
         apart, repeats, doubled = bool(parts) and not _adds_up(sums, engine, size), True, True
         if _anywhere(engine, apart, "whether losses do not add up"):
-            again = _run(engine, data, rows)
-            repeats = kept.same(again, whole) or _adds_up([again, whole, (0.0, 0.0)], engine, size)  # sums of a GPU come in any order
+            repeats = kept.same(_run(engine, data, rows), whole)
             kept.restore(model, before)
             doubled = _doubled(engine, data, cut, sums[1]) if parts else True
             kept.restore(model, before)
@@ -133,7 +132,7 @@ class FirstStep:
             effects.explain(engine.plan)
             changes.explain(engine.plan)
             engine.loss_fn.explain(engine.plan)
-            if not (looked.repeats and repeats):
+            if apart and not repeats and engine.plan.pieces > 1:
                 _refuse_memory()
             if parts:
                 _explain(sums, [rows, cut, rows - cut], engine, size, doubled)
@@ -278,8 +277,8 @@ def _doubled(engine: Engine, data: Any, rows: int, first: Loss) -> bool:
 def _refuse_memory() -> None:
     what = "the model computes another loss when it is called again on the same rows"
     allowed = "a forward that depends on its rows and weights, and on buffers and numbers of its modules"
-    kept = "something is kept from call to call outside of the modules (an object, an array, an iterator, a generator, a global)"
-    raise SoliError(what, allowed=allowed, fix=f"{kept}: keep it in a buffer, or in a number, list or dict that a module has as an attribute")
+    kept = "something is kept from call to call outside of the modules (an object, a list, a global)"
+    raise SoliError(what, allowed=allowed, fix=f"{kept}: keep it in a buffer, or run with dp=1 and no accumulate, microbatches or recompute")
 
 
 def _refuse_shift(first: bool) -> None:

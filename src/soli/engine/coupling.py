@@ -49,8 +49,6 @@ WAYS = (0.0, 0.01, -0.02)
 advantages, where the ratio of policies is 1), or on one side of them (KTO's divergence from the reference, a mean that is clamped at 0)."""
 LARGER = 8.0
 """A loss that gradients are taken of once more: a power of two, which rounds nothing."""
-FAR = 1e-9
-"""How far two losses of the same rows are apart at least, relatively, where something is remembered between them."""
 HALF = 1e-4
 """How much of its gradients a model may lose that computes with halves of its own: the smallest ones."""
 
@@ -68,13 +66,11 @@ class Sum:
 
 @dataclass
 class Looked:
-    """Losses with the weights as they are, and with those open that begin as zeros, and what else shows then. `repeats`: whether the same rows
-    have the same loss when they are run again, with what modules keep put back between."""
+    """Losses with the weights as they are, and with those open that begin as zeros, and what else shows then."""
 
     sums: list[Sum] = field(default_factory=list)
     opened: list[Sum] = field(default_factory=list)
     behind: Behind = field(default_factory=Behind)
-    repeats: bool = True
 
 
 def size_of(found: list[Sum]) -> float:
@@ -112,10 +108,10 @@ def measured(engine: Engine, part: Part) -> Looked:
                 if more or way != WAYS[-1]:  # of the last ones there are gradients too
                     found += _totals(engine, model, data, rows, alike)
             data = take(data, 0, pair)
-            looked.sums = _repeated(looked, [*found, *_totals(engine, model, data, pair, alike, gradients=True)])
+            looked.sums = _repeated([*found, *_totals(engine, model, data, pair, alike, gradients=True)])
             if open_up(model):
                 alike = (effects.Unwritten(model, engine.model),) * 2
-                looked.opened = _repeated(looked, _totals(engine, model, data, pair, alike, gradients=True))
+                looked.opened = _repeated(_totals(engine, model, data, pair, alike, gradients=True))
                 looked.behind = _behind(engine, model, data, pair, alike[0])
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
         if isinstance(error, SoliError) and error.everywhere:
@@ -128,11 +124,9 @@ def measured(engine: Engine, part: Part) -> Looked:
     return looked
 
 
-def _repeated(looked: Looked, found: list[Sum]) -> list[Sum]:
+def _repeated(found: list[Sum]) -> list[Sum]:
     """An error where the last pass has not the loss of the first one of its five, which was over the same rows."""
-    whole, off = found[-5], abs(found[-1].total - found[-5].total)
-    looked.repeats &= not off > FAR * (abs(whole.total) + whole.size)  # less is the order of a GPU's sums
-    if off > 0:
+    if found[-1].total != found[-5].total and found[-5].total == found[-5].total:
         raise RuntimeError("a copy computes another loss when it is called again")
     return found
 
