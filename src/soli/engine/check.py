@@ -20,7 +20,6 @@ from soli.engine.batch import Part, at, few, part_of, take, to_device
 from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
 from soli.engine.effects import looked_at
-from soli.engine.opened import Loss, idle
 from soli.losses import FromModel
 from soli.mesh.collectives import all_reduce, extreme, raise_together
 from soli.parallel import kept
@@ -29,12 +28,18 @@ if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
 
+Loss = tuple[float, float]
+"""The sum of a forward's losses and how many were counted."""
+LATER = 3
+"""Forwards more after which what they left in attributes is looked at once again: a list may be read from the second entry on."""
+
+
 class FirstStep:
     """`check` runs until it has seen a batch of which every rank has a row, and again when modules change their mode."""
 
     def __init__(self) -> None:
         self.modes: list[bool] | None = None
-        self._looked: coupling.Looked | None = None
+        self._losses: list[coupling.Sum] | None = None
         self.size = 0.0  # what a loss is of, where its terms cancel
         self.loss_seen = False  # whether what it trains was looked at
         self._evaluated = False
@@ -42,8 +47,8 @@ class FirstStep:
     def before(self, engine: Engine, example: Any) -> None:
         """What is looked at while every rank has the whole weights, if it has; else it is gathered in `check`."""
         if engine.plan.model_ranks > 1 and not any(p.is_meta for p in engine.model.parameters()):
-            self._looked = coupling.measured(engine, part_of(example, 1, 0))
-            self.size = coupling.size_of(self._looked.sums)
+            self._losses = coupling.measured(engine, part_of(example, 1, 0))
+            self.size = coupling.size_of(self._losses)
 
     def wanted(self, model: nn.Module, part: Part, ranks: int) -> bool:
         return part.total >= ranks and self.modes != _modes(model)
@@ -90,7 +95,7 @@ class FirstStep:
         moved = kept.changed(model, start)
         aside = len(moved) > len(kept.in_state(model, moved))
         parts = [(0, cut), (cut, rows)] if _in_parts(engine, data, cut) else []
-        looked, unread, onward = self._look(engine, part, start, before), False, False
+        idle, onward = False, False
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
             changes.once.append(moved)  # two parts of one size are alike to what counts rows
             for a, b in parts:
@@ -100,11 +105,10 @@ class FirstStep:
             kept.restore(model, before)
             engine.randomness.forget()
             whole = _run(engine, data, rows)  # the losses are compared from the same values
-            onward = (engine.plan.runs > 1 and _begins_otherwise(engine, data, rows, start, whole)) or looked.behind.onward
+            onward = engine.plan.runs > 1 and _begins_otherwise(engine, data, rows, start, whole)
             kept.restore(model, before)
         if _anywhere(engine, aside, "whether a forward changes attributes"):
-            run = lambda a, b: _run(engine, take(data, a, b), b - a, part=b - a < rows)
-            unread = idle(model, run, rows, cut if parts else 0, start, before, whole) and looked.behind.idle
+            idle = _idle(engine, data, rows, start, before, whole, parts[-1:])
             kept.restore(model, before)
         sums = [whole]
         for a, b in parts:
@@ -113,11 +117,15 @@ class FirstStep:
             kept.restore(model, before)
         still = _left(model, effects.written | weights.keys(), objects, changes) if engine.plan.runs > 1 else []
         if _anywhere(engine, bool(still), "whether a forward writes what was there"):
-            changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole, looked.behind.read)
+            changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
         first = _counts_first(engine, data, rows, whole)
-        changes.begin_alike += [*(kept.in_state(model, moved) if unread else moved)] if onward else []
-        changes = changes.in_state(model) if unread else changes
+        changes.begin_alike += [*(kept.in_state(model, moved) if idle else moved)] if onward else []
+        changes = changes.in_state(model) if idle else changes
+        losses = self._losses
+        if losses is None:
+            losses = coupling.measured(engine, part)
+            self.size = coupling.size_of(losses)
         size = self.size * rows
         apart, repeats, doubled = bool(parts) and not _adds_up(sums, engine, size), True, True
         if _anywhere(engine, apart, "whether losses do not add up"):
@@ -140,18 +148,8 @@ class FirstStep:
                 _refuse_shift(first)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
-        coupling.check(engine, looked)
+        coupling.check(engine, losses)
         self.modes = _modes(model)
-
-    def _look(self, engine: Engine, part: Part, start: kept.Snapshot, before: kept.Snapshot) -> coupling.Looked:
-        """At a copy in float64, which begins as the model did before any forward."""
-        if self._looked is not None:
-            return self._looked
-        kept.restore(engine.model, start)
-        looked = coupling.measured(engine, part)
-        kept.restore(engine.model, before)
-        self.size = coupling.size_of(looked.sums)
-        return looked
 
 
 def _begins_otherwise(engine: Engine, data: Any, rows: int, start: kept.Snapshot, whole: Loss) -> bool:
@@ -160,17 +158,37 @@ def _begins_otherwise(engine: Engine, data: Any, rows: int, start: kept.Snapshot
     return not kept.same(_run(engine, data, rows), whole)
 
 
+def _idle(
+    engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: Loss, parts: list[tuple[int, int]]
+) -> bool:
+    """Whether nothing comes of attributes, as of results that a module keeps for others to look at: the loss is the same with what was in
+    them before any forward, and with what several left; of a part of the rows too, which may have set what the first rows set for ever."""
+    model, alone = engine.model, list[Loss]()
+    for a, b in parts:
+        alone = [_run(engine, take(data, a, b), b - a, part=True)]
+        kept.restore(model, start | kept.in_state(model, before))
+        alone.append(_run(engine, take(data, a, b), b - a, part=True))
+        kept.restore(model, before)
+    kept.restore(model, start | kept.in_state(model, before))
+    first = kept.same(_run(engine, data, rows), whole)
+    kept.restore(model, before)
+    for _ in range(LATER):
+        _run(engine, data, rows)
+    kept.restore(model, kept.values(model) | kept.in_state(model, before))
+    return kept.same(_run(engine, data, rows), whole) and first and kept.same(alone[:1], alone[1:])
+
+
 def _remembered(
-    engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot, whole: Loss, behind: set[str]
+    engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot, whole: Loss
 ) -> list[str]:
     """Of what a forward wrote and left as it was, what it would not have left so: where it begins with other values, others come of it, and of
-    these others again. Attributes that move no loss are for others to look at; those `behind` weights of zeros move later ones."""
+    these others again. Attributes that move no loss are for others to look at."""
     model = engine.model
     aside = sorted(set(names) - kept.in_state(model, dict.fromkeys(names)).keys())
     count = int(extreme(len(aside), engine.mesh.all, "max", label="attributes that a forward writes"))
     alone = [_shifted(engine, data, rows, aside[i : i + 1], start) for i in range(count)]
     idle = {name for name, loss in zip(aside, alone, strict=False) if kept.same(loss, whole)}
-    names = [name for name in names if name not in idle - behind]
+    names = [name for name in names if name not in idle]
     _shifted(engine, data, rows, names, start)
     now = kept.changed(model, start)
     moved = [name for name in names if name in now and not kept.same(now[name], before[name])]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -25,7 +25,6 @@ from soli.engine import state as states
 from soli.engine.batch import Caller, Part, at, few, take, to_device
 from soli.engine.contract import depth, total_and_count
 from soli.engine.layout import Runner
-from soli.engine.opened import Behind, behind, open_up
 from soli.mesh.collectives import extreme, raise_together
 from soli.parallel import kept
 from soli.parallel.lift import lifted, wide
@@ -64,33 +63,23 @@ class Sum:
     along_size: float = 0.0
 
 
-@dataclass
-class Looked:
-    """Losses with the weights as they are, and with those open that begin as zeros, and what else shows then."""
-
-    sums: list[Sum] = field(default_factory=list)
-    opened: list[Sum] = field(default_factory=list)
-    behind: Behind = field(default_factory=Behind)
-
-
 def size_of(found: list[Sum]) -> float:
     """What a row's loss is of, where its terms cancel."""
     return max((x.size for x in found if x.size - x.size == 0), default=0.0) / PAIR
 
 
-def measured(engine: Engine, part: Part) -> Looked:
+def measured(engine: Engine, part: Part) -> list[Sum]:
     """Losses of some rows, of their two parts, and of the same rows the other way round, at weights nearby on either side too, and of two rows with
     gradients, and of a larger loss of theirs (these and the whole's alone where the plan takes no rows apart); none where they cannot be had: the model
-    is large, or does not run in float64. Where there are weights to open, the two rows are looked at again. Collective where a rank has a part of
-    the weights."""
-    alone, looked, why = engine.plan.pieces == 1, Looked(), ""
+    is large, or does not run in float64. Collective where a rank has a part of the weights."""
+    alone, found = engine.plan.pieces == 1, list[Sum]()
     largest = SMALL if alone or engine.plan.recompute != "none" else LARGEST
     if engine.mesh.all.simulated:
-        return looked
+        return []
     if engine.numel > largest:
         text = f"whether rows are coupled, or the size of gradients matters, is not looked at above {largest:,} parameters under this plan"
         events.note(text, shown=engine.rank == 0 and not alone)
-        return looked
+        return []
     rows, pair = _rows(engine, part), min(few(part, engine.plan), PAIR)
     # as many passes on each rank: a model may send by itself
     more = extreme(rows > pair, engine.mesh.all, "max", label="whether more than two rows are looked at")
@@ -99,62 +88,29 @@ def measured(engine: Engine, part: Part) -> Looked:
             cut = engine.parallel is not None and (engine.plan.model_ranks > 1 or engine.plan.zero > 0)
             model = (states.copy_model(engine) if cut else states.plain_copy(engine.model))._apply(wide)
             if pair < 1 + (not alone):
-                return looked
-            found, data = list[Sum](), _of_copy(model, take(part.data, 0, rows))
+                return []
             alike = effects.Unwritten(model, engine.model), effects.Unwritten(model, engine.model)
             for way in () if alone else WAYS:
                 if way:
                     _moved(model, way)
                 if more or way != WAYS[-1]:  # of the last ones there are gradients too
-                    found += _totals(engine, model, data, rows, alike)
-            data = take(data, 0, pair)
-            looked.sums = _repeated([*found, *_totals(engine, model, data, pair, alike, gradients=True)])
-            if open_up(model):
-                alike = (effects.Unwritten(model, engine.model),) * 2
-                looked.opened = _repeated(_totals(engine, model, data, pair, alike, gradients=True))
-                looked.behind = _behind(engine, model, data, pair, alike[0])
+                    found += _totals(engine, model, take(part.data, 0, rows), rows, alike)
+            found += _totals(engine, model, take(part.data, 0, pair), pair, alike, gradients=True)
+        same = found[-1].total == found[-5].total or found[-5].total != found[-5].total
+        why = "" if same else "a copy computes another loss when it is called again"
     except Exception as error:  # somebody's model, which may not bear to be copied, or float64, or hooks that see the one that was copied
         if isinstance(error, SoliError) and error.everywhere:
             raise
-        why = f"{type(error).__name__}: {error}".split("\n")[0]
+        found, why = [], f"{type(error).__name__}: {error}".split("\n")[0]
     if why:
-        where = "with small numbers in weights that begin as zeros" if looked.sums else "in float64"
-        text = f"whether rows are coupled, or the size of gradients matters, was not looked at {where}: {why}"
+        text = f"whether rows are coupled, or the size of gradients matters, was not looked at in float64: {why}"
         events.note(text, shown=engine.rank == 0 and not alone)
-    return looked
+    return [] if why else found
 
 
-def _repeated(found: list[Sum]) -> list[Sum]:
-    """An error where the last pass has not the loss of the first one of its five, which was over the same rows."""
-    if found[-1].total != found[-5].total and found[-5].total == found[-5].total:
-        raise RuntimeError("a copy computes another loss when it is called again")
-    return found
-
-
-def _behind(engine: Engine, model: nn.Module, data: Any, rows: int, alike: effects.Unwritten) -> Behind:
-    """What the losses of a copy depend on, whose weights are open, where the plan runs it several times."""
-    norms = Statistics(model, engine.plan, None)
-
-    def run(begin: int, end: int) -> tuple[float, float]:
-        runner = _runner(engine, model, take(data, begin, end), end - begin)
-        with norms.check(end - begin < rows), norms.computing():
-            total, count = total_and_count(runner.once(lambda _: lifted()))
-        return float(total) if count else 0.0, count
-
-    if engine.plan.pieces * engine.plan.runs == 1:
-        return Behind()
-    with torch.no_grad(), alike.undone(engine.plan):
-        return behind(model, run, rows, alike.looking)
-
-
-def check(engine: Engine, looked: Looked) -> None:
+def check(engine: Engine, found: list[Sum]) -> None:
     """SoliError where the loss of some rows is not that of their two parts. Collective."""
-
-    def explain() -> None:
-        _explain(engine, looked.sums, "in float64")
-        _explain(engine, looked.opened, "in float64, with small numbers in weights that begin as zeros")
-
-    raise_together(explain, engine.mesh.all, label="whether rows are coupled")
+    raise_together(lambda: _explain(engine, found), engine.mesh.all, label="whether rows are coupled")
 
 
 def _rows(engine: Engine, part: Part) -> int:
@@ -167,6 +123,7 @@ def _totals(
     engine: Engine, model: nn.Module, data: Any, rows: int, alike: tuple[effects.Unwritten, effects.Unwritten], gradients: bool = False
 ) -> list[Sum]:
     """Of all rows, of their two parts, the other way round, and with gradients of a larger loss. `alike`: passes without gradients, and with."""
+    data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned = at(data, list(range(rows))[::-1])
     cut = rows // 2
     norms = Statistics(model, engine.plan, None)
@@ -179,21 +136,13 @@ def _totals(
     def total(piece: tuple[Any, int, bool], scale: float) -> Sum:
         """`scale`: of the loss that gradients are taken of, and given for 1 of; 0: there are none."""
         data, rows, part = piece
-        runner = _runner(engine, model, data, rows)
+        runner = Runner(model, Caller(model), _left_by(model, engine.model)(engine.loss_fn), data, rows, engine.plan)
         with norms.check(part), norms.computing():
             pulled = lambda found: _pulled(model, *total_and_count(found), scale)
             return runner.run(around=lambda _: lifted(), gradients=scale > 0, then=pulled, alike=alike[scale > 0])
 
     each = enumerate(zip(pieces, scales, strict=True))
     return [Sum() if i in left_out else total(piece, scale) for i, (piece, scale) in each]
-
-
-def _of_copy(model: nn.Module, data: Any) -> Any:
-    return to_device(tree_map(wide, data), next(model.parameters()).device)
-
-
-def _runner(engine: Engine, model: nn.Module, data: Any, rows: int) -> Runner:
-    return Runner(model, Caller(model), _left_by(model, engine.model)(engine.loss_fn), data, rows, engine.plan)
 
 
 @torch.no_grad()
@@ -240,28 +189,28 @@ def _pulled(model: nn.Module, total: Tensor, count: float, scale: float) -> Sum:
     return Sum(float(total.detach()), size / scale, along / scale, along_size / scale)
 
 
-def _explain(engine: Engine, found: list[Sum], how: str) -> None:
+def _explain(engine: Engine, found: list[Sum]) -> None:
     size = size_of(found)
     for i in range(0, len(found), 5):
         whole, *parts, again = found[i : i + 5]
         if whole.total - whole.total != 0:
             continue  # not finite: the step itself reports it
         if engine.plan.pieces > 1:
-            _add_up(engine, size, how, whole, *parts)
-        _in_proportion(how, whole, again)
+            _add_up(engine, size, whole, *parts)
+        _in_proportion(whole, again)
 
 
-def _in_proportion(how: str, whole: Sum, again: Sum) -> None:
+def _in_proportion(whole: Sum, again: Sum) -> None:
     """A step goes back from the sum of losses, and a program of its own from their mean."""
     if abs(again.along - whole.along) > HALF * whole.along_size and again.along_size:
         what = "gradients do not grow with the loss: the program treats them by their size, and those of a step are of its losses' sum"
-        got = f"{whole.along:.9g} along a direction, and {again.along:.9g} of a loss that is {LARGER:g} times as large, divided by that, {how}"
+        got = f"{whole.along:.9g} along a direction, and {again.along:.9g} of a loss that is {LARGER:g} times as large, divided by that"
         allowed = "hooks, and backwards of autograd functions, that are linear: a factor, another sign, a mask"
         other = "leave out what clips, rounds or normalises them on their way (a hook on an activation or a module, a backward of the program's own)"
         raise SoliError(what, got=got, allowed=allowed, fix=f"clip with soli.parallelize(..., clip=...), which sees gradients of the mean, and {other}")
 
 
-def _add_up(engine: Engine, size: float, how: str, whole: Sum, first: Sum, second: Sum, turned: Sum) -> None:
+def _add_up(engine: Engine, size: float, whole: Sum, first: Sum, second: Sum, turned: Sum) -> None:
     what, got = ("loss of a batch", "losses"), (whole.total, first.total, second.total)
     rounding = 8 * torch.finfo(torch.float64).eps * depth(engine.model) * (abs(first.total) + abs(second.total) + size * ROWS)
     # a part that is none where the whole is finite (a deviation of one row) does not add up either
@@ -272,7 +221,7 @@ def _add_up(engine: Engine, size: float, how: str, whole: Sum, first: Sum, secon
         if whole.along - whole.along != 0 or abs(got[0] - got[1] - got[2]) <= rounding:
             return
     words = f"the {what[0]} is not the sum of its rows' {what[1]}: something couples the rows"
-    found = f"{got[0]:.12g} for some rows; {got[1]:.12g} + {got[2]:.12g} for their two parts, {how}"
+    found = f"{got[0]:.12g} for some rows; {got[1]:.12g} + {got[2]:.12g} for their two parts, in float64"
     balancing = "a balancing loss over the tokens of a batch is one of this kind: take it over each row's tokens"
     fix = f"{balancing}; or run with dp=1, tensor=1d and no accumulate or microbatches"
     raise SoliError(words, got=found, allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)", fix=fix)

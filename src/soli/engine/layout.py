@@ -89,21 +89,15 @@ class Runner:
         """One forward and its loss, which is returned. `around`: a context for them. `leaving`: tensors that the forward
         leaves in attributes stay. `gradients`: the loss can be differentiated, by `then`: a backward may need buffers as the forward
         left them. `alike`: what there is to look at in passes that are."""
+        randomness = Randomness(self.model, self.seed)
         with (
             torch.set_grad_enabled(gradients),
             between.modes_kept(self.model),
             Differentiating(self.plan) if alike is None or alike.looking else nullcontext(),
             alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving),
+            randomness.probe(self.rows),
+            around(randomness) if around is not None else nullcontext(),
         ):
-            return self.once(around, training, then)
-
-    def once(
-        self, around: Callable[[Randomness], AbstractContextManager[Any]] | None = None, training: bool = True,
-        then: Callable[[Any], Any] = lambda found: found,
-    ) -> Any:  # fmt: skip
-        """The same, and what the forward changes stays."""
-        randomness = Randomness(self.model, self.seed)
-        with randomness.probe(self.rows), around(randomness) if around is not None else nullcontext():
             if training:
                 between.training(self.model)
             else:
