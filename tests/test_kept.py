@@ -478,6 +478,15 @@ class SharingInTuple(SharingInList):
         self.held = {"tables": (self.head.weight.data, "table")}
 
 
+class SharingInMixedTuple(Sharing):
+    def share(self) -> None:
+        self.held = (self.head.weight.data, "table")
+
+    @property
+    def table(self) -> Tensor:
+        return self.held[0]
+
+
 class Columns(Sharing):
     """Weights that are columns of one matrix: each lies between the other's rows."""
 
@@ -536,7 +545,7 @@ def test_what_the_first_rows_set_for_good_is_seen(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(Sharing, "table"), (SharingView, "table"), (SharingInList, "held"), (SharingWeight, "table"), (SharingInTuple, "held"), (ColumnsInCommon, "layers.1.weight in layers.0.weight"), (Tied, ""), (Columns, "")],
+    [(Sharing, "table"), (SharingView, "table"), (SharingInList, "held"), (SharingWeight, "table"), (SharingInTuple, "held"), (SharingInMixedTuple, "held"), (ColumnsInCommon, "layers.1.weight in layers.0.weight"), (Tied, ""), (Columns, "")],
 )
 def test_memory_of_a_weight_has_one_name_where_it_is_put_elsewhere(kind: type[nn.Module], name: str) -> None:
     assert error_of(kind, "dp=1") < BOUND

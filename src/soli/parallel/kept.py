@@ -178,6 +178,9 @@ def tensors(model: nn.Module, tuples: bool = False) -> Iterator[tuple[str, Tenso
     too, though they are not put back in them."""
     for name, value in _named(model):
         yield from ((name, x) for x in _inside(value, set(), tuples))
+    for path, module in model.named_modules() if tuples else ():
+        mixed = [(key, one) for key, one in vars(module).items() if type(one) is tuple and not _whole(one)]
+        yield from ((name_in(path, key), x) for key, one in mixed for x in _inside(one, set(), tuples))
 
 
 def shift(model: nn.Module, names: Collection[str]) -> None:

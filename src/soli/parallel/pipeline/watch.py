@@ -283,12 +283,12 @@ def storage_of(x: Tensor) -> int:
 
 def _numbers(x: Any, levels: int = 2) -> Any:
     """Numbers and words in a list, a dict or an object, and in those that lie in these; of an iterator none, which nobody can read."""
-    if isinstance(x, int | float | str):
-        return x
-    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, (tuple, *kept.FOLLOWED)) else {} if isinstance(x, Iterator) else getattr(x, "__dict__", None)
-    if inside is None or not levels or len(inside) > kept.MOST or isinstance(x, Tensor | nn.Module | type | ModuleType):
-        return None
-    return [(key, found) for key, value in inside.items() if (found := _numbers(value, levels - 1)) is not None]
+    if not levels or isinstance(x, int | float | str | Tensor | nn.Module | type | ModuleType):
+        return x if isinstance(x, int | float | str) else None
+    listed = dict(enumerate(x)) if isinstance(x, (tuple, *kept.FOLLOWED)) and not isinstance(x, dict) else x
+    inside = listed if isinstance(listed, dict) else getattr(x, "__dict__", {} if isinstance(x, Iterator) else None)
+    found = [] if inside is None or len(inside) > kept.MOST else [(key, _numbers(value, levels - 1)) for key, value in inside.items()]
+    return None if inside is None else [(key, value) for key, value in found if value is not None]
 
 
 def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, int]]:
