@@ -102,7 +102,7 @@ class Points:
     composed: Array = field(metadata={"unsaid": 0.0})
     # flag: attention has no causal mask, and its kernel leaves nothing out
     both_ways: Array = field(metadata={"unsaid": 0.0})
-    # of a layer's operations the share that is launched
+    # kernels of a layer that are launched, by those of torch's operations: fewer where a compiler fuses them, more where autocast casts
     launches: Array = field(metadata={"unsaid": 1.0})
     # of what tp sends in a layer the share that runs behind products, where it is told so
     behind: Array = field(metadata={"unsaid": 0.0})
