@@ -11,7 +11,23 @@ from tests.test_predict import ROW
 from soli.planner.columns import KNOWN, plain
 from soli.planner.cost import memory
 from soli.planner.cost.constants import known, repeated
-from soli.planner.cost.points import CUBE, GPIPE, GRID, INTERLEAVED, RING, SELECTIVE, ULYSSES, ZBH1, ZBV, points
+from soli.planner.cost.points import (
+    ACT,
+    CUBE,
+    EXPERTS,
+    GPIPE,
+    GRID,
+    INTERLEAVED,
+    MLP,
+    NORM,
+    RING,
+    SELECTIVE,
+    ULYSSES,
+    UP,
+    ZBH1,
+    ZBV,
+    points,
+)
 from soli.planner.hardware import interconnect
 from soli.planner.hardware.devices import devices
 from soli.planner.predict import predict
@@ -181,6 +197,10 @@ def test_what_columns_say_against_each_other_is_refused(changes: dict[str, str],
         ({"framework": "torchtitan", "recompute": "selective"}, {"by_product": 1, "again": 8}), ({"framework": "torchtitan", "recompute": "selective (op)"}, {"by_product": 1}),
         ({"framework": "torchtitan", "recompute": ""}, {"by_product": 1, "again": 8}), ({"framework": "torchtitan", "recompute": "", "experts": "8", "topk": "2", "layers": "8"}, {"by_product": 1, "again": 4}),
         ({"framework": "torchtitan", "recompute": "", "microbatch": "64", "global_batch": "1024"}, {"recompute": 2, "again": 0}), ({"framework": "torchtitan", "recompute": "none"}, {"recompute": 0, "again": 0}),
+        ({"recompute": "selective (moe_act, layernorm)"}, {"recompute": 0, "parts": ACT + NORM}), ({"recompute": "selective (core_attn, mlp)"}, {"recompute": 1, "parts": MLP}),
+        ({"recompute": "", "recompute_modules": '["mla_up_proj", "moe"]'}, {"recompute": 0, "parts": UP + EXPERTS}), ({"recompute": "none", "recompute_modules": '["mlp"]'}, {"parts": 0}),
+        ({"framework": "Megatron TP + DeepSpeed ZeRO-3", "shard": "zero3", "pp": "1", "dp": "32"}, {"moved": 1}), ({"framework": "HF + DeepSpeed ZeRO-3", "shard": "zero3", "pp": "1", "dp": "32"}, {"moved": 0}),
+        ({"base": "llama3_8b_pretrain_config"}, {"gradient": 2}), ({"base": "a100"}, {"gradient": 4}),
         ({"framework": "torchtitan", "recompute": "selective-layer"}, {"by_product": 0, "again": 8}), ({"recompute": "selective"}, {"again": 0}),
         ({"framework": "nanotron", "sp": "", "gpu": "H100"}, {"sp": 1}), ({"framework": "nanotron", "sp": "off", "gpu": "H100"}, {"sp": 0}),
         ({"tp_mode": "2D", "tp": "4", "dp": "8"}, {"tensor": GRID, "rows": 2}), ({"tp_mode": "3D", "tp": "8", "dp": "4"}, {"tensor": CUBE, "rows": 2}),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from soli.planner.cost import arithmetic, communication, context, memory, pipeline, rings
 from soli.planner.cost.constants import MEANINGS, Constants, known, repeated
-from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points, of_device, points
+from soli.planner.cost.points import ACT, EXPERTS, FULL, MLP, NONE, NORM, SELECTIVE, UP, Points, of_device, points
 from soli.planner.cost.programs import blocks, of_program
 from soli.planner.cost.states import of_states
 from soli.planner.cost.step import layer, step
@@ -523,6 +523,26 @@ def test_of_experts_every_second_product_is_of_attention_alone() -> None:
     again = {name: point(**mixture, active=8, once=1, recompute=level) for name, level in (("none", 0), ("all", FULL))}
     sent = {name: communication.of_layer(p, ONE, context.crossing(p, ONE), NOTHING)[1][0] for name, p in again.items()}
     assert sent["none"] == sent["all"] > 0
+
+
+def test_parts_that_are_made_again_by_themselves() -> None:
+    """Of an MLP with a gate 6 bytes a unit of its width are left out, of its activation 2, of two norms 4 of the layer's; its products run once more."""
+    llama = {"layers": 1, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "gated": 1, "seq": 8192, "flash": 1}
+    kept = lambda parts, **more: memory.activations_of_layer(point(**{**llama, **more}, parts=parts))[0] / 8192
+    for parts, less in ((MLP, 6 * 14336), (ACT, 2 * 14336), (NORM, 4 * 4096), (MLP + NORM, 6 * 14336 + 4 * 4096), (EXPERTS, 0), (UP, 0)):
+        assert isclose(kept(0) - kept(parts), less), parts
+        assert isclose(kept(0, tp=4, sp=1) - kept(parts, tp=4, sp=1), less / 4), parts
+    mixture = {"experts": 64, "active": 9, "shared": 1, "ffn": 1408, "ep": 8, "dp": 8, "global_batch": 8, "compressed": 1e7}
+    for parts, less in ((ACT, 2 * 8 * 1408), (EXPERTS, 6 * 9 * 1408 + 4 * 9 * 4096 + 4 * 4096), (MLP, 0), (UP, 2 * 4096 * 1.5)):
+        assert isclose(kept(0, **mixture) - kept(parts, **mixture), less), parts
+    both = lambda parts: layer(point(**llama, parts=parts), ONE)[0][0]
+    assert isclose(both(MLP) - both(0), arithmetic.parts(point(**llama, parts=MLP), ONE)[0])
+    assert arithmetic.parts(point(**llama, parts=MLP), ONE)[0] > arithmetic.of_mlp(point(**llama), ONE)[0] > 0
+    sent = lambda parts: communication.of_layer(p := point(**{**llama, **mixture}, parts=parts), ONE, context.crossing(p, ONE), NOTHING)
+    assert isclose((sent(EXPERTS)[1] - sent(0)[1])[0], sent(0)[0][0])
+    # the layer whose backward runs has its part whole
+    last = lambda parts: memory.kinds(point(**llama, parts=parts, vocab=10), ONE)["activations"][0]
+    assert isclose(last(MLP), last(0))
 
 
 def test_what_is_made_again_is_not_beside_the_loss() -> None:

@@ -232,7 +232,9 @@ def _borders(q: Mapping[str, float], found: Row) -> dict[str, float]:
 
 
 def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
-    shard, recompute, fsdp = (text(row, name) for name in ("shard", "recompute", "fsdp"))
+    shard, recompute, fsdp, modules = (text(row, name) for name in ("shard", "recompute", "fsdp", "recompute_modules"))
+    if not SILENT.fullmatch(modules) and re.fullmatch(r"|\W*selective\W*", recompute.lower()):
+        recompute = f"selective {modules}"
     if not shard and spellings.switch(fsdp) is None and not fsdp.isdigit():
         shard = fsdp
     states = spellings.sharding(shard)
@@ -275,6 +277,9 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     moved = any("activ" in part for part in parts)
     if moved:
         found.inferred.append("offload=activations takes no time")
+    if level == FULL and zero == 3 and found.framework == spellings.DEEPSPEED and "megatron" in text(row, "framework").lower():
+        moved = True  # DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3, examples/ds_pretrain_gpt2-zero3.sh: PA, PA_CPU
+        found.inferred.append("offload=activations, as DeepSpeed's example of Megatron has it")
     ranks = point["dp"] * point["cp"]
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
     aside = " ".join(text(row, name) for name in ("framework", "shard", "zero", "optimizer")).lower()
@@ -317,11 +322,15 @@ def _recomputed(
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
         return level, 0.0
     level, share, count = read
-    if nearly := spellings.meant("recomputed_nearly", words.lower()):
+    parts = spellings.parts(words) if level == SELECTIVE and found.framework != spellings.FSDP else []
+    point["parts"] = float(sum(parts))
+    if (nearly := spellings.meant("recomputed_nearly", words.lower())) and not parts:
         found.inferred.append(f"recompute: '{words}' as {nearly}")
     own = ceil(point.get("layers", 1.0) / point["pp"])
     if level == FULL and text(row, "recompute_method").lower() == "block" and said["again"]:
         count = int(said["again"])
+    if (parts or "[" in words) and "att" not in words:
+        return NONE, 0.0
     if level == SELECTIVE and found.framework == spellings.FSDP:
         return NONE, own / 2 if re.search(r"layer|every|\d", words.lower()) else _by_product(point)
     if level == FULL and (share < 1 or 0 < count < own):

@@ -96,6 +96,11 @@ def recomputation(said: str) -> tuple[float, float, int] | None:
     return level, share, int(count[1] or count[2]) if count and several else 0
 
 
+def parts(said: str) -> list[float]:
+    """Which parts of a layer are recomputed by themselves, as cost/points.py numbers them."""
+    return [value for pattern, value in TABLES["parts"].items() if re.search(pattern, said.lower())]
+
+
 def switch(said: str) -> bool | None:
     """Yes or no, whatever is said of it behind in parentheses."""
     return cast("bool | None", meant("switch", re.sub(r"\s*\(.*\)$", "", said.lower())))

@@ -10,7 +10,7 @@ import numpy as np
 
 from soli.planner.cost import grids
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import CUBE, FULL, LINE, SELECTIVE, Array, Points
+from soli.planner.cost.points import ACT, CUBE, FULL, LINE, NORM, SELECTIVE, UP, Array, Points
 
 SCORE = 48.0
 """Flops by head size that the softmax of a score takes the time of: heads of 64 reach 5/6 of the rate of heads of 128
@@ -65,17 +65,17 @@ def product(p: Points, k: Constants, m: Array, n: Array, summed: Array) -> Array
 
 def products_forward(p: Points, k: Constants) -> Array:
     """Seconds of a layer's products with weights: q, k, v; output; the MLP's two or three, or its experts'."""
-    T, width = p.tokens, p.attention_width
-    spent = opening(p, k, T, p.opening_width) + closing(p, k, T, width)
+    return opening(p, k, p.tokens, p.opening_width) + closing(p, k, p.tokens, p.attention_width) + of_mlp(p, k)
+
+
+def of_mlp(p: Points, k: Constants) -> Array:
+    """Seconds of the products of a layer's MLP, or of its experts."""
     # An expert has its tokens of all ranks of ep; a rank has experts / ep of them.
-    moe = p.experts > 0
+    T, moe = p.tokens, p.experts > 0
     local = np.where(moe, np.maximum(p.experts / p.ep, 1.0), 1.0)
     each = np.where(moe, T * (p.active - p.shared) / local, T)
-    return (
-        spent
-        + local * mlp(p, k, each, p.ffn)
-        + np.where(p.shared > 0, mlp(p, k, T, p.ffn * np.maximum(p.shared, 1.0)), 0.0)
-    )
+    beside = np.where(p.shared > 0, mlp(p, k, T, p.ffn * np.maximum(p.shared, 1.0)), 0.0)
+    return local * mlp(p, k, each, p.ffn) + beside
 
 
 def mlp(p: Points, k: Constants, tokens: Array, width: Array) -> Array:
@@ -158,6 +158,14 @@ def widened(p: Points, k: Constants, parameters: Array) -> Array:
 def recomputed(p: Points, whole: Array, attention: Array) -> Array:
     """What of a forward runs again in the backward."""
     return np.where(p.recompute == FULL, whole, np.where(p.recompute == SELECTIVE, attention, 0.0))
+
+
+def parts(p: Points, k: Constants) -> Array:
+    """Seconds of the parts of a layer that run again by themselves: products, and what norms and activations read and write."""
+    up = np.where(p.compressed > 0, p.makes(UP) * opening(p, k, p.tokens, p.opening_width), 0.0)
+    between = p.ffn * np.where(p.experts > 0, p.active - p.shared, 1.0) / p.tp
+    moved = p.makes(NORM) * 4.0 * p.hidden / p.around + np.maximum(p.makes(ACT), p.makes_mlp) * (2 + p.gated) * between
+    return p.makes_mlp * of_mlp(p, k) + up + p.tokens * moved * p.number / (p.bandwidth * k.stream_share)
 
 
 def logits(p: Points, k: Constants) -> Array:

@@ -8,12 +8,14 @@ activations     bytes a token and layer, by what is recomputed (arXiv 2205.05198
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from soli.planner.cost import grids
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import FULL, LINE, NONE, RING, SELECTIVE, Array, Points, in_the_mean, once
+from soli.planner.cost.points import ACT, FULL, LINE, NONE, NORM, RING, SELECTIVE, UP, Array, Points, in_the_mean, once
 from soli.planner.cost.ranks import Rank, ranks
 from soli.planner.cost.schedules import in_a_v
 
@@ -149,6 +151,9 @@ def activations_of_layer(p: Points) -> Array:
     # Of frozen products without adapters nobody needs what they read.
     spared = p.spared * np.minimum(p.low, 2.0)
     outside, inside = outside - spared * p.hidden, inside - spared * p.ffn * active
+    if p.parts.any():
+        norms, rest = _of_parts(p)
+        outside, inside = outside - norms, inside - rest
     # Scores, softmax and its dropout's bytes; of a kernel that keeps none one fp32 number a query.
     scores = np.where(p.recompute == NONE, (5.0 + 2.0 * p.unfused) * p.heads * p.seq, 0.0)
     scores = np.where(p.flash > 0, 4.0 * p.heads, scores)
@@ -160,6 +165,16 @@ def activations_of_layer(p: Points) -> Array:
     found = np.where(p.recompute == FULL, 2.0 * p.tokens * p.hidden / around, kept)
     found = found * np.maximum(p.low, 2.0) / 2.0  # programs of 32 bits keep all of it so
     return np.where(p.casts > 0, _of_autocast(p, scores), found) if p.casts.any() else found
+
+
+def _of_parts(p: Points) -> tuple[Array, Array]:
+    """Bytes of a token in what parts that are made again give: around tp's products, and between them."""
+    moe, low = p.experts > 0, np.minimum(p.low, 2.0)
+    routed = np.where(moe, p.active - p.shared, 1.0)
+    exchanged = np.where(moe, (p.routed - 2.0 + low) * p.hidden * p.active + 4.0 * p.hidden, 0.0)
+    mlp = (2.0 * (1 + p.gated) + low) * p.ffn * np.where(moe, p.active, 1.0) + exchanged
+    up = np.where(p.compressed > 0, p.makes(UP) * 2.0 * p.attention_width * (1 + 2 * p.kv_share), 0.0)
+    return p.makes(NORM) * 2.0 * low * p.hidden, np.where(p.makes_mlp > 0, mlp, p.makes(ACT) * low * p.ffn * routed) + up
 
 
 def _of_products(p: Points) -> Array:
@@ -205,6 +220,8 @@ def activations(p: Points, k: Constants, rank: Rank) -> tuple[Array, Array]:
         kept = np.where(p.moved > 0, np.minimum(kept, 2 * one), kept)
     # Its input is among what is kept.
     beside = np.where(((p.recompute == FULL) | (p.again > 0)) & (rank.layers > 0), whole - least, 0.0)
+    if p.parts.any():
+        beside = beside + activations_of_layer(replace(p, parts=np.zeros(1))) - one
     exact = (p.casts > 0) | (p.composed > 0) | (p.one_loss > 0)  # soli's, and torch's operations with or without a compiler, are counted one by one
     scale = np.where(exact, 1.0, k.activation_scale)
     between = np.where(p.casts > 0, _between(p, rank, whole - one), 0.0) if p.casts.any() else 0.0

@@ -19,6 +19,10 @@ Amount = Array | float
 NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 """What is recomputed in the backward: nothing; what attention makes between its products; whole layers."""
 
+NORM, ACT, MLP, EXPERTS, UP = 1.0, 2.0, 4.0, 8.0, 16.0
+"""Parts of a layer that are made again by themselves, `Points.parts` is their sum: norms; what an MLP's last product reads (of experts, where there are any); an
+MLP; the experts, with what they exchange; what is made of MLA's smaller vectors (NVIDIA/Megatron-LM, core/transformer/transformer_config.py, recompute_modules)."""
+
 RING, ULYSSES = 0.0, 1.0
 LINE, GRID, CUBE = 0.0, 1.0, 2.0
 ONE, INTERLEAVED, GPIPE, ZBH1, ZBH2, ZBV, DUALPIPEV = 0.0, 1.0, 2.0, 3.0, 3.5, 4.0, 5.0
@@ -134,6 +138,7 @@ class Points:
     # layers of a rank that are computed again whole, where `recompute` says less of the others
     again: Array = field(metadata={"unsaid": 0.0})
     by_product: Array = field(metadata={"unsaid": 0.0})  # flag: `again` is of every second product, and of all that is none
+    parts: Array = field(metadata={"unsaid": 0.0})  # of a layer that are made again: NORM, ACT, MLP, EXPERTS, UP, added up
     cached: Array = field(metadata={"unsaid": 0.0})  # flag: a peak is read as what the device holds or its allocator, not as what tensors take
     adapters: Array = field(metadata={"unsaid": 0.0})  # parameters of a layer's that are trained beside frozen ones
     spared: Array = field(metadata={"unsaid": 0.0})  # flag: an MLP's matrices are frozen and have no adapters
@@ -168,6 +173,15 @@ class Points:
         if name not in self.__dict__:
             self.__dict__[name] = replace(self, recompute=np.full(1, level))
         return self.__dict__[name]
+
+    def makes(self, part: float) -> Array:
+        """Whether a part of a layer is made again by itself: 0 or 1."""
+        return np.floor(self.parts / part) % 2
+
+    @cached_property
+    def makes_mlp(self) -> Array:
+        """The same of the MLP, or of the experts in its place."""
+        return np.where(self.experts > 0, self.makes(EXPERTS), self.makes(MLP))
 
     @cached_property
     def kinds(self) -> tuple[Points, Points]:

@@ -33,7 +33,7 @@ def shares(p: Points, k: Constants, sent: tuple[Array, Array]) -> tuple[Array, A
     attention, backward = arithmetic.attention(p, k)
     whole = products + attention + elements
     more = products * (1 - p.frozen) + backward - attention + 0.5 * elements
-    again = arithmetic.recomputed(p, whole, attention)
+    again = arithmetic.recomputed(p, whole, attention) + (arithmetic.parts(p, k) if p.parts.any() else 0.0)
     total = 2 * whole + more + again + sent[0] + sent[1]
     return (whole + sent[0]) / total, products * (1 - p.frozen) / total
 

@@ -52,7 +52,7 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     attention, attention_backward = arithmetic.attention(p, k)
     widened = arithmetic.widened(p, k, memory.of_layer(p)[0]) if p.frozen.any() else 0.0
     whole = products + attention + elements + widened
-    again = arithmetic.recomputed(p, whole, attention)
+    again = arithmetic.recomputed(p, whole, attention) + (arithmetic.parts(p, k) if p.parts.any() else 0.0)
     forward, backward = whole, (2 - p.frozen) * products + attention_backward + 1.5 * elements + widened + again
     sent_forward, sent_backward = _sent(p, k)
     exposed = sent_forward + sent_backward + _gathering(p, k, forward, backward)
