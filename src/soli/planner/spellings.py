@@ -71,7 +71,7 @@ def sharding(said: str) -> Sharding | None:
     pair = re.search(r"(\d+)\s*[x×]\s*(\d+)", plain)
     copies, size = (int(pair[1]), int(pair[2])) if pair else (0, 0)
     group = GROUPED.search(OTHERS.sub(";", STAGE.sub(" ", plain)))
-    copied = bool(re.search(r"hybrid|hsdp", plain)) and zero != 0.0
+    copied = bool(re.search(r"hybrid|hsdp|\+ ?d?dp\b", plain)) and zero != 0.0
     replicate = re.search(r"replicat\w*[\s=:]*(\d+)", plain)
     return Sharding(
         zero, offload, copied,

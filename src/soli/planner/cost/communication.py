@@ -96,7 +96,7 @@ def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> t
     none = np.zeros_like(p.tp)
     if not (p.zero >= 3).any():
         return none, none, none, none
-    one = np.where(p.zero >= 3, _gather(p, k, dense * p.weight, experts * p.weight), 0.0)
+    one = np.where(p.zero >= 3, _gather(p, k, dense * p.weight, experts * p.weight) + _ring(p, k), 0.0)
     again = np.where(p.late_sums & (p.pp > 1), 0.0, one)
     return one, again, again + np.where(p.late_sums, 0.0, one), again + one
 
@@ -105,6 +105,18 @@ def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
     """Seconds of a gather, or scatter, of bytes of which dp and cp have copies, and of experts', which fewer have."""
     own = gather(p, k, dense, p.shards, p.tp)
     return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_shards, p.expert_stride), 0.0)
+
+
+NEAR, FAR = 3.4e-6, 14e-6
+"""Seconds of a ring's step to a neighbour in the server and in another one, for large messages (NVIDIA/nccl@v2.18, src/graph/tuning.cc, hwLat)."""
+
+
+def _ring(p: Points, k: Constants) -> Array:
+    """Seconds that a layer's gather takes more than half of an all_reduce, which may go over a tree: NCCL has but rings for it, and a step for each
+    rank. MPT-7B takes 1.17, 1.21 and 1.27 s on 128, 256 and 512 H100 (mosaicml/llm-foundry, scripts/train/benchmarking/README.md)."""
+    servers = p.shards / inside(p, p.shards, p.tp)
+    ring = (servers - 1) * FAR + (p.shards - servers) * NEAR
+    return np.where(servers > 1, np.maximum(ring - np.log2(servers) * p.net_latency * k.latency_scale, 0.0), 0.0)
 
 
 TENSORS = 9.0
