@@ -418,7 +418,7 @@ def test_half_of_what_experts_exchange_runs_behind_a_pair_of_passes() -> None:
     alone, paired = (step(point(**made, paired=share), ONE).exposed[0] for share in (0.0, 0.5))
     assert isclose(paired, alone / 2)
     for said, share in (
-        ("EP overlap on", 0.5), ("1F1B A2A overlap", 0.5), ("overlap_moe_expert_parallel_comm", 0.5), ("dualpipe", 0.5), ("expert-parallel overlap", 0.5),
+        ("EP overlap on", 0.5), ("1F1B A2A overlap", 0.5), ("DeepEP, 1F1B overlap", 0.5), ("1F1B, overlap of gradients", 0), ("overlap_moe_expert_parallel_comm", 0.5), ("dualpipe", 0.5), ("expert-parallel overlap", 0.5),
         ("EP overlap off", 0), ("no EP overlap", 0), ("overlap grad reduce", 0), ("tp comm overlap on", 0), ("param gather overlap", 0),
     ):  # fmt: skip
         assert of_program("megatron", "hopper", said)["paired"] == share, said
@@ -607,6 +607,16 @@ def test_what_is_gathered_once_is_hidden_by_one_microbatch() -> None:
     ):
         exposed = layer(point(**made, pp=pp, whole=whole, global_batch=8 * microbatches), k)[1][0]
         assert isclose(exposed, left * computing, rel_tol=1e-9), (pp, whole, microbatches)
+
+
+def test_a_gather_between_servers_has_a_step_for_each_rank() -> None:
+    """By hand: of 512 ranks in servers of 8 a ring goes 63 times to another server (14 us each) and 448 to a neighbour (3.4); in one server nothing is added."""
+    none = np.zeros(1)
+    for ranks, steps in ((8, 0.0), (512, 63 * 14e-6 + 448 * 3.4e-6), (1024, 127 * 14e-6 + 896 * 3.4e-6)):
+        p = point(dp=ranks, zero=3, node=8, global_batch=ranks, microbatch=1, net_latency=5e-6, link_latency=6e-6)
+        tree = np.log2(ranks / 8) * 5e-6 * ONE.latency_scale[0] * (ranks > 8)
+        within = communication.gather(p, ONE, none, p.shards, p.tp)[0] - tree
+        assert isclose(communication.gathers_of_layer(p, ONE, none, none)[0][0], within + steps), ranks
 
 
 def test_tables_are_gathered_and_scattered_as_often_as_layers() -> None:

@@ -661,6 +661,8 @@ def test_frameworks_are_families() -> None:
         "Megatron-LM": "megatron-2020", "Megatron-Core r0.8": "megatron", "Megatron-Bridge": "megatron", "": "other",
     }  # fmt: skip
     assert {name: framework({"framework": name}) for name in said} == said
+    own = {shard: framework({"framework": "Meta (own)", "shard": shard}) for shard in ("SHARD_GRAD_OP", "FSDP", "zero1", "")}
+    assert own == {"SHARD_GRAD_OP": "fsdp", "FSDP": "fsdp", "zero1": "other", "": "other"}
     assert read(ROW | {"framework": "Megatron-LM", "gpu": "H100"}).framework == "megatron"
 
 

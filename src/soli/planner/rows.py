@@ -138,11 +138,13 @@ def framework(row: Mapping[str, str]) -> str:
     if text(row, "test_case"):
         return TESTS  # of toy sizes, deterministic, on shared machines
     found = spellings.program(text(row, "framework"), text(row, "source"))
-    if found != spellings.PYTORCH:
+    if found not in (spellings.PYTORCH, spellings.OTHER):
         return found
     shard = spellings.affirmed(text(row, "shard"))
     if re.search(r"fsdp|_shard|shard_", shard):
         return spellings.FSDP
+    if found == spellings.OTHER:
+        return found
     told = f"{shard} {COMPARED.sub('', spellings.affirmed(text(row, 'notes')))}"
     stage = re.search(r"deepspeed|\bzero[- _]?(?:stage[- _]?)?[123]\b", told) or text(row, "zero") in ("1", "2", "3")
     return spellings.DEEPSPEED if stage else spellings.FSDP

@@ -107,15 +107,16 @@ def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:
     return own + np.where(p.experts > 0, gather(p, k, experts, p.expert_shards, p.expert_stride), 0.0)
 
 
-NEAR, FAR = 3.4e-6, 14e-6
-"""Seconds of a ring's step to a neighbour in the server and in another one, for large messages (NVIDIA/nccl@v2.18, src/graph/tuning.cc, hwLat)."""
+NEAR, FAR = 3.4 / 6, 14 / 5
+"""A ring's step to a neighbour in the server, and in another one, by the latencies of the two: for large messages 3.4 and 14 us (NVIDIA/nccl@v2.18,
+src/graph/tuning.cc, hwLat), where devices.toml has 6 and 5 of most."""
 
 
 def _ring(p: Points, k: Constants) -> Array:
     """Seconds that a layer's gather takes more than half of an all_reduce, which may go over a tree: NCCL has but rings for it, and a step for each
     rank. MPT-7B takes 1.17, 1.21 and 1.27 s on 128, 256 and 512 H100 (mosaicml/llm-foundry, scripts/train/benchmarking/README.md)."""
     servers = p.shards / inside(p, p.shards, p.tp)
-    ring = (servers - 1) * FAR + (p.shards - servers) * NEAR
+    ring = (servers - 1) * FAR * p.net_latency + (p.shards - servers) * NEAR * p.link_latency
     return np.where(servers > 1, np.maximum(ring - np.log2(servers) * p.net_latency * k.latency_scale, 0.0), 0.0)
 
 
