@@ -66,10 +66,10 @@ def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> di
     wide = bool(re.search("fp32 (?:grad )?reduce", said, re.I))
     if re.search(r"precision[- _]aware", said, re.I):
         return KEPT["aware"]
-    if framework in (MEGATRON, OLD, DEEPSPEED) and precision == "fp16":
-        return KEPT["half"]
-    if framework == DEEPSPEED and pipeline:
+    if framework == DEEPSPEED and precision != "fp16" and pipeline:
         return KEPT["both"]
-    if framework in (*SHORTER, DEEPSPEED):
+    if framework in ("deepspeed", DEEPSPEED) or (framework in (MEGATRON, OLD) and precision == "fp16"):
+        return KEPT["half"] | ({"summed": 4.0} if wide else {})
+    if framework in SHORTER:
         return KEPT["short"] | ({"summed": 4.0} if wide else {}) | (KEPT["in_a_pipeline"] if framework == "fsdp" else {})
     return KEPT["short" if tells("recipes", said) and not wide else "wide"]
