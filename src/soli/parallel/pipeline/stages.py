@@ -122,7 +122,7 @@ def check_hidden(trace: Trace, stages: Stages) -> None:
     """Refuse values that go from stage to stage unseen: what computes them would not run."""
     for made, used in sorted(trace.hidden):
         if stages.of_gap(made) != stages.of_gap(used):
-            what = f"{trace.calls[used - 1].unit} reads a value that was made in {trace.calls[made - 1].unit} and is not among its arguments"
+            what = f"{trace.calls[used - 1].unit} can read a value that was made in {trace.calls[made - 1].unit} and is not among its arguments"
             allowed = "tensors in the arguments of blocks, in tuples, lists and dicts"
             fix = "let blocks return what they make, and pass that as an argument (a key-value cache: model.config.use_cache = False; a weight that a hook makes: torch.nn.utils.parametrizations), or use pp=1"
             raise on_all_ranks(what, got="a value in an object or an attribute", allowed=allowed, fix=fix)
