@@ -553,6 +553,32 @@ def test_out_of_memory_on_a_copy_is_a_lighter_plan(monkeypatch: pytest.MonkeyPat
     assert "dp=1 ran out of memory, of which" in engine.choice.lines[2]
 
 
+def test_a_search_near_the_limit_ends_and_says_what_took_more(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Each plan is rehearsed once and run once, what took more is told with what is tried next, and the end has them all."""
+    seen: list[Plan] = []
+    tried: list[Plan] = []
+    monkeypatch.setattr(auto, "rehearse", lambda program, plan: (seen.append(plan), rehearse(program, plan))[1])
+    monkeypatch.setattr(auto, "trial", lambda program, plan, *_: (tried.append(plan), (0.1, 2e9))[1])
+    forms = [Plan(dp=1), *lighter(Plan(dp=1), 1, 8)]
+    with pytest.raises(SoliError) as caught:
+        auto.choose(small(), join(), 8, memory=1e9)
+    assert seen == tried == forms
+    told = capsys.readouterr().out
+    for plan in forms:
+        more = f"{plan} took 2 GB, 2 GB more than rehearsed and more than the 1 GB that are free"
+        assert told.count(f"soli: {more}") == 1
+        assert f"{plan} took 2 GB" in caught.value.problems[0].got.split("; ")
+        assert (f"{plan} is tried next, of which" in told) == (plan != forms[0])
+
+
+def test_what_was_measured_stands_when_others_are_looked_for() -> None:
+    made = auto.Auto(small(), join(), 8, 1e9, 1)
+    made._look([Plan(dp=1)])
+    made.options["dp=1"] = run_ = replace(made.options["dp=1"], measured=0.1, taken=5e8)
+    made._look([Plan(dp=1)], again=True)
+    assert made.options == {"dp=1": run_}
+
+
 def test_a_limit_that_nothing_holds_a_plan_to_is_said_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """Asked for its plan before a batch; without a limit there is nothing to choose."""
     for memory, said in (

@@ -76,11 +76,12 @@ class Auto:
         self.options: dict[str, Option] = {}
         self.machine: Machine | None = None
         self.rehearsals: dict[str, Rehearsal] = {}  # this rank's share
+        self.looked_at: dict[str, Option] = {}  # by this rank, what does not fit among them
         self.notes: list[str] = []
         self.paced: float | None = None
         self.learnt = Learnt()
         self.varied: set[str] = set()  # layouts whose variants were looked at
-        self.doubted = False  # a plan took more than rehearsed
+        self.beyond: list[str] = []  # of plans that took more than rehearsed and than there is
         self.broken: dict[str, Problem] = {}  # why plans that fit did not run
 
     def choose(self) -> Choice:
@@ -133,27 +134,39 @@ class Auto:
         timed = [asdict(self._timed(option)) for option in mine]
         for options in gather_json(timed, self.mesh.all, label="plans"):
             for option in options:
-                if not self._failed(option["plan"]):
-                    self.options[option["plan"]] = Option(**option)
+                # what a run has said of a plan stands, whatever was looked at since
+                self.options.setdefault(option["plan"], Option(**option))
 
     def _light_enough(self, plan: Plan) -> Option:
-        """The first of a plan and its lighter forms that fits; or the last, refused."""
-        said = ""
+        """The first of a plan and its lighter forms that fits and did not fail; or the last, refused."""
+        last = Option(str(plan))
         for one in (plan, *lighter(plan, self.world.size, self.rows)):
-            try:
-                found = rehearse(self.program, one)
-            except Exception as error:  # any that the user's program may raise; it is told
+            option = self.options.get(str(one)) or self._rehearsed(one)
+            if not option.peak:  # this program cannot have it
                 if one is plan:
-                    return Option(str(plan), refused=_told(error))
-                continue  # a lighter form that this program cannot have
-            reads, writes = ", ".join(found.reads), ", ".join(found.writes)
-            option = Option(str(one), peak=found.peak, states=found.states, reads=reads, writes=writes)
+                    return option
+                continue
             need = self._need(option)
-            if need <= self.memory and not self._failed(option.plan):
-                self.rehearsals[option.plan] = found
+            if need <= self.memory and not option.refused:
                 return option
-            said = f"{size(need)} a rank, and {size(self.memory)} are free"
-        return replace(option, refused=said)
+            last = replace(option, refused=option.refused or f"{size(need)} a rank, and {size(self.memory)} are free")
+        return last
+
+    def _rehearsed(self, plan: Plan) -> Option:
+        """What a rehearsal says of a plan; once, since it says the same each time that others are looked for."""
+        name = str(plan)
+        if name not in self.looked_at:
+            try:
+                found = rehearse(self.program, plan)
+            except Exception as error:  # any that the user's program may raise; it is told
+                self.looked_at[name] = Option(name, refused=_told(error))
+                return self.looked_at[name]
+            reads, writes = ", ".join(found.reads), ", ".join(found.writes)
+            option = Option(name, peak=found.peak, states=found.states, reads=reads, writes=writes)
+            self.looked_at[name] = option
+            if self._need(option) <= self.memory:
+                self.rehearsals[name] = found
+        return self.looked_at[name]
 
     def _measure(self) -> None:
         """The machine, and the products of the plans that this rank and others rehearsed. Collective."""
@@ -280,6 +293,8 @@ class Auto:
 
     def _holds(self, option: Option, steps: int = 1) -> bool:
         """Run a plan on a copy; whether it took no more memory than there is. Its time is noted. Collective."""
+        if self.beyond:
+            events.note(f"{option.plan} is tried next, of which {size(option.peak)} a rank were rehearsed", shown=self.world.is_first)
         problem = Problem("it failed on another rank")
         short = seconds = taken = 0.0
         try:
@@ -298,10 +313,9 @@ class Auto:
             text = f"{found.told()} and more than the {size(self.memory)} that are free"
             if short:
                 text = f"{option.plan} ran out of memory, of which {size(option.peak)} were rehearsed: {problem.what}"
-            self.notes.append(text)
-            events.emit("note", text=text)
+            self.beyond.append(text)
+            events.note(text, shown=self.world.is_first)
             found = replace(found, refused=text)
-            self.doubted = True
         elif seconds == torch.inf:
             self.broken[option.plan] = problem
             found = replace(option, refused=problem.what)
@@ -316,15 +330,11 @@ class Auto:
         """Whether others are run beside it if it is the best: little memory is left, rehearsals were wrong, the path
         depends on values, buffers change, or blocks are cut."""
         by_values = Plan.parse(option.plan).model_ranks > 1 or option.reads or option.writes
-        return bool(by_values) or self.doubted or self._need(option) > TIGHT * self.memory
+        return bool(by_values or self.beyond) or self._need(option) > TIGHT * self.memory
 
     def _need(self, option: Option) -> float:
         """Bytes that a plan is taken to need: what it took, or what it rehearsed and what allocators take beside."""
         return max(option.taken, HEADROOM * option.peak)
-
-    def _failed(self, plan: str) -> bool:
-        """Whether it was run and took more than there is."""
-        return plan in self.options and bool(self.options[plan].refused)
 
     # --- answers --------------------------------------------------------------------------------------
 
@@ -338,8 +348,11 @@ class Auto:
         """What is done where no plan is known to fit: an error, or data parallelism where nothing could be rehearsed."""
         large = [o for o in self.options.values() if o.peak and o.plan not in self.broken]
         if large:
-            nearest = min(large, key=self._need)
-            raise self._too_large(self._need(nearest), f"{nearest.plan} on {self.world.size} ranks" + "".join(f"; {note}" for note in self._unrun()))
+            run = [o for o in large if o.refused in self.beyond]  # what others would take beside their rehearsal is not known
+            nearest = min(run or large, key=self._need)
+            told = [f"{o.plan} took {size(o.taken)}" if o.taken else o.refused for o in sorted(run, key=self._need)]
+            got = f"{nearest.plan} on {self.world.size} ranks, " + ("as it was run" if run else "as it was rehearsed")
+            raise self._too_large(self._need(nearest), "; ".join([got, *told, *self._broken()]))
         if self.broken:
             raise_all([Problem("no plan runs this program as it is"), *self._problems()], everywhere=True)
         plan, line = plain(self.world.size, "the program cannot be rehearsed")
@@ -369,6 +382,10 @@ class Auto:
         ]  # fmt: skip
 
     def _unrun(self) -> list[str]:
+        """Of plans that were run and cannot be, why."""
+        return [*self.beyond, *self._broken()]
+
+    def _broken(self) -> list[str]:
         return [f"{problem.got} did not run: {problem.what}" for problem in self._problems()]
 
     def _problems(self) -> list[Problem]:
