@@ -242,6 +242,18 @@ def test_a_folder_that_calibrations_cannot_go_into_is_said_before_it_is_measured
         pool.run(calibrated_for, str(tmp_path / "file" / "x"), ranks=2, deadline=60)
 
 
+def test_a_full_disk_is_said_before_it_is_measured(pool: Pool, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file has room on it; what is kept later, when there is none for that either, leaves nothing half written."""
+    with pytest.raises(SoliError, match=r"cannot be kept(.|\n)*disk/x: No space left(.|\n)*16 MB free(.|\n)*SOLI_CACHE=FOLDER"):
+        pool.run(calibrated_for, str(small_disk / "x"), ranks=2, deadline=60)
+    with (small_disk / "filler").open("wb", buffering=0) as file:
+        assert file.write(bytes(1 << 20)) < 1 << 20
+    monkeypatch.setenv("SOLI_CACHE", str(small_disk / "x"))
+    with pytest.raises(SoliError, match=r"cannot be kept(.|\n)*No space left"):
+        calibrate.keep(World(0, 1, torch.device("cpu"), "single", 60.0), MACHINE)
+    assert not list((small_disk / "x").iterdir())
+
+
 @pytest.fixture
 def known(machine: Path, tmp_path: Path) -> str:
     """A cache of the test's own, with the machine in it."""

@@ -15,7 +15,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -51,6 +52,8 @@ SECONDS = 0.08
 BUDGET = 12.0
 """Seconds for all collectives; sizes for which none is left are extrapolated, groups scaled from the likest."""
 PRODUCTS_SECONDS = 4.0
+DISK = 1 << 24
+"""Bytes that are written to measure the disk."""
 SIDE = {"cpu": 384, "cuda": 4096}
 """Of the square products that tell a device's rate."""
 STREAM = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -82,11 +85,12 @@ def calibrated(world: World, mesh: Mesh, *, fresh: bool = False) -> tuple[Machin
     said = gather_json(asdict(kept) if kept is not None else None, mesh.all, label="calibration")[0]
     if said is not None and _holds(Machine(**said), mesh, world.device):
         return Machine(**said), False
-    raise_together(_keepable, mesh.all, label="where calibrations are kept")
+    disk: list[float] = []
+    raise_together(lambda: disk.append(_disk()), mesh.all, label="where calibrations are kept")
     with busy("measuring this machine, once", shown=world.is_first):
-        machine = _measure(world, mesh, mark)
+        machine = _measure(world, mesh, mark, disk[0])
     machine = Machine(**gather_json(asdict(machine), mesh.all, label="calibration")[0])
-    keep(world, machine)
+    raise_together(lambda: keep(world, machine), mesh.all, label="calibration kept")
     return machine, True
 
 
@@ -101,20 +105,21 @@ def _kept(path: Path) -> Machine | None:
         return None
 
 
-def _keepable() -> None:
-    """SoliError where this rank cannot write into the folder."""
+@contextmanager
+def _keeping() -> Iterator[None]:
+    """SoliError where this rank cannot write into the folder, or there is no room in it."""
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder()).close()
+        yield
     except OSError as error:
-        got = f"{folder()}: {error.strerror}"
-        raise SoliError("what is measured of this machine cannot be kept", got=got, allowed="a folder that can be written into", fix="SOLI_CACHE=FOLDER") from error
+        got, allowed = f"{folder()}: {error.strerror}", f"a folder that can be written into, with {DISK >> 20} MB free for each rank on its disk"
+        raise SoliError("what is measured of this machine cannot be kept", got=got, allowed=allowed, fix="SOLI_CACHE=FOLDER") from error
 
 
 def keep(world: World, machine: Machine) -> None:
-    """For the next job."""
+    """For the next job. SoliError where it cannot be."""
     if world.is_first:
-        write_whole(folder() / f"machine-{machine.fingerprint}.json", json.dumps(asdict(machine)))
+        with _keeping():
+            write_whole(folder() / f"machine-{machine.fingerprint}.json", json.dumps(asdict(machine)))
 
 
 def _holds(machine: Machine, mesh: Mesh, device: torch.device) -> bool:
@@ -127,7 +132,7 @@ def _holds(machine: Machine, mesh: Mesh, device: torch.device) -> bool:
     return 1 / CHANGED < spent / then < CHANGED
 
 
-def _measure(world: World, mesh: Mesh, mark: str) -> Machine:
+def _measure(world: World, mesh: Mesh, mark: str, disk: float) -> Machine:
     device = world.device
     side = SIDE[device.type]
     a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
@@ -143,7 +148,7 @@ def _measure(world: World, mesh: Mesh, mark: str) -> Machine:
     hidden = _hidden(product, together, mesh.all, device) if world.size > 1 else 0.0
     return Machine(
         fingerprint=mark, ranks=world.size, launch=launch, stream=2 * 4 * big.numel() / max(stream - launch, 1e-9),
-        host=_host(device), disk=_disk(), optimizer=_optimizer(device, mesh.all), crowd=max(together / alone, 1.0), hidden=hidden, flops=2 * side**3 / together, collectives=tables,
+        host=_host(device), disk=disk, optimizer=_optimizer(device, mesh.all), crowd=max(together / alone, 1.0), hidden=hidden, flops=2 * side**3 / together, collectives=tables,
     )  # fmt: skip
 
 
@@ -187,14 +192,19 @@ def _host(device: torch.device) -> float:
 
 
 def _disk() -> float:
-    """Bytes/s to the disk that has the folder of calibrations, with fsync."""
-    data = os.urandom(1 << 24)
-    with tempfile.NamedTemporaryFile(dir=folder()) as file:
-        start = time.perf_counter()
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        return len(data) / (time.perf_counter() - start)
+    """Bytes/s to the disk that has the folder of calibrations, with fsync. SoliError where they cannot be kept there.
+
+    An empty file would not do to know it: a full disk takes that too.
+    """
+    data = os.urandom(DISK)
+    with _keeping():
+        folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder()) as file:
+            start = time.perf_counter()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            return len(data) / (time.perf_counter() - start)
 
 
 def _optimizer(device: torch.device, everyone: Axis) -> float:
@@ -313,7 +323,7 @@ def with_products(world: World, mesh: Mesh, machine: Machine, wanted: Mapping[st
             found[key] = _timed(call, world.device, mesh.all, SECONDS / 4)
     if found:
         machine = replace(machine, products=machine.products | found)
-        keep(world, machine)
+        raise_together(lambda: keep(world, machine), mesh.all, label="products kept")
     return machine
 
 
