@@ -418,7 +418,7 @@ def test_half_of_what_experts_exchange_runs_behind_a_pair_of_passes() -> None:
     alone, paired = (step(point(**made, paired=share), ONE).exposed[0] for share in (0.0, 0.5))
     assert isclose(paired, alone / 2)
     for said, share in (
-        ("EP overlap on", 0.5), ("1F1B A2A overlap", 0.5), ("DeepEP, 1F1B overlap", 0.5), ("1F1B, overlap of gradients", 0), ("overlap_moe_expert_parallel_comm", 0.5), ("dualpipe", 0.5), ("expert-parallel overlap", 0.5),
+        ("EP overlap on", 0.5), ("1F1B A2A overlap", 0.5), ("DeepEP, 1F1B overlap", 0.5), ("1F1B, overlap of gradients", 0), ("no 1F1B overlap", 0), ("1F1B overlap_p2p_comm", 0), ("overlap_moe_expert_parallel_comm", 0.5), ("dualpipe", 0.5), ("expert-parallel overlap", 0.5),
         ("EP overlap off", 0), ("no EP overlap", 0), ("overlap grad reduce", 0), ("tp comm overlap on", 0), ("param gather overlap", 0),
     ):  # fmt: skip
         assert of_program("megatron", "hopper", said)["paired"] == share, said

@@ -15,7 +15,7 @@ import pytest
 
 from soli.core.errors import SoliError
 from soli.planner.cost.constants import MEANINGS, NAMES, known, repeated, sets
-from soli.planner.cost.points import ACT, FULL, NONE, SELECTIVE, Points
+from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points
 from soli.planner.cost.step import step
 from soli.planner.fit import Measured, fit
 from soli.planner.hardware.devices import USABLE
@@ -168,7 +168,7 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"framework": "DeepSpeed", "shard": "zero3", "offload": "cpu"}, {"offload": 1, "gradient": 0}),
         ({"framework": "DeepSpeed", "shard": "zero2", "offload": "cpu", "gpus": "1", "dp": "1", "pp": "1", "tp": "1"}, {"offload": 1, "gradient": 0, "zero": 0}),
         ({"framework": "DeepSpeed", "shard": "zero3", "offload": "optimizer; offload_param"}, {"offload": 2}),
-        ({"recompute": "gelu_checkpoint"}, {"recompute": 0, "parts": ACT}),
+        ({"recompute": "gelu_checkpoint"}, {"recompute": SELECTIVE}),
         ({"framework": "torchtune", "precision": "bf16 (pure)"}, {"weight": 2, "gradient": 2, "moments": 4}),
         ({"framework": "torchtune", "optimizer": "AdamWBF16 (stochastic rounding)"}, {"weight": 2, "gradient": 2, "moments": 4}),
         ({"framework": "torchtune", "notes": "parameters, gradients and both Adam moments in bf16"}, {"moments": 4}),

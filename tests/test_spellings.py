@@ -33,6 +33,7 @@ from soli.planner.spellings import Sharding, device, precision, program, recompu
         ("HSDP (replicate 4, shard 16)", Sharding(3.0, copied=True, group=16, replicate=4)),
         ("hsdp 8x16", Sharding(3.0, copied=True, group=16, replicate=8)),
         ("_HYBRID_SHARD_ZERO2", Sharding(2.0, copied=True)), ("FULL_SHARD + DP", Sharding(3.0, copied=True)), ("FULL_SHARD, DPO", Sharding(3.0)),
+        ("TP+PP+DP (ZeRO-1)", Sharding(1.0)), ("ZeRO-1 + DP", Sharding(1.0)),
         ("zero1=8", Sharding(1.0, group=8)), ("zero1=8 (optimizer states sharded within 8 GPUs)", Sharding(1.0, group=8)), ("zero1=-1", Sharding(1.0)),
         ("FSDP 8, CP 1", Sharding(3.0)), ("fsdp 128, dcn data parallel 2", Sharding(3.0)), ("CP 2, FSDP 4", Sharding(3.0, group=4)),
         ("hybrid zero1 8", Sharding(1.0, copied=True, group=8)), ("megatron-fsdp 64", Sharding(3.0, group=64)),

@@ -142,4 +142,4 @@ def _cells(one: Prediction) -> list[str]:
     if one.refused:
         return [*[""] * 6, escape(one.refused)]
     numbers = (one.predicted_time_s, one.time_low_s, one.time_high_s, one.predicted_memory_gb, one.memory_high_gb)
-    return [*(f"{n:.4g}" for n in numbers), "yes" if one.feasible else "no", escape("; ".join(one.inferred))]
+    return [*("-" if n is None else f"{n:.4g}" for n in numbers), "yes" if one.feasible else "no", escape("; ".join(one.inferred))]

@@ -136,6 +136,8 @@ def _heads(name: str, trace: Trace, stack: Stack, hidden: int) -> Heads:
     made_of = sorted(n for kind, n in one.reads if kind == "product" and n in own)
     out = next((n for n, p in own.items() if ("attention", number) in p.reads), None)
     tokens = math.prod(trace.inputs[block][0]) // hidden
+    if not tokens:
+        raise SoliError(f"{name}: its batch has no rows", got=f"{block} is given a tensor of {trace.inputs[block][0]}", fix="return a batch of one row or more")
     heads, rest = divmod(one.queries, one.width * tokens)
     if out is None or rest or not heads or any(own[n].goes[0] != hidden for n in made_of):
         raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))

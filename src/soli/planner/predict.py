@@ -21,7 +21,7 @@ GB = 1e9
 FEWEST = 8
 """Measured rows of a framework on a generation from which constants are fitted."""
 RUNS = 0.95
-"""Of what tensors can take the share in which a run is taken to fit, but where what it recomputes was chosen so that it does: the rest is broken up.
+"""Of what tensors can take the share in which a run is taken to fit, but where what it leaves out was chosen so that it does: the rest is broken up.
 Of 128 runs that ran out of memory 22 are predicted to fit so, and 31 in the whole; of 3,430 that ran 66 not to, and 41 (docs/log.md, 2026-11-29)."""
 
 
@@ -64,7 +64,7 @@ def predict(table: Iterable[Mapping[str, str]], known_rows: Iterable[Mapping[str
             least, most = (memory * spread[name] for name in ("memory_low", "memory_high"))
             found[i] = Prediction(
                 time, time * float(low[place]), time * float(high[place]), memory / GB, least / GB, most / GB,
-                feasible=bool(cost.memory[place] <= p.capacity[place] * (1.0 if rows[i].unsaid else RUNS)), inferred=tuple(rows[i].inferred),
+                feasible=bool(cost.memory[place] <= p.capacity[place] * (1.0 if rows[i].chosen else RUNS)), inferred=tuple(rows[i].inferred),
             )  # fmt: skip
             if rows[i].timeless:
                 found[i] = replace(found[i], predicted_time_s=None, time_low_s=None, time_high_s=None)

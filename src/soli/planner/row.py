@@ -38,6 +38,11 @@ class Row:
         """Whether it leaves out what is recomputed."""
         return any(word.startswith(RECOMPUTE) for word in self.inferred)
 
+    @property
+    def chosen(self) -> bool:
+        """Whether it leaves out what was then chosen so that it fits."""
+        return any(word.startswith((RECOMPUTE, SIZE, GROUP)) for word in self.inferred)
+
     def assumed(self, said: Said, name: str, usual: float) -> float:
         """A number, or the usual one, which is said."""
         value = said[name]

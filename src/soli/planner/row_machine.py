@@ -14,7 +14,7 @@ from soli.planner.hardware import interconnect
 from soli.planner.hardware.clusters import read_cluster, unknown
 from soli.planner.hardware.devices import Device
 from soli.planner.row import Row, Said
-from soli.planner.spellings import device, mentioned, precision
+from soli.planner.spellings import device, mentioned, precision, switch
 
 TOLD = ("model", "recipe", "notes", "source", "interconnect", "framework", "test_case", "env")
 """Cells that may name a device where no column does."""
@@ -110,7 +110,10 @@ def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -
 
 def precision_of(row: Mapping[str, str], device: Device, found: Row, frozen: bool) -> str:
     """Of linear products, which beside frozen weights of few bits is not theirs; empty where the device has it not, which refuses the row."""
-    said = text(row, "precision") or next((name for name in ("fp8", "fp16", "bf16") if true(row, name)), "")
+    said = text(row, "precision") or next((name for name in ("fp16", "bf16") if true(row, name)), "")
+    eight = text(row, "fp8")  # products of 8 bits beside what is kept in 16: NeMo's and Megatron-LM's `fp8: hybrid`
+    if not SILENT.fullmatch(eight) and switch(eight) is not False and "fp4" not in said.lower():
+        said = "fp8"
     rest = re.sub("|".join([*SAID["narrow"], *SAID["narrowed"]]), "mixed", said.lower()) if frozen else said.lower()
     name = precision(rest)
     if not name and (SILENT.fullmatch(said) or re.search("mixed|amp|^(true|yes|on|o[12])$", rest)):

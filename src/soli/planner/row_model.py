@@ -33,6 +33,9 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     if strange := meant("strange", plain_name(name)):
         found.refused.append(strange)
         return {}
+    if re.search("enc(?:oder)?[-_ /+]?dec(?:oder)?|seq2seq", text(row, "arch").lower()):
+        found.refused.append("arch: it is an encoder and a decoder, and its formulas are of one of them")
+        return {}
     known = _meant(row, said)
     model = known if known and _lacks(row, said, known) else None
     if model:
@@ -44,7 +47,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         why = meant("partly", plain_name(text(row, "model")))
         if not total and not why and not said["experts"] and (size := SIZED.search(text(row, "model").lower())):
             total = float(size[1])
-        if total is None:
+        if total is None or (why and "decoder" in why):
             found.refused.append(
                 "it has neither layers and hidden nor params_b, nor the name of a published model"
                 + (f" ({why})" if why else "")

@@ -110,6 +110,9 @@ def read(row: Mapping[str, str]) -> Row:
         if point["frozen"]:
             point["spared"] = float(not point["experts"] and tells("attention_alone", spoken))
             point["adapters"] = adapters_of(row, point, found)
+            if point["spared"] and point.get("parts"):
+                point["parts"] = 0.0  # which keep less already
+                found.inferred.append("recompute_modules beside adapters is not counted")
         found.inferred += _uncounted(said, point)
         fitted(found)
     return found
@@ -141,7 +144,7 @@ def framework(row: Mapping[str, str]) -> str:
     if found not in (spellings.PYTORCH, spellings.OTHER):
         return found
     shard = spellings.affirmed(text(row, "shard"))
-    if re.search(r"fsdp|_shard|shard_", shard):
+    if re.search(r"fsdp\b|full_shard|hybrid_shard|shard_grad_op" if found == spellings.OTHER else r"fsdp|_shard|shard_", shard):
         return spellings.FSDP
     if found == spellings.OTHER:
         return found
@@ -236,17 +239,19 @@ def _borders(q: Mapping[str, float], found: Row) -> dict[str, float]:
 def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
     shard, recompute, fsdp, modules = (text(row, name) for name in ("shard", "recompute", "fsdp", "recompute_modules"))
     if not SILENT.fullmatch(modules) and re.fullmatch(r"|\W*selective\W*", recompute.lower()):
-        recompute = f"selective {modules}"
+        recompute = f"selective: {modules}"
     if not shard and spellings.switch(fsdp) is None and not fsdp.isdigit():
         shard = fsdp
     states = spellings.sharding(shard)
     by_stage = spellings.sharding(text(row, "zero"))
     if states is None or by_stage is None:
         found.refused.append(
-            f"shard: '{shard if states is None else text(row, 'zero')}' is not understood (none, zero1, zero2, zero3, FULL_SHARD, ...)"
+            (f"shard: '{shard}'" if states is None else f"zero: '{text(row, 'zero')}'") + " is not understood (none, zero1, zero2, zero3, FULL_SHARD, ...)"
         )
         states = by_stage = spellings.Sharding()
     zero = states.zero if by_stage.zero is None else by_stage.zero
+    if states.zero and by_stage.zero not in (None, states.zero):
+        found.refused.append(f"two columns say how much is sharded: shard '{shard}', zero '{text(row, 'zero')}'")
     if found.framework in (MEGATRON, OLD) and zero == 2 and re.search(r"dist\w*[ _-]?opt", shard.lower()):
         zero = 1.0  # whose gradients stay whole, whatever it is called
     if zero is None:
@@ -279,7 +284,8 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     moved = any("activ" in part for part in parts)
     if moved:
         found.inferred.append("offload=activations takes no time")
-    if level == FULL and zero == 3 and found.framework == spellings.DEEPSPEED and "megatron" in text(row, "framework").lower():
+    example = zero == 3 and re.search(r"megatron[\w -]{0,6}[+&/ -]+deepspeed|deepspeed.*\(megatron", text(row, "framework").lower())
+    if level == FULL and example and found.framework == spellings.DEEPSPEED and SILENT.fullmatch(text(row, "offload")):
         moved = True  # DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3, examples/ds_pretrain_gpt2-zero3.sh: PA, PA_CPU
         found.inferred.append("offload=activations, as DeepSpeed's example of Megatron has it")
     ranks = point["dp"] * point["cp"]
@@ -310,7 +316,8 @@ def _recomputed(
     row: Mapping[str, str], said: Said, words: str, point: dict[str, float], found: Row
 ) -> tuple[float, float]:
     """What is recomputed of each layer, and how many of a rank's are recomputed whole beside it."""
-    silent, point["by_product"] = SILENT.fullmatch(words) and words.lower() != "none", 0.0
+    silent = SILENT.fullmatch(words) and words.lower() != "none"
+    point |= {"by_product": 0.0, "parts": 0.0}
     read = None if silent else spellings.recomputation(words)
     if read is None:
         if not silent:
@@ -324,15 +331,18 @@ def _recomputed(
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
         return level, 0.0
     level, share, count = read
-    parts = spellings.parts(words) if level == SELECTIVE and found.framework != spellings.FSDP else []
-    point["parts"] = float(sum(parts))
-    if (nearly := spellings.meant("recomputed_nearly", words.lower())) and not parts:
+    listed = spellings.modules(words) if level == SELECTIVE and found.framework != spellings.FSDP else None
+    if listed is not None:
+        parts = {name: spellings.TABLES["parts"].get(name) for name in listed}
+        if other := [name for name, part in parts.items() if part is None]:
+            found.inferred.append(f"recompute_modules: {', '.join(other)} is not counted")
+        point["parts"] = float(sum({part for part in parts.values() if part}))
+        return SELECTIVE if 0.0 in parts.values() else NONE, 0.0
+    if nearly := spellings.meant("recomputed_nearly", words.lower()):
         found.inferred.append(f"recompute: '{words}' as {nearly}")
     own = ceil(point.get("layers", 1.0) / point["pp"])
     if level == FULL and text(row, "recompute_method").lower() == "block" and said["again"]:
         count = int(said["again"])
-    if (parts or "[" in words) and "att" not in words:
-        return NONE, 0.0
     if level == SELECTIVE and found.framework == spellings.FSDP:
         return NONE, own / 2 if re.search(r"layer|every|\d", words.lower()) else _by_product(point)
     if level == FULL and (share < 1 or 0 < count < own):

@@ -58,7 +58,7 @@ class Sharding:
 
 def sharding(said: str) -> Sharding | None:
     """What is sharded, of words such as "zero1", "FULL_SHARD", "HSDP (replicate 4, shard 16)", "zero3 (no offload)"."""
-    words = said.lower().strip(" \"'[]{}()")
+    words = re.sub(r"^([0-3])\.0+$", r"\1", said.lower().strip(" \"'[]{}()"))
     if SILENT.fullmatch(words) and words != "none":
         return Sharding()
     plain = affirmed(words)
@@ -71,7 +71,7 @@ def sharding(said: str) -> Sharding | None:
     pair = re.search(r"(\d+)\s*[x×]\s*(\d+)", plain)
     copies, size = (int(pair[1]), int(pair[2])) if pair else (0, 0)
     group = GROUPED.search(OTHERS.sub(";", STAGE.sub(" ", plain)))
-    copied = bool(re.search(r"hybrid|hsdp|\+ ?d?dp\b", plain)) and zero != 0.0
+    copied = bool(re.search(r"hybrid|hsdp|(?:full_shard|fsdp) ?\+ ?d?dp\b(?! ?att)", plain)) and zero != 0.0
     replicate = re.search(r"replicat\w*[\s=:]*(\d+)", plain)
     return Sharding(
         zero, offload, copied,
@@ -82,6 +82,8 @@ def sharding(said: str) -> Sharding | None:
 def recomputation(said: str) -> tuple[float, float, int] | None:
     """What is recomputed, the share of layers of which it is, and how many of a stage's where that is said: "full 5 of 48", "block, 4 layers"."""
     words = said.lower().strip(" \"'[]{}()")
+    if re.fullmatch(r"0?\.\d+", words):  # as plans print it
+        words = f"{100 * float(words):g}%"
     level = meant("recomputed", TECHNIQUE.sub("", words))
     level = meant("recomputed", words) if level is None else level
     if level is None:
@@ -96,9 +98,14 @@ def recomputation(said: str) -> tuple[float, float, int] | None:
     return level, share, int(count[1] or count[2]) if count and several else 0
 
 
-def parts(said: str) -> list[float]:
-    """Which parts of a layer are recomputed by themselves, as cost/points.py numbers them."""
-    return [value for pattern, value in TABLES["parts"].items() if re.search(pattern, said.lower())]
+def modules(said: str) -> list[str] | None:
+    """Parts of a layer that a cell names for recomputation, and nothing else beside them; or all that a list of them has."""
+    words, colon, column = said.lower().partition("selective:")
+    names = re.findall(r"[a-z_]+", column or words)
+    if not colon:
+        names = [name for name in names if name not in ("selective", "recompute", "core", "only", "and")]
+        return names if names and {*names} <= {*TABLES["parts"]} else None
+    return [name for name in names if name != "none"]
 
 
 def switch(said: str) -> bool | None:

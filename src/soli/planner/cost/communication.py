@@ -16,7 +16,7 @@ import numpy as np
 
 from soli.planner.cost import overlap, rings
 from soli.planner.cost.constants import Constants
-from soli.planner.cost.points import EXPERTS, FULL, LINE, Amount, Array, Points
+from soli.planner.cost.points import FULL, LINE, Amount, Array, Points
 from soli.planner.cost.schedules import in_a_v
 
 
@@ -74,7 +74,7 @@ def of_layer(p: Points, k: Constants, crossing: tuple[Array, Array], grid: tuple
     forward = sums + grid[0] + crossing[0] + experts
     backward = sums + grid[1] + crossing[1] + experts
     kept = np.where((p.by_product > 0) & (p.once > 0), experts, 0.0)  # memory.py, `_of_products`
-    parts = p.makes(EXPERTS) * experts if p.parts.any() else 0.0
+    parts = p.makes_mlp * (experts + sums / 2) if p.parts.any() else 0.0
     return forward, backward + np.where(p.recompute == FULL, forward - kept, parts)
 
 

@@ -100,7 +100,7 @@ def of_states(p: Points, rank: Rank) -> tuple[Array, Array, Array]:
 def copies(p: Points, rank: Rank) -> Array:
     """Bytes that only the update has: a copy of the gradients of which the rank has the optimizer's state."""
     own = zip(of_rank(p, rank), (p.shards, p.expert_shards), strict=True)
-    share = p.copied * (1 - p.frozen)
+    share = np.where(p.offload > 0, 0.0, p.copied * (1 - p.frozen))
     return sum((count * share / np.where(p.zero >= 1, over, 1.0) for count, over in own), np.zeros(()))
 
 
@@ -221,7 +221,7 @@ def activations(p: Points, k: Constants, rank: Rank) -> tuple[Array, Array]:
     # Its input is among what is kept.
     beside = np.where(((p.recompute == FULL) | (p.again > 0)) & (rank.layers > 0), whole - least, 0.0)
     if p.parts.any():
-        beside = beside + activations_of_layer(replace(p, parts=np.zeros(1))) - one
+        beside = beside + np.where(rank.layers > 0, activations_of_layer(replace(p, parts=np.zeros(1))) - one, 0.0)
     exact = (p.casts > 0) | (p.composed > 0) | (p.one_loss > 0)  # soli's, and torch's operations with or without a compiler, are counted one by one
     scale = np.where(exact, 1.0, k.activation_scale)
     between = np.where(p.casts > 0, _between(p, rank, whole - one), 0.0) if p.casts.any() else 0.0
