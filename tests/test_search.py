@@ -191,6 +191,32 @@ def test_a_plan_that_was_printed_can_be_asked_about() -> None:
         search(task(precision="fp8", framework="megatron", fixed=explain.fixed_of("precision=bf16")))
 
 
+@pytest.mark.parametrize("batch", [9, 31, 64, 100])
+def test_a_plan_that_was_found_can_be_fixed(batch: int) -> None:
+    """Where the batch does not divide too; and all that is found has what is fixed of its batch."""
+    asked = task(SMALL, "h100:8x2", batch=batch, seq=1024)
+    for one in explain.answer(asked, 4).best:
+        fixed = explain.fixed_of(one.plan) | {"microbatch": float(one.microbatch)}
+        again = explain.answer(asked.with_fixed(fixed), 1).best[0]
+        assert (again.plan, again.microbatch) == (one.plan, one.microbatch)
+    best = explain.answer(asked, 1).best[0]
+    assert explain.why_not(asked, explain.fixed_of(best.plan)).endswith("the best plan has it")
+
+
+def test_a_fixed_microbatch_is_kept_or_refused() -> None:
+    asked = task(SMALL, "h100:8x4", batch=64, seq=1024)
+    for size in (3, 5):
+        assert {one.microbatch for one in explain.answer(asked.with_fixed({"microbatch": float(size)})).best} == {size}
+    for fixed, said in (
+        ({"dp": 32.0, "microbatch": 3.0}, "take 96 sequences, and the global batch has 64"),
+        ({"dp": 8.0, "microbatch": 5.0}, "dp=8 and microbatch=5 cannot be: a replica cuts its part of 64 sequences"),
+        ({"dp": 8.0, "microbatches": 5.0}, "allowed dp=8 has microbatch=2, microbatches=4"),
+        ({"dp": 8.0, "microbatch": 2.0, "microbatches": 2.0}, "cannot be"), ({"microbatch": 65.0}, "take 65 sequences"), ({"dp": 32.0, "tp": 1.0, "microbatches": 3.0}, "take 96 sequences"),
+    ):  # fmt: skip
+        with pytest.raises(SoliError, match=said):
+            search(asked.with_fixed(fixed))
+
+
 @pytest.mark.parametrize("framework", ["soli", "megatron"])
 @pytest.mark.parametrize("batch", [120, 128])
 def test_so_many_microbatches_are_of_each_replica(framework: str, batch: int) -> None:

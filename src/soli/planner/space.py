@@ -114,6 +114,8 @@ def layouts(task: Task) -> Table:
         kept &= np.ceil(task.batch / taken) == parts
     if task.framework == SOLI:  # a replica's sequences are cut into parts that are as equal as can be
         table["microbatch"] = np.ceil(np.ceil(task.batch / table["dp"]) / np.ceil(task.batch / taken))
+    if "microbatch" in fixed:  # what is cut otherwise is not what was fixed
+        kept &= table["microbatch"] == fixed["microbatch"]
     kept &= table["microbatch"] % (table["rows"] ** np.where(table["tensor"] == points.CUBE, 2, 1)) == 0
     kept &= (table["sp"] == 0) | (table["tensor"] == points.LINE) & (
         (table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -10,8 +11,9 @@ import numpy as np
 from soli.core.errors import Problem, listing
 from soli.planner.cost.points import INTERLEAVED, ONE, PRECISIONS, ZBH1
 from soli.planner.hardware.clusters import Cluster
+from soli.planner.legality import divisors
 from soli.planner.models import Model
-from soli.planner.offers import NAMED, unable
+from soli.planner.offers import NAMED, SOLI, unable
 
 FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch", "microbatches", "ep", "replicate", "context", "offload", "schedule", "tensor", "precision")  # fmt: skip
 """What the user may fix; `microbatch` is in sequences, `microbatches` are those of a replica, without a pipeline too."""
@@ -53,11 +55,7 @@ def problems(task: Task) -> Iterator[Problem]:
     fixed = dict(task.fixed or {})
     yield from _of_devices(task)
     yield from _of_degrees(task, fixed)
-    named = [name for name in ("dp", "microbatch", "microbatches") if name in fixed]
-    taken = float(np.prod([fixed[name] for name in named]))
-    if taken > task.batch:
-        words = " and ".join(f"{name}={fixed[name]:g}" for name in named)
-        yield Problem(f"{words} take {taken:g} sequences, and the global batch has {task.batch}")
+    yield from _of_batch(task, fixed)
     yield from _of_choices(task, fixed)
 
 
@@ -89,6 +87,29 @@ def _of_degrees(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
     elif len(degrees) == 4 and whole != size:
         found.append(Problem(f"{said} take {whole:g} devices, and {task.cluster} has {size}"))
     return found
+
+
+def _of_batch(task: Task, fixed: Mapping[str, float]) -> Iterator[Problem]:
+    """Where no replica can have such microbatches. soli's are as equal as can be: of 31 sequences on 8 replicas four of one, though some have three."""
+    said = {name: int(fixed[name]) for name in ("dp", "microbatch", "microbatches") if name in fixed}
+    words, taken = " and ".join(f"{name}={value}" for name, value in said.items()), math.prod(said.values())
+    ranks = max(task.cluster.size // math.prod(int(fixed.get(name, 1)) for name in ("tp", "cp", "pp")), 1)
+    counts = [dp for dp in ([said["dp"]] if "dp" in said else divisors(ranks)) if dp <= task.batch]
+    cuts = [_cut(-(-task.batch // dp), said) for dp in counts]
+    fits = any(said.get("microbatch", size) == size and said.get("microbatches", times) == times for size, times in cuts)
+    if taken <= task.batch if task.framework != SOLI else fits:
+        return
+    near = f"dp={counts[-1]} has microbatch={cuts[-1][0]}, microbatches={cuts[-1][1]}" if cuts else ""
+    if taken > task.batch:
+        yield Problem(f"{words} take {taken} sequences, and the global batch has {task.batch}", allowed=near)
+    elif said:
+        yield Problem(f"{words} cannot be: a replica cuts its part of {task.batch} sequences as equally as can be", allowed=near)
+
+
+def _cut(own: int, said: Mapping[str, int]) -> tuple[int, int]:
+    """The largest microbatch of so many sequences, and how many there are, that are the nearest to what is said."""
+    times = -(-own // said.get("microbatch", -(-own // said.get("microbatches", 1))))
+    return -(-own // times), times
 
 
 def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
