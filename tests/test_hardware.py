@@ -129,6 +129,17 @@ def test_what_is_no_cluster(text: str) -> None:
     assert "h100:8x64" in said
 
 
+def test_a_cluster_of_more_devices_than_there_are_is_refused(tmp_path: Path) -> None:
+    """Before a search looks for the divisors of their number, which took without end."""
+    for text in ("h100:99999999999x99999999999", "h100:8x125001", "1000001xh100"):
+        assert "no cluster has so many devices" in problems(text)[0]
+    file = tmp_path / "vast.toml"
+    file.write_text('like = "h100"\nnodes = 1000000000\n')
+    assert "1000000000 servers of 8" in problems(str(file))[0]
+    assert "how many servers" in problems(f"h100:{'9' * 5000}")[0]
+    assert read_cluster("h100:8x125000").size == 1_000_000
+
+
 def test_all_problems_at_once(tmp_path: Path) -> None:
     assert len(problems("h10:0x0")) == 3
     file = tmp_path / "wrong.toml"

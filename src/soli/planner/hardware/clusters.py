@@ -26,11 +26,15 @@ from soli.core.errors import Problem, SoliError, nearest, raise_all
 from soli.planner.hardware.devices import NUMBERS, PRECISIONS, Device, devices, named, names
 from soli.planner.hardware.networks import joined
 
-SHORT = re.compile(r"([^:@]+?)(?::(\d+)(?:x(\d+))?)?(?:@(.+))?")
+SHORT = re.compile(r"([^:@]+?)(?::(\d{1,99})(?:x(\d{1,99}))?)?(?:@(.+))?")
 COUNTED = re.compile(r"^(\d+)\s*x\s*([a-z][^:@]*)", re.I)
 """A server's devices in front: 8xH100."""
 WORDS = ("like", "name", "source", "generation", "nodes", "network", "tflops", *NUMBERS)
 DESCRIBE = 'describe it in a file, {}: like = "{}", and the fields that differ (soli hardware --help)'
+
+
+LARGEST = 1_000_000
+"""Devices: more than anybody has; a search among the divisors of any number would not end."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,16 @@ def read_cluster(text: str) -> Cluster:
     for what, number in (("devices a server", per_node), ("servers", nodes)):
         if number and int(number) == 0:
             problems.append(Problem(f"a cluster of no {what}", got=text, allowed="1, 2, 3, ..."))
-    raise_all(problems)
+    raise_all(problems + _vast(int(per_node or 1), int(nodes or 1)))
     assert device is not None
     return Cluster(device, int(nodes or 1), network)
+
+
+def _vast(node: int, nodes: int) -> list[Problem]:
+    """What to say of more devices than a cluster has."""
+    if node * nodes <= LARGEST:
+        return []
+    return [Problem("no cluster has so many devices", f"{nodes} servers of {node}", f"{LARGEST:,} devices at most")]
 
 
 def unknown(name: str, given: str = "--cluster mine.toml") -> Problem:
@@ -105,7 +116,9 @@ def _of_file(path: Path) -> Cluster:
     raise_all(problems)
     # which count beside a network's name
     numbers = {key: value for key, value in own.items() if key in NUMBERS}
-    return Cluster(replace(device, **numbers), said.get("nodes", 1), network)
+    device = replace(device, **numbers)
+    raise_all(_vast(device.node, said.get("nodes", 1)))
+    return Cluster(device, said.get("nodes", 1), network)
 
 
 def _unfit(path: Path, key: str, value: Any) -> Problem | None:
