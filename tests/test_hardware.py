@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from soli.cli.main import app
 from soli.core.errors import SoliError
 from soli.planner.hardware.clusters import Cluster, read_cluster
-from soli.planner.hardware.devices import NUMBERS, devices, named
+from soli.planner.hardware.devices import NUMBERS, UNITS, devices, named
 from soli.planner.hardware.networks import networks
 
 WANTED = ["V100", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "B300", "GB200", "GB300", "MI300X", "cpu"]
@@ -138,6 +138,22 @@ def test_a_cluster_of_more_devices_than_there_are_is_refused(tmp_path: Path) -> 
     assert "1000000000 servers of 8" in problems(str(file))[0]
     assert "how many servers" in problems(f"h100:{'9' * 5000}")[0]
     assert read_cluster("h100:8x125000").size == 1_000_000
+
+
+def test_numbers_of_another_unit_are_refused(tmp_path: Path) -> None:
+    """All that is known is at least three times inside of what can be."""
+    file = tmp_path / "units.toml"
+    for line, said in (
+        ("tflops = { fp32 = 60, bf16 = 9.895e14 }", "'tflops.bf16' of"), ("memory_gib = 85899345920", "is in GiB"), ("memory_gbs = 3350e9", "is in GB/s, and no device has so many"),
+        ("link_gbs = 450000", "link_gbs"), ("net_gbits = 4e11", "Gbit/s"), ("net_us = 5e-6", "is in microseconds, and no device has so few"), ("link_us = 5e6", "link_us"), ("host_gbs = 64e9", "host_gbs"),
+    ):  # fmt: skip
+        file.write_text(f'like = "h100"\n{line}\n')
+        (found,) = problems(str(file))
+        assert said in found
+    for device in devices().values():
+        for key, (least, most, _) in UNITS.items():
+            for value in device.tflops.values() if key == "tflops" else (getattr(device, key),):
+                assert 3 * least <= value <= most / 3, (device.name, key)
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ A file starts from a known device and says what is different, or describes a new
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from soli.core.errors import Problem, SoliError, nearest, raise_all
-from soli.planner.hardware.devices import NUMBERS, PRECISIONS, Device, devices, named, names
+from soli.planner.hardware.devices import NUMBERS, PRECISIONS, UNITS, Device, devices, named, names
 from soli.planner.hardware.networks import joined
 
 SHORT = re.compile(r"([^:@]+?)(?::(\d{1,99})(?:x(\d{1,99}))?)?(?:@(.+))?")
@@ -31,8 +32,6 @@ COUNTED = re.compile(r"^(\d+)\s*x\s*([a-z][^:@]*)", re.I)
 """A server's devices in front: 8xH100."""
 WORDS = ("like", "name", "source", "generation", "nodes", "network", "tflops", *NUMBERS)
 DESCRIBE = 'describe it in a file, {}: like = "{}", and the fields that differ (soli hardware --help)'
-
-
 LARGEST = 1_000_000
 """Devices: more than anybody has; a search among the divisors of any number would not end."""
 
@@ -128,14 +127,25 @@ def _unfit(path: Path, key: str, value: Any) -> Problem | None:
         if not _positive(value) or (whole and not isinstance(value, int)):
             wanted = "a whole number above 0" if whole else "a number above 0"
             return Problem(f"'{key}' of {path} cannot be", got=repr(value), allowed=wanted)
+        return _odd(path, key, key, value)
     elif key == "tflops":
         fit = isinstance(value, Mapping) and value
         if not fit or any(k not in PRECISIONS or not _positive(v) for k, v in value.items()):
             allowed = "TFLOP/s above 0 by type, of " + ", ".join(PRECISIONS)
             return Problem(f"'tflops' of {path} cannot be read", got=repr(value), allowed=allowed)
+        return next(filter(None, (_odd(path, key, f"tflops.{name}", one) for name, one in value.items())), None)
     elif key in WORDS and not isinstance(value, str):
         return Problem(f"'{key}' of {path} is text", got=repr(value))
     return None
+
+
+def _odd(path: Path, key: str, name: str, value: float) -> Problem | None:
+    """What is wrong with a number that no device has: it is in another unit."""
+    least, most, unit = UNITS.get(key, (0, math.inf, ""))
+    if least <= value <= most:
+        return None
+    what = f"'{name}' of {path} is in {unit}, and no device has so {'many' if value > most else 'few'}"
+    return Problem(what, got=f"{value:g}", allowed=f"{least:g} to {most:g} {unit}")
 
 
 def _positive(value: Any) -> bool:

@@ -48,6 +48,11 @@ class Device:
 
 NUMBERS = tuple(field.name for field in fields(Device) if field.type in ("float", "int") and field.default is MISSING)
 """The fields that are numbers above 0, and that a device must have."""
+UNITS = {
+    "tflops": (0.001, 1e5, "TFLOP/s"), "memory_gib": (0.1, 1e4, "GiB"), "memory_gbs": (1, 1e5, "GB/s"), "link_gbs": (0.001, 2e4, "GB/s"), "link_us": (0.01, 1e6, "microseconds"),
+    "net_gbits": (0.001, 2e4, "Gbit/s"), "net_us": (0.01, 1e6, "microseconds"), "host_gbs": (0.001, 2e4, "GB/s"),
+}  # fmt: skip
+"""The least and the most of what a device can have, far beside all that are known (tests): a number outside is one of another unit."""
 
 
 @cache
