@@ -203,6 +203,21 @@ def test_a_plan_that_was_found_can_be_fixed(batch: int) -> None:
     assert explain.why_not(asked, explain.fixed_of(best.plan)).endswith("the best plan has it")
 
 
+def test_the_rows_of_a_grid_can_be_fixed() -> None:
+    asked = task(SMALL, "h100:8", batch=64, seq=1003)
+    text = "tp=8,tensor=2d,rows=2"
+    best = explain.answer(asked.with_fixed(explain.fixed_of(text)), 1).best[0]
+    assert text in best.plan
+    assert explain.why_not(asked.with_fixed(explain.fixed_of("tp=8,tensor=2d")), {"rows": 2.0}).startswith("rows=2: at best")
+    found = search(asked.with_fixed({"rows": 2.0})).points
+    assert set(zip(found.tensor, found.rows, strict=True)) == {(1.0, 2.0)}
+    for fixed, said in (("rows=2,tensor=3d", "rows=2 are of a grid, which tensor=3d is not"), ("rows=2,sp=on", "sp=on and a grid"), ("rows=2,schedule=zbv", "zbv and a grid")):
+        with pytest.raises(SoliError, match=said):
+            search(asked.with_fixed(explain.fixed_of(fixed)))
+    with pytest.raises(SoliError, match="fsdp does not run tensor=2d or 3d"):
+        search(replace(asked, framework="fsdp", fixed={"rows": 2.0}))
+
+
 def test_a_fixed_microbatch_is_kept_or_refused() -> None:
     asked = task(SMALL, "h100:8x4", batch=64, seq=1024)
     for size in (3, 5):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from soli.core.errors import Problem
 from soli.core.plan import RECOMPUTE
 from soli.core.tables import table
-from soli.planner.cost.points import DUALPIPEV, GPIPE, INTERLEAVED, LINE, ONE, RING, ZBH1, ZBV
+from soli.planner.cost.points import CUBE, DUALPIPEV, GPIPE, GRID, INTERLEAVED, LINE, ONE, RING, ZBH1, ZBV
 from soli.planner.legality import BUILT
 
 SOLI = "soli"
@@ -15,6 +15,7 @@ SOME = 3.0
 """Of `recompute`, where it is fixed: some layers of each stage are computed again, and some not."""
 SCHEDULES = {"1f1b": ONE, "interleaved": INTERLEAVED, "gpipe": GPIPE, "zbh1": ZBH1, "zbv": ZBV, "dualpipev": DUALPIPEV}  # fmt: skip
 NAMED = {value: name for name, value in SCHEDULES.items()}
+SHAPES = {LINE: "1d", GRID: "2d", CUBE: "3d"}
 LACKS = {
     "ep": len(BUILT["ep"]) == 1,
     "some": not any(value not in RECOMPUTE for value in BUILT["recompute"]),
@@ -55,7 +56,7 @@ def unable(framework: str, fixed: Mapping[str, float], precisions: Sequence[str]
             ("copies", f"replicate={one('replicate'):g} with less than zero=3", one("replicate") > 1 and one("zero", 3) < 3),
             ("offload", "offload=optimizer", one("offload", 0) != 0),
             ("fp8", "precision=fp8", "fp8" in precisions),
-            ("grids", "tensor=2d or 3d", one("tensor", LINE) != LINE),
+            ("grids", "tensor=2d or 3d", one("tensor", LINE) != LINE or "rows" in fixed),
             ("some", "recompute=some", one("recompute", 0) == SOME),
         )
         if asked and not chooses(framework, name)

@@ -23,7 +23,7 @@ from soli.planner.cost.points import Array, Points, of_device
 from soli.planner.cost.programs import of_program
 from soli.planner.cost.states import of_states
 from soli.planner.legality import divisors
-from soli.planner.offers import NAMED, SOLI, SOME, chooses
+from soli.planner.offers import NAMED, SHAPES, SOLI, SOME, chooses
 from soli.planner.task import Task
 
 Table = dict[str, Array]
@@ -36,7 +36,7 @@ LEVELS = {"none": points.NONE, "selective": points.SELECTIVE, "full": points.FUL
 OFFLOADS = {"none": 0.0, "optimizer": 1.0}
 PLACED = ("tp", "cp", "pp", "dp", "ep", "tensor", "rows")
 SHARDING = ("zero", "replicate", "offload")
-TENSORS = {"1d": points.LINE, "2d": points.GRID, "3d": points.CUBE}
+TENSORS = {name: shape for shape, name in SHAPES.items()}
 CONTEXTS = {"ring": points.RING, "ulysses": points.ULYSSES}
 USUAL = {"schedule": points.ONE, "chunks": 1.0, "recompute": points.NONE, "zero": 0.0, "offload": 0.0}
 """What a layout is taken to have until it is chosen."""
@@ -88,6 +88,8 @@ def meshes(task: Task) -> NDArray[np.int64]:
     for column, name in enumerate(PLACED):
         if name in fixed:
             table = table[table[:, column] == fixed[name]]
+    if "rows" in fixed:  # a line has one, and a cube has no others than its edge
+        table = table[table[:, PLACED.index("tensor")] == points.GRID]
     return table
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from soli.core.errors import Problem, listing
-from soli.planner.cost.points import INTERLEAVED, ONE, PRECISIONS, ZBH1
+from soli.planner.cost.points import GRID, INTERLEAVED, ONE, PRECISIONS, ZBH1
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.legality import divisors
 from soli.planner.models import Model
-from soli.planner.offers import NAMED, SOLI, unable
+from soli.planner.offers import NAMED, SHAPES, SOLI, unable
 
-FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch", "microbatches", "ep", "replicate", "context", "offload", "schedule", "tensor", "precision")  # fmt: skip
+FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch", "microbatches", "ep", "replicate", "context", "offload", "schedule", "tensor", "rows", "precision")  # fmt: skip
 """What the user may fix; `microbatch` is in sequences, `microbatches` are those of a replica, without a pipeline too."""
 
 
@@ -114,6 +114,7 @@ def _cut(own: int, said: Mapping[str, int]) -> tuple[int, int]:
 
 def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
     one = lambda *names: all(fixed.get(name) == 1 for name in names)
+    grid = fixed.get("tensor") or "rows" in fixed
     rules = {
         "sp=on and tp=1 contradict each other: the sequence is cut over the ranks of tp": fixed.get("sp") and one("tp"),
         f"chunks={fixed.get('chunks', 1):g} and pp=1 contradict each other: chunks are of a pipeline": fixed.get("chunks", 1) > 1 and one("pp"),
@@ -122,8 +123,9 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
         f"zero={fixed.get('zero', 0):g} and dp=1 contradict each other: ZeRO shards over dp": fixed.get("zero", 0) > 0 and one("dp", "cp"),
         "offload=optimizer and zero=0 contradict each other: what is sharded is moved": fixed.get("offload") and fixed.get("zero") == 0,
         "context=ulysses and cp=1 contradict each other: attention crosses the ranks of cp": fixed.get("context") and one("cp"),
-        "sp=on and a grid contradict each other: a grid has cut what sp cuts": fixed.get("sp") and fixed.get("tensor"),
-        f"schedule={NAMED[fixed.get('schedule', ONE)]} and a grid contradict each other: its products compute both gradients at once": fixed.get("tensor") and fixed.get("schedule", ONE) >= ZBH1,
+        f"rows={fixed.get('rows', 1):g} are of a grid, which tensor={SHAPES[fixed.get('tensor', GRID)]} is not": "rows" in fixed and fixed.get("tensor", GRID) != GRID,
+        "sp=on and a grid contradict each other: a grid has cut what sp cuts": fixed.get("sp") and grid,
+        f"schedule={NAMED[fixed.get('schedule', ONE)]} and a grid contradict each other: its products compute both gradients at once": grid and fixed.get("schedule", ONE) >= ZBH1,
         f"replicate={fixed.get('replicate', 1):g} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
         f"replicate={fixed.get('replicate', 1):g} does not divide dp={fixed.get('dp', 0):g}": fixed.get("dp", 0) % fixed.get("replicate", 1),
         f"ep={fixed.get('ep', 1):g} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,
