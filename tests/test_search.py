@@ -138,6 +138,16 @@ def test_what_cannot_hold_a_model_says_what_would() -> None:
         ({"sp": 1.0, "tp": 1.0}, "sp=on and tp=1 contradict each other"),
         ({"chunks": 2.0, "pp": 1.0}, "chunks=2 and pp=1 contradict each other"),
         ({"zero": 3.0, "dp": 1.0, "cp": 1.0}, "zero=3 and dp=1 contradict each other"),
+        ({"tensor": 2.0, "tp": 4.0}, "tensor=3d and tp=4 contradict each other: 4 ranks are no such cube"),
+        ({"tensor": 1.0, "rows": 3.0, "tp": 8.0}, "tensor=2d and rows=3 and tp=8 contradict each other"),
+        ({"pp": 32.0, "chunks": 2.0}, "pp=32 and chunks=2: 64 stages, and llama has 32 layers"),
+        ({"tensor": 1.0, "tp": 999999999.0}, "tp=1e+09 does not divide the 32 devices"),
+        ({"replicate": 3.0}, "replicate=3 does not divide the 32 ranks"),
+        ({"replicate": 8.0, "tp": 8.0}, "replicate=8 does not divide the 4 ranks"),
+        ({"replicate": 3.0, "dp": 8.0}, "replicate=3 does not divide dp=8"),
+        ({"schedule": 4.0, "microbatches": 2.0, "pp": 2.0}, "schedule=zbv and microbatches=2 and pp=2 contradict each other: microbatches are two times pp or more"),
+        ({"schedule": 1.0, "microbatches": 6.0, "pp": 4.0}, "schedule=interleaved and microbatches=6 and pp=4 contradict each other: microbatches are a multiple of pp"),
+        ({"tensor": 2.0, "pp": 32.0, "schedule": 0.0, "recompute": 2.0, "sp": 0.0}, "fixed: tensor=3d, pp=32, schedule=1f1b, recompute=full, sp=off"),
     ],
 )
 def test_what_contradicts_itself_is_named(fixed: dict[str, float], said: str) -> None:

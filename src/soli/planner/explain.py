@@ -14,12 +14,12 @@ from soli.core.plan import commas
 from soli.planner import space
 from soli.planner.cost import arithmetic, memory
 from soli.planner.cost.constants import chain, sets, spread_of
-from soli.planner.cost.points import PRECISIONS, Points
+from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
 from soli.planner.models import Model
-from soli.planner.offers import SCHEDULES, SOME
+from soli.planner.offers import SOME
 from soli.planner.search import Found, chosen, constants_of, different, enough, plan_of, search, simplest
-from soli.planner.space import CONTEXTS, LEVELS, OFFLOADS, TENSORS
+from soli.planner.space import WORDS, spelt
 from soli.planner.task import FIXED, Task, problems
 
 GB = 1e9
@@ -208,13 +208,6 @@ def why_not(task: Task, wanted: Mapping[str, float]) -> str:
     return f"{said}: at best {other.step_time_s:.4g} s with {other.plan}, {share}: {compared(other, first)}"
 
 
-def spelt(fixed: Mapping[str, float]) -> str:
-    """What is fixed, as `fixed_of` reads it."""
-    names = {name: {value: word for word, value in values.items()} for name, values in WORDS.items()}
-    said = (f"{name}={names.get(name, {}).get(value, f'{value:g}')}" for name, value in fixed.items())
-    return ", ".join(said)
-
-
 def lacking(found: Found) -> str:
     """What the plan that takes least lacks."""
     over = (found.least - found.task.limit) / GB
@@ -273,8 +266,4 @@ def fixed_of(text: str) -> dict[str, float]:
     return found
 
 
-WORDS: dict[str, dict[str, float]] = {
-    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "precision": {name: float(i) for i, name in enumerate(PRECISIONS)}, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
-}  # fmt: skip
-"""What is no number above 0."""
 SAME = {"tensor=2.5d": "tensor=2d: each of its copies is one of dp's ranks, which the search has too"}

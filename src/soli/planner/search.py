@@ -258,7 +258,7 @@ def _sorted(kept: list[tuple[Table, Array]], worst: float) -> Table:
 def _none(task: Task) -> Problem:
     """Why no plan is in the space."""
     model, mesh = task.model, space.meshes(task)
-    said = ", ".join(f"{name}={value:g}" for name, value in (task.fixed or {}).items())
+    said = space.spelt(task.fixed or {})
     least = int(mesh[:, 3].min()) if len(mesh) else 0
     return Problem(
         f"no plan shares {task.batch} sequences of {task.seq} tokens among the {task.cluster.size} devices",

@@ -23,7 +23,7 @@ from soli.planner.cost.points import Array, Points, of_device
 from soli.planner.cost.programs import of_program
 from soli.planner.cost.states import of_states
 from soli.planner.legality import divisors
-from soli.planner.offers import NAMED, SHAPES, SOLI, SOME, chooses
+from soli.planner.offers import NAMED, SCHEDULES, SHAPES, SOLI, SOME, chooses
 from soli.planner.task import Task
 
 Table = dict[str, Array]
@@ -38,6 +38,10 @@ PLACED = ("tp", "cp", "pp", "dp", "ep", "tensor", "rows")
 SHARDING = ("zero", "replicate", "offload")
 TENSORS = {name: shape for shape, name in SHAPES.items()}
 CONTEXTS = {"ring": points.RING, "ulysses": points.ULYSSES}
+WORDS: dict[str, dict[str, float]] = {
+    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "precision": {name: float(i) for i, name in enumerate(points.PRECISIONS)}, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+}  # fmt: skip
+"""Of what is fixed what is no number above 0."""
 USUAL = {"schedule": points.ONE, "chunks": 1.0, "recompute": points.NONE, "zero": 0.0, "offload": 0.0}
 """What a layout is taken to have until it is chosen."""
 
@@ -60,6 +64,13 @@ def distinct(rows: Array) -> tuple[Places, Places]:
     return whole[first], place
 
 
+def spelt(fixed: Mapping[str, float]) -> str:
+    """What is fixed, as `fixed_of` reads it."""
+    names = {name: {value: word for word, value in values.items()} for name, values in WORDS.items()}
+    said = (f"{name}={names.get(name, {}).get(value, f'{value:g}')}" for name, value in fixed.items())
+    return ", ".join(said)
+
+
 # --- layouts ----------------------------------------------------------------------------------------------
 
 
@@ -75,7 +86,7 @@ def meshes(task: Task) -> NDArray[np.int64]:
         for tp in divisors(n)
         if tp <= WIDEST["tp"]
         for tensor, rows, columns in shapes(tp)
-        if fits(columns)
+        if fits(columns) and (tensor == points.GRID or "rows" not in fixed)  # a line and a cube have them too
         for cp in divisors(n // tp)
         if cp <= WIDEST["cp"] and task.seq % cp == 0
         for pp in divisors(n // tp // cp)
@@ -88,8 +99,6 @@ def meshes(task: Task) -> NDArray[np.int64]:
     for column, name in enumerate(PLACED):
         if name in fixed:
             table = table[table[:, column] == fixed[name]]
-    if "rows" in fixed:  # a line has one, and a cube has no others than its edge
-        table = table[table[:, PLACED.index("tensor")] == points.GRID]
     return table
 
 
@@ -116,8 +125,7 @@ def layouts(task: Task) -> Table:
         kept &= np.ceil(task.batch / taken) == parts
     if task.framework == SOLI:  # a replica's sequences are cut into parts that are as equal as can be
         table["microbatch"] = np.ceil(np.ceil(task.batch / table["dp"]) / np.ceil(task.batch / taken))
-    if "microbatch" in fixed:  # what is cut otherwise is not what was fixed
-        kept &= table["microbatch"] == fixed["microbatch"]
+    kept &= table["microbatch"] == fixed.get("microbatch", table["microbatch"])  # what is cut otherwise is not what was fixed
     kept &= table["microbatch"] % (table["rows"] ** np.where(table["tensor"] == points.CUBE, 2, 1)) == 0
     kept &= (table["sp"] == 0) | (table["tensor"] == points.LINE) & (
         (table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0)

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from soli.core.errors import Problem, listing
-from soli.planner.cost.points import GRID, INTERLEAVED, ONE, PRECISIONS, ZBH1
+from soli.planner.cost.grids import shapes
+from soli.planner.cost.points import CUBE, GRID, INTERLEAVED, LINE, ONE, PRECISIONS, ZBH1, ZBV
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.legality import divisors
 from soli.planner.models import Model
@@ -62,9 +61,8 @@ def problems(task: Task) -> Iterator[Problem]:
 def _of_devices(task: Task) -> Iterator[Problem]:
     device = task.cluster.device
     if task.memory > device.memory:
-        yield Problem(
-            f"{task.memory / 1e9:.1f} GB are more than {device.name} has", allowed=f"{device.memory / 1e9:.1f} GB"
-        )
+        what = f"{task.memory / 1e9:.1f} GB are more than {device.name} has"
+        yield Problem(what, allowed=f"{device.memory / 1e9:.1f} GB")
     if not set(task.precisions) <= set(task.precision.split(",")):
         yield Problem(f"precision={task.precisions[0]} is fixed, and {task.precision} is asked for")
     for name in task.precisions:
@@ -75,13 +73,9 @@ def _of_devices(task: Task) -> Iterator[Problem]:
 def _of_degrees(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
     degrees = {name: fixed[name] for name in ("tp", "cp", "pp", "dp") if name in fixed}
     size = task.cluster.size
-    found = [
-        Problem(f"{name}={value:g} does not divide the {size} devices of {task.cluster}")
-        for name, value in degrees.items()
-        if size % int(value)
-    ]
-    whole = float(np.prod(list(degrees.values()) or [1.0]))
-    said = " and ".join(f"{name}={value:g}" for name, value in degrees.items())
+    odd = (_said(degrees, name) for name, value in degrees.items() if size % int(value))
+    found = [Problem(f"{one} does not divide the {size} devices of {task.cluster}") for one in odd]
+    whole, said = math.prod(degrees.values()), _said(degrees, *degrees)
     if not found and size % int(whole):
         found.append(Problem(f"{said} contradict each other: {whole:g} do not divide the {size} devices"))
     elif len(degrees) == 4 and whole != size:
@@ -92,7 +86,7 @@ def _of_degrees(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
 def _of_batch(task: Task, fixed: Mapping[str, float]) -> Iterator[Problem]:
     """Where no replica can have such microbatches. soli's are as equal as can be: of 31 sequences on 8 replicas four of one, though some have three."""
     said = {name: int(fixed[name]) for name in ("dp", "microbatch", "microbatches") if name in fixed}
-    words, taken = " and ".join(f"{name}={value}" for name, value in said.items()), math.prod(said.values())
+    taken = math.prod(said.values())
     ranks = max(task.cluster.size // math.prod(int(fixed.get(name, 1)) for name in ("tp", "cp", "pp")), 1)
     counts = [dp for dp in ([said["dp"]] if "dp" in said else divisors(ranks)) if dp <= task.batch]
     cuts = [_cut(-(-task.batch // dp), said) for dp in counts]
@@ -100,10 +94,9 @@ def _of_batch(task: Task, fixed: Mapping[str, float]) -> Iterator[Problem]:
     if taken <= task.batch if task.framework != SOLI else fits:
         return
     near = f"dp={counts[-1]} has microbatch={cuts[-1][0]}, microbatches={cuts[-1][1]}" if cuts else ""
-    if taken > task.batch:
-        yield Problem(f"{words} take {taken} sequences, and the global batch has {task.batch}", allowed=near)
-    elif said:
-        yield Problem(f"{words} cannot be: a replica cuts its part of {task.batch} sequences as equally as can be", allowed=near)
+    many = f"take {taken} sequences, and the global batch has {task.batch}"
+    odd = f"cannot be: a replica cuts its part of {task.batch} sequences as equally as can be"
+    yield Problem(f"{_said(fixed, *said)} {many if taken > task.batch else odd}", allowed=near)
 
 
 def _cut(own: int, said: Mapping[str, int]) -> tuple[int, int]:
@@ -114,7 +107,12 @@ def _cut(own: int, said: Mapping[str, int]) -> tuple[int, int]:
 
 def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
     one = lambda *names: all(fixed.get(name) == 1 for name in names)
-    grid = fixed.get("tensor") or "rows" in fixed
+    grid, shape = fixed.get("tensor") or "rows" in fixed, (fixed.get("tensor", GRID), fixed.get("rows"))
+    pp, parts, chunks = (fixed.get(name, 1) for name in ("pp", "microbatches", "chunks"))
+    order = fixed.get("schedule", ONE if chunks == 1 else INTERLEAVED)
+    stages, many = pp * (2 if order >= ZBV else chunks), "two times pp or more" if order >= ZBV else "a multiple of pp"
+    scarce = parts < 2 * pp if order >= ZBV else order in (INTERLEAVED, ZBH1) and parts % pp
+    room = fixed.get("dp") or task.cluster.size // math.prod(int(fixed.get(name, 1)) for name in ("tp", "cp", "pp"))
     rules = {
         "sp=on and tp=1 contradict each other: the sequence is cut over the ranks of tp": fixed.get("sp") and one("tp"),
         f"chunks={fixed.get('chunks', 1):g} and pp=1 contradict each other: chunks are of a pipeline": fixed.get("chunks", 1) > 1 and one("pp"),
@@ -127,7 +125,17 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
         "sp=on and a grid contradict each other: a grid has cut what sp cuts": fixed.get("sp") and grid,
         f"schedule={NAMED[fixed.get('schedule', ONE)]} and a grid contradict each other: its products compute both gradients at once": grid and fixed.get("schedule", ONE) >= ZBH1,
         f"replicate={fixed.get('replicate', 1):g} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
-        f"replicate={fixed.get('replicate', 1):g} does not divide dp={fixed.get('dp', 0):g}": fixed.get("dp", 0) % fixed.get("replicate", 1),
+        f"replicate={fixed.get('replicate', 1):g} does not divide {_said(fixed, 'dp') or f'the {room} ranks that dp can have'}": room % fixed.get("replicate", 1),
+        f"{_said(fixed, 'tensor', 'rows', 'tp')} contradict each other: {fixed.get('tp', 1):g} ranks are no such {'cube' if shape[0] == CUBE else 'grid'}": grid and "tp" in fixed and task.cluster.size % fixed["tp"] == 0 and shape[0] != LINE and not any(shape in ((kind, rows), (kind, None)) for kind, rows, _ in shapes(int(fixed["tp"]))),
+        f"{_said(fixed, 'pp', 'chunks', 'schedule')}: {stages:g} stages, and {task.model.name} has {task.model.layers} layers": stages > task.model.layers,
+        f"{_said(fixed, 'schedule', 'chunks', 'microbatches', 'pp')} contradict each other: microbatches are {many}": "pp" in fixed and "microbatches" in fixed and pp > 1 and scarce,
         f"ep={fixed.get('ep', 1):g} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,
     }  # fmt: skip
     return [Problem(what) for what, wrong in rules.items() if wrong] + unable(task.framework, fixed, task.precisions)
+
+
+def _said(fixed: Mapping[str, float], *names: str) -> str:
+    """Those of them that are fixed, in words."""
+    words = {"schedule": NAMED, "tensor": SHAPES}
+    said = (f"{name}={words.get(name, {}).get(fixed[name], f'{fixed[name]:g}')}" for name in names if name in fixed)
+    return " and ".join(said)

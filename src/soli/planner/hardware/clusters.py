@@ -77,9 +77,8 @@ def read_cluster(text: str) -> Cluster:
 
 def _vast(node: int, nodes: int) -> list[Problem]:
     """What to say of more devices than a cluster has."""
-    if node * nodes <= LARGEST:
-        return []
-    return [Problem("no cluster has so many devices", f"{nodes} servers of {node}", f"{LARGEST:,} devices at most")]
+    said = Problem("no cluster has so many devices", f"{nodes} servers of {node}", f"{LARGEST:,} devices at most")
+    return [said] * (node * nodes > LARGEST)
 
 
 def unknown(name: str, given: str = "--cluster mine.toml") -> Problem:
@@ -112,12 +111,10 @@ def _of_file(path: Path) -> Cluster:
     own = {key: value for key, value in said.items() if key not in ("like", "nodes", "network")}
     tflops, network = {**usual["tflops"], **said.get("tflops", {})}, said.get("network", "")
     device, problems = joined(Device(**{**usual, **own, "tflops": tflops, "source": str(path)}), network)
-    raise_all(problems)
+    raise_all(problems + _vast(device.node, said.get("nodes", 1)))
     # which count beside a network's name
     numbers = {key: value for key, value in own.items() if key in NUMBERS}
-    device = replace(device, **numbers)
-    raise_all(_vast(device.node, said.get("nodes", 1)))
-    return Cluster(device, said.get("nodes", 1), network)
+    return Cluster(replace(device, **numbers), said.get("nodes", 1), network)
 
 
 def _unfit(path: Path, key: str, value: Any) -> Problem | None:
