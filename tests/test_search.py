@@ -261,7 +261,7 @@ def test_so_many_microbatches_are_of_each_replica(framework: str, batch: int) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("tp=0", "a whole number above 0"), ("tp=²", "a whole number above 0"), (" ", "nothing is said"), ("sp=yes", "on, off"), ("zero=4", "0, 1, 2, 3"), ("tq=2", "'tq' cannot be fixed"),
+        ("precision=fp32", "allowed bf16, fp16, fp8"), ("tp=0", "a whole number above 0"), ("tp=²", "a whole number above 0"), (" ", "nothing is said"), ("sp=yes", "on, off"), ("zero=4", "0, 1, 2, 3"), ("tq=2", "'tq' cannot be fixed"),
         ("recompute=half", "none, selective, full"), ("tp=2,tp=4", "fixed twice"), ("tp", "got     nothing"),
     ],
 )  # fmt: skip
@@ -344,6 +344,15 @@ def test_the_command_says_a_length_that_nobody_said_and_counts_parameters_in_who
     given = json.loads(soli("plan", str(config), *words, "--seq", "8192", "--framework", "fsdp", "--json").stdout)
     assert given["best"] == said["best"]
     assert not given["inferred"]
+
+
+def test_a_precision_that_is_fixed_is_asked_for(config: Path) -> None:
+    words = ["--cluster", "h100:8", "--global-batch", "16", "--count", "1", "--framework", "megatron", "--json"]
+    done = soli("plan", str(config), *words, "--fix", "precision=fp8")
+    assert done.returncode == 0, done.stderr
+    assert "precision=fp8" in json.loads(done.stdout)["best"][0]["plan"]
+    done = soli("plan", str(config), *words, "--fix", "precision=fp8", "--precision", "bf16")
+    assert "precision=fp8 is fixed, and bf16 is asked for" in done.stderr
 
 
 @pytest.mark.parametrize(

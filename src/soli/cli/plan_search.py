@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from soli.planner.models import Model
     from soli.planner.task import Task
 
-PRECISIONS = ("bf16", "fp16", "fp8")
 MODELS = (
     "A published model (llama-3-70b), a Hugging Face config.json, or the directory that has one; one of soli's by its sizes (gpt:vocab=51200,dim=4096,layers=32,heads=32); or FILE.py:NAME, a function that returns (model, batch) or "
     "(model, batch, loss_fn), on the meta device if it is large (examples/plan_model.py:llama_8b)."
@@ -71,16 +70,18 @@ def search(
         raise SoliError("--whatif answers its own questions", fix="ask --html and --why-not in a run without it")
     made = read_cluster(cluster)
     known, inferred = read(model)
-    precision = precision or ("bf16" if "bf16" in made.device.tflops else "fp16")
-    asked = ",".join(_one_of("precision", name.strip(), PRECISIONS) for name in precision.split(","))
+    usual = "bf16" if "bf16" in made.device.tflops else "fp16"
+    names = (name.strip() for name in (precision or usual).split(","))
+    asked = ",".join(_one_of("precision", name, tuple(explain.WORDS["precision"])) for name in names)
     own = programs.named(model) is not None or model.partition(":")[0] in programs.OWN  # a program, which has its length
     tokens = seq or (known.seq if own else min(known.seq or LONGEST, LONGEST))
     if not seq and not known.seq:
         inferred = (*inferred, f"it says no length: sequences are of {tokens} tokens, if --seq does not say otherwise")
     task = Task(
-        known, made, batch, tokens, asked, _bytes(memory), explain.fixed_of(",".join(fix)) if fix else {},
-        _one_of("framework", framework.replace("torchtitan", "fsdp"), FRAMEWORKS),
+        known, made, batch, tokens, asked, _bytes(memory), framework=_one_of("framework", framework.replace("torchtitan", "fsdp"), FRAMEWORKS)
     )  # fmt: skip
+    fixed = explain.fixed_of(",".join(fix)) if fix else {}
+    task = replace(task, fixed=fixed) if precision else task.with_fixed(fixed)  # which asks for a precision too
     said: dict[str, Any] = {
         "model": known.name, "parameters": round(known.parameters), "active_parameters": round(known.used), "cluster": str(made), "devices": made.size, "global_batch": batch, "seq": tokens,
         "assumed": explain.assumed(task), "inferred": list(inferred),

@@ -39,7 +39,7 @@ SHARDING = ("zero", "replicate", "offload")
 TENSORS = {name: shape for shape, name in SHAPES.items()}
 CONTEXTS = {"ring": points.RING, "ulysses": points.ULYSSES}
 WORDS: dict[str, dict[str, float]] = {
-    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "precision": {name: float(i) for i, name in enumerate(points.PRECISIONS)}, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "precision": {name: float(points.PRECISIONS.index(name)) for name in ("bf16", "fp16", "fp8")}, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
 }  # fmt: skip
 """Of what is fixed what is no number above 0."""
 USUAL = {"schedule": points.ONE, "chunks": 1.0, "recompute": points.NONE, "zero": 0.0, "offload": 0.0}
