@@ -15,6 +15,7 @@ from everyplan import spaces
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.planner import explain
+from soli.planner import search as planner_search
 from soli.planner.cost import memory
 from soli.planner.cost.points import FULL, NONE
 from soli.planner.hardware.clusters import read_cluster
@@ -126,6 +127,13 @@ def test_what_cannot_hold_a_model_says_what_would() -> None:
     assert "lacks" in str(refused.value)
     assert len(search(replace(asked, cluster=replace(asked.cluster, nodes=nodes))).points)
     assert not len(search(replace(asked, cluster=replace(asked.cluster, nodes=nodes // 2))).points)
+
+
+@pytest.mark.parametrize("least", [1, 5, 7, 11, 47, 50, 16384, 20000])
+def test_the_fewest_servers_are_found_between_powers_of_two(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are tried up to 48, of more every sixteenth between a power of two, or three times one, and the next."""
+    monkeypatch.setattr(planner_search, "holds", lambda asked: asked.cluster.nodes >= least)
+    assert enough(task()) == (None if least == 20000 else least)
 
 
 @pytest.mark.parametrize(

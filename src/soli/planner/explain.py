@@ -219,9 +219,8 @@ def lacking(found: Found) -> str:
 def _nothing(found: Found) -> SoliError:
     task = found.task
     nodes, node = enough(task), task.cluster.device.node
-    fix = "more memory a device, or a smaller model"
-    if nodes is not None:
-        fix = f"{nodes} servers of {node} would hold it ({nodes * node} devices)"
+    more = f"{nodes} servers of {node} would hold it ({(nodes or 0) * node} devices)"
+    fix = more if nodes else "more memory a device, or a smaller model"
     what = f"{task.cluster} cannot hold {task.model.name} under any of {found.counted} plans"
     return SoliError(what, got=lacking(found), allowed=f"{task.limit / GB:.1f} GB a device", fix=fix)
 

@@ -314,5 +314,8 @@ def simplest(found: Found, near: float) -> int:
 
 
 def enough(task: Task) -> int | None:
-    """The fewest servers on which a plan fits, of powers of two and three times those; None up to MOST."""
-    return next((n for n in SERVERS if holds(replace(task, cluster=replace(task.cluster, nodes=n)))), None)
+    """The fewest servers on which a plan fits, of SERVERS and of up to 16 between the first of them that do and the one before; None up to MOST."""
+    fits = lambda nodes: holds(replace(task, cluster=replace(task.cluster, nodes=nodes)))
+    most = next(filter(fits, SERVERS), 0)
+    less = max((n for n in SERVERS if n < most), default=0)
+    return next(filter(fits, range(most, less, -max((most - less) // 16, 1))[::-1]), None)
