@@ -638,6 +638,15 @@ def test_intervals_of_what_was_measured_hold_what_was_not() -> None:
     assert np.median(widths) < law.time_high_s / law.time_low_s
 
 
+def test_a_run_fits_in_less_than_all_unless_it_was_made_to() -> None:
+    row = ROW | {"recompute": "none"}
+    whole = predict([row])[0].predicted_memory_gb * 1e9 / read(row).device.usable * read(row).device.memory_gib
+    for share, fits in ((0.94, True), (0.97, False), (1.02, False)):
+        size = {"gpu": f"A100 {whole / share:.3f}GB"}
+        assert predict([row | size])[0].feasible is fits, (share, size)
+        assert predict([row | size | {"recompute": ""}])[0].feasible
+
+
 def test_too_few_measured_rows_are_refused() -> None:
     few = table("planner_vtrain_single")[:7]
     with pytest.raises(SoliError, match="so few") as refused:
