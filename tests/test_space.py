@@ -24,7 +24,7 @@ from soli.planner.cost.step import layer as layer_of
 from soli.planner.cost.step import layers as layers_of
 from soli.planner.cost.step import step
 from soli.planner.models import Model
-from soli.planner.offers import SCHEDULES
+from soli.planner.offers import SCHEDULES, TENSORS
 from soli.planner.search import (  # fmt: skip
     FEW_WAYS,
     begun,
@@ -36,7 +36,6 @@ from soli.planner.search import (  # fmt: skip
     search,
     thriftiest,
 )
-from soli.planner.space import TENSORS
 from soli.planner.task import Task
 from test_cost import BASE, ONE, point
 from test_search import LLAMA, SMALL, task

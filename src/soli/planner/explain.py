@@ -17,9 +17,8 @@ from soli.planner.cost.constants import chain, sets, spread_of
 from soli.planner.cost.points import Points
 from soli.planner.cost.step import Step
 from soli.planner.models import Model
-from soli.planner.offers import SOME
+from soli.planner.offers import SOME, WORDS, spelt
 from soli.planner.search import Found, chosen, constants_of, different, enough, plan_of, search, simplest
-from soli.planner.space import WORDS, spelt
 from soli.planner.task import FIXED, Task, problems
 
 GB = 1e9

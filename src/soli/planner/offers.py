@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from soli.core.errors import Problem
 from soli.core.plan import RECOMPUTE
 from soli.core.tables import table
+from soli.planner.cost import points
 from soli.planner.cost.points import CUBE, DUALPIPEV, GPIPE, GRID, INTERLEAVED, LINE, ONE, RING, ZBH1, ZBV
 from soli.planner.legality import BUILT
 
@@ -15,7 +16,14 @@ SOME = 3.0
 """Of `recompute`, where it is fixed: some layers of each stage are computed again, and some not."""
 SCHEDULES = {"1f1b": ONE, "interleaved": INTERLEAVED, "gpipe": GPIPE, "zbh1": ZBH1, "zbv": ZBV, "dualpipev": DUALPIPEV}  # fmt: skip
 NAMED = {value: name for name, value in SCHEDULES.items()}
-SHAPES = {LINE: "1d", GRID: "2d", CUBE: "3d"}
+LEVELS = {"none": points.NONE, "selective": points.SELECTIVE, "full": points.FULL}
+OFFLOADS = {"none": 0.0, "optimizer": 1.0}
+TENSORS = {"1d": LINE, "2d": GRID, "3d": CUBE}
+CONTEXTS = {"ring": RING, "ulysses": points.ULYSSES}
+WORDS: dict[str, dict[str, float]] = {
+    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "precision": {name: float(points.PRECISIONS.index(name)) for name in ("bf16", "fp16", "fp8")}, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+}  # fmt: skip
+"""Of what is fixed what is no number above 0."""
 LACKS = {
     "ep": len(BUILT["ep"]) == 1,
     "some": not any(value not in RECOMPUTE for value in BUILT["recompute"]),
@@ -61,3 +69,9 @@ def unable(framework: str, fixed: Mapping[str, float], precisions: Sequence[str]
         )
         if asked and not chooses(framework, name)
     ]  # fmt: skip
+
+
+def spelt(fixed: Mapping[str, float], *only: str, between: str = ", ") -> str:
+    """What is fixed, or some of it, as `fixed_of` reads it."""
+    names = {name: {value: word for word, value in values.items()} for name, values in WORDS.items()}
+    return between.join(f"{name}={names.get(name, {}).get(fixed[name], f'{fixed[name]:g}')}" for name in only or fixed if name in fixed)

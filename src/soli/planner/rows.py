@@ -144,7 +144,7 @@ def framework(row: Mapping[str, str]) -> str:
     if found not in (spellings.PYTORCH, spellings.OTHER):
         return found
     shard = spellings.affirmed(text(row, "shard"))
-    if re.search(r"fsdp\b|full_shard|hybrid_shard|shard_grad_op" if found == spellings.OTHER else r"fsdp|_shard|shard_", shard):
+    if re.search(r"fsdp|(?:full|fully|hybrid|no)_shard|shard_grad_op", shard):
         return spellings.FSDP
     if found == spellings.OTHER:
         return found

@@ -19,8 +19,8 @@ from soli.planner.bounds import SLACK, constants_of, high
 from soli.planner.cost import memory
 from soli.planner.cost.points import FULL, GRID, INTERLEAVED, NONE, ONE, PRECISIONS, Array, Points
 from soli.planner.cost.step import Step, seconds, step
-from soli.planner.offers import NAMED
-from soli.planner.space import CONTEXTS, LEVELS, TENSORS, Places, Table, points_of
+from soli.planner.offers import CONTEXTS, LEVELS, NAMED, TENSORS, spelt
+from soli.planner.space import Places, Table, points_of
 from soli.planner.task import FIXED, Task, problems
 
 MOST = 16384  # servers
@@ -258,7 +258,7 @@ def _sorted(kept: list[tuple[Table, Array]], worst: float) -> Table:
 def _none(task: Task) -> Problem:
     """Why no plan is in the space."""
     model, mesh = task.model, space.meshes(task)
-    said = space.spelt(task.fixed or {})
+    said = spelt(task.fixed or {})
     least = int(mesh[:, 3].min()) if len(mesh) else 0
     return Problem(
         f"no plan shares {task.batch} sequences of {task.seq} tokens among the {task.cluster.size} devices",

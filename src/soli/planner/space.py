@@ -23,7 +23,7 @@ from soli.planner.cost.points import Array, Points, of_device
 from soli.planner.cost.programs import of_program
 from soli.planner.cost.states import of_states
 from soli.planner.legality import divisors
-from soli.planner.offers import NAMED, SCHEDULES, SHAPES, SOLI, SOME, chooses
+from soli.planner.offers import LEVELS, NAMED, SOLI, SOME, chooses
 from soli.planner.task import Task
 
 Table = dict[str, Array]
@@ -32,16 +32,8 @@ Places = NDArray[np.int64]
 WIDEST = {"tp": 64, "cp": 64}
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
-LEVELS = {"none": points.NONE, "selective": points.SELECTIVE, "full": points.FULL}
-OFFLOADS = {"none": 0.0, "optimizer": 1.0}
 PLACED = ("tp", "cp", "pp", "dp", "ep", "tensor", "rows")
 SHARDING = ("zero", "replicate", "offload")
-TENSORS = {name: shape for shape, name in SHAPES.items()}
-CONTEXTS = {"ring": points.RING, "ulysses": points.ULYSSES}
-WORDS: dict[str, dict[str, float]] = {
-    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "precision": {name: float(points.PRECISIONS.index(name)) for name in ("bf16", "fp16", "fp8")}, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
-}  # fmt: skip
-"""Of what is fixed what is no number above 0."""
 USUAL = {"schedule": points.ONE, "chunks": 1.0, "recompute": points.NONE, "zero": 0.0, "offload": 0.0}
 """What a layout is taken to have until it is chosen."""
 
@@ -62,13 +54,6 @@ def distinct(rows: Array) -> tuple[Places, Places]:
     sizes = tuple((whole.max(axis=0, initial=0) + 1).tolist())
     _, first, place = np.unique(np.ravel_multi_index(tuple(whole.T), sizes), return_index=True, return_inverse=True)
     return whole[first], place
-
-
-def spelt(fixed: Mapping[str, float]) -> str:
-    """What is fixed, as `fixed_of` reads it."""
-    names = {name: {value: word for word, value in values.items()} for name, values in WORDS.items()}
-    said = (f"{name}={names.get(name, {}).get(value, f'{value:g}')}" for name, value in fixed.items())
-    return ", ".join(said)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------

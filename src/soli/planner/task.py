@@ -12,7 +12,7 @@ from soli.planner.cost.points import CUBE, GRID, INTERLEAVED, LINE, ONE, PRECISI
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.legality import divisors
 from soli.planner.models import Model
-from soli.planner.offers import NAMED, SHAPES, SOLI, unable
+from soli.planner.offers import NAMED, SOLI, spelt, unable
 
 FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch", "microbatches", "ep", "replicate", "context", "offload", "schedule", "tensor", "rows", "precision")  # fmt: skip
 """What the user may fix; `microbatch` is in sequences, `microbatches` are those of a replica, without a pipeline too."""
@@ -121,7 +121,7 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
         f"zero={fixed.get('zero', 0):g} and dp=1 contradict each other: ZeRO shards over dp": fixed.get("zero", 0) > 0 and one("dp", "cp"),
         "offload=optimizer and zero=0 contradict each other: what is sharded is moved": fixed.get("offload") and fixed.get("zero") == 0,
         "context=ulysses and cp=1 contradict each other: attention crosses the ranks of cp": fixed.get("context") and one("cp"),
-        f"rows={fixed.get('rows', 1):g} are of a grid, which tensor={SHAPES[fixed.get('tensor', GRID)]} is not": "rows" in fixed and fixed.get("tensor", GRID) != GRID,
+        f"rows={fixed.get('rows', 1):g} are of a grid, which {_said(fixed, 'tensor')} is not": "rows" in fixed and fixed.get("tensor", GRID) != GRID,
         "sp=on and a grid contradict each other: a grid has cut what sp cuts": fixed.get("sp") and grid,
         f"schedule={NAMED[fixed.get('schedule', ONE)]} and a grid contradict each other: its products compute both gradients at once": grid and fixed.get("schedule", ONE) >= ZBH1,
         f"replicate={fixed.get('replicate', 1):g} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
@@ -135,7 +135,4 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
 
 
 def _said(fixed: Mapping[str, float], *names: str) -> str:
-    """Those of them that are fixed, in words."""
-    words = {"schedule": NAMED, "tensor": SHAPES}
-    said = (f"{name}={words.get(name, {}).get(fixed[name], f'{fixed[name]:g}')}" for name in names if name in fixed)
-    return " and ".join(said)
+    return spelt(fixed, *names, between=" and ")
