@@ -123,5 +123,5 @@ def arrays(rows: Sequence[Row]) -> tuple[Points, Measured]:
         for name in ("time", "memory", "states")
     )
     # That a run fitted says something of memory where the row says all that memory depends on.
-    fits = np.array([np.nan if row.inferred else float(row.fits) for row in rows])
+    fits = np.array([float(row.fits) if row.whole else np.nan for row in rows])
     return points([row.point for row in rows]), Measured(times, memories, states, fits)

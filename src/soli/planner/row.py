@@ -8,7 +8,7 @@ from soli.planner.hardware.devices import Device
 
 Said = dict[str, float | None]
 """A row's numbers, by their names here (columns.toml)."""
-RECOMPUTE, SIZE, DEVICES, GROUP, BY_EYE = ("recompute=", "microbatch=", "gpus=", "shard_group=", "a time read by eye")
+RECOMPUTE, SIZE, DEVICES, GROUP, KERNEL, BY_EYE = ("recompute=", "microbatch=", "gpus=", "shard_group=", "attention=", "a time read by eye")
 
 
 @dataclass
@@ -37,6 +37,11 @@ class Row:
     def unsaid(self) -> bool:
         """Whether it leaves out what is recomputed."""
         return any(word.startswith(RECOMPUTE) for word in self.inferred)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it says all that memory depends on: the kernel of attention goes with a framework and its devices."""
+        return all(word.startswith(KERNEL) for word in self.inferred)
 
     @property
     def chosen(self) -> bool:

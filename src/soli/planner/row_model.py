@@ -10,8 +10,8 @@ from soli.planner.columns import COLUMNS
 from soli.planner.cost.programs import MEGATRON, TESTS, WORDS, tells
 from soli.planner.models import Model, compressed
 from soli.planner.published import named, plain_name
-from soli.planner.row import Row, Said
-from soli.planner.spellings import FSDP, OTHER, affirmed, meant, switch
+from soli.planner.row import KERNEL, Row, Said
+from soli.planner.spellings import FSDP, affirmed, meant, switch
 
 MOE = re.compile(r"(\d+)\s*e(?:xperts)?[\s,/]*top[\s-]*(\d+)(?:\s*\+\s*(\d+)\s*shared)?", re.I)
 LONG = 2048.0
@@ -227,6 +227,5 @@ def _kernel(row: Mapping[str, str], point: Mapping[str, float], found: Row, back
     # Of those that FlashAttention runs on, models with gates and long sequences came after it.
     since = point.get("gated") or point.get("seq", 0.0) > LONG or (found.plain and meant("second_torch", affirmed(said)))
     later = found.generation in ("ampere", "cdna2") and since
-    if later or found.plain or found.framework == OTHER:
-        found.inferred.append(f"attention={'flash' if later else 'scores kept'}")
+    found.inferred.append(f"{KERNEL}{'flash' if later else 'scores kept'}")
     return float(bool(later))

@@ -13,7 +13,7 @@ from math import ceil, gcd
 
 from soli.planner import spellings
 from soli.planner.cells import SILENT, number, text, true
-from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, spelt, told_by, unread
+from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, WORDS, spelt, told_by, unread
 from soli.planner.combined import combined
 from soli.planner.cost import memory
 from soli.planner.cost import points as cost
@@ -331,6 +331,9 @@ def _recomputed(
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
         return level, 0.0
     level, share, count = read
+    said_by = {bool(other[0]): one for one in WORDS["recompute"] if (other := spellings.recomputation(text(row, one)))}
+    if len(said_by) > 1:
+        found.refused.append(" and ".join(f"{one}={text(row, one)}" for one in said_by.values()) + " cannot both be")
     listed = spellings.modules(words) if level == SELECTIVE and found.framework != spellings.FSDP else None
     if listed is not None:
         parts = {name: spellings.TABLES["parts"].get(name) for name in listed}
