@@ -224,8 +224,10 @@ def test_solis_models_are_planned_by_their_sizes() -> None:
         ("gpt:wide=3", "gpt has no such size"),
         ("gpt:vocab=x", "no such size"),
     ):
-        done = soli("plan", text, "--cluster", "h100:8", "--global-batch", "64")
+        done = soli("plan", text, "--cluster", "h100:8", "--global-batch", "64", "--json")
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+        error = json.loads(done.stdout)["error"]
+        assert (error["exit_code"], error["problems"][0]["what"] in done.stderr) == (2, True)
 
 
 def test_layers_without_experts_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 
@@ -38,10 +39,12 @@ app.command("env")(env.env)
 
 
 def main() -> None:
-    """The entry point: a SoliError is one screen and its exit code."""
+    """The entry point: a SoliError is one screen and its exit code; under --json an object too, on the standard output."""
     try:
         app()
     except SoliError as error:
+        if "--json" in sys.argv and sys.argv[1] != "run":  # whose words are its program's
+            print(json.dumps({"error": error.to_json()}, indent=1))
         print(render(error), file=sys.stderr)
         sys.exit(error.exit_code)
 
