@@ -35,10 +35,7 @@ def main() -> None:
                 found, cpu = measure(system, environment, n, args.largest)
                 shares.append(probe.cpu_shares(before, probe.cpu_ticks(), cpu))
                 raw[f"{system} {n}"].append(found)
-                print(
-                    f"round {turn + 1}/{args.rounds} {system} {n} ranks: {found.get('error', 'ok')}",
-                    flush=True,
-                )
+                print(f"round {turn + 1}/{args.rounds} {system} {n} ranks: {found.get('error', 'ok')}", flush=True)
         result = {
             **record.head(),
             "rounds": args.rounds,

@@ -32,25 +32,12 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=128.0, help="MiB that a step may grow a rank by")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "context", help="without a suffix")
     args = parser.parse_args()
-    result: dict = {
-        **record.head(),
-        "timed": TIMED,
-        "deep": DEEP,
-        "tokens": args.tokens,
-        "budget_mib": args.budget,
-    }
+    result: dict = {**record.head(), "timed": TIMED, "deep": DEEP, "tokens": args.tokens, "budget_mib": args.budget}
     runs: dict[tuple[str, int, int], list[list[dict]]] = {}
     for _ in range(args.rounds):
         for name, ranks, threads in timed(args.ranks):
             plan, apart = KINDS[name]
-            words = [
-                "--plan",
-                plan.format(ranks),
-                "--config",
-                json.dumps(TIMED),
-                "--tokens",
-                str(args.tokens),
-            ]
+            words = ["--plan", plan.format(ranks), "--config", json.dumps(TIMED), "--tokens", str(args.tokens)]
             words += ["--contiguous"] if apart else []
             found = started(words, ranks, {"OMP_NUM_THREADS": str(threads)})
             runs.setdefault((name, ranks, threads), []).append(found)

@@ -55,11 +55,7 @@ PEERS = {
         # builds its shared-memory operator now (a minute of g++), not inside the first measured run
         check="from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load()",
         packages=("deepspeed",),
-        variables=(
-            ("DS_ACCELERATOR", "cpu"),
-            ("DS_BUILD_OPS", "0"),
-            ("TORCH_EXTENSIONS_DIR", "{env}/extensions"),
-        ),
+        variables=(("DS_ACCELERATOR", "cpu"), ("DS_BUILD_OPS", "0"), ("TORCH_EXTENSIONS_DIR", "{env}/extensions")),
     ),
     "colossalai": Spec(
         installs=(

@@ -62,10 +62,7 @@ def cases() -> dict[str, tuple[torch.nn.Module, Model]]:
     )  # fmt: skip
     return {
         "gpt": (GPT(GPTConfig(**gpt, context=1024)), said(gpt, 16, 4 * 1536, False, True, 1024)),
-        "llama": (
-            Llama(LlamaConfig(**llama, groups=4, hidden=5632)),
-            said(llama, 4, 5632, True, False, 2048),
-        ),
+        "llama": (Llama(LlamaConfig(**llama, groups=4, hidden=5632)), said(llama, 4, 5632, True, False, 2048)),
     }
 
 

@@ -53,10 +53,7 @@ def main() -> None:
         model, network, ranks = one.split(":")
         hosts, rate = NETWORKS[network]
         command = [str(RANK), "--model", model, *([] if args.all else ["--within", str(WITHIN)])]
-        with (
-            lab(Network(hosts, int(ranks) // hosts, rate, 0.0)) as made,
-            tempfile.TemporaryDirectory() as cache,
-        ):
+        with lab(Network(hosts, int(ranks) // hosts, rate, 0.0)) as made, tempfile.TemporaryDirectory() as cache:
             if args.reuse and "measured" in rows.get(one, {}):
                 known = Path(cache) / "known.json"
                 before = {"plans": rows[one]["measured"], "slow": rows[one]["slow"]}
@@ -68,19 +65,10 @@ def main() -> None:
             if not outcome.error:
                 kept.unlink(missing_ok=True)
         head = record.head()
-        row = {
-            "model": model,
-            "network": network,
-            "ranks": int(ranks),
-            "rate": spell(rate),
-            "date": head["date"],
-        }
+        row = {"model": model, "network": network, "ranks": int(ranks), "rate": spell(rate), "date": head["date"]}
         row |= {"error": outcome.error} if outcome.error else judged(outcome.records[0], int(ranks))
         rows[one] = row
-        print(
-            {k: v for k, v in row.items() if k not in ("measured", "predicted", "auto_ran", "probe_ran")},
-            flush=True,
-        )
+        print({k: v for k, v in row.items() if k not in ("measured", "predicted", "auto_ran", "probe_ran")}, flush=True)
         result = {**head, "rows": [rows[name] for name in EVERY if name in rows]}
         record.write(result, page(result), OUT)
     print(page(result))

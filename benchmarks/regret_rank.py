@@ -38,10 +38,7 @@ def models() -> dict:
     images = {"images": pixels, "targets": torch.arange(ROWS) % 10}
     return {
         "gpt": (lambda: GPT(GPTConfig(vocab=VOCAB, context=TOKENS, dim=128, layers=6, heads=4)), text),
-        "llama": (
-            lambda: Llama(LlamaConfig(vocab=VOCAB, dim=256, layers=3, heads=8, groups=4, hidden=704)),
-            text,
-        ),
+        "llama": (lambda: Llama(LlamaConfig(vocab=VOCAB, dim=256, layers=3, heads=8, groups=4, hidden=704)), text),
         "bert": (lambda: Bert(BertConfig(vocab=VOCAB, dim=96, layers=8, heads=4, context=TOKENS)), masked),
         "vit": (lambda: ViT(ViTConfig(classes=10, dim=192, layers=4, heads=4)), images),
     }

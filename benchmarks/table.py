@@ -85,11 +85,7 @@ def row(name: str, rounds: list[dict], reference: list[float] | None) -> dict:
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median, least and most."""
-    return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-    }
+    return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
 
 
 def markdown(result: dict) -> str:

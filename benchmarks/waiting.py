@@ -39,10 +39,7 @@ def main() -> None:
                 runs.setdefault((backend, n), []).append(outcome.records)
                 print(f"{backend}, {n} ranks: ok", flush=True)
     rows = [row(backend, n, records) for (backend, n), records in runs.items()]
-    result = {
-        **record.head(),
-        "rows": rows,
-    }
+    result = {**record.head(), "rows": rows}
     lines = [
         f"{result['date']}, `{result['command']}`, {result['machine']['cores']} cores. Medians of {args.rounds} rounds.",
         "",
@@ -61,12 +58,7 @@ def row(backend: str, n: int, rounds: list[list[dict]]) -> dict:
     """Medians over the rounds; of the waiting ranks the one that spent most, of the computing ones the slower."""
     idle = [max(r["idle_s"] for r in records[1:]) for records in rounds]
     busy = [max(r["with"] for r in records[:2]) / max(r["alone"] for r in records[:2]) for records in rounds]
-    return {
-        "backend": backend,
-        "ranks": n,
-        "idle_ms": 1e3 * statistics.median(idle),
-        "busy": statistics.median(busy),
-    }
+    return {"backend": backend, "ranks": n, "idle_ms": 1e3 * statistics.median(idle), "busy": statistics.median(busy)}
 
 
 def rank(backend: str, out: Path) -> None:

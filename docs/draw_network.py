@@ -32,12 +32,7 @@ def main() -> None:
     handles = [plt.Line2D([], [], color=c, marker="o", linestyle="") for c in COLOURS.values()]
     handles.append(plt.Line2D([], [], color=INK, marker="o", linestyle="", markerfacecolor="white"))
     figure.legend(
-        handles,
-        [*NAMES.values(), "by the closed forms"],
-        frameon=False,
-        fontsize=8,
-        ncols=5,
-        loc="upper center",
+        handles, [*NAMES.values(), "by the closed forms"], frameon=False, fontsize=8, ncols=5, loc="upper center"
     )
     figure.tight_layout(rect=(0, 0, 1, 0.94))
     out = HERE / "pictures" / "network.svg"

@@ -181,10 +181,7 @@ def three_d() -> plt.Figure:
 
 def volumes(tokens: float) -> dict[str, list[tuple[int, float]]]:
     """Elements that one layer of a GPT moves, forward and backward, all ranks together: by kind, over ranks."""
-    x, w = (
-        9 * tokens * WIDTH,
-        12 * WIDTH**2,
-    )  # q, k, v apart: inputs of products (outputs are as many), weights
+    x, w = (9 * tokens * WIDTH, 12 * WIDTH**2)  # q, k, v apart: inputs of products (outputs are as many), weights
     found: dict[str, list[tuple[int, float]]] = {
         "1d, with or without sp": [(p, 8 * (p - 1) * tokens * WIDTH) for p in POWERS],
         "2d": [(q * q, 3 * (q - 1) * (x + w)) for q in range(2, 23)],
@@ -287,11 +284,7 @@ def zigzag() -> plt.Figure:
         note(axes, x + 4, -0.7, title, size=9)
         note(axes, x + 4, 8.6, "work of ranks 0 to 3: " + ", ".join(map(str, work)), size=8)
     note(
-        axes,
-        10,
-        9.5,
-        "rows: 8 pieces of queries with their rank; columns: keys; a piece with itself counts half",
-        GREY,
+        axes, 10, 9.5, "rows: 8 pieces of queries with their rank; columns: keys; a piece with itself counts half", GREY
     )
     return axes.figure
 
@@ -301,10 +294,7 @@ def ulysses() -> plt.Figure:
     axes = canvas(7.4, (-1.4, 15.4), (-1.0, 8.0))
     sizes, reads = (2, 2, 1, 1), (("0", "1"), ("2", "3"), ("4",), ("5",))
     keys = ("0", "1", "2", "2")
-    for x, title in (
-        (0, "before: its positions, all heads"),
-        (8.6, "in attention: all positions, its heads"),
-    ):
+    for x, title in ((0, "before: its positions, all heads"), (8.6, "in attention: all positions, its heads")):
         note(axes, x + 3, -0.6, title)
     for rank in range(4):
         cell(axes, 1.5 * rank, 0, 1.5, 4.2, RANKS[rank], f"rank {rank}")
@@ -342,11 +332,7 @@ def scores() -> plt.Figure:
     note(axes, 4.6, 4.7, "RingQK: K goes round,\np - 1 exchanges")
     note(axes, 10.2, 4.7, "RingAV: V goes round,\np - 1 exchanges")
     note(
-        axes,
-        7.6,
-        5.9,
-        "backward: V, then K, go round again; dV and dK go round as sums and end at their owners",
-        GREY,
+        axes, 7.6, 5.9, "backward: V, then K, go round again; dV and dK go round as sums and end at their owners", GREY
     )
     return axes.figure
 

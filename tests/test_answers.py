@@ -10,16 +10,17 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from soli.core.errors import SoliError
 from soli.core.pipelines import order, played
 from soli.planner import explain, whatif
 from soli.planner.cost import memory, pipeline
 from soli.planner.cost.constants import MEANINGS, repeated
-from soli.planner.cost.points import points
+from soli.planner.cost.points import ZBV, points
 from soli.planner.cost.ranks import ranks
 from soli.planner.hardware.clusters import read_cluster
-from soli.planner.page import page
+from soli.planner.page import _timeline, page
 from soli.planner.published import named, of_entry
 from soli.planner.search import Task, search
 from test_cost import BASE, ONE, point
@@ -119,6 +120,23 @@ def test_the_page_has_the_plans_and_its_pictures_and_fetches_nothing() -> None:
     told = page(asked, found, [], ("a < b",))
     assert told == page(asked, found, [], ("a < b",))
     assert "Read from the model: a &lt; b." in told
+
+
+def test_a_step_is_drawn_to_its_end_or_it_is_said_that_it_is_not() -> None:
+    """Of one rank: its layers and tables, the gradients' sums and the update. Of a schedule of other halves nothing."""
+    asked = task(batch=64, fixed={"pp": 1.0}, cluster="h200:8x2")
+    found = search(asked)
+    cost = found.cost
+    axes = Figure().add_subplot()
+    _timeline(axes, asked, explain.answer(asked, 1), found)
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    spent = [cost.layers[0] + cost.tables[0], cost.gradients[0], cost.update[0]]
+    assert ends[-3:] == pytest.approx(np.cumsum(spent))
+    assert spent[1] > 0 < spent[2]
+    other = task(cluster="h200:8x2", batch=64, fixed={"pp": 4.0, "schedule": ZBV})
+    text = page(other, explain.answer(other, 1), [])
+    assert text.count("<svg") == 3
+    assert f"A step of the first plan is not drawn: {explain.answer(other, 1).best[0].plan}." in text
 
 
 # --- questions --------------------------------------------------------------------------------------------

@@ -90,9 +90,7 @@ def freezing(plan: str, folder: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
-def test_layers_are_frozen_and_unfrozen_by_a_checkpoint_under_every_plan(
-    pool: Pool, tmp_path: Path, plan: str
-) -> None:
+def test_layers_are_frozen_and_unfrozen_by_a_checkpoint_under_every_plan(pool: Pool, tmp_path: Path, plan: str) -> None:
     assert pool.run(freezing, plan, str(tmp_path / "c"), ranks=2) == [[True] * 5] * 2
 
 

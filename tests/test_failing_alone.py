@@ -101,9 +101,7 @@ def failing(backend: str, plan: str, where: str, steps: int, path: str) -> tuple
         ("local", "dp=2,zero=1", "update", 1),
     ],
 )
-def test_others_raise_its_words(
-    pool: Pool, tmp_path: Path, backend: str, plan: str, where: str, steps: int
-) -> None:
+def test_others_raise_its_words(pool: Pool, tmp_path: Path, backend: str, plan: str, where: str, steps: int) -> None:
     ranks = 4 if "," in plan and "p=2" in plan.split(",")[1] else 2
     stage = " (stage 1)" * ("pp=2" in plan)
     *others, alone = pool.run(failing, backend, plan, where, steps, str(tmp_path / "store"), ranks=ranks, deadline=30)

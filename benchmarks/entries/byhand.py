@@ -53,9 +53,5 @@ def build_optimizer(mode: str, model: nn.Module) -> torch.optim.Optimizer:
     if mode != "zero1":
         return workload.build_optimizer(model.parameters())
     return ZeroRedundancyOptimizer(
-        model.parameters(),
-        torch.optim.AdamW,
-        parameters_as_bucket_view=True,
-        lr=workload.LEARNING_RATE,
-        fused=True,
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=workload.LEARNING_RATE, fused=True
     )

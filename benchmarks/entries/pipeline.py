@@ -52,9 +52,7 @@ def build(mode: str, size: str) -> Step:
     made = [PipelineStage(m, number, stages, torch.device("cpu")) for m, number in zip(modules, numbers, strict=True)]
     microbatches = workload.SIZES[size].batch
     schedule = getattr(schedules, name)(
-        made[0] if name in ("ScheduleGPipe", "Schedule1F1B") else made,
-        microbatches,
-        loss_fn=workload.mean_loss,
+        made[0] if name in ("ScheduleGPipe", "Schedule1F1B") else made, microbatches, loss_fn=workload.mean_loss
     )
     optimizer = workload.build_optimizer([p for module in modules for p in module.parameters()])
     ends = next(

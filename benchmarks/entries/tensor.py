@@ -66,10 +66,7 @@ class Block(nn.Module):
         self.norm1, self.norm2, self.head_width = block.norm1, block.norm2, width // heads
         for name, weight, bias in zip("qkv", block.qkv.weight.chunk(3), block.qkv.bias.chunk(3), strict=True):
             layer = nn.Linear(width, width)
-            layer.weight, layer.bias = (
-                nn.Parameter(weight.detach().clone()),
-                nn.Parameter(bias.detach().clone()),
-            )
+            layer.weight, layer.bias = (nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone()))
             setattr(self, name, layer)
         self.out, self.up, self.down = block.out, block.up, block.down
         self.enter, self.leave = nn.Identity(), nn.Identity()

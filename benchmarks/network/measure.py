@@ -13,7 +13,7 @@ import paper
 import stream
 from lab import Lab, end_well, figures, lab, stopped
 from launch import launch
-from network import TCP_PAYLOAD, LabError, Network, parse_rate, spell
+from network import TCP_PAYLOAD, LabError, Network, parse_rate
 from paper import record
 
 RANK = Path(__file__).resolve().parent / "measure_rank.py"
@@ -23,28 +23,13 @@ def main() -> None:
     """Measure and write; LabError where not even the first lab can be."""
     end_well()
     args = arguments()
-    shares: list[dict[str, float]] = []
     result: dict = paper.head() | {
-        "hosts": args.hosts, "repeat": args.repeat, "seconds": args.seconds,
-        "noise": paper.noise([]), "labs": [],
+        "hosts": args.hosts, "repeat": args.repeat, "seconds": args.seconds, "noise": paper.noise([]), "labs": [],
     }  # fmt: skip
-    for latency in args.latencies:
-        for rate in args.rates:
-            if rate is None and latency:
-                continue  # there is no such lab
-            network = Network(args.hosts, rate=rate, latency=latency)
-            print(f"{network} ...", flush=True)
-            try:
-                with paper.watched(shares):
-                    found = measure(network, args)
-            except LabError as error:
-                if not result["labs"]:
-                    raise
-                print(f"  {error}", flush=True)
-                found = {"error": str(error)}
-            result["labs"].append({"rate": spell(rate), "mbit": rate, "latency_ms": latency, **found})
-            result["noise"] = paper.noise(shares)
-            record.write(result, markdown(result), args.out)
+    paper.measured(
+        args, result, lambda rate, latency: Network(args.hosts, rate=rate, latency=latency), lambda network: measure(network, args),
+        lambda: record.write(result, markdown(result), args.out),
+    )  # fmt: skip
     print(markdown(result))
 
 
@@ -142,10 +127,7 @@ def markdown(result: dict) -> str:
         )
     lines += ["", "## Calls of torch.distributed: ms of the slowest rank", ""]
     lines += ["wire: what the bytes that the busiest host sends in a call take at the rate.", ""]
-    lines += [
-        "| rate | latency ms | backend | call | bytes | ms | wire ms |",
-        "|---|---:|---|---|---:|---:|---:|",
-    ]
+    lines += ["| rate | latency ms | backend | call | bytes | ms | wire ms |", "|---|---:|---|---|---:|---:|---:|"]
     for one in result["labs"]:
         for backend, found in one.get("calls", {}).items():
             lines += call_lines(one, backend, found)

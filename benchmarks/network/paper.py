@@ -1,19 +1,22 @@
 """What every result of the lab says of its making, and how values are summed up. Imports no torch."""
 
+import argparse
 import contextlib
 import resource
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from network import LabError, Network, spell
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import probe
 import record
 
-__all__ = ["RESULTS", "between", "head", "noise", "origin", "probe", "record", "spread", "watched"]
+__all__ = ["RESULTS", "between", "head", "measured", "noise", "origin", "probe", "record", "spread", "watched"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -43,6 +46,34 @@ def watched(shares: list[dict[str, float]]) -> Iterator[None]:
         shares.append(probe.cpu_shares(ticks, probe.cpu_ticks(), spent() - before))
 
 
+def measured(
+    args: argparse.Namespace, result: dict, network_of: Callable[[float | None, float], Network],
+    measure: Callable[[Network], dict], write: Callable[[], None], always: dict | None = None,
+) -> None:  # fmt: skip
+    """Measure a lab for each of the latencies and rates asked for, and write after each; LabError where not even the first can be.
+
+    `always`: what the result of each lab has besides, one that could not be too.
+    """
+    shares: list[dict[str, float]] = []
+    for latency in args.latencies:
+        for rate in args.rates:
+            if rate is None and latency:
+                continue  # there is no such lab
+            network = network_of(rate, latency)
+            print(f"{network} ...", flush=True)
+            about = (always or {}) | {"rate": spell(rate), "mbit": rate, "latency_ms": latency}
+            try:
+                with watched(shares):
+                    result["labs"].append(about | measure(network))
+            except LabError as error:
+                if not result["labs"]:
+                    raise
+                print(f"  {error}", flush=True)
+                result["labs"].append(about | {"error": str(error)})
+            result["noise"] = noise(shares)
+            write()
+
+
 def spent() -> float:
     """CPU seconds of this process and of all those that it started and that have ended."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -56,11 +87,7 @@ def noise(shares: list[dict[str, float]]) -> dict[str, float]:
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median, least and most."""
-    return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-    }
+    return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
 
 
 def between(values: dict[str, float] | None, form: str = ".0f") -> str:

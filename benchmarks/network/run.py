@@ -14,7 +14,7 @@ import page
 import paper
 from lab import Lab, end_well, figures, lab, stopped
 from launch import launch
-from network import LabError, Network, parse_rate, spell
+from network import LabError, Network, parse_rate
 from paper import record
 
 PLANS = ["dp=4", "dp=4,zero=3", "tp=4", "tp=4,sp=on", "dp=2,tp=2", "pp=4,microbatches=8"]
@@ -25,30 +25,20 @@ def main() -> None:
     """Measure what was asked for and write it down; LabError where not even the first lab can be."""
     end_well()
     args = arguments()
-    shares: list[dict[str, float]] = []
     result: dict = paper.head() | {
         "backend": args.backend, "size": size(args), "warmup": args.warmup, "steps": args.steps,
         "rounds": args.rounds, "noise": paper.noise([]), "labs": [],
     }  # fmt: skip
-    for latency in args.latencies:
-        for rate in args.rates:
-            if rate is None and latency:
-                continue  # there is no such lab
-            network = Network(args.ranks // args.per_host, args.per_host, rate, latency)
-            print(f"{network}:", flush=True)
-            try:
-                with paper.watched(shares):
-                    found = measure_all(network, args)
-            except LabError as error:
-                if not result["labs"]:
-                    raise
-                print(f"  {error}", flush=True)
-                found = {"error": str(error), "plans": {}}
-            about = {"hosts": network.hosts, "per_host": network.per_host, "latency_ms": latency}
-            result["labs"].append({**about, "rate": spell(rate), "mbit": rate, **found})
-            result["noise"] = paper.noise(shares)
-            page.compare(result["labs"])
-            record.write(result, page.markdown(result), args.out)
+    hosts = args.ranks // args.per_host
+
+    def write() -> None:
+        page.compare(result["labs"])
+        record.write(result, page.markdown(result), args.out)
+
+    paper.measured(
+        args, result, lambda rate, latency: Network(hosts, args.per_host, rate, latency), lambda network: measure_all(network, args), write,
+        {"hosts": hosts, "per_host": args.per_host, "plans": {}},
+    )  # fmt: skip
     print(page.markdown(result))
 
 

@@ -17,9 +17,7 @@ Row = dict
 
 
 def answer(
-    predict: Callable[[Row], dict],
-    why_not: Callable[[Row], str],
-    search: Callable[[dict], dict] | None = None,
+    predict: Callable[[Row], dict], why_not: Callable[[Row], str], search: Callable[[dict], dict] | None = None
 ) -> None:
     """Answers what was asked. Whatever the planner prints goes to standard error."""
     asked = json.load(sys.stdin)

@@ -86,13 +86,7 @@ def engine(layers: int, seq: int, devices: int, flash: bool, folder: Path, said:
         "num_nodes": nodes, "num_gpus_per_node": each, "hidden_size": HIDDEN, "pipeline_type": "pipedream_flush",
         "sequence_parallel": True, "time_profile_mode": modes[0], "memory_profile_mode": modes[1],
     }  # fmt: skip
-    folders = (
-        "sp_time_path",
-        "log_dir",
-        "output_config_path",
-        "time_profiling_path",
-        "memory_profiling_path",
-    )
+    folders = ("sp_time_path", "log_dir", "output_config_path", "time_profiling_path", "memory_profiling_path")
     vars(args).update(own | said | dict.fromkeys(folders, str(folder)))
     # It reads this file for any network and ships one of a single server; where tp alone is asked for, nothing uses it.
     times = home / "profile_hardware/hardware_configs/sp_time_1nodes_8gpus_per_node.json"

@@ -26,10 +26,7 @@ def why_not(row: Row) -> str:
         (row["device"] not in DEVICES, "it has no file of this device"),
         (row["zero"] > 1, "it has no ZeRO-2 or 3"),
         (row["cp"] > 1, "its context parallelism is no ring"),
-        (
-            row["chunks"] > 1 and row["layers"] % (row["pp"] * row["chunks"]),
-            "its stages have as many layers each",
-        ),
+        (row["chunks"] > 1 and row["layers"] % (row["pp"] * row["chunks"]), "its stages have as many layers each"),
     )
     return next((reason for wrong, reason in rules if wrong), "")
 

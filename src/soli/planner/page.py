@@ -1,4 +1,4 @@
-"""The planner's answer as one HTML page: the plans, why, and four pictures, three where the first plan's schedule is neither 1F1B nor interleaved. Nothing is fetched, nothing runs in it."""
+"""The planner's answer as one HTML page: the plans, why, and four pictures, three where the first plan's schedule is neither 1F1B nor interleaved, which is said. Nothing is fetched, nothing runs in it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from soli.planner.task import Task
 
 LIMITS = 12
 DRAWN = 24  # microbatches and stages of a timeline that can be read
-COLORS = {"F": "#4c72b0", "B": "#dd8452"}
+COLORS = {"F": "#4c72b0", "B": "#dd8452", "gradients": "#55a868", "update": "#bbbbbb"}
 KINDS = {
     "parameters": "#4c72b0", "gradients": "#8da9d6", "optimizer": "#c5d3ec", "activations": "#dd8452", "logits": "#f0c2a4", "gathered": "#55a868", "workspace": "#bbbbbb",
 }  # fmt: skip
 """Colors of memory.kinds."""
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;font-size:14px}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
-th:nth-child(2),td.plan{text-align:left}td.plan{font-family:monospace;min-width:18em}figure{margin:2em 0}figcaption{color:#555;overflow-wrap:anywhere}svg{max-width:100%;height:auto}"""
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff;overflow-wrap:anywhere}
+h1{font-size:1.4em}.wide{overflow-x:auto}
+table{overflow-wrap:normal;border-collapse:collapse;font-size:14px}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
+th:nth-child(2),td.plan{text-align:left}td.plan{font-family:monospace;min-width:18em}td:not(.plan){white-space:nowrap}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
 
 
 def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple[str, ...] = ()) -> str:
     """The whole page. `reasons`: answers to why-not. `inferred`: what was read from a model."""
     found = search(task)
     head = f"{explain.sized(task.model)}, on {task.cluster}, {task.batch} sequences of {task.seq} tokens a step"
+    drawn = found.points.schedule[0] <= INTERLEAVED
     figures = [
         ("Memory of a device", "Bars: what is predicted. Line: the upper bound, which must stay below the dashes.", _memory),
-        *([("One step of the first plan", _said_of_timeline(found), _timeline)] if found.points.schedule[0] <= INTERLEAVED else []),
+        *([("One step of the first plan", _said_of_timeline(found), _timeline)] if drawn else []),
         ("Time against devices", "The best plan's step on fewer and on more servers, with its interval.", _devices),
         ("Time against memory", "The quickest plan whose upper bound fits, for each amount of memory.", _front),
     ]  # fmt: skip
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{escape(head)}</title><style>{STYLE}</style><h1>{escape(head)}</h1>",
         _table(answer),
         f"<p>{escape(answer.seen)} {escape(answer.why)}.</p>",
@@ -46,9 +48,11 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
         *(f"<p>Why not {escape(reason)}.</p>" for reason in reasons),
         *([f"<p>Read from the model: {escape('; '.join(inferred))}.</p>"] if inferred else []),
     ]
+    if not drawn:
+        parts.append(f"<p>A step of the first plan is not drawn: {escape(str(plan_of(found.points, 0)))}.</p>")
     for title, caption, draw in figures:
-        drawn = svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]
-        parts.append(f"<figure><h2>{escape(title)}</h2>{drawn}<figcaption>{escape(caption)}</figcaption></figure>")
+        picture = svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]
+        parts.append(f"<figure><h2>{escape(title)}</h2>{picture}<figcaption>{escape(caption)}</figcaption></figure>")
     return "\n".join(parts) + "\n</html>\n"
 
 
@@ -59,7 +63,7 @@ def _table(answer: explain.Answer) -> str:
         said = "".join(f"<td>{cell}</td>" for cell in one.cells.values())
         plan = escape(one.plan).replace(",", ",<wbr>")
         rows.append(f"<tr><td>{number}</td><td class=plan>{plan}<br>{escape(one.note)}</td>{said}</tr>")
-    return "<table>" + "".join(rows) + "</table>"
+    return "<div class=wide><table>" + "".join(rows) + "</table></div>"
 
 
 def _memory(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
@@ -86,7 +90,7 @@ def _first(found: Found) -> tuple[int, int, int, int]:
 
 def _said_of_timeline(found: Found) -> str:
     stages, chunks, times, shown = _first(found)
-    text = f"{plan_of(found.points, 0)}: blue forward, orange backward; white is waiting."
+    text = f"{plan_of(found.points, 0)}: blue forward, orange backward; white is waiting. At the end the sums of gradients that no backward hides (green) and the update (gray)."
     if chunks > 1:
         text += f" Each rank has {chunks} stages; paler ones are later in the model."
     if times > shown or stages > DRAWN:
@@ -100,13 +104,19 @@ def _timeline(axes: Any, task: Task, answer: explain.Answer, found: Found) -> No
     recomputed = float(found.points.recompute[0]) == 2.0
     forward = spent / (4 if recomputed else 3) / chunks
     seconds = {"F": forward, "B": spent / chunks - forward}
-    for rank, (kind, stage, _), start, end in played([order(n, stages, chunks, shown) for n in range(stages)], seconds):
+    steps = played([order(n, stages, chunks, shown) for n in range(stages)], seconds)
+    for rank, (kind, stage, _), start, end in steps:
         if rank < DRAWN:
             shade = 1.0 - 0.5 * (stage // stages / max(chunks - 1, 1)) if chunks > 1 else 0.9
             axes.barh(
                 rank, end - start, left=start, color=COLORS[kind], alpha=shade, height=0.9, edgecolor="white",
                 linewidth=0.3,
             )  # fmt: skip
+    done = max(end for *_, end in steps)
+    for name in ("gradients", "update"):
+        took = float(getattr(found.cost, name)[0])
+        axes.barh(range(min(stages, DRAWN)), took, left=done, color=COLORS[name], height=0.9)
+        done += took
     axes.set(xlabel="s", ylabel="rank of the pipeline", yticks=range(min(stages, DRAWN)))
     axes.invert_yaxis()
 
@@ -121,8 +131,8 @@ def _devices(axes: Any, task: Task, answer: explain.Answer, found: Found) -> Non
     ideal = [answer.best[0].step_time_s * task.cluster.size / size for size in sizes]
     axes.plot(sizes, ideal, linestyle=":", color="gray", label="as if nothing were lost on the way")
     axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="s a step", xticks=sizes, xticklabels=map(str, sizes))
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.minorticks_off()
+    _readable(axes.yaxis, [*times, *ideal])
     axes.legend(frameon=False)
 
 
@@ -133,5 +143,13 @@ def _front(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
     best = [float(search(replace(task, memory=float(limit)), 1).cost.time[0]) for limit in limits]
     axes.step(limits / explain.GB, best, where="post", marker="o", color="#c44e52")
     axes.set(xlabel="GB of a device, upper bound", ylabel="s a step", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    _readable(axes.yaxis, best)
+
+
+def _readable(axis: Any, values: list[float]) -> None:
+    """Numbers beside a logarithmic axis that stand apart: of its decades, or between these where it has fewer than one."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if max(values) > 4 * min(values) else MaxNLocator(5))
+    axis.set_major_formatter("{x:g}")
+    axis.minorticks_off()

@@ -331,7 +331,7 @@ def _recomputed(
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
         return level, 0.0
     level, share, count = read
-    said_by = {bool(other[0]): one for one in WORDS["recompute"] if (other := spellings.recomputation(text(row, one)))}
+    said_by = {bool(told[0]): one for one in WORDS["recompute"] if (told := spellings.recomputation(text(row, one)))}
     if len(said_by) > 1:
         found.refused.append(" and ".join(f"{one}={text(row, one)}" for one in said_by.values()) + " cannot both be")
     listed = spellings.modules(words) if level == SELECTIVE and found.framework != spellings.FSDP else None

@@ -148,5 +148,3 @@ def _groups(order: list[Node], leads: dict[Node, bool], weights: set[Node]) -> l
     for group in found:
         group.gradients = [()] * len(group.borders)
     return found
-
-
