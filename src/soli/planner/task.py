@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from soli.core.errors import Problem, listing
 from soli.planner.cost.grids import shapes
@@ -12,7 +13,7 @@ from soli.planner.cost.points import CUBE, GRID, INTERLEAVED, LINE, ONE, PRECISI
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.legality import divisors
 from soli.planner.models import Model
-from soli.planner.offers import NAMED, SOLI, spelt, unable
+from soli.planner.offers import SOLI, spelt, unable
 
 FIXED = ("tp", "sp", "cp", "pp", "chunks", "dp", "zero", "recompute", "microbatch", "microbatches", "ep", "replicate", "context", "offload", "schedule", "tensor", "rows", "precision")  # fmt: skip
 """What the user may fix; `microbatch` is in sequences, `microbatches` are those of a replica, without a pipeline too."""
@@ -106,6 +107,7 @@ def _cut(own: int, said: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
+    said = partial(_said, fixed)
     one = lambda *names: all(fixed.get(name) == 1 for name in names)
     grid, shape = fixed.get("tensor") or "rows" in fixed, (fixed.get("tensor", GRID), fixed.get("rows"))
     pp, parts, chunks = (fixed.get(name, 1) for name in ("pp", "microbatches", "chunks"))
@@ -115,21 +117,21 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
     room = fixed.get("dp") or task.cluster.size // math.prod(int(fixed.get(name, 1)) for name in ("tp", "cp", "pp"))
     rules = {
         "sp=on and tp=1 contradict each other: the sequence is cut over the ranks of tp": fixed.get("sp") and one("tp"),
-        f"chunks={fixed.get('chunks', 1):g} and pp=1 contradict each other: chunks are of a pipeline": fixed.get("chunks", 1) > 1 and one("pp"),
-        f"schedule={NAMED[fixed.get('schedule', ONE)]} and pp=1 contradict each other: schedules are of a pipeline": fixed.get("schedule", ONE) != ONE and one("pp"),
-        f"schedule={NAMED[fixed.get('schedule', ONE)]} and chunks={fixed.get('chunks', 1):g} contradict each other": "schedule" in fixed and "chunks" in fixed and (fixed["schedule"] == INTERLEAVED) != (fixed["chunks"] > 1),
-        f"zero={fixed.get('zero', 0):g} and dp=1 contradict each other: ZeRO shards over dp": fixed.get("zero", 0) > 0 and one("dp", "cp"),
+        f"{said('chunks')} and pp=1 contradict each other: chunks are of a pipeline": fixed.get("chunks", 1) > 1 and one("pp"),
+        f"{said('schedule')} and pp=1 contradict each other: schedules are of a pipeline": fixed.get("schedule", ONE) != ONE and one("pp"),
+        f"{said('schedule')} and {said('chunks')} contradict each other": "schedule" in fixed and "chunks" in fixed and (fixed["schedule"] == INTERLEAVED) != (fixed["chunks"] > 1),
+        f"{said('zero')} and dp=1 contradict each other: ZeRO shards over dp": fixed.get("zero", 0) > 0 and one("dp", "cp"),
         "offload=optimizer and zero=0 contradict each other: what is sharded is moved": fixed.get("offload") and fixed.get("zero") == 0,
         "context=ulysses and cp=1 contradict each other: attention crosses the ranks of cp": fixed.get("context") and one("cp"),
-        f"rows={fixed.get('rows', 1):g} are of a grid, which {_said(fixed, 'tensor')} is not": "rows" in fixed and fixed.get("tensor", GRID) != GRID,
+        f"{said('rows')} are of a grid, which {said('tensor')} is not": "rows" in fixed and fixed.get("tensor", GRID) != GRID,
         "sp=on and a grid contradict each other: a grid has cut what sp cuts": fixed.get("sp") and grid,
-        f"schedule={NAMED[fixed.get('schedule', ONE)]} and a grid contradict each other: its products compute both gradients at once": grid and fixed.get("schedule", ONE) >= ZBH1,
-        f"replicate={fixed.get('replicate', 1):g} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
-        f"replicate={fixed.get('replicate', 1):g} does not divide {_said(fixed, 'dp') or f'the {room} ranks that dp can have'}": room % fixed.get("replicate", 1),
-        f"{_said(fixed, 'tensor', 'rows', 'tp')} contradict each other: {fixed.get('tp', 1):g} ranks are no such {'cube' if shape[0] == CUBE else 'grid'}": grid and "tp" in fixed and task.cluster.size % fixed["tp"] == 0 and shape[0] != LINE and not any(shape in ((kind, rows), (kind, None)) for kind, rows, _ in shapes(int(fixed["tp"]))),
-        f"{_said(fixed, 'pp', 'chunks', 'schedule')}: {stages:g} stages, and {task.model.name} has {task.model.layers} layers": stages > task.model.layers,
-        f"{_said(fixed, 'schedule', 'chunks', 'microbatches', 'pp')} contradict each other: microbatches are {many}": "pp" in fixed and "microbatches" in fixed and pp > 1 and scarce,
-        f"ep={fixed.get('ep', 1):g} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,
+        f"{said('schedule')} and a grid contradict each other: its products compute both gradients at once": grid and fixed.get("schedule", ONE) >= ZBH1,
+        f"{said('replicate')} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
+        f"{said('replicate')} does not divide {said('dp') or f'the {room} ranks that dp can have'}": room % fixed.get("replicate", 1),
+        f"{said('tensor', 'rows', 'tp')} contradict each other: {fixed.get('tp', 1):g} ranks are no such {'cube' if shape[0] == CUBE else 'grid'}": grid and "tp" in fixed and task.cluster.size % fixed["tp"] == 0 and shape[0] != LINE and not any(shape in ((kind, rows), (kind, None)) for kind, rows, _ in shapes(int(fixed["tp"]))),
+        f"{said('pp', 'chunks', 'schedule')}: {stages:g} stages, and {task.model.name} has {task.model.layers} layers": stages > task.model.layers,
+        f"{said('schedule', 'chunks', 'microbatches', 'pp')} contradict each other: microbatches are {many}": "pp" in fixed and "microbatches" in fixed and pp > 1 and scarce,
+        f"{said('ep')} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,
     }  # fmt: skip
     return [Problem(what) for what, wrong in rules.items() if wrong] + unable(task.framework, fixed, task.precisions)
 
