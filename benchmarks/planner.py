@@ -22,14 +22,16 @@ from typing import Any
 
 import numpy as np
 import record
+import unseen
 from crossed import OTHER, fit_crossed
 from scipy.stats import spearmanr
 
 from soli.engine.taken import HEADROOM
+from soli.planner.cost import constants
 from soli.planner.cost.constants import DEFAULT, NAMES, SPREADS, Constants, chain, repeated, spread_of
 from soli.planner.cost.step import step
 from soli.planner.fit import fit
-from soli.planner.measured import factors_of, learn, shapes_of
+from soli.planner.measured import factors_of, learn, published, shapes_of
 from soli.planner.predict import arrays, family_of, learn_family, predict
 from soli.planner.rows import BY_EYE, TESTS, Row, read_measured
 from soli.planner.search import chosen
@@ -187,7 +189,8 @@ Ratios = tuple[np.ndarray, np.ndarray]
 
 def spreads(rows: Sequence[Row], sources: Sequence[str], by_model: Ratios, by_source: Ratios) -> Sets:
     """SPREADS, of what was measured by what was predicted: of all rows without their source; of Megatron's tests, which no other source
-    is like, without the row's model.
+    is like, without the row's model. And of runs of sources that nobody had looked at when they were predicted (unseen.py): these are
+    further off than any whose table was in sight when formulas were made.
 
     Runs of one source are off alike, and the next table's may be a new source's: of n rows of a source each counts as
     1 / sqrt(n). One more than there are, as wide as the widest: the next row is as likely to be it (weighted conformal
@@ -201,8 +204,11 @@ def spreads(rows: Sequence[Row], sources: Sequence[str], by_model: Ratios, by_so
             told = at & np.isfinite(one)
             if told.sum() < 16:
                 continue
-            logs = -np.log(one[told])
-            _, place, times = np.unique(names[told], return_inverse=True, return_counts=True)
+            of, ratio = names[told], one[told]
+            if name == DEFAULT:
+                of, ratio = (np.concatenate(pair) for pair in zip((of, ratio), unseen.ratios(kind), strict=True))
+            logs = -np.log(ratio)
+            _, place, times = np.unique(of, return_inverse=True, return_counts=True)
             weights = times[place] ** -0.5
             level = max(0.05 - 0.95 * (weights**2).sum() / weights.sum() ** 2, 0.0)
             for word, share in (("low", level), ("high", 1 - level)):
@@ -396,6 +402,8 @@ def main() -> int:
         wide[DEFAULT]["near"] = between(rows, sources, off(rows, sets, layers)[0])
         write_constants(sets, wide, counts)
         write_layers(layers)
+        constants.sets.cache_clear()
+        published.cache_clear()
     if args.validate:
         both = by_model, by_source
         within = {}
@@ -433,6 +441,7 @@ def write(
     }  # fmt: skip
     names = np.array(sources)
     result: dict[str, Any] = {**record.head(), "tables": {}, "coverage of 90%": coverage, "fits": fitting(tables)}
+    result["unseen"] = {**unseen.told(spread_of(DEFAULT)), "fits": unseen.choices()}
     choices: list[tuple[str, Callable[[np.ndarray], np.ndarray]]] = [
         (table.name, lambda at, name=table.name: at == name) for table in tables
     ]
@@ -486,6 +495,7 @@ def page(result: dict[str, Any]) -> str:
         lines.append("")
     inside = ", ".join(f"{name} {value:.1%}" for name, value in result["coverage of 90%"].items())
     lines += [f"Measured inside the 90% interval (made without the row's model, or source): {inside}.", ""]
+    lines += of_unseen(result["unseen"])
     lines += [
         "## What fits",
         "",
@@ -528,6 +538,22 @@ def page(result: dict[str, Any]) -> str:
         if entry.get("not measured"):
             lines.append(f"- {name}: {entry['not measured']} rows have neither a time nor a memory")
     return "\n".join(lines) + "\n"
+
+
+def of_unseen(found: dict[str, Any]) -> list[str]:
+    """What is said of sources that nobody had looked at."""
+    ran, infeasible, out, feasible = found["fits"]
+    head = "| | rows | sources | mean, median, p90, bias | in today's interval | by source |"
+    return [
+        "## Sources that nobody had looked at", "",
+        "What was predicted of their runs before anything was changed for them ([unseen.csv](../unseen.csv)); the tables above were in sight when formulas",
+        "were made. Intervals are made of both.", "", head, "|---" * 6 + "|",
+        *(
+            f"| {kind} | {one['rows']} | {one['sources']} | {_said(one)} | {one['inside']:.0%} | {one['inside by source']:.0%} |"
+            for kind, one in ((kind, found[kind]) for kind in ("time", "memory"))
+        ), "",
+        f"Of {ran} that ran {infeasible} were called infeasible, of {out} that ran out of memory {feasible} feasible.", "",
+    ]  # fmt: skip
 
 
 KINDS = ("fitted", "model left out", "source left out")

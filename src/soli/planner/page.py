@@ -48,8 +48,7 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
         *(f"<p>Why not {escape(reason)}.</p>" for reason in reasons),
         *([f"<p>Read from the model: {escape('; '.join(inferred))}.</p>"] if inferred else []),
     ]
-    if not drawn:
-        parts.append(f"<p>A step of the first plan is not drawn: {escape(str(plan_of(found.points, 0)))}.</p>")
+    parts += [] if drawn else [f"<p>A step of the first plan is not drawn: {escape(str(plan_of(found.points, 0)))}.</p>"]
     for title, caption, draw in figures:
         picture = svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]
         parts.append(f"<figure><h2>{escape(title)}</h2>{picture}<figcaption>{escape(caption)}</figcaption></figure>")

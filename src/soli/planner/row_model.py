@@ -25,7 +25,7 @@ USUAL_RANK = 16
 FLASH = (FSDP, "nanotron", "soli", TESTS)
 """Frameworks, and generations of devices, whose attention keeps no scores unless a row says so."""
 
-FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "cdna3", "cdna4", "ada")
+FLASH_SINCE = ("hopper", "blackwell", "blackwell-ultra", "blackwell-rtx", "cdna3", "cdna4", "ada")
 
 
 def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]:

@@ -18,7 +18,7 @@ from soli.planner.combined import combined
 from soli.planner.cost import memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
-from soli.planner.cost.programs import MEGATRON, OLD, TESTS, blocks, first, of_program, tells
+from soli.planner.cost.programs import MEGATRON, OLD, TESTS, WHOLE, blocks, first, of_program, tells
 from soli.planner.cost.states import DEEPSPEED, FULLY, KEPT, LORA, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted, narrowed
@@ -260,10 +260,9 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         sharded = sharded or true(row, "fsdp") or true(row, "megatron_fsdp")
         program = spellings.sharding(text(row, "framework")) or spellings.Sharding()
         usual = 3.0 if found.framework == spellings.FSDP and not found.plain and point["dp"] * point["cp"] > 1 else 0.0
-        if found.framework == MEGATRON and found.generation in FLASH_SINCE:
-            usual = 1.0  # its recipes of since then shard the optimizer
-        if found.framework == spellings.NANOTRON:
-            usual = 1.0  # its bench runs of a model of 1.2B keep 7.6 GB of states at dp=16
+        # Megatron-Core's recipes of since then shard the optimizer; nanotron's bench runs of a model of 1.2B keep 7.6 GB of states at dp=16
+        if found.framework == spellings.NANOTRON or (found.framework == MEGATRON and found.generation in FLASH_SINCE):
+            usual = 1.0
         zero = 3.0 if sharded else float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             zero = usual if program.zero is None else program.zero
@@ -306,6 +305,8 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         # They go to the host as the backward makes them, in parts (ZeRO-Offload, arXiv 2101.06840, 4.1).
         "gradient": 0.0 if offload and zero >= 2 and found.framework == spellings.DEEPSPEED else point["gradient"],
         "moved": float(moved),
+        # FSDP's units are compiled apart from the loss
+        "one_loss": min(point["one_loss"], WHOLE * max(point["low"] / 2, 1.0)) if found.plain and not zero else point["one_loss"],
         "recompute": level,
         "again": again,
         "sp": float(bool(parted) and point["tp"] > 1),
@@ -325,6 +326,9 @@ def _recomputed(
         if silent and "titan" in text(row, "framework").lower():
             found.inferred.append(f"{RECOMPUTE}selective")  # torchtitan/config/job_config.py, ActivationCheckpoint
             return NONE, _by_product(point)
+        if silent and point["frozen"] and tells("litgpt", text(row, "framework").lower()):
+            found.inferred.append("recompute: of FSDP's blocks, as LitGPT's finetuning has it")  # litgpt/finetune/lora.py, activation_checkpointing_policy
+            return FULL if point["dp"] * point["cp"] > 1 else NONE, 0.0
         # transformers' models compute all of a layer again, or nothing; Megatron what attention makes between its products
         level = NONE if point.get("flash") or "recompute_method" in row or point["eager"] > 1 else SELECTIVE
         if "recompute_method" not in row:

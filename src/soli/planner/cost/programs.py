@@ -30,8 +30,9 @@ EAGER = 2.1
 (Transformer Engine's, which NeMo AutoModel has) fuse them: Llama 3 8B on 8 and 128 H100 takes 16% longer without torch.compile (pytorch/torchtitan,
 benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3)."""
 
-COMPILED = 8.0
-"""Bytes that a loss which a compiler made of torch's operations keeps of a logit: itself and its gradient in 16 bits, and one of them in 32."""
+COMPILED, WHOLE = 8.0, 4.0
+"""Bytes that a loss which a compiler made of torch's operations keeps of a logit: itself and its gradient in 16 bits, and one of them in 32 where layers are
+compiled apart; and where a program is compiled whole no more than the two (Inductor, torch 2.13: no buffer of logits in 32 bits, forward or backward)."""
 
 LAUNCHED = 0.5
 """Kernels of a layer that a compiler made, by those of torch's operations: of a GPT's 31, forward and backward, Inductor makes 24, of a Llama's 90,
