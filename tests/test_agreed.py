@@ -338,6 +338,8 @@ def odd_model(what: str) -> nn.Module:
         made[2].bias.requires_grad_(False)
     if what == "hook":
         made[2].register_forward_hook(lambda module, args, output: output * 2)
+    if what == "number":
+        made[1].scale = 0.5
     if what == "gradient hook":
         made[2].weight.register_hook(lambda gradient: gradient * 2)
     return made
@@ -380,6 +382,7 @@ def begun(what: str, everywhere: bool) -> str:
         ("frozen", "2.bias: 'requires_grad=False, 0 hooks', and 'requires_grad=True"),
         ("hook", "in training, 1 hooks', and 'Linear("),
         ("gradient hook", "2.weight: 'requires_grad=True, 1 hooks'"),
+        ("number", "1.scale: 0.5, and not there on the others"),
         ("sgd", "optimizer: 'SGD', and 'AdamW'"),
         ("groups", "parameters of group 0: ['0.0.weight', '0.0.bias'], and"),
         ("clip", "clip: 0.5, and None"),

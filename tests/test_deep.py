@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from cases import STEPS, _tokens
 from pool import Pool
 from soli import losses, parallelize
+from soli.core.errors import SoliError
 from soli.models.gpt import GPT, GPTConfig
 from soli.verify.parity import BOUND, Case, adamw, check
 from sweep import spread, swept
@@ -131,12 +132,19 @@ def frozen(ways: list[list[int]]) -> Any:
     return model, *rest
 
 
+def ragged(*rows: int) -> Any:
+    """Batches of so many rows, as a data loader's last one has fewer."""
+    model, loss_fn, _ = deep(8, slice(None))
+    return model, loss_fn, [_tokens(n, 7, seed=i) for i, n in enumerate(rows)]
+
+
 ALL = list(range(BLOCKS))
 SAME = [False, True] * 4
 KINDS: dict[str, Callable[[], Any]] = {
     "no targets on rank 0": partial(deep, 8, slice(4, None)),
     "no targets on rank 1": partial(deep, 8, slice(4)),
     "rows for fewer microbatches": partial(deep, 5, slice(None)),
+    "later on fewer rows than ranks": partial(ragged, 5, 1, 2),
     "later blocks, earlier ones": partial(chosen, [[3, 4, 5, 6], [0, 1, 2, -1]], SAME),
     "earlier blocks, later ones": partial(chosen, [[0, 1, 2, -1], [3, 4, 5, 6]], SAME),
     "every second block": partial(chosen, [[0, 2, 4, 6], [1, 3, 5, -1]], SAME),
@@ -192,6 +200,21 @@ def looked_at_first() -> tuple[float, float]:
     found = engine.evaluate(engine.batches([row_of(row)], 2, shuffle=False, name=None))
     engine.step(batches[0])
     return found, float(expected)
+
+
+def begun_small() -> str:
+    model, loss_fn, batches = ragged(1)
+    try:
+        parallelize(model.double(), loss_fn, optimizer=adamw, plan="dp=2").step(batches[0])
+    except SoliError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_a_first_batch_has_a_row_for_each_rank(pool: Pool) -> None:
+    for said in pool.run(begun_small, ranks=2):
+        assert "the first global batch has fewer rows than there are data-parallel ranks" in said
+        assert "1 rows, dp=2" in said
 
 
 def row_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:

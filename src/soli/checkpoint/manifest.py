@@ -158,7 +158,7 @@ def read_manifest(path: str | Path) -> Manifest:
         return _from_json(body)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"{type(error).__name__}: {error}"
-        fix = "take another copy of this checkpoint, or an earlier one"
+        fix = "take another copy of this checkpoint, or an earlier one (soli train: move this one away, and the newest that is left is taken)"
         raise failure(f"{file} is damaged or no manifest of soli", got=got, fix=fix) from error
 
 

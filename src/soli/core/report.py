@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
@@ -122,3 +123,11 @@ def _write_for_launcher(rank: int, error: BaseException, trace: TracebackType | 
     except OSError:
         return False
     return True
+
+
+def named(numbers: list[int]) -> str:
+    """`rank 3`, `ranks 0-3`, `ranks 0-2, 5`."""
+    # of numbers that follow each other the distance from their places is the same
+    spans = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    said = (f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(said)}"

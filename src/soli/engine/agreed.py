@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from soli.core.axes import DEPTH, PP, ROW, SHARD, TP
 from soli.core.errors import failure, listed, on_all_ranks
+from soli.core.report import named
 from soli.engine import between, norm, pipelined, same
 from soli.engine.batch import Part
 from soli.engine.plain import plain
@@ -222,6 +223,8 @@ def need_same_program(model: nn.Module, optimizer: torch.optim.Optimizer, given:
         kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         found = f"{type(module).__qualname__}({shown}), in {'training' if module.training else 'evaluation'}"
         facts[f"module {name or 'of all'}"] = f"{found}, {sum(map(len, kinds))} hooks"
+        # whole numbers and flags may be a rank's own too
+        facts |= {f"{name or 'the model'}.{key}": value for key, value in vars(module).items() if isinstance(value, float)}
     for name, param in model.named_parameters():
         facts[name] = f"requires_grad={param.requires_grad}, {len(between.hooks(param))} hooks"
     names = {id(param): name for name, param in model.named_parameters()}
@@ -249,7 +252,7 @@ def _plain(value: Any) -> Any:
 def need_same_rows(engine: Engine, rows: float, when: str) -> None:
     """SoliError where ranks that take their rows of one batch, or the same ones, were given different ones. Collective."""
     place = engine.dp.index if engine._agreed.place.get("kind") == Part.__name__ else 0
-    what = "stands alone: ranks that compute one batch together were given different rows; nothing was updated"
+    what = "had other rows than the others: ranks that compute one batch together were given different rows; nothing was updated"
     seeds = "engine.batches does; a DataLoader that shuffles, or random data, needs the same seed everywhere: torch.manual_seed at the top of the program"
     fix = f"give the same batch on every rank ({seeds}); seed a dataset's own random numbers with the sample and not with the rank"
     need_alike({f"mark of the rows {when}": rows}, engine.mesh.all, what, fix, place)
@@ -269,5 +272,4 @@ def need_alike(facts: Facts, axis: Axis, what: str, fix: str, group: object = 0)
         words += [f"{name}: {values[rank][:300]}, and {usual[:300]} on the others" for rank in others[:1]]
         odd |= set(others)
     if odd:
-        named = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, sorted(odd)))}"
-        raise failure(f"{named} {what}", got=listed(words), fix=fix, everywhere=True)
+        raise failure(f"{named(sorted(odd))} {what}", got=listed(words), fix=fix, everywhere=True)

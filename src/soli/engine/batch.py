@@ -97,15 +97,15 @@ def as_dict(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
-def part_of(batch: Any, ranks: int, index: int) -> Part:
-    """The rows of a global batch that rank number `index` of the dp axis computes."""
+def part_of(batch: Any, ranks: int, index: int, later: bool = False) -> Part:
+    """The rows of a global batch that rank number `index` of the dp axis computes; none of some of a `later` one, as of a data loader's last."""
     if isinstance(batch, Part):
         return batch
     total = rows_of(batch)
-    if total < ranks:
-        what = "the global batch has fewer rows than there are data-parallel ranks"
+    if total < ranks and not later:
+        what = "the first global batch has fewer rows than there are data-parallel ranks"
         got = f"{total} rows, dp={ranks}"
-        fix = "use a larger batch or a smaller dp (a ragged last batch of engine.batches may be this small)"
+        fix = "use a larger batch or a smaller dp (later ones may be this small)"
         raise on_all_ranks(what, got=got, allowed=f"at least {ranks} rows", fix=fix, seen="uneven-parts")
     start, stop = even_parts(total, ranks)[index]
     return Part(take(batch, start, stop), start, stop, total)

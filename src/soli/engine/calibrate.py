@@ -211,8 +211,7 @@ def _optimizer(device: torch.device, everyone: Axis) -> float:
     """Parameters/s of AdamW."""
     weight = torch.nn.Parameter(torch.zeros(STREAM[device.type], device=device))
     weight.grad = torch.ones_like(weight)
-    made = torch.optim.AdamW([weight])
-    return weight.numel() / _timed(made.step, device, everyone)
+    return weight.numel() / _timed(torch.optim.AdamW([weight]).step, device, everyone)
 
 
 def _axes(world: World, mesh: Mesh) -> list[Axis]:

@@ -274,7 +274,7 @@ class Engine:
             raise on_all_ranks("forward_backward was called twice without update()", fix=fix)
         raise_all(self._given.problems(self), everywhere=True)
         self.decide(batch := as_dict(batch), batch.total if isinstance(batch, Part) else 0)
-        part = part_of(batch, self.dp.size, self.dp.index)
+        part = part_of(batch, self.dp.size, self.dp.index, later=self._first.modes is not None)
         need_rows(part, self.dp.size, self.plan, self.statistics.active)
         need_tensors(batch, part, self.plan.accumulate * self.plan.microbatches)
         self.lay(part)
@@ -435,7 +435,7 @@ class Engine:
             self.model.eval()
             for batch in batches.anew() if isinstance(batches, Stream) else batches:
                 self.decide(batch := as_dict(batch), 0)
-                part = part_of(batch, self.dp.size, self.dp.index)
+                part = part_of(batch, self.dp.size, self.dp.index, later=True)
                 need_rows(part, self.dp.size, self.plan)
                 need_tensors(batch, part, 1)
                 with torch.inference_mode(False), torch.enable_grad():  # the layout is checked with gradients

@@ -124,7 +124,7 @@ def _announce(engine: Engine, cut: stages.Stages, trace: watch.Trace) -> None:
     share = table.bubble(plan)
     waits = f"{plan.schedule} with {plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}: ranks wait for {share:.0%} of a step"
     if count > plan.microbatches:
-        waits += f" ({count - plan.microbatches} empty microbatches are added: {plan.schedule} takes {count} or more)"
+        waits += f" (empty ones are added, {count - plan.microbatches}: {plan.schedule} takes {count} or more)"
     if share > 0.2:
         more = plan.with_(microbatches=4 * plan.pp)
         waits += f"; microbatches={more.microbatches} would make it {table.bubble(more):.0%}"

@@ -193,7 +193,7 @@ def _other(got: str) -> SoliError:
     """`got`: of torch, which says in its second to fourth line which tensor was another one."""
     lines = got.splitlines()
     cache = "leave out a key-value cache that blocks write into, which is the usual cause"
-    usual = "hand a block as an argument what the model sets between calls of its blocks (an attribute, a global), and enter contexts (sdpa_kernel) inside of it"
+    usual = "a block that calls torch.utils.checkpoint itself is recomputed already; hand a block as an argument what the model sets between calls of its blocks (an attribute, a global), and enter contexts (sdpa_kernel) inside of it"
     return differs(" ".join(lines[1:4] if "different metadata" in got else lines[:1]), f"{cache}; {usual}; or recompute=none")
 
 

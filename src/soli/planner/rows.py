@@ -101,9 +101,8 @@ def read(row: Mapping[str, str]) -> Row:
         found.refused += _impossible(said, point)
     if not found.refused:
         found.point = point
-        spoken = spellings.affirmed(f"{called(row)} {told}").replace(
-            text(row, "framework").lower(), ""
-        )  # whose name may be of one way
+        # A program's name may be of one way.
+        spoken = spellings.affirmed(f"{called(row)} {told}").replace(text(row, "framework").lower(), "")
         if point["frozen"] and (bits := first("narrow", spoken, first("narrowed", text(row, "precision").lower(), 0.0))):
             found.inferred.append(f"frozen weights of {bits:g} bits")
             point["weight"] = narrowed(point, bits, first("beside_narrow", text(row, "framework").lower(), 2.0))

@@ -218,8 +218,7 @@ def holds(task: Task) -> bool:
 
 def peaks(task: Task, p: Points) -> Array:
     """The upper bound of each point's memory, bytes."""
-    parts = [memory.peak(piece, constants_of(task)) for piece in _pieces(p)]
-    return high(task) * np.concatenate(parts)
+    return high(task) * np.concatenate([memory.peak(piece, constants_of(task)) for piece in _pieces(p)])
 
 
 def times(task: Task, p: Points) -> Array:

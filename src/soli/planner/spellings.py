@@ -138,8 +138,7 @@ def precision(said: str) -> str:
 
 def program(framework: str, source: str) -> str:
     """Whose program ran: by its name, and by where a row is from where that is not said."""
-    said = (framework or source).lower()
-    return str(meant("programs", said) or OTHER)
+    return str(meant("programs", (framework or source).lower()) or OTHER)
 
 
 def device(said: str) -> tuple[Device | None, float]:

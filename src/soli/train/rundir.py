@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 import torch
 
 from soli.checkpoint import latest, read_manifest
+from soli.checkpoint.team import as_soli_error
 from soli.core.errors import Problem, SoliError, on_all_ranks, raise_all
 from soli.core.files import write_whole
 from soli.core.package import SOLI
@@ -43,6 +44,8 @@ def create(config: Config) -> Path:
         except FileExistsError:
             number += 1
             folder = stem.with_name(f"{stem.name}-{number}")
+        except OSError as error:
+            raise as_soli_error(f"to make {folder}", error) from error
 
 
 def existing(folder: Path) -> Path:

@@ -7,11 +7,10 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from soli.core.errors import FAILURE, SoliError, failure
-from soli.core.report import is_users, render
+from soli.core.report import is_users, named, render
 
 TAIL_LINES = 20
 STUCK_SECONDS = 3.0
@@ -105,7 +104,7 @@ def report(ranks: list[Ended]) -> tuple[str, int]:
 
 def _first(cause: Ended, numbers: list[int], alone: bool) -> str:
     """The first cause in full, and which ranks had it."""
-    who = "the program" if alone else _named(numbers)
+    who = "the program" if alone else named(numbers)
     if (soli := cause.soli) is not None:
         line = str(cause.error["line"]) if cause.error else ""
         return render(soli, line, "" if alone else who)
@@ -157,11 +156,3 @@ def _standing(stacks: str) -> str:
     for file, line, name in (users or others)[:1]:
         return f"; it stood at {file}:{line} in {name}"
     return ""
-
-
-def _named(numbers: list[int]) -> str:
-    """`rank 3`, `ranks 0-3`, `ranks 0-2, 5`."""
-    # of numbers that follow each other the distance from their places is the same
-    spans = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    text = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
-    return f"rank{'s' if len(numbers) > 1 else ''} {text}"

@@ -92,7 +92,7 @@ class Board:
     ) -> None:
         ranks = len(pids)
         self.rank, self.ranks, self.name, self.pids = rank, ranks, name, pids
-        self.global_ranks = global_ranks  # the ranks' numbers in the group, of which a host may have a part
+        self.global_ranks = global_ranks  # what the job calls these ranks, which may be a part of the group
         self.lane_bytes = LANE_BYTES
         place = 8 * WORDS * ranks
         self._failed, place = place, place + FAILED_TEXT
@@ -362,6 +362,6 @@ class Board:
 
 def _error(text: str) -> SoliError:
     what, _, got = text.partition("\n")
-    found = failure(what, got=got, seen="uneven-decision" if DIFFERENT in what else "")
+    found = failure(what, got=got.strip().removeprefix("got").lstrip(), seen="uneven-decision" if DIFFERENT in what else "")
     found.consequence, found.lost = "is gone" in what or " failed" in what, True
     return found

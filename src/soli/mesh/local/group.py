@@ -13,7 +13,6 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soli.core.errors import SoliError
+from soli.core.report import named
 from soli.mesh.local import between, identity, messages, operations, sums
 from soli.mesh.local.board import Board, Operation
 from soli.mesh.local.hosts import Hosts
@@ -37,22 +37,27 @@ ANY_SIZE = "all_to_all"
 class LocalGroup(_Base):
     """One group of ranks. Every method returns a Work; tensors are CPU tensors of any layout."""
 
-    def __init__(self, store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> None:
+    def __init__(self, options: Any) -> None:
+        """`options`: c10d's _DistributedBackendOptions."""
+        store, rank, ranks, timeout = options.store, options.group_rank, options.group_size, options.timeout
         super().__init__(rank, ranks)
-        self.timeout, self.ranks = timeout, ranks
+        self.timeout, self.ranks, self._name = timeout, ranks, str(options.group_id)
+        numbers = list(options.global_ranks_in_group)  # in the job; empty where they are all
+        told = f"{self._name} ({named(numbers)})" if numbers else self._name or "default"
+        numbers = numbers or list(range(ranks))
         people = identity.exchange(store, rank, ranks, timeout)
         names = list(dict.fromkeys(person.host for person in people))
         members = [[r for r, person in enumerate(people) if person.host == name] for name in names]
         self._here = members[names.index(people[rank].host)]
         host = dist.PrefixStore(f"host{self._here[0]}", store)
         pids = [people[r].pid for r in self._here]
-        self.board = Board(host, self._here.index(rank), pids, name or "default", timeout, self._here)
+        self.board = Board(host, self._here.index(rank), pids, told, timeout, [numbers[r] for r in self._here])
         self._inboxes = [messages.Inbox(self.board, source) for source in range(len(self._here))]
         # One host: the operations of a board. Several: the same ones, of the hosts and their boards.
         self._do: Any = operations
         self._on: Any = self.board
         if len(members) > 1:
-            self._do, self._on = between, Hosts(self.board, store, rank, members, timeout)
+            self._do, self._on = between, Hosts(self.board, store, rank, members, timeout, numbers)
         identity.leave_last(store, rank, ranks, timeout)
         self._batch: list[LocalWork] | None = None
 
@@ -60,7 +65,7 @@ class LocalGroup(_Base):
         return "local"
 
     def getGroupName(self) -> str:  # noqa: N802
-        return self.board.name
+        return self._name
 
     group_name = property(getGroupName)
 
@@ -235,7 +240,7 @@ class LocalGroup(_Base):
         if watching():
             times = self.ranks if name in ("all_gather", "reduce_scatter") else 1
             nbytes = times * tensor.numel() * tensor.element_size()
-            recorder.add(name, self.board.name, nbytes, tuple(dist.get_process_group_ranks(self)), "", "torch")
+            recorder.add(name, self._name, nbytes, tuple(dist.get_process_group_ranks(self)), "", "torch")
         text, checksum = _words(name, more, tensor.dtype, tuple(tensor.shape), checksum_of)
         return Operation(text, call_site(), checksum)
 

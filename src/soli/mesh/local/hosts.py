@@ -28,8 +28,10 @@ GRACE_SECONDS = 1.0  # for the other hosts to say that they are late too
 class Hosts:
     """A group over several hosts, seen from one rank. `members[h]` are the group's ranks on host h."""
 
-    def __init__(self, board: Board, store: Any, rank: int, members: list[list[int]], timeout: timedelta) -> None:
+    def __init__(self, board: Board, store: Any, rank: int, members: list[list[int]], timeout: timedelta, numbers: list[int]) -> None:
+        """`members`: the ranks of each host; `numbers`: what the job calls them."""
         self.board, self.rank, self.members, self.store = board, rank, members, store
+        self.called = [[numbers[r] for r in ranks] for ranks in members]
         self._store_gone = 0.0  # since when
         self.ranks = sum(map(len, members))
         self.host = next(h for h, ranks in enumerate(members) if rank in ranks)
@@ -53,7 +55,7 @@ class Hosts:
         yield from self.gathered(rows, mine)
         texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace").split("\n", 1) for row in rows]
         if any(text[0] != texts[0][0] for text in texts):
-            lines = [f"  ranks {ranks}: {text[1]}" for ranks, text in zip(self.members, texts, strict=True)]
+            lines = [f"  ranks {ranks}: {text[1]}" for ranks, text in zip(self.called, texts, strict=True)]
             raise self.board.fail(f"the hosts of group {self.board.name} {DIFFERENT}\n" + "\n".join(lines))
 
     def gathered(self, rows: Tensor, mine: Tensor) -> Step:
@@ -148,7 +150,7 @@ class Hosts:
             except SoliError as found:
                 return found
             time.sleep(0.02)
-        others = [ranks for host, ranks in enumerate(self.members) if host != self.host]
+        others = [ranks for host, ranks in enumerate(self.called) if host != self.host]
         first = str(error).strip().split("\n")[0]
         return self.board.fail(f"a host of group {self.board.name} is gone, one of ranks {others}\n  {first}")
 
@@ -166,7 +168,7 @@ class Hosts:
         try:
             self.store.set(f"waits{self.host}", "1")
             time.sleep(GRACE_SECONDS)
-            absent = [r for h, r in enumerate(self.members) if not self.store.check([f"waits{h}"])]
+            absent = [r for h, r in enumerate(self.called) if not self.store.check([f"waits{h}"])]
         except RuntimeError:  # the store is gone, with its host; who stands where is said all the same
             return ""
         return f"none of ranks {', '.join(map(str, absent))} arrived from the other hosts" if absent else ""
