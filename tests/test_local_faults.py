@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,27 @@ def test_different_calls_are_named_on_every_rank(pool: Pool, kind: str) -> None:
         assert "test_local_faults.py:" in text
         assert seconds < 2
         assert "called different collectives" in after  # nothing of the group is trusted any more
+
+
+def in_a_part_of_the_job():
+    """Rank 2 sends rank 1 a message of another size, and does not come to what it does then."""
+    groups = [dist.new_group([1, 2], timedelta(seconds=2), backend="local") for _ in range(2)]
+    rank = dist.get_rank()
+    if rank == 0:
+        return "", ""
+    if rank == 2:
+        dist.send(torch.zeros(4), 1, group=groups[1])
+        return "", caught(dist.barrier, groups[1])[0]
+    odd = caught(dist.recv, torch.zeros(5), 2, group=groups[1])[0]
+    return caught(dist.all_reduce, torch.zeros(1), group=groups[0])[0], odd
+
+
+def test_ranks_are_named_as_the_job_has_them(pool: Pool) -> None:
+    _, (late, odd), (_, other) = pool.run(in_a_part_of_the_job, ranks=3)
+    assert "rank 2 did not arrive in 2 s in group" in late
+    assert "(ranks 1-2)" in late
+    assert "rank 1: #0 all_reduce" in late
+    assert all("a message from rank 2 to rank 1 (tag 0) in group" in said for said in (odd, other))
 
 
 def wrong_tensors():
@@ -105,8 +127,6 @@ def test_ranks_with_different_versions(pool: Pool) -> None:
 
 
 def joining_late():
-    from datetime import timedelta
-
     if dist.get_rank() == 1:
         time.sleep(3)
     return caught(dist.new_group, backend="local", timeout=timedelta(seconds=1))

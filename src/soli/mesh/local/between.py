@@ -139,9 +139,9 @@ def receive(hosts: Hosts, data: Tensor, source: int, tag: int, checksum: int) ->
     """The next message with this tag from a rank of another host into `data` [b] bytes."""
     head = torch.empty(2, dtype=torch.int64)
     yield from hosts.in_thread(lambda: hosts.everyone.recv([head], source, tag).wait())
-    total, sent = head.tolist()
+    (total, sent), of = head.tolist(), hosts.board.numbers
     if (total, sent) != (data.numel(), checksum):
-        raise unlike(hosts.board, (source, hosts.rank), tag, total, data.numel(), sent != checksum)
+        raise unlike(hosts.board, (of[source], of[hosts.rank]), tag, total, data.numel(), sent != checksum)
     yield from hosts.in_thread(lambda: hosts.everyone.recv([data], source, tag).wait())
 
 

@@ -88,11 +88,12 @@ class Board:
     moves = 0  # of this process, over all groups: goes up with everything that is posted
 
     def __init__(
-        self, store: Any, rank: int, pids: list[int], name: str, timeout: timedelta, global_ranks: list[int]
+        self, store: Any, rank: int, pids: list[int], name: str, timeout: timedelta, here: list[int], numbers: list[int]
     ) -> None:
         ranks = len(pids)
         self.rank, self.ranks, self.name, self.pids = rank, ranks, name, pids
-        self.global_ranks = global_ranks  # what the job calls these ranks, which may be a part of the group
+        self.numbers = numbers  # what the job calls the group's ranks, of which `here` are on this host
+        self.global_ranks = [numbers[r] for r in here]
         self.lane_bytes = LANE_BYTES
         place = 8 * WORDS * ranks
         self._failed, place = place, place + FAILED_TEXT

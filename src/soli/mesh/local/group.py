@@ -51,13 +51,13 @@ class LocalGroup(_Base):
         self._here = members[names.index(people[rank].host)]
         host = dist.PrefixStore(f"host{self._here[0]}", store)
         pids = [people[r].pid for r in self._here]
-        self.board = Board(host, self._here.index(rank), pids, told, timeout, [numbers[r] for r in self._here])
+        self.board = Board(host, self._here.index(rank), pids, told, timeout, self._here, numbers)
         self._inboxes = [messages.Inbox(self.board, source) for source in range(len(self._here))]
         # One host: the operations of a board. Several: the same ones, of the hosts and their boards.
         self._do: Any = operations
         self._on: Any = self.board
         if len(members) > 1:
-            self._do, self._on = between, Hosts(self.board, store, rank, members, timeout, numbers)
+            self._do, self._on = between, Hosts(self.board, store, rank, members, timeout)
         identity.leave_last(store, rank, ranks, timeout)
         self._batch: list[LocalWork] | None = None
 

@@ -28,10 +28,9 @@ GRACE_SECONDS = 1.0  # for the other hosts to say that they are late too
 class Hosts:
     """A group over several hosts, seen from one rank. `members[h]` are the group's ranks on host h."""
 
-    def __init__(self, board: Board, store: Any, rank: int, members: list[list[int]], timeout: timedelta, numbers: list[int]) -> None:
-        """`members`: the ranks of each host; `numbers`: what the job calls them."""
+    def __init__(self, board: Board, store: Any, rank: int, members: list[list[int]], timeout: timedelta) -> None:
         self.board, self.rank, self.members, self.store = board, rank, members, store
-        self.called = [[numbers[r] for r in ranks] for ranks in members]
+        self.called = [[board.numbers[r] for r in ranks] for ranks in members]  # by the job
         self._store_gone = 0.0  # since when
         self.ranks = sum(map(len, members))
         self.host = next(h for h, ranks in enumerate(members) if rank in ranks)

@@ -50,7 +50,7 @@ def send(board: Board, operation: Operation, data: Tensor, target: int, tag: int
 
 
 def unlike(board: Board, ends: tuple[int, int], tag: int, sent: int, wanted: int, retyped: bool) -> SoliError:
-    """A message between two ranks whose bytes, or their type, are not those that are asked for."""
+    """A message between two ranks of the job whose bytes, or their type, are not those that are asked for."""
     what = f"a message from rank {ends[0]} to rank {ends[1]} (tag {tag}) in group {board.name} is not what is received"
     return board.fail(f"{what}\n  sent {sent} bytes, received as {wanted} bytes" + ", of another type" * retyped)
 
@@ -111,9 +111,9 @@ class Inbox:
         return message
 
     def _check(self, wanted: Message, total: int, checksum: int) -> None:
-        size, retyped = wanted.data.numel(), wanted.checksum != checksum
+        size, retyped, of = wanted.data.numel(), wanted.checksum != checksum, self.board.global_ranks
         if size != total or retyped:
-            raise unlike(self.board, (self.source, self.board.rank), wanted.tag, total, size, retyped)
+            raise unlike(self.board, (of[self.source], of[self.board.rank]), wanted.tag, total, size, retyped)
 
     def take(self, message: Message, data: Tensor, checksum: int) -> None:
         """Put a message that was kept aside where it was asked for."""

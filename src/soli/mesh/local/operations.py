@@ -221,7 +221,7 @@ def check_splits(board: Board, rank: int, wanted: Sequence[int], table: Tensor) 
     """Whether the bytes that every rank sends, `table[s, r]` from s to r, are those that this rank expects."""
     sent = table[:, rank].tolist()
     if wrong := [(other, size) for other, size in enumerate(wanted) if size != sent[other]]:
-        lines = [f"  rank {rank} expects {size} bytes of rank {r}, which sends {sent[r]}" for r, size in wrong]
+        lines = [f"  rank {board.numbers[rank]} expects {size} bytes of rank {board.numbers[r]}, which sends {sent[r]}" for r, size in wrong]
         raise board.fail(f"the splits of all_to_all in group {board.name} do not fit\n" + "\n".join(lines))
 
 
