@@ -338,8 +338,7 @@ def odd_model(what: str) -> nn.Module:
         made[2].bias.requires_grad_(False)
     if what == "hook":
         made[2].register_forward_hook(lambda module, args, output: output * 2)
-    if what == "number":
-        made[1].scale = 0.5
+    made[1].scale, made[1].number = 0.5 if what == "number" else 0.25, int(what == "whole")
     if what == "gradient hook":
         made[2].weight.register_hook(lambda gradient: gradient * 2)
     return made
@@ -373,6 +372,10 @@ def begun(what: str, everywhere: bool) -> str:
     return "it ran"
 
 
+def test_a_whole_number_may_be_a_ranks_own(pool: Pool) -> None:
+    assert pool.run(begun, "whole", False, ranks=2) == ["it ran"] * 2
+
+
 @pytest.mark.parametrize(
     ("what", "named"),
     [
@@ -382,7 +385,7 @@ def begun(what: str, everywhere: bool) -> str:
         ("frozen", "2.bias: 'requires_grad=False, 0 hooks', and 'requires_grad=True"),
         ("hook", "in training, 1 hooks', and 'Linear("),
         ("gradient hook", "2.weight: 'requires_grad=True, 1 hooks'"),
-        ("number", "1.scale: 0.5, and not there on the others"),
+        ("number", "1.scale: 0.5, and 0.25 on the others"),
         ("sgd", "optimizer: 'SGD', and 'AdamW'"),
         ("groups", "parameters of group 0: ['0.0.weight', '0.0.bias'], and"),
         ("clip", "clip: 0.5, and None"),

@@ -126,8 +126,9 @@ def _write_for_launcher(rank: int, error: BaseException, trace: TracebackType | 
 
 
 def named(numbers: list[int]) -> str:
-    """`rank 3`, `ranks 0-3`, `ranks 0-2, 5`."""
+    """`rank 3`, `ranks 0-3`, `ranks 0-2, 5`, `ranks 0, 2, 4, ..., 1022`."""
     # of numbers that follow each other the distance from their places is the same
     spans = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    said = (f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+    said = [f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans]
+    said[8:-1] = ["..."] * (len(said) > 9)  # a line has room for so many
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(said)}"

@@ -25,7 +25,7 @@ from soli.parallel.units import cut_over
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
 
-ALIKE = "let every rank do the same: the same model, loss, optimizer, options, batches and changes of them, and nothing that is a rank's own"
+ALIKE = "let every rank do the same: the same model, loss, optimizer, options, batches and changes of them, and nothing that is a rank's own (a clock in a module is set after soli.parallelize)"
 Facts = dict[str, Any]
 """What a rank has, by what it is called."""
 

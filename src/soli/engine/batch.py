@@ -102,11 +102,11 @@ def part_of(batch: Any, ranks: int, index: int, later: bool = False) -> Part:
     if isinstance(batch, Part):
         return batch
     total = rows_of(batch)
-    if total < ranks and not later:
-        what = "the first global batch has fewer rows than there are data-parallel ranks"
+    if total < (1 if later else ranks):
+        what = "the global batch has no rows" if later else "the first global batch has fewer rows than there are data-parallel ranks"
         got = f"{total} rows, dp={ranks}"
         fix = "use a larger batch or a smaller dp (later ones may be this small)"
-        raise on_all_ranks(what, got=got, allowed=f"at least {ranks} rows", fix=fix, seen="uneven-parts")
+        raise on_all_ranks(what, got=got, allowed=f"at least {1 if later else ranks} rows", fix=fix, seen="uneven-parts")
     start, stop = even_parts(total, ranks)[index]
     return Part(take(batch, start, stop), start, stop, total)
 

@@ -305,7 +305,7 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         "gradient": 0.0 if offload and zero >= 2 and found.framework == spellings.DEEPSPEED else point["gradient"],
         "moved": float(moved),
         # FSDP's units are compiled apart from the loss
-        "one_loss": min(point["one_loss"], WHOLE * max(point["low"] / 2, 1.0)) if found.plain and not zero else point["one_loss"],
+        "one_loss": min(point["one_loss"], WHOLE * max(point["low"] / 2, 1.0)) if found.plain and not zero and tells("compiled", spellings.affirmed(told_by(row))) else point["one_loss"],
         "recompute": level,
         "again": again,
         "sp": float(bool(parted) and point["tp"] > 1),
@@ -334,6 +334,7 @@ def _recomputed(
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
         return level, 0.0
     level, share, count = read
+    # Of full and selective one column may say more than another.
     said_by = {bool(told[0]): one for one in WORDS["recompute"] if (told := spellings.recomputation(text(row, one)))}
     if len(said_by) > 1:
         found.refused.append(" and ".join(f"{one}={text(row, one)}" for one in said_by.values()) + " cannot both be")

@@ -362,7 +362,7 @@ class Board:
 
 
 def _error(text: str) -> SoliError:
-    what, _, got = text.partition("\n")
-    found = failure(what, got=got.strip().removeprefix("got").lstrip(), seen="uneven-decision" if DIFFERENT in what else "")
+    what, _, got = text.split("\n  seen ")[0].partition("\n")  # another's words have theirs already
+    found = failure(what, got=got.strip().removeprefix("got ").lstrip(), seen="uneven-decision" if DIFFERENT in what else "")
     found.consequence, found.lost = "is gone" in what or " failed" in what, True
     return found

@@ -41,9 +41,9 @@ class LocalGroup(_Base):
         """`options`: c10d's _DistributedBackendOptions."""
         store, rank, ranks, timeout = options.store, options.group_rank, options.group_size, options.timeout
         super().__init__(rank, ranks)
-        self.timeout, self.ranks, self._name = timeout, ranks, str(options.group_id)
+        self.timeout, self.ranks, self._name = timeout, ranks, str(options.group_id) or "default"
         numbers = list(options.global_ranks_in_group)  # in the job; empty where they are all
-        told = f"{self._name} ({named(numbers)})" if numbers else self._name or "default"
+        told = f"{self._name} ({named(numbers)})" if numbers else self._name
         numbers = numbers or list(range(ranks))
         people = identity.exchange(store, rank, ranks, timeout)
         names = list(dict.fromkeys(person.host for person in people))
@@ -88,7 +88,7 @@ class LocalGroup(_Base):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         op, root = sums.name_of(opts.reduceOp), opts.rootRank
-        return self._each("reduce", f"{op}, root {root}", tensors, op, root)
+        return self._each("reduce", f"{op}, root {self.board.numbers[root]}", tensors, op, root)
 
     def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any = None) -> Any:
         op = sums.name_of(_op(opts))
@@ -110,7 +110,7 @@ class LocalGroup(_Base):
     # --- movement -------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        return self._each("broadcast", f"root {opts.rootRank}", tensors, opts.rootRank, form=_bytes)
+        return self._each("broadcast", f"root {self.board.numbers[opts.rootRank]}", tensors, opts.rootRank, form=_bytes)
 
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Any:
         return _joined([self._all_gather(out, tensor) for out, tensor in zip(outs, tensors, strict=True)], outs)
@@ -139,13 +139,13 @@ class LocalGroup(_Base):
         targets, back = _targets(outs[0] if outs else [])
         _check_sizes("gather", [t.numel() for t in targets], [mine.numel()] * len(targets))
         given = [_bytes(t) for t in targets], _bytes(mine), root
-        return self._begin("gather", f"root {root}", tensors[0], outs, back, *given)
+        return self._begin("gather", f"root {self.board.numbers[root]}", tensors[0], outs, back, *given)
 
     def scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> Any:
         root, sent = opts.rootRank, [_bytes(_flat(part)) for part in (parts[0] if parts else [])]
         flat, back = _target(outs[0])
         _check_sizes("scatter", [_bytes(flat).numel()] * len(sent), [part.numel() for part in sent])
-        return self._begin("scatter", f"root {root}", outs[0], outs, back, _bytes(flat), sent, root)
+        return self._begin("scatter", f"root {self.board.numbers[root]}", outs[0], outs, back, _bytes(flat), sent, root)
 
     def alltoall(self, outs: list[Tensor], parts: list[Tensor], opts: Any = None) -> Any:
         targets, back = _targets(outs)
