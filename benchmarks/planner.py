@@ -189,8 +189,9 @@ Ratios = tuple[np.ndarray, np.ndarray]
 
 def spreads(rows: Sequence[Row], by_model: Ratios, by_source: Ratios) -> Sets:
     """SPREADS, of what was measured by what was predicted: of all rows without their source; of Megatron's tests, which no other source
-    is like, without the row's model. And of runs of sources that nobody had looked at when they were predicted (unseen.py): these are
-    further off than any whose table was in sight when formulas were made.
+    is like, without the row's model. And of the times of sources that nobody had looked at when they were predicted (unseen.py): these are further
+    off than any whose table was in sight when formulas were made. Not of their memories, whose programs keep what no row says: what is offered to a
+    program that is known must fit by its upper bound.
 
     It is 90% of these rows that an interval holds, with one more that is as wide as the widest: the next is as likely to be it (conformal prediction,
     Vovk et al. 2005). Each source by the root of its rows would be 0.68 to 2.46 of a time, which holds nearly all that is published (docs/log.md).
@@ -204,7 +205,7 @@ def spreads(rows: Sequence[Row], by_model: Ratios, by_source: Ratios) -> Sets:
             if told.sum() < 16:
                 continue
             ratio = one[told]
-            if name == DEFAULT:
+            if name == DEFAULT and kind == "time":
                 ratio = np.concatenate([ratio, unseen.ratios(kind)[1]])
             logs = -np.log(ratio)
             level = max(0.05 - 0.95 / len(logs), 0.0)
@@ -532,7 +533,7 @@ def of_unseen(found: dict[str, Any]) -> list[str]:
     return [
         "## Sources that nobody had looked at", "",
         "What was predicted of their runs before anything was changed for them ([unseen.csv](../unseen.csv)); the tables above were in sight when formulas",
-        "were made. Intervals are made of both.", "", head, "|---" * 6 + "|",
+        "were made. Intervals of times are made of both.", "", head, "|---" * 6 + "|",
         *(
             f"| {kind} | {one['rows']} | {one['sources']} | {_said(one)} | {one['inside']:.0%} | {one['inside by source']:.0%} |"
             for kind, one in ((kind, found[kind]) for kind in ("time", "memory"))

@@ -14,15 +14,11 @@ import numpy as np
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import Amount, Array, Points
 
-BLOCKED = 1.4
-"""How much longer a sum over tp takes where each host waits for its kernels before it launches the sum, and so all ranks for the slowest host: BigScience's runs
-on A100, nearly all of them launched so, had every program of that generation wait as long (docs/log.md, sums of hosts that wait)."""
-
 
 def sums(p: Points, k: Constants, sent: Array) -> Array:
     """Seconds that what tp sends adds to a layer: less than it takes alone where pieces run behind products; more where ranks wait
     for the slowest, the more of them there are: `waited_sums` is of 8 (docs/log.md, what tp waits for)."""
-    return sent * k.waited_sums ** (np.log2(p.tp) / 3) * (1 - p.behind) * np.where(p.blocking > 0, BLOCKED, 1.0)
+    return sent * k.waited_sums ** (np.log2(p.tp) / 3) * (1 - p.behind)
 
 
 def gathers(k: Constants, sent: Array, computed: Array) -> Array:
