@@ -187,16 +187,18 @@ def folds_of(rows: Sequence[Row]) -> list[int]:
 Ratios = tuple[np.ndarray, np.ndarray]
 
 
-def spreads(rows: Sequence[Row], by_model: Ratios, by_source: Ratios) -> Sets:
+def spreads(rows: Sequence[Row], sources: Sequence[str], by_model: Ratios, by_source: Ratios) -> Sets:
     """SPREADS, of what was measured by what was predicted: of all rows without their source; of Megatron's tests, which no other source
     is like, without the row's model. And of the times of sources that nobody had looked at when they were predicted (unseen.py): these are further
     off than any whose table was in sight when formulas were made. Not of their memories, whose programs keep what no row says: what is offered to a
     program that is known must fit by its upper bound.
 
-    It is 90% of these rows that an interval holds, with one more that is as wide as the widest: the next is as likely to be it (conformal prediction,
-    Vovk et al. 2005). Each source by the root of its rows would be 0.68 to 2.46 of a time, which holds nearly all that is published (docs/log.md).
+    It is 90% of these times that an interval holds. Of memories, which few sources tell, n rows of a source count as its 1 / sqrt(n) each: runs of one
+    are off alike, and the next table's may be a new source's. So counted a time's interval would be 0.68 to 2.46, which holds nearly all that is
+    published (docs/log.md). One more than there are, as wide as the widest: the next row is as likely to be it (weighted conformal prediction,
+    Tibshirani et al. 2019, arXiv 1904.06019, lemma 3).
     """
-    tests = np.array([row.framework == TESTS for row in rows])
+    names, tests = np.array(sources), np.array([row.framework == TESTS for row in rows])
     found: Sets = {}
     for name, at, ratios in ((DEFAULT, ~tests, by_source), (TESTS, tests, by_model)):
         found[name] = {}
@@ -204,13 +206,14 @@ def spreads(rows: Sequence[Row], by_model: Ratios, by_source: Ratios) -> Sets:
             told = at & np.isfinite(one)
             if told.sum() < 16:
                 continue
-            ratio = one[told]
+            _, place, times = np.unique(names[told], return_inverse=True, return_counts=True)
+            logs, weights = -np.log(one[told]), times[place] ** (-0.5 if kind == "memory" else 0.0)
             if name == DEFAULT and kind == "time":
-                ratio = np.concatenate([ratio, unseen.ratios(kind)[1]])
-            logs = -np.log(ratio)
-            level = max(0.05 - 0.95 / len(logs), 0.0)
+                logs = np.concatenate([logs, -np.log(unseen.ratios(kind)[1])])
+                weights = np.ones(len(logs))
+            level = max(0.05 - 0.95 * (weights**2).sum() / weights.sum() ** 2, 0.0)
             for word, share in (("low", level), ("high", 1 - level)):
-                found[name][f"{kind}_{word}"] = float(f"{np.exp(np.quantile(logs, share)):.4g}")
+                found[name][f"{kind}_{word}"] = float(f"{np.exp(_quantile(logs, weights, share)):.4g}")
     return found
 
 
@@ -224,6 +227,13 @@ def of_soli() -> dict[str, float]:
     ]
     low, high = np.quantile(ratios, (0.05, 0.95))
     return {"memory_low": float(f"{low:.4g}"), "memory_high": float(f"{HEADROOM * high:.4g}")}
+
+
+def _quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
+    """So much of the weight is below it."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) - weights[order] / 2
+    return float(np.interp(share * weights.sum(), below, values[order]))
 
 
 def write_layers(layers: Layers) -> None:
@@ -332,7 +342,12 @@ def calibrated(rows: Sequence[Row], sets: Sets) -> list[dict[str, Any]]:
 
 
 def covered(
-    rows: Sequence[Row], by: tuple[Ratios, Ratios], judged: Ratios, groups: Sequence[Any], kind: int
+    rows: Sequence[Row],
+    sources: Sequence[str],
+    by: tuple[Ratios, Ratios],
+    judged: Ratios,
+    groups: Sequence[Any],
+    kind: int,
 ) -> dict[int, bool]:
     """Of each row whether its measured time (kind 0) or memory (1) lies in an interval that was made without its group.
 
@@ -341,7 +356,7 @@ def covered(
     for group in sorted(set(groups)):
         rest = [i for i, g in enumerate(groups) if g != group]
         part = [tuple(one[rest] for one in ratios) for ratios in by]
-        made = spreads([rows[i] for i in rest], *part)
+        made = spreads([rows[i] for i in rest], [sources[i] for i in rest], *part)
         for i in (i for i, g in enumerate(groups) if g == group and np.isfinite(judged[kind][i])):
             word = ("time", "memory")[kind]
             spread = SPREADS | made[DEFAULT] | made.get(rows[i].framework, {})
@@ -384,7 +399,7 @@ def main() -> int:
     layers = layers_of(rows, sets)
     if args.fit:
         counts = {name: sum(name in chain(*family_of(row)) for row in rows) for name in sets}
-        wide = spreads(rows, by_model, by_source)
+        wide = spreads(rows, sources, by_model, by_source)
         wide[DEFAULT]["near"] = between(rows, sources, off(rows, sets, layers)[0])
         write_constants(sets, wide, counts)
         write_layers(layers)
@@ -395,7 +410,7 @@ def main() -> int:
         within = {}
         for kind, word in enumerate(("time", "memory")):
             for left, judged, groups in (("model", by_model, folds), ("source", by_source, sources)):
-                inside = covered(rows, both, judged, groups, kind)
+                inside = covered(rows, sources, both, judged, groups, kind)
                 other = [held for i, held in inside.items() if rows[i].framework != TESTS]
                 within[f"{word}, {left} left out"] = round(float(np.mean(list(inside.values()))), 3)
                 within[f"{word}, {left} left out, but tests"] = round(float(np.mean(other)), 3)
