@@ -668,7 +668,7 @@ def test_ranks_that_wait_in_calls_that_cannot_meet_are_named(tmp_path: Path) -> 
     assert job.seconds < 40
     assert "no rank can go on: each waits for others, in a call that they do not make\n    fix" in job.err
     for rank in range(2):
-        stood = f"rank {rank} was still running in #0 all_reduce(sum) of float32[1] at {job.line_of('# here')}, group {rank + 1} and"
+        stood = f"rank {rank} was still running in #0 all_reduce(sum) of float32[1] at {job.line_of('# here')}, group {rank + 1} (ranks 0-1) and"
         assert stood in job.err
 
 

@@ -266,8 +266,7 @@ def _timed(call: Callable[[], Any], device: torch.device, everyone: Axis, second
             call()
 
     collectives.barrier(everyone)
-    spent = median(clock(some, device) / times for _ in range(RUNS))
-    return extreme(spent, everyone, "max", label="seconds")
+    return extreme(median(clock(some, device) / times for _ in range(RUNS)), everyone, "max", label="seconds")
 
 
 def clock(call: Callable[[], Any], device: torch.device) -> float:
