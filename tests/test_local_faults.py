@@ -17,6 +17,7 @@ import torch.distributed as dist
 import soli.backend  # noqa: F401
 from pool import Pool
 from soli.core.errors import SoliError
+from soli.mesh.local.board import DIFFERENT, _error
 
 
 def caught(call, *args, **options) -> tuple[str, float]:
@@ -75,6 +76,12 @@ def test_ranks_are_named_as_the_job_has_them(pool: Pool) -> None:
     assert "(ranks 1-2)" in late
     assert "rank 1: #0 all_reduce" in late
     assert all("a message from rank 2 to rank 1 (tag 0) in group" in said for said in (odd, other))
+
+
+def test_another_hosts_words_are_told_once() -> None:
+    first = _error(f"the ranks of group 1 {DIFFERENT}\n  rank 0: a\n  rank 1: b")
+    assert (again := str(_error(str(first)))) == str(first)
+    assert (again.count("  got "), again.count("  seen ")) == (1, 1)
 
 
 def wrong_tensors():

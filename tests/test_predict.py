@@ -187,6 +187,7 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"framework": "Megatron-DeepSpeed", "shard": "none (ZeRO stage 0)"}, {"zero": 1, "gradient": 6}),
         ({"framework": "Megatron-DeepSpeed", "shard": "none (ZeRO stage 0)", "precision": "fp16"}, {"zero": 0}),
         ({"framework": "HF Trainer", "shard": ""}, {"zero": 0, "flash": 0, "eager": 2.1}),
+        ({"framework": "HF Trainer", "shard": "", "gpu": "RTX PRO 6000"}, {"flash": 1}),
         ({"framework": "PyTorch", "notes": "torch.compile"}, {"flash": 1, "eager": 1, "one_loss": 4}),
         ({"framework": "PyTorch", "notes": "torch.compile", "precision": "fp32"}, {"one_loss": 8}), ({"framework": "PyTorch", "notes": "fast kernels"}, {"one_loss": 8}),
         ({"framework": "LitGPT", "notes": "LoRA", "recompute": "", "tp": "1", "pp": "1", "dp": "64"}, {"recompute": 2}),

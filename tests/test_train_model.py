@@ -89,6 +89,9 @@ def test_generate() -> None:
 
 def test_a_run_directory_and_its_metrics(tmp_path: Path) -> None:
     config = replace(Config(), run=replace(Config().run, folder=str(tmp_path), name="my run!"))
+    (beside := tmp_path / "a file").write_text("")
+    with pytest.raises(SoliError, match="the operating system refused to make"):  # as on a disk that is read-only
+        rundir.create(replace(config, run=replace(config.run, folder=str(beside / "runs"))))
     folder, other = rundir.create(config), rundir.create(config)
     assert folder != other
     assert folder.name.endswith("-my-run")
