@@ -187,6 +187,16 @@ def at_once(kept: nn.Module, model: nn.Module) -> None:
     torch._foreach_add_(list(kept.parameters()), [x.data for x in model.parameters()])
 
 
+def norms(kept: nn.Module, model: nn.Module) -> None:
+    for param in model.parameters():
+        float(param.norm())
+
+
+def as_arrays(kept: nn.Module, model: nn.Module) -> None:
+    for param in model.parameters():
+        param.detach().numpy()
+
+
 def to_a_file(kept: nn.Module, model: nn.Module) -> None:
     torch.save(list(model.parameters()), io.BytesIO())
 
@@ -248,6 +258,8 @@ def done_as_by_one(pool: Pool, use: Callable[[nn.Module, nn.Module], None], plan
         (by_differences, "add_ is called with a weight of another stage"),
         (at_once, "_foreach_add_ is called with a weight of another stage"),
         (to_a_file, "written to a file"),
+        (norms, "__float__ is called with a weight of another stage, and its values are not here"),
+        (as_arrays, "numpy is called with a weight of another stage, and its values are not here"),
         (as_a_vector, "cat is called with a weight of another stage beside what is here"),
     ],
 )

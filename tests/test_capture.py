@@ -288,7 +288,7 @@ class Mistaken(Block):
 
 class Huge(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x.new_empty(2**44)[0]
+        return super().forward(x) + x.new_empty(2**47)[0]
 
 
 class Convolution(nn.Module):
@@ -342,6 +342,14 @@ def test_nothing_is_computed_and_no_memory_is_taken() -> None:
     found, _ = read(f"{ROOT}/examples/plan_model.py:llama_8b")
     assert found == replace(OWN["llama"][2], name="llama_8b", seq=batch["tokens"].shape[1])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kilobytes
+
+
+def test_a_weight_may_be_larger_than_the_machine() -> None:
+    """Which an allocator refuses at once, though nobody touches its pages."""
+    with torch.device("meta"):
+        model = nn.Linear(2**20, 2**22, bias=False)  # 16 TiB
+    trace = capture(model, torch.zeros(2, 2**20), lambda traced, one: traced(one))
+    assert [call.flops for call in trace.products] == [2 * 2 * 2**42]
 
 
 def test_products_are_where_they_were_done() -> None:

@@ -172,6 +172,10 @@ def test_names_of_columns() -> None:
         ({"recompute": "offload"}, "recompute: 'offload' is not understood"),
         ({"global_batch": "64", "microbatch": "", "local_batch_size": "4", "tp": "1", "pp": "1", "dp": "64"}, "global_batch=64 is less than dp x microbatch = 256"),
         ({"model": "Nemotron-H 56B"}, "layers of its model are no attention (state spaces)"),
+        ({"model": "Gated DeltaNet 1.3B"}, "layers of its model are no attention (it is linear)"), ({"model": "RecurrentGemma-9B"}, "no attention (state spaces)"),
+        ({"model": "Flan-T5-XXL"}, "it is an encoder and a decoder"), ({"model": "Whisper-large-v3"}, "it hears"), ({"model": "ResNet-50"}, "it is no stack of like layers"),
+        ({"gpu": "4x A100 + 4x H100"}, "names a100 and h100: a row is of devices of one kind"), ({"gpu": "A100/H100"}, "names a100 and h100"),
+        ({"params_b": "6,738"}, "params_b: '6,738' is no number above 0"),
         ({"model": "Qwen3.5-VL-35B", "layers": ""}, "layers of its model are no attention (it is linear)"),
         ({"model": "Llama 4 Maverick", "layers": ""}, "nor the name of a published model (only every second layer has experts)"),
     ],
@@ -249,6 +253,14 @@ def test_rows_that_say_too_little_or_too_much() -> None:
     assert "ep=64 as 16: a stage has no more ranks" in read(BIG | experts | {"gpus": "32"}).inferred
     for column in ("Quantization", "(TP, PP, DP)", "remat_kind", "T", "Numerics", "Seq len (K)", "Layers (per stage)"):
         assert any(word.endswith("=4 is not counted") for word in read(BIG | {column: "4"}).inferred), column
+
+
+def test_what_is_not_counted_or_assumed_is_said() -> None:
+    said = lambda **changes: " ".join(read(BIG | changes).inferred)
+    assert "offload: 'banana' is not counted" in said(offload="banana")
+    assert "offload: '0.5' is not counted" in said(offload="0.5")
+    assert "is not counted" not in said(offload="parameters, gradients and optimizer on CPU")
+    assert "optimizer=SOAP as Adam" in said(optimizer="SOAP")  # which keeps more than two moments
 
 
 def test_names_of_devices_are_no_others() -> None:
@@ -543,6 +555,15 @@ def test_names_of_other_models_are_no_sizes_of_a_decoder(name: str, said: str) -
 def test_deepspeed_beside_tp_is_beside_megatron() -> None:
     of = lambda **changes: read({**SILENT, "gpus": "64", "framework": "DeepSpeed", "shard": "zero2"} | changes).framework
     assert (of(), of(tp="4"), of(tp="4", shard="zero3")) == ("deepspeed", "megatron-deepspeed", "deepspeed")
+
+
+def test_a_run_that_was_made_to_fit_fits() -> None:
+    """States are shared out since it does not fit otherwise: it is not asked to leave a twentieth free as well."""
+    of = lambda layers: predict([{**SILENT, "gpus": "8", "framework": "HF Trainer", "tp": "1", "pp": "1", "dp": "8", "shard": "", "layers": str(layers), "recompute": "none", "global_batch": "16"}])[0]
+    ways = [(found.feasible, next(word for word in found.inferred if word.startswith("zero="))) for found in map(of, range(2, 64, 2))]
+    feasible = [way for way, _ in ways]
+    assert {"zero=0", "zero=1", "zero=3"} == {zero for _, zero in ways}
+    assert feasible == sorted(feasible, reverse=True)  # more layers never fit again
 
 
 def test_states_are_shared_before_anything_is_computed_again() -> None:

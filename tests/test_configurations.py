@@ -109,11 +109,14 @@ def test_a_family_that_nobody_compared_is_said(tmp_path: Path) -> None:
     [
         ({"num_key_value_heads": None}, "num_key_value_heads=32, as many as heads"),
         ({"vision_config": {"hidden_size": 8}}, "vision_config is left out, only text is planned"),
+        ({"encoder_config": {"hidden_size": 8}}, "encoder_config is left out, only text is planned"),
+        ({"num_nextn_predict_layers": 1}, "1 layers that predict further tokens are left out"),
+        ({"model_type": "gpt_oss", "sliding_window": 128}, "windows of its layers are left out: published runs of it took no less time for them"),
         ({"num_local_experts": 8, "num_experts_per_tok": [2, 2], "num_dense_layers": 3}, "3 of its 32 layers have an MLP of 14336 and no experts, and a stage has as many of both as the model"),
     ],
 )
 def test_what_a_configuration_leaves_out_is_said(said: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    assert read(tmp_path, model_type="llama", **(DIMENSIONS | said))[1] == (expected,)
+    assert read(tmp_path, **(DIMENSIONS | {"model_type": "llama"} | said))[1] == (expected,)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +130,18 @@ def test_what_a_configuration_leaves_out_is_said(said: dict[str, Any], expected:
         ({"shared_expert_intermediate_size": 5000, "moe_intermediate_size": 1408}, "a shared expert of another width"),
         ({"num_hidden_groups": 1}, "layers that share their weights"),
         ({"hidden_size_per_layer_input": 256}, "tables beside the first"),
+        ({"model_type": "gla"}, "layers that are no attention"),
+        ({"model_type": "qwen"}, "MLPs that its other keys do not say"),  # each of half the width that it says
+        ({"block_configs": [{"ffn": {"ffn_mult": 2.6}}]}, "sizes of each layer's own"),
+        ({"moe_intermediate_size": [1536, 512]}, "a size of each layer's own"),
+        ({"num_codebooks": 8}, "tables beside the first"),
     ],
 )
 def test_layers_that_are_not_what_the_dimensions_say_are_refused(
     said: dict[str, Any], what: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SoliError, match=what) as refused:
-        read(tmp_path, model_type="llama", **DIMENSIONS, **said)
+        read(tmp_path, **({"model_type": "llama"} | DIMENSIONS | said))
     assert f"'{next(iter(said))}'" in str(refused.value)
 
 
@@ -160,8 +168,9 @@ def test_parts_of_a_configuration_count_as_its_own(tmp_path: Path) -> None:
     assert read(tmp_path, model_type="llama", moe_layer_interval=1, **DIMENSIONS)[0].layers == 32
     assert read(tmp_path, model_type="llama", interleave_moe_layer_step=1, **DIMENSIONS)[0].layers == 32
     glm = {"padded_vocab_size": 65024, "num_layers": 28, "multi_query_group_num": 2, "kv_channels": 128, "ffn_hidden_size": 13696}
-    model, _ = read(tmp_path, model_type="chatglm", hidden_size=4096, num_attention_heads=32, hidden_act="silu", **glm)
+    model, _ = read(tmp_path, model_type="chatglm", hidden_size=4096, num_attention_heads=32, tie_word_embeddings=False, **glm)
     assert (model.kv_heads, model.head_size, model.ffn, model.vocab) == (2, 128, 13696, 65024)
+    assert model.parameters == pytest.approx(6.24e9, rel=0.01)
     whole = {**glm, "multi_query_attention": False}
     assert read(tmp_path, model_type="chatglm", hidden_size=4096, num_attention_heads=32, **whole)[0].kv_heads == 32
 

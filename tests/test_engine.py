@@ -566,6 +566,33 @@ class Anchored(torch.optim.SGD):
         return super().step(closure)
 
 
+class Skipping(torch.optim.SGD):
+    """Takes no step, or gives a parameter no gradient, where one is beyond a limit, so many times the last, or not finite."""
+
+    def __init__(self, params, skips, alone=False):
+        super().__init__(params, lr=0.1)
+        self.skips, self.alone = skips, alone
+
+    def step(self, closure=None):
+        given = [p for group in self.param_groups for p in group["params"]]
+        for some in [[p] for p in given] if self.alone else [given]:
+            norm = sum(p.grad.square().sum() for p in some).sqrt()
+            last = self.state[some[0]].setdefault("last", norm)
+            self.state[some[0]]["last"] = norm
+            if self.skips(norm, last):
+                for p in some:
+                    p.grad = None
+        return super().step(closure)
+
+
+class Kept(torch.optim.SGD):
+    """A rate of each parameter, by its id."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.rates = {id(p): 1.0 for group in self.param_groups for p in group["params"]}
+
+
 class Modes(torch.optim.SGD):
     """As schedule-free ones (arXiv 2405.15682): an evaluation sees other weights than the gradient."""
 
@@ -615,6 +642,11 @@ class Ahead(torch.optim.Optimizer):
         (lambda p: Ahead(patched(p)), "pp=2,microbatches=2", "or another step than its class has"),
         (ByPlace, "dp=2,zero=1", "by others, by its place among them"),
         (lambda p: Changed(p, lambda g: normed(g) if g.shape[-1:] == (5,) else g), "tp=2", "a tensor of (9, 5) becomes another"),
+        *((lambda p: Skipping(p, lambda norm, _: norm > 5.3), plan, word) for plan, word in (("dp=2,zero=1", "element by element"), ("pp=2,microbatches=2", "by others"))),
+        *((lambda p: Skipping(p, lambda norm, _: not norm.isfinite()), plan, word) for plan, word in (("tp=2", "element by element"), ("pp=2,microbatches=2", "by others"))),
+        (lambda p: Skipping(p, lambda norm, _: norm > 0.15, alone=True), "tp=2", "element by element"),
+        (lambda p: Skipping(p, lambda norm, last: norm > 50 * last, alone=True), "dp=2,zero=3", "element by element"),
+        (Kept, "dp=2,zero=1", "Kept keeps parameters, or their ids"),
         (Anchored, "pp=2,microbatches=2", "it keeps a tensor of (9, 5), as a parameter is"),
         (Modes, "dp=2,zero=1", "Modes.eval() writes parameters between steps"),
         (hooked, "dp=2,zero=1", "the optimizer has hooks on its step"),
@@ -674,6 +706,39 @@ def test_what_cannot_be_copied_is_shared_by_a_trial() -> None:
     with patch.object(torch.optim.AdamW, "step", autospec=True, side_effect=torch.optim.AdamW.step) as steps:
         assert not elementwise.coupling(many, elementwise.by_elements)
     assert steps.call_count < 3 * 120  # as many as the largest number would be
+
+
+class Rated(torch.optim.SGD):
+    """A rate of each parameter, by its attribute, which changes, and by its name."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p, name in zip(group["params"], group["param_names"], strict=True):
+                p.grad.mul_(getattr(p, "rate", 1.0) * (0.5 if "bias" in name else 1.0))
+        return super().step(closure)
+
+
+def rated(plan):
+    model = Named()
+    engine = parallelize(
+        model,
+        losses.mse("targets"),
+        optimizer=Rated(model.named_parameters(), lr=0.1),
+        plan=plan,
+        example={"x": torch.ones(4, 5), "targets": torch.ones(4, 3)},
+    )
+    found = []
+    for batch in engine.batches(DATA, 6, epochs=1):
+        next(engine.model.parameters()).rate = 0.1 / (1 + len(found))
+        found.append(float(engine.step(batch)))
+    return found
+
+
+def test_what_a_program_says_of_a_parameter_is_of_its_pieces_too(pool: Pool) -> None:
+    alone = rated("dp=1")
+    expected = pytest.approx(alone, rel=tolerance.bound(Named(), 6 * 3, len(alone), torch.float32))
+    for plan in ("dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"):
+        assert pool.run(rated, plan, ranks=2) == [expected] * 2
 
 
 def ahead(plan):

@@ -59,6 +59,7 @@ def test_a_file_says_what_is_different(tmp_path: Path) -> None:
     file.write_text('like = "h100"\nnodes = 3\nnode = 4\nnet_gbits = 200.5\ntflops = { fp8 = 1500 }\n')
     found = read_cluster(str(file))
     assert (found.nodes, found.size, found.device.net_gbits) == (3, 12, 200.5)
+    assert str(found) == f"h100:4x3 as {file} has it"
     assert found.device.tflops == {**devices()["h100"].tflops, "fp8": 1500}
     assert found.device.memory_gib == devices()["h100"].memory_gib
 

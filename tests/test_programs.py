@@ -486,6 +486,24 @@ def test_it_equals_the_sequential_program(pool: Pool, kind: type[nn.Module], pla
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=ranks))
 
 
+class Grouped(Plain):
+    """Each four rows are one group, of which the others' mean is taken away: it runs on no two."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        groups = super().forward(tokens).unflatten(0, (-1, 4))
+        return (groups - groups.mean(1, keepdim=True)).flatten(0, 1)
+
+
+def error_of_groups(plan: str) -> float:
+    make = lambda: (case_of(Grouped).make()[0], losses.cross_entropy("targets"), [tokens_of(8, i) for i in range(3)])
+    return check(Case("groups", make, adamw), plan, 0).worst
+
+
+@pytest.mark.parametrize("plan", ["tp=2,sp=on", "cp=2", "pp=2,microbatches=1"])
+def test_groups_of_rows_equal_the_sequential_program(pool: Pool, plan: str) -> None:
+    assert all(error < BOUND for error in pool.run(error_of_groups, plan, ranks=2))
+
+
 def test_hooks_of_a_copy_write_into_the_copy() -> None:
     made = Recording()
     copied = copies.deep(made)
@@ -667,9 +685,13 @@ def test_what_some_plans_cannot_run_is_said_at_once() -> None:
     model = nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 2))
     model[1].compile()
     model[2].register_full_backward_hook(lambda module, given, taken: None)
+    model.append(nn.Embedding(3, 4, sparse=True))
     assert models.problems(model, Plan(dp=2)) == []
-    assert [p.got for p in models.problems(model, Plan(tp=2))] == ["0, 1", "2"]
-    assert [p.got for p in models.problems(model, Plan(cp=2, pp=2))] == ["0, 1", "2"]
+    assert [p.got for p in models.problems(model, Plan(tp=2))] == ["3", "0, 1", "2"]
+    assert [p.got for p in models.problems(model, Plan(cp=2, pp=2))] == ["3", "0, 1", "2"]
+    (problem,) = models.problems(nn.Sequential(nn.DataParallel(nn.Linear(4, 4))), Plan(dp=2))
+    assert "laid over ranks by something else" in problem.what
+    assert problem.got == "0"
 
 
 def test_parameters_without_a_shape_are_refused() -> None:

@@ -27,9 +27,7 @@ from soli.core.layout import Box
 from soli.core.progress import Add, busy
 
 
-def load(
-    path: str | Path, tensors: Tensors, *, group: Group = None, ignore: Callable[[str], bool] | None = None
-) -> dict[str, Any]:
+def load(path: str | Path, tensors: Tensors, *, group: Group = None, ignore: Callable[[str], bool] | None = None) -> dict[str, Any]:
     """Fill the pieces of `tensors` in place from the checkpoint at `path`; returns its state.
 
     Called on every rank of `group`, all of which see the folder; the world and the layout may differ from

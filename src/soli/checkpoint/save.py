@@ -91,9 +91,7 @@ class PendingSave:
 _last: dict[str, PendingSave] = {}  # by group: the collectives of two saves must not mix
 
 
-def save_async(
-    path: str | Path, tensors: Tensors, state: State, *, group: Group = None, overwrite: bool = False
-) -> PendingSave:
+def save_async(path: str | Path, tensors: Tensors, state: State, *, group: Group = None, overwrite: bool = False) -> PendingSave:
     """As `save`, but returns once the tensors are copied; the rest happens in a background thread.
 
     `group` must be a gloo process group used for nothing else. Planning happens here, in a few small

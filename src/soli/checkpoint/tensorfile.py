@@ -26,9 +26,7 @@ from soli.core.errors import SoliError, failure
 from soli.core.progress import Add
 from soli.core.tables import table
 
-DTYPES: dict[torch.dtype, str] = {
-    getattr(torch, name): code for name, code in table(__package__, "dtypes.toml").items()
-}
+DTYPES: dict[torch.dtype, str] = {getattr(torch, name): code for name, code in table(__package__, "dtypes.toml").items()}
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 Forms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and types of tensors, by name."""
@@ -65,9 +63,7 @@ def room(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor
 
 
-def write_file(
-    path: Path, entries: list[Entry], metadata: dict[str, str] | None = None, done: Add = lambda _: None
-) -> tuple[int, str]:
+def write_file(path: Path, entries: list[Entry], metadata: dict[str, str] | None = None, done: Add = lambda _: None) -> tuple[int, str]:
     """Write a safetensors file and flush it to the disk. Returns its size in bytes and its checksum.
 
     One tensor at a time is held beside the caller's own memory. The file must not exist yet.

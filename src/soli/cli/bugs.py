@@ -102,9 +102,7 @@ def export(
 
 
 @app.command("show")
-def show(
-    name: Annotated[str, Argument(help="Such as wrong-group; left out: all of them.")] = "", as_json: AsJson = False
-) -> None:
+def show(name: Annotated[str, Argument(help="Such as wrong-group; left out: all of them.")] = "", as_json: AsJson = False) -> None:
     """A mechanism of bugs: what it is, how it shows, how it was fixed, and in which real commits."""
     from soli.bugs.catalogue import mechanism, mechanisms
 

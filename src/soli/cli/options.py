@@ -8,8 +8,6 @@ from typer import Option
 
 Ranks = Annotated[int, Option("--ranks", "-n", min=1, help="Ranks on this machine.")]
 
-Backend = Annotated[
-    str | None, Option(help="Of CPU ranks: local (shared memory) or gloo; soli env says which and why.")
-]
+Backend = Annotated[str | None, Option(help="Of CPU ranks: local (shared memory) or gloo; soli env says which and why.")]
 
 AsJson = Annotated[bool, Option("--json", help="For programs.")]

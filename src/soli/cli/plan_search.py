@@ -77,6 +77,8 @@ def search(
     tokens = seq or (known.seq if own else min(known.seq or LONGEST, LONGEST))
     if not seq and not known.seq:
         inferred = (*inferred, f"it says no length: sequences are of {tokens} tokens, if --seq does not say otherwise")
+    elif 0 < known.seq < tokens:
+        inferred = (*inferred, f"it was made for sequences of {known.seq} tokens, and these have {tokens}")
     task = Task(
         known, made, batch, tokens, asked, _bytes(memory), framework=_one_of("framework", framework.replace("torchtitan", "fsdp"), FRAMEWORKS)
     )  # fmt: skip

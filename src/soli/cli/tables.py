@@ -12,9 +12,7 @@ from rich.table import Column, Table
 Texts = Iterable[str]
 
 
-def show(
-    words: Texts, numbers: Texts, rows: Iterable[Texts], more: Texts = (), wide: int | None = None, **look: Any
-) -> None:
+def show(words: Texts, numbers: Texts, rows: Iterable[Texts], more: Texts = (), wide: int | None = None, **look: Any) -> None:
     """Columns of words, of numbers, and perhaps of more words, under these titles. `look`: what rich's Table is told beside them; `wide`: characters
     of a line, where a terminal does not say it."""
     right = [Column(title, justify="right", no_wrap=True) for title in numbers]

@@ -14,6 +14,7 @@ from soli.core.errors import failure, listed, on_all_ranks
 from soli.core.report import named
 from soli.engine import between, norm, pipelined, same
 from soli.engine.batch import Part
+from soli.engine.optimizer import OF_RANK
 from soli.engine.plain import plain
 from soli.mesh.collectives import Axis, all_reduce, extreme, gather_json
 from soli.mesh.mesh import all_ranks
@@ -210,7 +211,7 @@ def kept_states(optimizer: torch.optim.Optimizer) -> int:
 def _groups(optimizer: torch.optim.Optimizer) -> Facts:
     found: Facts = {}
     for number, group in enumerate(optimizer.param_groups):
-        found |= {f"{key} of group {number}": _plain(value) for key, value in group.items() if key != "params"}
+        found |= {f"{key} of group {number}": _plain(value) for key, value in group.items() if key not in OF_RANK}
     return found
 
 

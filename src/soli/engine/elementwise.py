@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import random
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,12 +25,14 @@ OTHERS = {0: ((), ()), 1: (VECTOR, VECTOR), 2: (SMALL, SMALL, LARGE), 3: ((4, 2,
 """Shapes that are tried, by their dims: some optimizers treat large matrices otherwise (Adafactor of PaLM from 128 on), or convolutions."""
 OWN, MOST_OWN = 20_000, 16
 """Elements of shapes of the model that are tried too (of a larger one its rows or columns), and how many of them."""
-STEPS, MOST, TRIED = 10, 200, 20_000
+SCALES = tuple(1.25 ** (n - 41) for n in random.Random(0).sample(range(83), 83))
+"""Of gradients by turns, from 1e-4 to 1e4: some look at a norm, or at an element, where it is beyond a limit, or beyond so many times the last one. What
+a rank has is smaller by a fourth or more, so that a limit lies between the two on one of them."""
+STEPS, LEAST, MOST, TRIED = len(SCALES) + 1, 10, 200, 12_000
 """Some begin with steps of another kind (ADOPT), use a norm of the step before (AvaGrad), or project where gradient and weight are at
 right angles, which by chance they are not at once (AdamP). As many as an option says and two more, which may be a step that something
-begins with; fewer of more than 100 tensors, so that no more of them are stepped."""
-SCALES = 1.0, 1e-3, 1e3
-"""Of gradients by turns: some look at a norm where it is beyond a limit."""
+begins with; fewer of more than 100 tensors, so that no more of them are stepped. In the last one an element is not finite, which one rank has: some
+then leave a step out."""
 RAISED = "a trial on small tensors raised"
 Cut = Callable[[int, Tensor, int], Tensor]
 """Of the tensor of a number what the first or second of two ranks has, flat; of no elements: not there."""
@@ -60,7 +63,7 @@ def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
     shapes = _shapes(optimizer)
     held = [*optimizer.param_groups, *map(vars, wrapped(optimizer))]
     said = [x for one in held for value in one.values() for x in (value.values() if isinstance(value, dict) else (value,))]
-    most = max(STEPS, min(MOST, TRIED // max(len(shapes), 1)))
+    most = max(LEAST, min(MOST, TRIED // max(len(shapes), 1)))
     steps = min(max([STEPS, *(x + 2 for x in said if type(x) is int)]), most)
     try:
         whole, numbers = _stepped(optimizer, shapes, steps, lambda _, x, rank: x, 0)
@@ -70,10 +73,10 @@ def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
     # what it knows of the gradients, such as a distance to go (D-Adaptation), is of all parameters
     if any(other != numbers for _, other in ranks):
         return "a number in its groups is another in a trial"
-    rounding = 32 * steps * torch.finfo(torch.float64).eps * max([4.0, *(float(x.abs().max()) for x in whole)])
+    rounding = 32 * steps * torch.finfo(torch.float64).eps * max([4.0, *(float(x.nan_to_num(0.0).abs().max()) for x in whole)])
     for i, x in enumerate(whole):
         for rank, (parts, _) in enumerate(ranks):
-            if not ((cut(i, x, rank) - parts[i]).abs() <= rounding).all():
+            if not torch.allclose(cut(i, x, rank), parts[i], rtol=0.0, atol=rounding, equal_nan=True):
                 return f"a tensor of {tuple(x.shape)} becomes another in a trial"
     return ""
 
@@ -100,13 +103,15 @@ def _stepped(
 
     def drawn(i: int, step: int) -> Tensor:
         first, shape = (997 * step + 89 * i) % OWN, shapes[i][1]
-        return cut(i, pool[first : first + math.prod(shape)].view(shape), rank).clone()
+        found = pool[first : first + math.prod(shape)].clone()
+        found[0] = math.nan if (i, step) == (0, steps) else found[0]
+        return cut(i, found.view(shape), rank).clone()
 
     params = [nn.Parameter(drawn(i, 0)) for i in range(len(shapes))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        there = [(number, p) for (number, _), p in zip(shapes, params, strict=True) if p.numel()]
-        made = _tried(like, [[p for number, p in there if number == g] for g in range(len(like.param_groups))])
+        there = [(number, i) for i, (number, _) in enumerate(shapes) if params[i].numel()]
+        made = _tried(like, params, [[i for number, i in there if number == g] for g in range(len(like.param_groups))])
         for step in range(steps):
             for i, param in enumerate(params):
                 param.grad = drawn(i, step + 1).mul_(SCALES[step % len(SCALES)])
@@ -115,12 +120,15 @@ def _stepped(
     return [param.detach() for param in params], [round(float(x), 12) for x in numbers]
 
 
-def _tried(like: torch.optim.Optimizer, lists: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-    """A copy with all that it is, before its first step, on these parameters, and without what is of another device."""
+def _tried(like: torch.optim.Optimizer, tensors: list[nn.Parameter], lists: list[list[int]]) -> torch.optim.Optimizer:
+    """A copy with all that it is, before its first step, on these of the parameters, and without what is of another device."""
     given, state, accepted = like.param_groups, like.state, inspect.signature(type(like).__init__).parameters
     memo: dict[int, Any] = {id(given): (groups := []), id(state): (states := defaultdict[Any, Any](dict))}
-    for group, params in zip(given, lists, strict=True):
+    for group, own in zip(given, lists, strict=True):
+        params, names = [tensors[i] for i in own], group.get("param_names")
         plain: dict[str, Any] = {"fused": None, "foreach": None, "capturable": False}
+        if names:  # a tensor has one of them, whoever has the tensor
+            plain["param_names"] = [names[i % len(names)] for i in own]
         if group.get("lr") == 0:  # until a warmup begins
             plain["lr"] = group.get("initial_lr") or 1e-3
         options = {k: plain.get(k, v.cpu() if _is_number(v) else v) for k, v in group.items() if k != "params"}

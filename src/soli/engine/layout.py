@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from soli.core.errors import Problem, listing
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine import between, effects
-from soli.engine.batch import Caller, Part, part_of, take, to_device
+from soli.engine.batch import Caller, Part, few, part_of, take, to_device
 from soli.engine.differentiating import Differentiating
 from soli.losses import LossFn
 from soli.parallel.randomness import Randomness
@@ -75,11 +75,16 @@ class Runner:
 
     @classmethod
     def of(cls, engine: Engine, part: Part) -> Runner:
-        """On the first rows of a part of a batch."""
-        rows = min(part.rows, ROWS)
-        data = take(part.data, 0, rows) if rows else None
-        data = to_device(data, next(engine.model.parameters()).device)
-        return cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan, engine.seed)
+        """On the first rows of a part of a batch: two, or as few more as it runs on (a loss of groups, `view(-1, 4)`)."""
+        most, device, made = few(part, engine.plan), next(engine.model.parameters()).device, []
+        for rows in (min(most, ROWS), *(n for n in range(ROWS + 1, most + 1) if most % n == 0)):
+            data = to_device(take(part.data, 0, rows) if rows else None, device)
+            made.append(cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan, engine.seed))
+            with suppress(RuntimeError, ValueError, IndexError):
+                if most > ROWS:
+                    made[-1].run()
+                return made[-1]
+        return made[0]  # which says what is wrong
 
     def run(
         self, around: Callable[[Randomness], AbstractContextManager[Any]] | None = None, training: bool = True,

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import Problem, SoliError, listing, on_all_ranks
 from soli.core.plan import Plan
-from soli.engine.elementwise import RAISED, by_elements, by_parameters, coupling, wrapped
+from soli.engine.elementwise import RAISED, Cut, by_elements, by_parameters, coupling, wrapped
 from soli.parallel.tensor.parts import updating
 from soli.parallel.units import Slot
 
+OF_RANK = ("params", "param_names")
+"""Of a group, what a rank has its own of."""
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -52,8 +55,10 @@ def scheduled(scheduler: Callable[[Any], Any] | None, optimizer: torch.optim.Opt
 
 
 @listing
-def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """What keeps this optimizer from training this model under a plan."""
+def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan, tried: dict[Cut, str] | None = None) -> Iterator[Problem]:
+    """What keeps this optimizer from training this model under a plan. `tried`: what its trials showed, which are made where it is not there."""
+    tried = {} if tried is None else tried
+    shown = lambda cut: tried[cut] if cut in tried else tried.setdefault(cut, coupling(optimizer, cut))
     known = {id(p) for p in model.parameters()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strange:
@@ -66,19 +71,29 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
     if closure is not None and closure.default is inspect.Parameter.empty:
         what = f"{type(optimizer).__name__} evaluates the loss several times a step, by a closure, and engine.step does so once"
         yield Problem(what, allowed="an optimizer whose step() needs no closure, such as AdamW or SGD")
-    elif (plan.zero > 0 or plan.tp > 1) and (why := coupling(optimizer, by_elements)):
+    elif (plan.zero > 0 or plan.tp > 1) and (why := shown(by_elements)):
         told = "cannot be tried, so whether its states can be cut is not known" if RAISED in why else "does not update element by element, so its states cannot be cut"
         what = f"{type(optimizer).__name__} {told}"
         allowed = "zero=0 and tp=1, or an optimizer such as AdamW or SGD"
         yield Problem(what, got=f"zero={plan.zero}, tp={plan.tp}: {why}", allowed=allowed)
-    elif (plan.zero > 0 or plan.pp > 1) and (why := coupling(optimizer, by_parameters)):
+    elif (plan.zero > 0 or plan.pp > 1) and (why := shown(by_parameters)):
         what = f"{type(optimizer).__name__} updates a parameter by others, by its place among them or by random numbers, and a rank has only some"
         allowed = "zero=0 and pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)"
         yield Problem(what, got=f"zero={plan.zero}, pp={plan.pp}: {why}", allowed=allowed)
+    if plan.zero > 0 and (kept := _kept(optimizer, known)):
+        what = f"{type(optimizer).__name__} keeps parameters, or their ids, and under zero it steps pieces of them in their place"
+        yield Problem(what, got=", ".join(kept), allowed="zero=0; options of a parameter in its group, in self.state[p] or as its attributes")
     if plan.zero in (1, 2) and callable(getattr(optimizer, "eval", None)):  # schedule-free ones
         what = f"{type(optimizer).__name__}.eval() writes parameters between steps, and a rank would keep the others' parts as they were"
         yield Problem(what, got=f"zero={plan.zero}", allowed="zero=0 or 3")
     yield from hooked(optimizer, plan)
+
+
+def _kept(optimizer: torch.optim.Optimizer, known: Container[int]) -> list[str]:
+    """Names of attributes that hold parameters or their ids, as values or keys."""
+    held = ((name, value) for one in wrapped(optimizer) for name, value in vars(one).items() if name not in ("state", "param_groups"))
+    of = lambda value: [*(value if isinstance(value, dict) else ()), *(value if isinstance(value, set) else ()), *tree_leaves(value)]
+    return [name for name, value in held if any((type(x) is int and x in known) or id(x) in known for x in of(value))]
 
 
 def need_own_states(optimizer: torch.optim.Optimizer) -> None:
@@ -148,13 +163,10 @@ def exchange(optimizer: torch.optim.Optimizer, slots: dict[int, Slot], absent: C
             if slot.piece is not None:
                 optimizer.state[slot.piece] = {k: _cut(v, slot) for k, v in state.items()}
     for group in optimizer.param_groups:
-        group["params"] = [
-            piece
-            for param in group["params"]
-            if id(param) not in absent
-            and (piece := slots[id(param)].piece if id(param) in slots else param) is not None
-        ]
-        group.pop("param_names", None)  # they no longer match; engine.save writes names of its own
+        pieces = [None if id(p) in absent else slots[id(p)].piece if id(p) in slots else p for p in group["params"]]
+        if "param_names" in group:
+            group["param_names"] = [name for name, piece in zip(group["param_names"], pieces, strict=True) if piece is not None]
+        group["params"] = [piece for piece in pieces if piece is not None]
 
 
 def _cut(value: Any, slot: Slot) -> Any:

@@ -24,6 +24,7 @@ from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine import optimizer as optimizers
 from soli.engine.batch import at, rows_of
+from soli.engine.elementwise import Cut
 from soli.engine.engine import Engine, problems
 from soli.engine.on_cuda import as_on
 from soli.losses import LossFn
@@ -46,6 +47,7 @@ class Program:
     roles: dict[str, str] = field(default_factory=dict)
     backend: str = "gloo"
     device: str = "cpu"
+    tried: dict[Cut, str] = field(default_factory=dict, compare=False)  # what trials of the optimizer showed: it is the same under every plan
 
 
 def rehearse(program: Program, plan: Plan) -> Rehearsal:
@@ -86,7 +88,7 @@ def _run(program: Program, plan: Plan, world: World, part: int) -> RankRun:
     hollow = Hollow()
     with unseen(), recorder.apart() as records:
         model, optimizer = hollowed(hollow, program.model, program.optimizer)
-        raise_all(problems(model, program.roles, plan) + optimizers.problems(optimizer, model, plan))
+        raise_all(problems(model, program.roles, plan) + optimizers.problems(program.optimizer, program.model, plan, program.tried))
         with hollow, as_on(program.device):
             engine = Engine(model, program.loss_fn, optimizer, None, program.clip, plan, 0, world, program.roles)
             engine.step(program.batch)  # makes the optimizer's states

@@ -22,7 +22,7 @@ from soli.core.functions import held
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import between, rng
 from soli.engine.data import Position
-from soli.engine.optimizer import need_own_states, stepped
+from soli.engine.optimizer import OF_RANK, need_own_states, stepped
 from soli.engine.plain import counted, like, numbered, plain
 from soli.mesh.collectives import all_reduce, broadcast, gather_json
 from soli.parallel.tensor.moves import collected
@@ -275,7 +275,7 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
 
 
 def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
+    groups = [{k: v for k, v in g.items() if k not in OF_RANK} for g in engine.optimizer.param_groups]
     return {
         "step": engine.step_count,
         "plan": str(engine.plan),

@@ -402,9 +402,7 @@ def _record(operation: str, axis: Axis, tensor: Tensor, label: str) -> Record:
     return recorder.add(operation, axis.name, tensor.numel() * tensor.element_size(), axis.ranks, label, "soli")
 
 
-def _begun(
-    record: Record, axis: Axis, wait: bool, call: Begin, finish: Finish | None = None, kept: Tensor | None = None
-) -> Pending:
+def _begun(record: Record, axis: Axis, wait: bool, call: Begin, finish: Finish | None = None, kept: Tensor | None = None) -> Pending:
     """Issues a collective, over ranks that are there, and waits for it where that is asked."""
     with issuing():
         try:

@@ -14,6 +14,9 @@ from soli.core.events import events
 from soli.core.plan import Plan
 from soli.parallel import hooks, kept, statistics
 
+LAID = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+"""Modules that send by themselves what soli sends."""
+
 
 @listing
 def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
@@ -27,6 +30,10 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if compiled := that(lambda module: isinstance(module, jit.ScriptModule)):
         what = "TorchScript computes out of sight: random numbers, gathers and stages cannot be put into it"
         yield Problem(what, got=listed(compiled), fix="use the module that it was made from")
+    if laid := that(lambda module: type(module).__name__ in LAID):
+        yield Problem("the model is laid over ranks by something else", got=listed(laid), fix="give soli the plain module that was wrapped (.module)")
+    if plan.tp * plan.cp > 1 and (sparse := that(lambda module: getattr(module, "sparse", False) is True)):
+        yield Problem("the gradients of modules are sparse", got=listed(sparse), fix="build them with sparse=False")
     if plan.tp * plan.cp > 1 and (traced := that(_is_traced)):
         what = "torch.compile cannot look into tensors of which each rank has a part"
         yield Problem(what, got=listed(traced), fix="leave out torch.compile, or use plans with tp=1 and cp=1")

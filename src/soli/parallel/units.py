@@ -138,6 +138,7 @@ class Unit:
             if start < stop:
                 piece = self.shard[start - self.low : stop - self.low]
                 slot.piece = nn.Parameter(piece if slot.shape else piece.view(()), self.trainable)
+                slot.piece.__dict__ = slot.param.__dict__  # what a program says of a parameter, now and later (p.lr_scale)
                 slot.first = start - slot.start
 
     def owned(self, slot: Slot) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from soli.core.errors import SoliError, blaming
 from soli.core.frames import here, place
 from soli.core.functions import tensors_in
-from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed
+from soli.planner.hollow import READS, Call, Hollow, ValuesError, hollowed, untouched
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -184,9 +184,7 @@ class Follower(Hollow):
         self.trace.attentions.append(one)
         return frozenset({("attention", len(self.trace.attentions) - 1)})
 
-    def attend(
-        self, kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def attend(self, kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """In the place of scaled_dot_product_attention."""
         if self.inside:
             return kernel(query, key, value, *args, **kwargs)
@@ -261,7 +259,7 @@ def _failed(error: Exception) -> SoliError:
     got = f"{_place(error)}: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
     if "allocate memory" in str(error):
         what = "the program makes a tensor that this machine has no addresses for"
-        allowed = "tensors as large as the machine's memory, each by itself; nothing is written into them"
+        allowed = "tensors that have room in the address space together; nothing is written into them"
         fix = "a batch of shorter sequences, and --seq for the length that is planned"
         return SoliError(what, got=got, allowed=allowed, fix=fix)
     allowed = "a model that computes its batch"
@@ -283,7 +281,7 @@ def _real(follower: Follower, x: Tensor) -> Tensor:
         return x
     if not x.is_floating_point():
         return torch.zeros(x.shape, dtype=x.dtype)
-    return follower.mark(torch.empty(x.shape, dtype=x.dtype))
+    return follower.mark(untouched(x.shape, x.contiguous().stride(), x.dtype))
 
 
 def _place(error: Exception) -> str:

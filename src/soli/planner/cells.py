@@ -75,8 +75,10 @@ def parsed(said: str, name: str) -> float | None:
     if found.group(2) and found.group(2) not in units:
         return None
     value = float(re.sub(r"[,\s]", "", found.group(1))) * units.get(found.group(2), 1.0)
-    if name == "params_b" and value > COUNTED:
-        value /= 1e9
+    if name == "params_b":
+        if "," in found.group(1) and value < COUNTED:  # "6,738" is of seven billions, or of thousands
+            return None
+        value /= 1e9 if value > COUNTED else 1.0
     if value == 0 and name in MAY_BE_NONE:
         return 0.0
     whole = name in FRACTIONS or value == int(min(value, MOST))

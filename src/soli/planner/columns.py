@@ -38,9 +38,7 @@ TOKENS = re.compile(r"(?i:tok)|\d\s?M$")
 def plain(name: str) -> str:
     """How names of columns are compared: "Global Batch Size", "model.hidden-size", "#GPUs", "Number of layers", "SeqLen (T)"."""
     said = SECTION.sub("", name.strip().lower())
-    made = [
-        re.sub(r"[^a-z0-9]+", "_", words).strip("_") for words in (said, re.sub(r"\(\s*[ac-jln-z]\s*\)", " ", said))
-    ]
+    made = [re.sub(r"[^a-z0-9]+", "_", words).strip("_") for words in (said, re.sub(r"\(\s*[ac-jln-z]\s*\)", " ", said))]
     tries = [*made, *(re.sub(r"^(?:total_)?(?:number_|num_|no_|n_)?of_|^(?:number|no)_", "num_", one) for one in made)]
     glued = (_GLUED[one] for name in made if (one := name.replace("_", "")) in _GLUED)
     return next((one for one in tries if one in _NAMES), next(glued, made[0]))

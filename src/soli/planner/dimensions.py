@@ -43,9 +43,7 @@ class Heads:
     products: frozenset[int]
 
 
-def read_program(
-    name: str, model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]
-) -> tuple[Model, tuple[str, ...]]:
+def read_program(name: str, model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]) -> tuple[Model, tuple[str, ...]]:
     """The dimensions of a program's model, and what of them was inferred. `run(model, batch)`: its forward and loss."""
     trace = capture(model, batch, run)
     if not trace.attentions:

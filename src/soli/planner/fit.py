@@ -37,9 +37,7 @@ class Measured:
     fits: Array  # 1: it ran; 0: it ran out of memory
 
 
-def fit(
-    points: Points, measured: Measured, parent: Mapping[str, float], weights: Array | None = None
-) -> dict[str, float]:
+def fit(points: Points, measured: Measured, parent: Mapping[str, float], weights: Array | None = None) -> dict[str, float]:
     """Constants for which the step model gives what was measured. A run whose memory nobody said still fitted.
 
     `parent`: where they start and what holds them. `weights` [N]: of rows.

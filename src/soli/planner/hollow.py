@@ -11,7 +11,10 @@ it, and the meta device, on which it stands, means "of another stage" to a pipel
 
 from __future__ import annotations
 
+import mmap
+import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -41,6 +44,8 @@ FLOPS = versions.FLOPS | {
 """Of products, by their shapes: torch's own table, and attention on the CPU."""
 SMALL = 4096
 """Bytes up to which a hollow tensor is filled with zeros."""
+LARGE, NORESERVE = 2**30, 0x4000
+"""Bytes from which on a storage is mapped here; Linux' MAP_NORESERVE, for which Python 3.11 has no name."""
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -181,7 +186,7 @@ class Hollow(Tracker):
         return func(*args, **kwargs)
 
     def _like(self, form: Form) -> Tensor:
-        return self.mark(torch.empty_strided(form.shape, form.stride, dtype=form.dtype))
+        return self.mark(untouched(form.shape, form.stride, form.dtype))
 
     def _shaped(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the operation gives by the shapes of its tensors; what it writes is hollow afterwards."""
@@ -193,10 +198,7 @@ class Hollow(Tracker):
             args = (args[0], [_counted(x, self) for x in args[1]], *args[2:])
         given = tensors_in((args, kwargs))
         forms, shape = _results(func, args, kwargs, given)
-        made = [
-            self._like(form) if isinstance(form, Form) else given[form] if isinstance(form, int) else None
-            for form in forms
-        ]
+        made = [self._like(form) if isinstance(form, Form) else given[form] if isinstance(form, int) else None for form in forms]
         return made[0] if shape is None else tree_unflatten(made, shape)
 
 
@@ -282,13 +284,22 @@ def _unknown(func: Any, error: Exception) -> SoliError:
     return ValuesError(what, got=got, fix=fix, everywhere=True)
 
 
+def untouched(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor whose pages nobody has touched. An allocator's are refused where they are more at once than the machine has (vm.overcommit_memory=0)."""
+    count = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
+    if count * dtype.itemsize < LARGE or sys.platform != "linux":
+        return torch.empty_strided(shape, stride, dtype=dtype)
+    pages = mmap.mmap(-1, count * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    return torch.frombuffer(pages, dtype=dtype).as_strided(shape, stride)
+
+
 def hollowed(hollow: Hollow, model: nn.Module, *more: Any) -> Any:
     """A copy of the model and of what refers to it (its optimizer), with hollow parameters, and states that are as large."""
     memo: dict[int, Any] = {}
     sizes = {param.shape for param in model.parameters()}
     states = [x for one in more for state in one.state.values() for x in state.values() if isinstance(x, Tensor)]
     for x in [*model.parameters(), *(x for x in states if x.is_floating_point() and x.shape in sizes)]:
-        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        empty = untouched(x.shape, x.stride(), x.dtype)
         memo[id(x)] = hollow.mark(empty)
         if isinstance(x, nn.Parameter):
             memo[id(x)] = nn.Parameter(empty, x.requires_grad)

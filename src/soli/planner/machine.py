@@ -159,9 +159,7 @@ def _pipeline(rehearsal: Rehearsal, machine: Machine) -> float:
     return max(ended[rank] + rest[rank] for rank in ended)
 
 
-def _ready(
-    action: Action, done: dict[tuple[str, int, int], float], where: dict[int, int], hop: dict[int, float]
-) -> float | None:
+def _ready(action: Action, done: dict[tuple[str, int, int], float], where: dict[int, int], hop: dict[int, float]) -> float | None:
     """When what an action needs of another stage is done and has arrived; None: not yet. What it needs of its own its rank has done before."""
     kind, source = ("F", action.stage - 1) if action.kind == "F" else ("B", action.stage + 1)
     if action.kind == "W" or source not in where:

@@ -32,8 +32,8 @@ PADDED: list[str] = _KEYS["positions"]["padded"]
 ENCODERS: list[str] = _KEYS["positions"]["both_ways"]
 MOST = 10**9
 NEEDED = ("layers", "hidden", "heads", "vocab")
-GATED = ("silu", "swiglu", "gelu_pytorch_tanh", "swigluoai")
-"""Activations whose MLPs mostly have a gate, for families that nobody compared (families.toml)."""
+GATED = ("silu", "swiglu", "gelu_pytorch_tanh", "swigluoai", "chatglm")
+"""Activations, and families that say none, whose MLPs mostly have a gate, for families that nobody compared (families.toml)."""
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
 STRANGE = {what: "|".join(patterns) for what, patterns in _KEYS["strange"].items()}
 """What models have whose layers are not all alike, or are not what the dimensions say; and the keys that tell of it."""
@@ -46,7 +46,7 @@ SHARED = ("llama4", "llama4_text")
 BEFORE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 TRACED = "plan FILE.py:NAME, a function that returns the model and a batch: what is traced is understood, or refused by its layers"
-TOWER = re.compile(r"(?:vision|audio|speech|image)\w*_config")
+TOWER = re.compile(r"(?:vision|audio|speech|image|acoustic|semantic|encoder|projector)\w*_config")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         numbers["kv_heads"] = None
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
-    gated, tied = FAMILIES.get(kind, (activation in GATED or (experts > 0 and not activation), True))
+    gated, tied = FAMILIES.get(kind, (not {activation, kind}.isdisjoint(GATED) or (experts > 0 and not activation), True))
     wide, plain = numbers["ffn"] or 4 * hidden, _plain(said, layers) if experts else 0
     model = Model(
         name=str(said.get("_name_or_path") or kind or file.parent.name), layers=layers, hidden=hidden, heads=heads,
@@ -221,8 +221,10 @@ def _plain(said: Mapping[str, Any], layers: int) -> int:
 
 
 def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Problem]:
-    keys = {key: what for what, pattern in STRANGE.items() for key in said if said[key] and re.fullmatch(pattern, key)}
+    keys = {key: what for what, pattern in STRANGE.items() for key in said if said[key] and any(re.fullmatch(pattern, x) for x in (key, f"{key}={said[key]}"))}
     keys |= {key: "a table of another width" for key in NARROW if hidden and said.get(key, hidden) != hidden}
+    own = lambda x: isinstance(x, list) and x.count(x[0]) != len(x)
+    keys |= {key: "a size of each layer's own" for names in NAMES.values() for key in names if said.get(key) and own(said[key])}
     if _shared(said) is None:
         keys["shared_expert_intermediate_size"] = "a shared expert of another width"
     if said.get("attn_type") == "multiquery_attention":
@@ -250,6 +252,10 @@ def _inferred(kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | No
         found.append(f"{model.plain} of its {model.layers} layers have an MLP of {model.plain_ffn} and no experts, and a stage has as many of both as the model")
     if model.window:
         found.append(f"{model.windowed:.0%} of its layers attend to {model.window} tokens before each, which takes less time in Megatron's kernels, as much in soli's")
+    elif WINDOWED.get(kind) == 0:
+        found.append("windows of its layers are left out: published runs of it took no less time for them")
+    if further := said.get("num_nextn_predict_layers"):
+        found.append(f"{further} layers that predict further tokens are left out")
     found += [f"{key} is left out, only text is planned" for key in said if TOWER.fullmatch(key) and said[key]]
     return found
 

@@ -46,7 +46,7 @@ class Row:
     @property
     def chosen(self) -> bool:
         """Whether it leaves out what was then chosen so that it fits."""
-        return any(word.startswith((RECOMPUTE, SIZE, GROUP)) for word in self.inferred)
+        return any(word.startswith((RECOMPUTE, SIZE, GROUP, "zero=")) for word in self.inferred)
 
     def assumed(self, said: Said, name: str, usual: float) -> float:
         """A number, or the usual one, which is said."""

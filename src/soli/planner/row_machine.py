@@ -53,6 +53,10 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
             found.refused += [f"{problem.what}: {problem.got}" for problem in error.problems]
             return None
     one, size = device(said)
+    several = {other.name for part in re.split(r"[+/,;&|]|\b(?:and|or)\b", said) if (other := device(part)[0])}
+    if len(several) > 1:
+        found.refused.append(f"gpu: '{said}' names {' and '.join(sorted(several))}: a row is of devices of one kind")
+        return None
     if one is None:
         problem = unknown(said, "and write its name, mine.toml, into gpu")
         found.refused.append(f"{problem.what}; {problem.allowed}; {problem.fix}")

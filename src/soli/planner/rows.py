@@ -280,6 +280,9 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
     parts = spellings.offloaded(text(row, "offload"))
     moved = any("activ" in part for part in parts)
+    if not moved:
+        unread = (part for part in parts if not SILENT.fullmatch(part) and spellings.meant("offloaded", part) is None)
+        found.inferred += [f"offload: '{part}' is not counted" for part in unread if not spellings.meant("hosted", part)]
     if moved:
         found.inferred.append("offload=activations takes no time")
     example = zero == 3 and re.search(r"megatron[\w -]{0,6}[+&/ -]+deepspeed|deepspeed.*\(megatron", text(row, "framework").lower())
@@ -312,9 +315,7 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     }
 
 
-def _recomputed(
-    row: Mapping[str, str], said: Said, words: str, point: dict[str, float], found: Row
-) -> tuple[float, float]:
+def _recomputed(row: Mapping[str, str], said: Said, words: str, point: dict[str, float], found: Row) -> tuple[float, float]:
     """What is recomputed of each layer, and how many of a rank's are recomputed whole beside it."""
     silent = SILENT.fullmatch(words) and words.lower() != "none"
     point |= {"by_product": 0.0, "parts": 0.0}

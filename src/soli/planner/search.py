@@ -142,9 +142,7 @@ def _fitting(task: Task, memory_of: Bound, time_of: Bound) -> Callable[[Table], 
     return bound
 
 
-def descend(
-    task: Task, first: Callable[[Table], Array], second: Callable[[Table], Array], worst: Callable[[], float]
-) -> Iterator[Table]:
+def descend(task: Task, first: Callable[[Table], Array], second: Callable[[Table], Array], worst: Callable[[], float]) -> Iterator[Table]:
     """Tables of `stages`, those with the least bounds first, until no other can be below what `worst` says.
 
     `first`, `second`: bounds of rows of layouts, and of stages. An infinite bound leaves a row out.

@@ -112,9 +112,7 @@ def layouts(task: Task) -> Table:
         table["microbatch"] = np.ceil(np.ceil(task.batch / table["dp"]) / np.ceil(task.batch / taken))
     kept &= table["microbatch"] == fixed.get("microbatch", table["microbatch"])  # what is cut otherwise is not what was fixed
     kept &= table["microbatch"] % (table["rows"] ** np.where(table["tensor"] == points.CUBE, 2, 1)) == 0
-    kept &= (table["sp"] == 0) | (table["tensor"] == points.LINE) & (
-        (table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0)
-    )
+    kept &= (table["sp"] == 0) | (table["tensor"] == points.LINE) & ((table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0))
     heads = task.model.heads / np.where(table["tensor"] == points.CUBE, table["rows"], table["tp"] / table["rows"])
     kept &= (table["context"] == points.RING) | ((table["cp"] > 1) & (heads % table["cp"] == 0))
     if not chooses(task.framework, "ring"):

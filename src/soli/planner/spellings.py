@@ -116,11 +116,7 @@ def switch(said: str) -> bool | None:
 def offloaded(said: str) -> list[str]:
     """What a cell says lies in the host's memory, part by part: "optimizer to CPU, parameters to CPU", "activations; optimizer: none"."""
     parts = (affirmed(part.strip()) for part in re.split(r"[+,;]|\band\b", said))
-    return [
-        part
-        for part in parts
-        if part and not re.search(r"[:= ](?:none|no|off|false)\b|\bon (?:the )?(?:gpu|device)|^none\b", part)
-    ]
+    return [part for part in parts if part and not re.search(r"[:= ](?:none|no|off|false)\b|\bon (?:the )?(?:gpu|device)|^none\b", part)]
 
 
 def way(table: str, said: str) -> float | None:

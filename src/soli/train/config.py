@@ -13,9 +13,7 @@ from typing import Any
 KINDS = ("auto", "stdlib", "text", "folder", "jsonl", "dataset", "tokens")
 
 
-def setting(
-    default: Any, words: str, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()
-) -> Any:
+def setting(default: Any, words: str, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field with its meaning and its bounds (both inclusive), read by `train/settings.py`."""
     return field(default=default, metadata={"help": words, "low": low, "high": high, "choices": choices})
 

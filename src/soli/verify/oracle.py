@@ -30,9 +30,7 @@ class Trace:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
-def sequential(
-    model: nn.Module, loss_fn: LossFn, optimizer: MakeOptimizer, batches: list[Any], clip: float | None
-) -> Trace:
+def sequential(model: nn.Module, loss_fn: LossFn, optimizer: MakeOptimizer, batches: list[Any], clip: float | None) -> Trace:
     """Train the plain model on whole batches."""
     trace, made, call = Trace(), optimizer(list(model.parameters())), Caller(model)
     randomness = Randomness(model, 0)

@@ -28,9 +28,7 @@ class Seeding(MetaPathFinder):
         self.seed, self.left = seed, dict(SEEDS)
         random.seed(seed)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         begin = self.left.pop(fullname, None)
         found = PathFinder.find_spec(fullname, path, target) if begin is not None else None
         if begin is None or found is None or found.loader is None:

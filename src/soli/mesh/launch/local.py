@@ -98,9 +98,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def launch(
-    n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: bool = False, backend: str | None = None
-) -> int:
+def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: bool = False, backend: str | None = None) -> int:
     """Run `argv` as n ranks of this machine until all have ended; returns the exit code of the job.
 
     Rank 0's output is shown, that of the others goes to `rank<r>.log` in `log_dir` (a new temporary folder
@@ -210,9 +208,7 @@ def _port(n: int) -> int:
         return int(said) if said else int(probe.getsockname()[1])
 
 
-def _start(
-    rank: int, n: int, argv: list[str], meeting: dict[str, str], folder: Path, log: Path | None, piped: bool
-) -> _Rank:
+def _start(rank: int, n: int, argv: list[str], meeting: dict[str, str], folder: Path, log: Path | None, piped: bool) -> _Rank:
     made = _Rank(rank=rank, folder=folder, log=log)
     for name in FILES:
         made.file(name).unlink(missing_ok=True)

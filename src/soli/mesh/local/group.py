@@ -152,9 +152,7 @@ class LocalGroup(_Base):
         sent = [_bytes(_flat(part)) for part in parts]
         return self._begin(ANY_SIZE, "", outs[0], outs, back, [_bytes(t) for t in targets], sent)
 
-    def all_to_all_single(
-        self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
-    ) -> Any:
+    def all_to_all_single(self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None) -> Any:
         flat, back = _target(out)
         ranks = self.ranks
         row = lambda t: t.numel() // t.shape[0] if t.dim() and t.shape[0] else 1

@@ -77,10 +77,11 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         with _Drawing():
             out = func(*args, **kwargs)
-    except RuntimeError as error:
-        if not named or all(x.is_meta for x in given):
+    except (RuntimeError, TypeError) as error:
+        alone = all(x.is_meta for x in given)
+        if not named or (alone and "meta" not in str(error)):  # a mistake of the program's own
             raise
-        raise _lacking(f"{what} beside what is here", named[0]) from error
+        raise _lacking(what + (", and its values are not here" if alone else " beside what is here"), named[0]) from error
     return tree_map(lambda x: _marked(x, named), out) if named else out
 
 

@@ -45,9 +45,7 @@ def gather(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Arra
     return all_reduce(p, k, size, n, inner) / 2
 
 
-def all_to_all(
-    p: Points, k: Constants, size: Array, n: Array, inner: Array, crossing: Amount = 1.0, apart: Amount = 1.0
-) -> Array:
+def all_to_all(p: Points, k: Constants, size: Array, n: Array, inner: Array, crossing: Amount = 1.0, apart: Amount = 1.0) -> Array:
     """Seconds in which every rank sends a part of `size` bytes to each of n; of what is for others, and for other servers, a share."""
     local = inside(p, n, inner)
     near = apart * size * (local - 1) / n / (p.link * k.link_share)

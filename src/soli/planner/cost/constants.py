@@ -74,9 +74,7 @@ def spread_of(framework: str) -> dict[str, float]:
     A program's own are no narrower where four sources or more tell them, and hold too little where fewer do (docs/log.md). soli's memory
     has its own, by rehearsals and what a GPU took.
     """
-    return SPREADS | {
-        key: value for name in (DEFAULT, framework) for key, value in sets().get(name, {}).items() if key in SPREADS
-    }
+    return SPREADS | {key: value for name in (DEFAULT, framework) for key, value in sets().get(name, {}).items() if key in SPREADS}
 
 
 def repeated(one: Mapping[str, float], count: int) -> Constants:

@@ -195,9 +195,7 @@ def _of_autocast(p: Points, scores: Array) -> Array:
     opened = 2.0 * width * (1 + 2 * p.kv_share) + ffn
     norms, read = 8.0 * p.hidden * (1 + p.gated * p.written), 2.0 * p.hidden * (3 + (1 + p.gated) * active)
     # attention's result, and the activation's (and the gate's product)
-    whole = (
-        norms / p.around + read / np.where(p.tensor == LINE, 1.0, p.tp) + (opened + 2.0 * width + ffn + scores) / p.tp
-    )
+    whole = (norms / p.around + read / np.where(p.tensor == LINE, 1.0, p.tp) + (opened + 2.0 * width + ffn + scores) / p.tp)
     # a block's input, and what its products give
     # of a ring's steps each attention's result
     steps = np.where((p.cp > 1) & (p.context == RING), p.cp / 2 + 1, 0.0)
@@ -233,9 +231,7 @@ def _between(p: Points, rank: Rank, again: Array) -> Array:
     was made again for the first, and gradients of norms' and products' results, as `backward` has of one layer."""
     width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
     opened = 2.0 * width * (1 + 2 * p.kv_share) + 2.0 * p.ffn * active * (1 + p.gated)
-    wait = again + p.tokens * (
-        opened / p.tp + 4.0 * p.hidden / np.where(p.tensor == LINE, 1.0, p.tp) + GRADIENTS * p.hidden / p.around
-    )
+    wait = again + p.tokens * (opened / p.tp + 4.0 * p.hidden / np.where(p.tensor == LINE, 1.0, p.tp) + GRADIENTS * p.hidden / p.around)
     vector = p.tokens * p.hidden / p.around
     sent = np.where((p.pp > 1) & (rank.ends == 0), 4.0 * vector * rank.under_way, 0.0)
     return rank.undone * rank.layers * wait + sent + 10.0 * vector * rank.losses

@@ -16,9 +16,7 @@ from soli.planner.cost.points import GPIPE, INTERLEAVED, Amount, Array, Points
 from soli.planner.cost.schedules import in_a_v, kept
 
 
-def spent(
-    p: Points, inner: Array, first: Array, last: Array, send: Array, layer: Array, sending: Amount = 0.0
-) -> tuple[Array, Array]:
+def spent(p: Points, inner: Array, first: Array, last: Array, send: Array, layer: Array, sending: Amount = 0.0) -> tuple[Array, Array]:
     """Seconds of m microbatches on the busiest stage; and those in which it waits for the others.
 
     The longest rank takes `inner` seconds a microbatch (both ways), the first and last ones so much more, the last one less by

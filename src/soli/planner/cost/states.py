@@ -22,9 +22,7 @@ SHORTER = ("fsdp", "deepspeed", "jax", "other")
 DEEPSPEED = "megatron-deepspeed"
 
 
-def of_states(
-    framework: str, precision: str = "bf16", pipeline: bool = True, said: str = "", optimizer: str = ""
-) -> dict[str, float]:
+def of_states(framework: str, precision: str = "bf16", pipeline: bool = True, said: str = "", optimizer: str = "") -> dict[str, float]:
     """The program's part of a point. `said`: what a row tells of it; `optimizer`: the same of its optimizer."""
     if framework == "soli":
         return KEPT["soli"]

@@ -9,6 +9,7 @@ import numpy as np
 from soli.planner.cost import arithmetic, communication, context, grids, memory, overlap, pipeline, schedules
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import FULL, INTERLEAVED, LINE, Amount, Array, Points, in_the_mean
+from soli.planner.hardware.devices import USABLE
 
 WRITTEN_OUT = 1.15
 """Launches of a layer that makes attention's scores, by those of one with a kernel: what Megatron-LM's test of tp=4 took on one
@@ -128,9 +129,7 @@ def running(p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount 
     return Running(own, exposed, last, busy, waiting)
 
 
-def seconds(
-    p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount = 1.0
-) -> tuple[Array, Running, Array, Array]:
+def seconds(p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount = 1.0) -> tuple[Array, Running, Array, Array]:
     """A step's time: its microbatches, the gradients' reduction that nothing hides, and the update."""
     run = running(p, k, of_layers, of_tables)
     reduced, spent = late(p, k, sums(p, k), run.layers / 2), updating(p, k, *memory.trained(p))
@@ -166,5 +165,5 @@ def step(p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount = 1
     return Step(
         time=time, layers=m * run.layers, tables=m * run.tables, exposed=m * run.exposed, waiting=run.waiting,
         gradients=reduced, update=spent, memory=peak, states=memory.states(p, k),
-        read=peak + memory.cache(p, k),
+        read=np.minimum(peak + memory.cache(p, k), np.maximum(peak, p.capacity / USABLE)),  # what is kept is given back before there is none left
     )  # fmt: skip

@@ -50,7 +50,8 @@ class Cluster:
         return self.nodes * self.device.node
 
     def __str__(self) -> str:
-        return f"{self.device.name}:{self.device.node}x{self.nodes}" + f"@{self.network}" * bool(self.network)
+        file = f" as {self.device.source} has it" * self.device.source.endswith(".toml")
+        return f"{self.device.name}:{self.device.node}x{self.nodes}" + f"@{self.network}" * bool(self.network) + file
 
 
 def read_cluster(text: str) -> Cluster:
