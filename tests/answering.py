@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = Callable[[dict[str, Any]], tuple[int, dict[str, str], str]]
+Answer = Callable[[dict[str, Any]], tuple[int, dict[str, str], str | bytes]]
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def answering(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(text.encode())
+            self.wfile.write(text.encode() if isinstance(text, str) else text)
 
         def log_message(self, *words: Any) -> None:
             pass

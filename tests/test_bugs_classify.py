@@ -356,6 +356,23 @@ def test_nonsense_is_counted_and_not_kept(mined: tuple[Path, Path], text: str) -
         words(text)
 
 
+def test_a_long_answer_counts_by_its_end() -> None:
+    with pytest.raises(Nonsense, match="of 320000 characters the last 20000 were looked through"):
+        words("{" * 320_000)
+    assert words("{" * 320_000 + json.dumps(RIGHT))[0] == RIGHT
+
+
+def test_half_a_character_is_kept_as_the_sign_for_it(mined: tuple[Path, Path]) -> None:
+    """JSON may have one, and UTF-8 has not: in a model's reason, and in what GitHub says."""
+    repo, db = mined
+    with model(lambda _: message(json.dumps({**RIGHT, "why": "half \ud83d"}))) as (url, _):
+        assert classify([repo], db, endpoint=Endpoint(url, "m")).asked
+    assert {json.loads(why)[0] for (why,) in said(db, "SELECT evidence FROM verdict WHERE by = 'model'")} == {"half \ufffd"}
+    with store.opened(db) as base:
+        store.put(base, "issue", "owner/name", 1, "\udcff half \ud83d", "", "[]", 0, None)
+    assert said(db, "SELECT title FROM issue") == [("\ufffd half \ufffd",)]
+
+
 @pytest.mark.parametrize("answer", [(200, "<html>"), (200, "{}"), (404, '{"error": "no such model"}'), (500, "")])
 def test_what_answers_and_is_no_model(mined: tuple[Path, Path], answer: tuple[int, str]) -> None:
     repo, db = mined

@@ -47,6 +47,9 @@ def test_labellers_are_compared_where_both_have_labels() -> None:
     assert found.dimensions["symptom"].count == 3
     assert found.dimensions["symptom"].alike == pytest.approx(2 / 3)
     assert [a.commit[0] for a, _ in found.differ] == ["1", "3"]
+    assert found.fix.told.endswith("75% of 4 alike")
+    (none,) = pairs([first[0], second[1]])
+    assert (none.fix.told, str(none.fix)) == ("none to compare", "-")
 
 
 def test_a_selection_is_judged_by_both_samples() -> None:

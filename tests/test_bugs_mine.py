@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from answering import answering
-from soli.bugs import github, history
+from soli.bugs import github, history, store
+from soli.bugs.changes import changes
+from soli.bugs.classify import classify
 from soli.bugs.mine import mine, name, share
 from soli.bugs.selection import pull, rules, tag
 from soli.core.errors import SoliError
@@ -149,6 +151,17 @@ def test_a_rerun_adds_what_is_new_and_other_rules_decide_again(repo: Path, tmp_p
     assert {kind for (kind,) in read(out, "SELECT kind FROM file")} == {"source", "other"}
 
 
+def test_what_is_built_with_is_no_document_and_another_release_of_it_no_fix() -> None:
+    made = rules()
+    kinds = {"csrc/CMakeLists.txt": "build", "requirements-dev.txt": "build", "requirements/dev.txt": "build", "notes.txt": "docs"}
+    kinds |= {"docs/requirements.txt": "docs", "examples/a/requirements.txt": "example", "tests/requirements.txt": "test"}
+    assert {path: made.kind(path) for path in kinds} == kinds
+    robot = "Fixes #3 and a crash.\n\n---\nupdated-dependencies:\n- dependency-name: torch\n"
+    said = [("Update torch requirement from <2 to <3", "This fixes #3"), ("Upgrade numpy from 1.2 to 1.3", ""), ("Torch", robot), ("Update the index from uint16 to int16", "Fixes #3")]  # fmt: skip
+    of = lambda subject, body: made.of(history.Commit("", (), 0, 0, subject, body, (history.File("requirements.txt", "", 1, 1),))).name  # fmt: skip
+    assert [of(*one) for one in said] == ["release", "release", "dependencies", "closes"]
+
+
 def test_names_tags_numbers_and_shares() -> None:
     assert name(Path("/x/NVIDIA+Megatron-LM/repo")) == "NVIDIA/Megatron-LM"
     assert name(Path("/x/DeepSpeed.git")) == "DeepSpeed"
@@ -157,6 +170,43 @@ def test_names_tags_numbers_and_shares() -> None:
     low, high = share(48, 100)[1:]
     assert (round(low, 3), round(high, 3)) == (0.385, 0.577)  # Wilson's interval
     assert share(0, 0) == (0.0, 0.0, 1.0)
+
+
+def test_a_side_whose_merge_is_like_one_parent_keeps_its_files(repo: Path, tmp_path: Path) -> None:
+    """Whatever a path makes git hide: here the fix of a side that main had already."""
+    git(repo, "checkout", "-q", "-b", "early")
+    commit(repo, "Fix the step of the side", {"step.py": lines(1, 2)})
+    git(repo, "checkout", "-q", "main")
+    commit(repo, "Fix the step of main", {"step.py": lines(1, 2)})
+    git(repo, "merge", "-q", "--no-ff", "-m", "Merge branch early", "early")
+    (found,) = mine([repo], tmp_path / "bugs.db")
+    assert (found.commits, found.fixes) == (18, 10)
+    assert ("Fix the step of the side", 2) in read(tmp_path / "bugs.db", "SELECT subject, source FROM fix")
+
+
+def test_a_clones_own_settings_change_nothing(repo: Path, tmp_path: Path) -> None:
+    """Of prefixes, of a history's first commit, of hunks: neither what is mined nor the syntax that is read."""
+    commit(repo, "Fix both ends", {"a.py": lines(0, 2, 30, 40, 5, 7)})
+    seen = lambda: (list(history.read(repo)), list(changes(repo, [one.hash for one in history.read(repo)])))
+    before = seen()
+    root = next(one for one in before[0] if not one.parents)
+    assert root.files
+    for setting in ("diff.noprefix=true", "diff.mnemonicPrefix=true", "log.showRoot=false", "diff.interHunkContext=9"):
+        git(repo, "config", *setting.split("="))
+        assert seen() == before, setting
+        git(repo, "config", "--unset", setting.split("=")[0])
+
+
+def test_a_submodule_named_like_code_has_no_lines(repo: Path, tmp_path: Path) -> None:
+    """Put in, moved on, and in place of a file: its blob is a commit of another repository."""
+    for subject, path, made in (("Fix 1", "llama.cpp", "1" * 40), ("Fix 2", "llama.cpp", "2" * 40), ("Fix 3", "c.cu", "3" * 40)):  # fmt: skip
+        git(repo, "update-index", "--add", "--cacheinfo", f"160000,{made},{path}")
+        git(repo, "commit", "-q", "-m", subject)
+    (found,) = mine([repo], tmp_path / "bugs.db")
+    subjects = "SELECT subject, source FROM fix WHERE subject IN ('Fix 1', 'Fix 2', 'Fix 3')"
+    assert found.commits == 18
+    assert [subject for subject, _ in read(tmp_path / "bugs.db", subjects)] == ["Fix 3"]  # a file is gone
+    assert classify([repo], tmp_path / "bugs.db").looked
 
 
 # --- histories that are not whole, or hostile -------------------------------------------------------------
@@ -197,6 +247,13 @@ def empty(repo: Path, tmp_path: Path) -> Path:
     return tmp_path / "empty"
 
 
+def astray(repo: Path, tmp_path: Path) -> Path:
+    """Its default branch is gone, and others are there."""
+    shutil.copytree(repo, tmp_path / "astray")
+    git(tmp_path / "astray", "symbolic-ref", "HEAD", "refs/heads/gone")
+    return tmp_path / "astray"
+
+
 def faultless(repo: Path, tmp_path: Path) -> Path:
     path = empty(repo, tmp_path)
     commit(path, "Begin", {"a.py": "x\n"})
@@ -211,6 +268,7 @@ def faultless(repo: Path, tmp_path: Path) -> Path:
         (lacking, "git stopped before the end of the history"),
         (headless, "the history cannot be read"),
         (empty, "the history has no commits"),
+        (astray, r"HEAD names no commit[^$]*got +\S*astray: refs/heads/gone[^$]*symbolic-ref HEAD refs/heads/BRANCH"),
         (faultless, "no fix of a bug was found"),
         (lambda repo, folder: folder, "this is no git repository"),
         (lambda repo, folder: folder / "nowhere", "this is no git repository"),
@@ -309,10 +367,39 @@ def test_files_that_are_something_else(repo: Path, tmp_path: Path) -> None:
         base.execute("CREATE TABLE t (x)")
     with pytest.raises(SoliError, match="this version of soli knows"):
         mine([repo], other)
+    (tmp_path / "empty.db").touch()
+    assert mine([repo], tmp_path / "empty.db")[0].fixes == 8
     twin = tmp_path / "twin" / "owner+name"
     shutil.copytree(repo, twin)
     with pytest.raises(SoliError, match="have one name"):
         mine([repo, twin], tmp_path / "bugs.db")
+
+
+def test_a_file_whose_making_was_cut_off_is_made_again(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a kill in the middle of its schema, of which nothing is there then."""
+    out = tmp_path / "bugs.db"
+    first, rest = store.SCHEMA.split("CREATE TABLE closed")
+    monkeypatch.setattr(store, "SCHEMA", first)  # the file is closed before the end
+    with pytest.raises(SoliError), store.opened(out, made=True):
+        raise SoliError("killed")
+    monkeypatch.setattr(store, "SCHEMA", f"{first}CREATE TABLE closed{rest}")
+    assert mine([repo], out)[0].fixes == 8
+
+
+def test_a_full_disk_is_no_damage(repo: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bugs.db"
+    mine([repo], out)
+
+    def filled() -> None:
+        with store.opened(out) as base:
+            base.execute("PRAGMA max_page_count = 1")
+            store.put(base, "history", "a/b", "x" * 100_000, 0, "")
+
+    with pytest.raises(SoliError, match=r"the disk has no room[^$]*make room"):
+        filled()
+    assert read(out, "SELECT repo FROM history") == [("owner/name",)]
 
 
 # --- GitHub -----------------------------------------------------------------------------------------------
@@ -396,7 +483,7 @@ def test_long_lists_come_whole(tmp_path: Path) -> None:
     assert len(asked) == 4
 
 
-def test_an_export_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_export_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "requests.jsonl"
     with served([(200, {}, PAGES[None])] + [(500, {}, {})] * github.TRIES) as (api, asked):
         with pytest.raises(SoliError, match="GitHub does not answer"):
@@ -408,7 +495,12 @@ def test_an_export_goes_on_where_it_stopped(tmp_path: Path) -> None:
         assert asked[-1]["variables"]["after"] == "two"
         numbers = [json.loads(line).get("number") for line in out.read_text().splitlines()]
         assert [n for n in numbers if n] == [7, 8, 99]
-        assert github.export("owner/name", out, "secret", api) == 3  # nothing is new
+        monkeypatch.setitem(PAGES, "end", page([], None, False))
+        for _ in range(2):  # nothing is new, and nothing has no end
+            assert github.export("owner/name", out, "secret", api) == 3
+            assert asked[-1]["variables"]["after"] == "end"
+            assert '{"cursor": null}' not in out.read_text()
+            out.write_text(out.read_text() + '{"cursor": null}\n')  # as it was written once
         with pytest.raises(SoliError, match="holds another repository"):
             github.export("other/name", out, "secret", api)
 
@@ -416,7 +508,7 @@ def test_an_export_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_another_file_is_not_written_over(tmp_path: Path) -> None:
     out = tmp_path / "thesis.txt"
     out.write_text("years of work")
-    with served([]) as (api, asked), pytest.raises(SoliError, match="no export of GitHub's"):
+    with served([]) as (api, asked), pytest.raises(SoliError, match=r"no export of GitHub's"):
         github.export("owner/name", out, "secret", api)
     assert out.read_text() == "years of work"
     assert not asked
@@ -473,7 +565,66 @@ def test_a_limit_by_the_hour_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         github.export("owner/name", tmp_path / "2.jsonl", "secret", api, pause=0.001)
 
 
-@pytest.mark.parametrize("answer", [{"data": {"repository": None}}, {"data": None}, [], {}])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {},
+        {"pullRequests": None},
+        {"pullRequests": {"pageInfo": {}, "nodes": None}},
+        {"pullRequests": listed([{**request(7, []), "mergedAt": None}])},
+        {"pullRequests": listed([{**request(7, []), "reviews": None}])},
+    ],
+)
+def test_answers_that_lack_a_part_are_told(part: Any, tmp_path: Path) -> None:
+    with (
+        served([(200, {}, {"data": {"repository": part}})]) as (api, _),
+        pytest.raises(SoliError, match="is not what it should be") as caught,
+    ):
+        github.export("owner/name", tmp_path / "out.jsonl", "secret", api, pause=0.001)
+    assert caught.value.exit_code == 1
+
+
+def test_an_answer_that_is_no_text_is_asked_for_again(tmp_path: Path) -> None:
+    answers = iter([b"\xff", b"[" * 100_000])
+    said = lambda asked: (200, {}, next(answers, json.dumps(page([], None, False))))
+    with answering(said) as (url, asked):
+        assert github.export("owner/name", tmp_path / "out.jsonl", "secret", url, pause=0.001) == 0
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("token", ["secret one", "secret\r\nX: y", "secret\x7f", "secrét"])
+def test_a_token_is_not_printed(token: str, tmp_path: Path) -> None:
+    """What a shell leaves around it is taken away, and one with other signs in it refused."""
+    out = tmp_path / "out.jsonl"
+    with served([]) as (api, asked):
+        assert github.export("owner/name", out, " secret\r\n", api) == 3
+        assert {one["key"] for one in asked} == {"bearer secret"}
+        with pytest.raises(SoliError, match=r"got +one with other signs in it") as caught:
+            github.export("owner/name", out, token, api)
+    assert "secr" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rest", [b"\xff", b'{"cursor": "x\n', b'{"cursor": "x", 3}\n'])
+def test_a_damaged_export_is_told_and_left_alone(rest: bytes, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(text := b'{"repo": "owner/name", "format": 1}\n' + rest)
+    with served([]) as (api, asked), pytest.raises(SoliError, match=r"no export of GitHub's[^$]*another --out"):
+        github.export("owner/name", out, "secret", api)
+    assert (out.read_bytes(), asked) == (text, [])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"data": {"repository": None}},
+        {"data": None},
+        [],
+        {},
+        {"errors": ["no"]},
+        {"errors": "no"},
+        {"errors": [{}, None]},
+    ],
+)
 def test_answers_that_say_nothing_are_refusals(answer: Any, tmp_path: Path) -> None:
     with served([(200, {}, answer)]) as (api, _), pytest.raises(SoliError, match="refused the request"):
         github.export("owner/name", tmp_path / "out.jsonl", "secret", api, pause=0.001)
@@ -486,8 +637,11 @@ def test_what_head_has_no_more_goes(repo: Path, tmp_path: Path) -> None:
     out = tmp_path / "bugs.db"
     mine([repo], out)
     git(repo, "commit", "-q", "--amend", "-m", "Fix a missing import, amended")
+    done = soli("bugs", "mine", str(repo), "--out", str(out))
+    assert "owner/name, commits that the history has no more, taken out with what was said of them: 1\n" in done.stdout
+    git(repo, "commit", "-q", "--amend", "-m", "Fix a missing import, amended again")
     (found,) = mine([repo], out)
-    assert (found.commits, found.new, found.fixes) == (15, 1, 8)
+    assert (found.commits, found.new, found.gone, found.fixes) == (15, 1, 1, 8)
     assert read(out, "SELECT count(*) FROM change") == [(15,)]
     assert read(out, "SELECT count(*) FROM file WHERE hash NOT IN (SELECT hash FROM change)") == [(0,)]
     other = tmp_path / "other" / "owner+name"

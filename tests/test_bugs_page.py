@@ -173,6 +173,12 @@ def status(url: str, body: bytes | None = None) -> tuple[int, str]:
         return error.code, ""
 
 
+def read_page(url: str, body: bytes | None = None) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(url, body), timeout=10)
+    return caught.value.code, caught.value.read().decode()
+
+
 def test_the_page_is_closed_to_whoever_lacks_its_token(mined: tuple[Path, Path]) -> None:
     repo, folder = mined
     with served(repo, folder, "Ann") as address:
@@ -188,6 +194,14 @@ def test_the_page_is_closed_to_whoever_lacks_its_token(mined: tuple[Path, Path])
         assert status(f"{address}0", b"fix=no&why=" + b"x" * 200_000)[0] == 422
         assert not (folder / "labels.csv").exists()
         assert status(f"{address}0", b"fix=no")[0] == 200
+        kept = (folder / "labels.csv").read_bytes()
+        (folder / "labels.csv").write_bytes(kept.replace(b",no,", b",<b>,"))
+        for form in (None, b"fix=no"):  # it is told what is wrong, and stays
+            code, told = read_page(f"{address}0", form)
+            assert code == 500
+            assert "line 2: &#39;fix&#39; says none of yes, no, unsure" in told
+        assert b"<b>" in (folder / "labels.csv").read_bytes()
+        (folder / "labels.csv").write_bytes(kept)
     assert len(read(folder / "labels.csv")) == 1
     drawn = json.loads((folder / "sample.json").read_text())
     assert drawn["population"] == {"fix": 2, "rest": 1}

@@ -89,6 +89,27 @@ def test_sizes_are_of_what_messages_call_fixes(classified: Path) -> None:
     assert after["labels"][0] == pytest.approx(sum(small) / 34)
 
 
+def test_a_fix_without_a_source_file_has_no_size(classified: Path) -> None:
+    """Of pipelines alone: it is left out of every table of sizes, and that is said."""
+    db = classified / "bugs.db"
+    with sqlite3.connect(db) as base:
+        labels = [replace(ONE, repo=r, commit=h, sample="fix" if told else "rest", labeller="A") for r, h, told in base.execute("SELECT repo, hash, told FROM judged")]  # fmt: skip
+    before = study(db, labels, {"fix": 30, "rest": 4})
+    commit(classified / "a+one", "Fix the nightly pipeline", {".github/workflows/a.yml": "x\n"})
+    commit(classified / "a+one", "A pipeline more", {".github/workflows/b.yml": "x\n"})
+    (one,) = mine([classified / "a+one"], db)
+    assert (one.fixes, one.small["all"]) == (3, share(1, 2))
+    classify([classified / "a+one"], db)
+    after = study(db, labels, {"fix": 30, "rest": 4})
+    head = git(classified / "a+one", "rev-parse", "HEAD~1")
+    more = study(db, [*labels, replace(labels[0], commit=head, sample="fix")], {"fix": 40, "rest": 4})
+    assert more["sizes"]["all"]["labels"][0] == pytest.approx(before["sizes"]["all"]["labels"][0])
+    for name in ("sizes", "lines", "small", "spread", "syntax"):
+        assert after[name] == before[name], name
+    assert (before["left"], after["left"]) == ({"fixes": 0, "others": 0}, {"fixes": 1, "others": 1})
+    assert "Left out here and below: 1 fixes and 1 others" in report.markdown(after)
+
+
 def test_shares_bear_a_statement_out_or_not_by_their_intervals() -> None:
     table = lambda **counts: {word: (n, share(n, sum(counts.values()))) for word, n in counts.items()}
     far, near = table(a=800, b=150, c=50), table(a=10, b=9, c=8)
@@ -100,6 +121,7 @@ def test_shares_bear_a_statement_out_or_not_by_their_intervals() -> None:
     assert compared("first", ["c"], far)[0] == "does not agree"
     assert compared("last", ["c"], far)[0] == "agrees"
     assert compared("last", ["a"], far)[0] == "does not agree"
+    assert compared("last", ["c"], table(a=1, b=0, c=0))[0] == "cannot be told: the intervals overlap"
     assert compared("present", ["a", "c"], far)[0] == "agrees"
     assert compared("present", ["d"], far)[0] == "does not agree"
     assert "a 80% (77 to 82)" in compared("first", ["a"], far)[1]

@@ -668,6 +668,23 @@ def test_hooks_on_gradients_are_tried(hook: Any, linear: bool) -> None:
     assert found == ([] if linear else ["register_hook of weight"])
 
 
+def with_a_graph(plan: str) -> str:
+    model, loss_fn, batches = case_of(Plain).make()
+    held = model(batches[0]["tokens"]).sum()
+    try:
+        parallelize(model, loss_fn, optimizer=adamw, plan=plan).step(batches[0])
+    except SoliError as error:
+        return str(error)
+    return f"it ran beside {held}"
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2"])
+def test_what_was_computed_before_is_told_to_be_held(pool: Pool, plan: str) -> None:
+    for said in pool.run(with_a_graph, plan, ranks=2):
+        assert "before soli.parallelize" in said
+        assert "is still held" in said
+
+
 def test_what_no_plan_runs_is_said_at_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 2))
     model[0].weight.register_hook(clamped)

@@ -23,7 +23,12 @@ class Kappa:
     count: int
 
     def __str__(self) -> str:
-        return bounded((self.value, self.low, self.high))
+        return bounded((self.value, self.low, self.high)) if self.count else "-"
+
+    @property
+    def told(self) -> str:
+        """All of it in words."""
+        return f"kappa {self}, {self.alike:.0%} of {self.count} alike" if self.count else "none to compare"
 
 
 def bounded(part: Share) -> str:

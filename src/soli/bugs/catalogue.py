@@ -49,6 +49,5 @@ def mechanism(name: str) -> Mechanism:
     known = mechanisms()
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
-        fix = f"soli bugs show {near[0]}" if near else ""
-        raise SoliError("there is no such mechanism", got=name, allowed=", ".join(known), fix=fix)
+        raise SoliError("there is no such mechanism", got=name, allowed=", ".join(known), fix=f"soli bugs show {near[0]}" if near else "")
     return known[name]

@@ -20,6 +20,7 @@ MARK, END = "\x1e", "\x1d"
 # no line of a diff begins so: each has a sign before its text
 COMMIT = re.compile(f"(?m)^{MARK}([0-9a-f]{{40,64}}){END}$")
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+SUBMODULE = re.compile(r"(?:index \S+|new file mode|deleted file mode) 160000$")
 ABSENT = "/dev/null"
 LANGUAGES = {
     ".py": "python", ".c": "cpp", ".cc": "cpp", ".cpp": "cpp", ".cu": "cpp", ".cuh": "cpp", ".h": "cpp", ".hpp": "cpp",
@@ -93,6 +94,7 @@ class _File:
     was: str = ""
     now: str = ""
     hunks: list[tuple[int, int, int, int]] = field(default_factory=list)
+    submodule: bool = False  # then its blobs are commits of another repository
 
 
 def _files(text: str) -> list[_File]:
@@ -103,6 +105,8 @@ def _files(text: str) -> list[_File]:
         hunk = HUNK.match(line)
         if line.startswith("diff --git "):
             found.append(_File())
+        elif SUBMODULE.match(line):
+            found[-1].submodule = True
         elif line.startswith("index "):
             old, _, new = line.split()[1].partition("..")
             found[-1].blobs = (old, new)
@@ -116,7 +120,7 @@ def _files(text: str) -> list[_File]:
             left = old_count + new_count
             while left:  # lines of files, which may look like anything
                 left -= not next(lines).startswith("\\")
-    return [file for file in found if file.hunks]
+    return [file for file in found if file.hunks and not file.submodule]
 
 
 def _change(file: _File, before: str, after: str) -> Change:

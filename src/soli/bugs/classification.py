@@ -150,8 +150,7 @@ def _wrong(name: str, known: tuple[str, ...], said: Any) -> Iterator[Problem]:
 def _wrong_rule(said: str, rule: Mapping[str, Any]) -> Iterator[Problem]:
     where = [name for name in PLACES if name in rule]
     if len(where) != 1 or not rule.get("name") or set(rule) - {*PLACES, "name", "weight"}:
-        what = f"{said}: a rule has a name, a weight, and looks in one place"
-        yield Problem(what, got=", ".join(rule), allowed=", ".join(PLACES))
+        yield Problem(f"{said}: a rule has a name, a weight, and looks in one place", got=", ".join(rule), allowed=", ".join(PLACES))
     else:
         yield from unfit(rule[where[0]], f"{said}: this")
     if not isinstance(rule.get("weight", 1.0), int | float):

@@ -58,8 +58,7 @@ def classify(
         known = set(store.column(base, "SELECT repo FROM history"))
     if lacking := set(where) - known:
         got = f"{', '.join(sorted(lacking))} (it has {', '.join(sorted(known))})"
-        fix = f"soli bugs mine ... --out {mined}"
-        raise SoliError("these histories were not mined into this file", got=got, fix=fix)
+        raise SoliError("these histories were not mined into this file", got=got, fix=f"soli bugs mine ... --out {mined}")
     looked = sum(_by_rules(repo, path, mined, made) for repo, path in where.items())
     asked, nonsense, said = _by_model(where, mined, endpoint, at_most) if endpoint else (0, 0, "")
     with store.opened(mined) as base:
@@ -145,13 +144,11 @@ def shown(base: sqlite3.Connection, repo: str, path: Path, hash_: str) -> str:
 def _summary(base: sqlite3.Connection, looked: int, asked: int, nonsense: int, said: str) -> Classified:
     query = "SELECT word, count(*) FROM class WHERE dimension = ? GROUP BY word ORDER BY 2 DESC, word"
     words = {dimension: dict(base.execute(query, (dimension,))) for dimension in DIMENSIONS}
-    query = "SELECT dimension, count(*) FROM class WHERE confidence < ? GROUP BY dimension"
-    unsure = dict(base.execute(query, (store.SURE,)))
+    unsure = dict(base.execute("SELECT dimension, count(*) FROM class WHERE confidence < ? GROUP BY dimension", (store.SURE,)))
     fixes = store.column(base, "SELECT count(*) FROM fix")[0]
     taken, dropped = base.execute(
         "SELECT total(word = 'yes' AND NOT fix), total(word = 'no' AND fix) FROM change JOIN verdict USING (repo, hash) WHERE dimension = 'fix'"
     ).fetchone()
     readable = " OR ".join(f"path LIKE '%{suffix}'" for suffix in LANGUAGES)
-    query = f"SELECT count(DISTINCT repo || hash) FROM fix JOIN file USING (repo, hash) WHERE {readable}"
-    unread = fixes - store.column(base, query)[0]
+    unread = fixes - store.column(base, f"SELECT count(DISTINCT repo || hash) FROM fix JOIN file USING (repo, hash) WHERE {readable}")[0]
     return Classified(fixes, unread, looked, int(taken), int(dropped), words, unsure, asked, nonsense, said)

@@ -16,6 +16,7 @@ SECONDS = 120.0
 TRIES = 2
 LONGEST = 2 * SECONDS
 LONG = 200  # characters of a reason that are kept
+MOST = 20_000  # characters at an answer's end that are looked through: each { in them is tried as the beginning of an object
 
 
 class Unreachable(Exception):  # noqa: N818
@@ -54,15 +55,12 @@ class Endpoint:
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient
         # no proxy stands between this machine and itself
         own = lambda: DefaultAsyncHttpxClient(trust_env=False) if where.hostname in HERE else None
-        self._client = lambda: AsyncOpenAI(
-            base_url=self.url, api_key=self.key or "none", http_client=own(), timeout=SECONDS, max_retries=TRIES
-        )
+        self._client = lambda: AsyncOpenAI(base_url=self.url, api_key=self.key or "none", http_client=own(), timeout=SECONDS, max_retries=TRIES)
 
     async def _answer(self, said: list[dict[str, str]]) -> Any:
         """A client for each, as its connections belong to one loop; a library's own time-out is of each read and not of an answer."""
         async with self._client() as client:
-            asked = client.chat.completions.create(model=self.model, temperature=0, messages=said)
-            return await asyncio.wait_for(asked, LONGEST)
+            return await asyncio.wait_for(client.chat.completions.create(model=self.model, temperature=0, messages=said), LONGEST)
 
     def ask(self, shown: str) -> tuple[dict[str, str], str]:
         """A word for each dimension, and why. Unreachable or Nonsense where there is no answer."""
@@ -101,6 +99,7 @@ def instructions() -> str:
 
 def words(text: str) -> tuple[dict[str, str], str]:
     """The words of an answer, and why: of the last JSON object in it that has them. Nonsense where there is none."""
+    whole, text = len(text), text[-MOST:]
     decoder, start = json.JSONDecoder(), text.rfind("{")
     while start >= 0:
         try:
@@ -111,4 +110,4 @@ def words(text: str) -> tuple[dict[str, str], str]:
         if found and all(isinstance(word, str) and word in DIMENSIONS[name] for name, word in found.items()):
             return {name: str(word) for name, word in found.items()}, str(said.get("why", ""))[:LONG]
         start = text.rfind("{", 0, start)
-    raise Nonsense(repr(text[:LONG]))
+    raise Nonsense(repr(text[:LONG]) + f" (of {whole} characters the last {MOST} were looked through)" * (whole > MOST))

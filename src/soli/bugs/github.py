@@ -7,6 +7,7 @@ an export that was interrupted goes on there. A token is sent to the API alone, 
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import time
 import urllib.error
@@ -20,7 +21,7 @@ from typing import Any
 
 from soli.bugs import store
 from soli.bugs.endpoint import private
-from soli.core.errors import SoliError, failure
+from soli.core.errors import SoliError, blaming, failure
 from soli.core.progress import busy
 
 API = "https://api.github.com/graphql"
@@ -28,6 +29,7 @@ PAGE = 50
 TRIES = 5
 HOUR = 3600  # seconds: GitHub counts requests by the hour
 LONG = 200  # characters of an answer that are shown
+AGAIN = "the same command later goes on from here"
 FIELDS = {"labels": "name", "reviews": "author { login }"}
 """Of the lists that requests and issues have, each in pages of its own."""
 
@@ -51,11 +53,12 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
     owner, _, name = repo.partition("/")
     if not owner or not name or "/" in name:
         raise SoliError("a repository is owner/name", got=repo, allowed="such as deepspeedai/DeepSpeed")
-    if not token:
-        fix = "GITHUB_TOKEN=... (a personal access token that may read public repositories)"
-        raise SoliError("GitHub asks for a token", fix=fix)
+    if not re.fullmatch("[!-~]+", token := token.strip()):  # what it is, is not printed
+        got, fix = "one with other signs in it" if token else "none", "GITHUB_TOKEN=... (a personal access token that may read public repositories)"
+        raise SoliError("GitHub asks for a token", got=got, allowed="letters, digits and signs of ASCII", fix=fix)
     private(api, "a token")
-    after, count = _begun(out, repo)
+    with blaming(lambda error: SoliError("this file is no export of GitHub's, or is damaged", got=f"{out}: {error}", fix="another --out")):
+        after, count = _begun(out, repo)
     if not out.parent.is_dir():
         raise SoliError("there is no such folder", got=out.parent, fix="another --out")
     ask: Ask = lambda query, variables: _asked(api, token, query, variables, pause)
@@ -63,16 +66,14 @@ def export(repo: str, out: Path, token: str, api: str = API, pause: float = 1.0)
         if not out.stat().st_size:
             file.write(json.dumps({"repo": repo, "format": 1}) + "\n")
         while True:
-            said = ask(QUERY, {"owner": owner, "name": name, "after": after, "count": PAGE})
-            page = said["repository"]["pullRequests"]
-            nodes = [_request(node, ask) for node in page["nodes"]]
-            after = page["pageInfo"]["endCursor"]
+            nodes, end, more = _page({"owner": owner, "name": name, "after": after, "count": PAGE}, ask)
+            after = end or after  # a page without requests has no end
             # a page is whole or not there: its end is written with it
             file.write("".join(json.dumps(one) + "\n" for one in [*nodes, {"cursor": after}]))
             file.flush()
             count += len(nodes)
             add(len(nodes))
-            if not page["pageInfo"]["hasNextPage"]:
+            if not more:
                 return count
 
 
@@ -107,13 +108,18 @@ def _called(base: sqlite3.Connection, repo: str) -> str:
     return found
 
 
+@blaming(lambda error: failure("GitHub's answer is not what it should be", got=f"{type(error).__name__}: {error}"[:LONG], fix=AGAIN))
+def _page(of: dict[str, Any], ask: Ask) -> tuple[list[dict[str, Any]], str | None, bool]:
+    """Requests, where they end, and whether there are more. An error where something of them is lacking, or is another thing."""
+    page = ask(QUERY, of)["repository"]["pullRequests"]
+    return [_request(node, ask) for node in page["nodes"]], page["pageInfo"]["endCursor"], page["pageInfo"]["hasNextPage"]
+
+
 def _request(node: dict[str, Any], ask: Ask) -> dict[str, Any]:
     authors = {review["author"]["login"] for review in _whole(node, "reviews", ask) if review["author"]}
     closes = [
-        {
-            "number": one["number"], "title": one["title"], "body": one["bodyText"], "labels": _labels(one, ask),
-            "opened": _seconds(one["createdAt"]), "ended": _seconds(one["closedAt"]) if one["closedAt"] else None,
-        }
+        {"number": one["number"], "title": one["title"], "body": one["bodyText"], "labels": _labels(one, ask),
+         "opened": _seconds(one["createdAt"]), "ended": _seconds(one["closedAt"]) if one["closedAt"] else None}
         for one in _whole(node, "closingIssuesReferences", ask)
     ]  # fmt: skip
     return {
@@ -152,7 +158,7 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
     lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
     if (held := json.loads(lines[0])["repo"] if lines else repo) != repo:
         raise SoliError("this file holds another repository", got=f"{out}: {held}", fix="another --out")
-    ends = [i for i, line in enumerate(lines) if line.startswith('{"cursor": ')]
+    ends = [i for i, line in enumerate(lines) if line.startswith('{"cursor": "')]
     kept = lines[: ends[-1] + 1 if ends else 1]
     out.write_text("".join(kept), encoding="utf-8")
     return json.loads(kept[-1])["cursor"] if ends else None, sum(line.startswith('{"number": ') for line in kept)
@@ -187,17 +193,17 @@ def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: f
         except urllib.error.HTTPError as error:
             said = f"{error.code} {error.reason} {error.read(LONG).decode(errors='replace')}".strip()
             if error.code == 401:
-                fix = "GITHUB_TOKEN=... that is valid"
-                raise SoliError("GitHub does not take this token", got=said, fix=fix) from error
+                raise SoliError("GitHub does not take this token", got=said, fix="GITHUB_TOKEN=... that is valid") from error
             if error.code < 500 and error.code not in (403, 429):
                 raise failure("GitHub refused the request", got=said) from error
             _wait(error.headers)
             continue
-        except (OSError, HTTPException, json.JSONDecodeError) as error:
+        except (OSError, HTTPException, ValueError, RecursionError) as error:
             said = str(error) or type(error).__name__
             continue
         errors = told.get("errors") if isinstance(told, dict) else None
-        if errors and any(one.get("type") == "RATE_LIMITED" for one in errors):
+        errors = [one if isinstance(one, dict) else {"message": one} for one in (errors if isinstance(errors, list) else [errors]) if one]
+        if any(one.get("type") == "RATE_LIMITED" for one in errors):
             said = _messages(errors)
             _wait(sent)
             continue
@@ -205,8 +211,7 @@ def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: f
         if not isinstance(data, dict) or None in data.values():
             raise failure("GitHub refused the request", got=_messages(errors) if errors else repr(told)[:LONG])
         return data
-    fix = "the same command later goes on from here"
-    raise failure("GitHub does not answer", got=f"{said}, {TRIES} times", fix=fix)
+    raise failure("GitHub does not answer", got=f"{said}, {TRIES} times", fix=AGAIN)
 
 
 def _messages(errors: list[dict[str, Any]]) -> str:

@@ -21,10 +21,13 @@ FIELDS = ("%H", "%P", "%at", "%ct", "%B")
 MARK, PART, END = (f"{sign}{secrets.token_hex(8)}" for sign in "\x1e\x1f\x1d")
 """What stands between commits and their fields: no message can have it."""
 LATEST = 253402300799  # the last second of the year 9999: git takes any number for a date
-SAFE = (
-    "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "diff.external=", "-c", "core.quotePath=off",
-    "-c", "log.showSignature=false", "-c", "diff.renameLimit=400", "-c", "protocol.allow=never",
+SET = (
+    "core.fsmonitor=false", "core.hooksPath=/dev/null", "core.quotePath=off", "diff.external=", "diff.renameLimit=400", "protocol.allow=never",
+    # what a clone's own settings would make of the output: other prefixes of paths, a root without files, hunks joined, another encoding
+    "diff.noprefix=false", "diff.mnemonicPrefix=false", "diff.srcPrefix=a/", "diff.dstPrefix=b/", "diff.interHunkContext=0",
+    "log.showRoot=true", "log.showSignature=false", "i18n.logOutputEncoding=UTF-8",
 )  # fmt: skip
+SAFE = [word for setting in SET for word in ("-c", setting)]
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,18 @@ def check(path: Path) -> int:
         status, said, _ = asked(path, "config", "--local", "--get-regexp", key)
         if status == 0 and said:
             what = "the history is partial: a filtered clone fetches what it lacks when it is asked, and so has no sizes of changes"
-            got = f"{path}: {said.splitlines()[0]}"
-            raise SoliError(what, got=got, allowed="a whole clone", fix="git clone without --filter")
+            raise SoliError(what, got=f"{path}: {said.splitlines()[0]}", allowed="a whole clone", fix="git clone without --filter")
     if asked(path, "rev-parse", "--show-prefix")[1]:
         fix = asked(path, "rev-parse", "--show-toplevel")[1]
         raise SoliError("this is a folder of a repository, and a history is of all of it", got=path, fix=fix)
-    if asked(path, "rev-parse", "--verify", "HEAD")[0] and not asked(path, "rev-list", "-n1", "--all")[1]:
-        raise SoliError("the history has no commits", got=path)
+    if asked(path, "rev-parse", "--verify", "HEAD")[0]:
+        if not asked(path, "rev-list", "-n1", "--all")[1]:
+            raise SoliError("the history has no commits", got=path)
+        got, fix = f"{path}: {asked(path, 'symbolic-ref', 'HEAD')[1]}", f"git -C {path} symbolic-ref HEAD refs/heads/BRANCH"
+        raise SoliError("HEAD names no commit", got=got, allowed="a branch that is there", fix=fix)
     status, count, error = asked(path, "rev-list", "--count", "HEAD")
     if status:
-        fix = "clone it again; git fsck says what is damaged"
-        raise SoliError("the history cannot be read", got=f"{path}: {_last(error)}", fix=fix)
+        raise SoliError("the history cannot be read", got=f"{path}: {_last(error)}", fix="clone it again; git fsck says what is damaged")
     return int(count)
 
 
@@ -105,7 +109,9 @@ def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
     wanted = check(path)
     form = f"--format=tformat:{MARK + PART.join(FIELDS) + END}"
     exclude = [f":(exclude,icase,glob)**/{name}" for name in left_out]
-    words = ("log", "--numstat", "-z", "-M", "--no-ext-diff", "--no-textconv", form, "HEAD", "--", ".", *exclude)
+    # Of a merge that is like one of its parents a path would hide the other side. A submodule is a commit, and has no lines.
+    whole = ("--full-history", "--ignore-submodules=all", "--no-ext-diff", "--no-textconv")
+    words = ("log", "--numstat", "-z", "-M", *whole, form, "HEAD", "--", ".", *exclude)
     # A path leaves out commits that touch nothing else: so those are asked for without one.
     found = {fields[0]: files for fields, files in _chunks(path, words)}
     count = 0
@@ -139,8 +145,7 @@ def _chunks(path: Path, words: tuple[str, ...]) -> Iterator[tuple[list[str], tup
 def stopped(path: Path, error: str, status: int) -> SoliError:
     """What to raise when git ended before all was read."""
     what = "git stopped before the end of the history: it is damaged, or lacks some of its files"
-    fix = "git fsck --full; clone it again"
-    return SoliError(what, got=f"{path}: {_last(error)} (exit status {status})", allowed="a whole clone", fix=fix)
+    return SoliError(what, got=f"{path}: {_last(error)} (exit status {status})", allowed="a whole clone", fix="git fsck --full; clone it again")
 
 
 def _parsed(text: str) -> tuple[list[str], tuple[File, ...]]:

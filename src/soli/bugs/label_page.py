@@ -96,8 +96,12 @@ def application(items: Sequence[Item], path: Path, labeller: str, token: str) ->
         left = len(items) - len(set(places) & set(mine(rows)))
         return page("agreement", pairs=labels.pairs(rows) if rows else [], left=left, places=places)
 
+    def broken(request: Request, error: Exception) -> Response:
+        return page("broken", 500, problem=str(error))
+
     one = Route(f"{root}/{{number:int}}", commit, methods=["GET", "POST"])
-    return Starlette(routes=[Route(f"{root}/", start), Route(f"{root}/agreement", agreement), one])
+    routes = [Route(f"{root}/", start), Route(f"{root}/agreement", agreement), one]
+    return Starlette(routes=routes, exception_handlers={SoliError: broken})  # labels that another has damaged meanwhile
 
 
 def serve(items: Sequence[Item], path: Path, labeller: str, port: int) -> None:
@@ -112,8 +116,7 @@ def serve(items: Sequence[Item], path: Path, labeller: str, port: int) -> None:
         try:
             listening.bind(("127.0.0.1", port))
         except OSError as error:
-            got = f"{port}: {error.strerror}"
-            raise SoliError("this port cannot be had", got=got, fix="--port 0: any that is free") from error
+            raise SoliError("this port cannot be had", got=f"{port}: {error.strerror}", fix="--port 0: any that is free") from error
         listening.listen()
         print(f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/", flush=True)
         print(f"{len(items)} commits; labels go to {path}. Ctrl-C ends it.", flush=True)

@@ -55,8 +55,7 @@ def read(path: Path) -> list[Label]:
     except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise SoliError("the labels cannot be read", got=f"{path}: {error}") from error
     if not rows or tuple(rows[0]) != NAMES:
-        what = "this is no table of labels"
-        raise SoliError(what, got=f"{path}: {', '.join(rows[0]) if rows else 'no rows'}", allowed=", ".join(NAMES))
+        raise SoliError("this is no table of labels", got=f"{path}: {', '.join(rows[0]) if rows else 'no rows'}", allowed=", ".join(NAMES))
     odd = [number for number, row in enumerate(rows, 2) if None in row or None in row.values()]
     raise_all(Problem(f"line {number}: it has not {len(NAMES)} cells") for number in odd)
     found = [Label(**row) for row in rows]
@@ -165,8 +164,7 @@ def selection(
         rows = [(key in chosen, (all if strict else any)(each)) for key, each in votes.items()]
         if not rows and population[name]:
             what = "of a sample no commit is labelled, so nothing is known of what it stands for"
-            fix = "soli bugs label --fixes N --rest N ..., and labels of both"
-            raise SoliError(what, got=f"{name}: {population[name]} commits", fix=fix)
+            raise SoliError(what, got=f"{name}: {population[name]} commits", fix="soli bugs label --fixes N --rest N ..., and labels of both")
         strata.append((np.array(rows, dtype=float).reshape(-1, 2), population[name] / max(len(rows), 1)))
     random = np.random.default_rng(0)
     drawn = lambda rows: rows[random.integers(len(rows), size=len(rows))] if len(rows) else rows
@@ -195,8 +193,7 @@ def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Sele
         known = set(base.execute("SELECT repo, hash FROM change"))
     if lacking := {f"{one.repo} {one.commit[:10]}" for one in labels if (one.repo, one.commit) not in known}:
         got = f"{mined} lacks {len(lacking)}: {', '.join(sorted(lacking)[:3])} ..."
-        fix = "mine their histories too, as they are now"
-        raise SoliError("labelled commits are not in this file", got=got, fix=fix)
+        raise SoliError("labelled commits are not in this file", got=got, fix="mine their histories too, as they are now")
     ways = {"all say so": True, "one says so": False}
     return {name: selection(labels, size, chosen, strict=strict) for name, strict in ways.items()}
 

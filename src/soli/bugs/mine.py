@@ -19,12 +19,14 @@ SMALL = 10  # lines of a fix that the study calls small
 
 @dataclass(frozen=True)
 class Mined:
-    """A repository. `rejected`, `selected`: commits by rule. `small`: of each size's definition the share of fixes of SMALL lines or fewer, and its 95% interval."""
+    """A repository. `rejected`, `selected`: commits by rule. `gone`: commits that were kept before and are no
+    longer in the history. `small`: of each size's definition the share of fixes of SMALL lines or fewer, and its 95% interval."""
 
     repo: str
     head: str
     commits: int
     new: int
+    gone: int
     fixes: int
     selected: dict[str, int]
     rejected: dict[str, int]
@@ -62,15 +64,16 @@ def name(path: Path) -> str:
     return parts[-1].removesuffix(".git").replace("+", "/")
 
 
-def summary(base: sqlite3.Connection, repo: str, count: int, new: int) -> Mined:
+def summary(base: sqlite3.Connection, repo: str, count: int, new: int, gone: int) -> Mined:
     """What is known of a repository."""
     by_rule = "SELECT rule, count(*) FROM change WHERE repo = ? AND fix = ? GROUP BY rule ORDER BY 2 DESC"
     rejected, selected = (dict(base.execute(by_rule, (repo, fix))) for fix in (0, 1))
-    rows = base.execute('SELECT source, larger, added, "all" FROM fix WHERE repo = ?', (repo,)).fetchall()
-    sizes = {definition: [row[i] for row in rows] for i, definition in enumerate(store.SIZES)}
+    rows = base.execute('SELECT source, larger, added, "all", files FROM fix WHERE repo = ?', (repo,)).fetchall()
+    sized = [row for row in rows if row[-1]]  # the others change pipelines alone, and have no size
+    sizes = {definition: [row[i] for row in sized] for i, definition in enumerate(store.SIZES)}
     head = store.column(base, "SELECT head FROM history WHERE repo = ?", repo)[0]
     return Mined(
-        repo, head, count, new, len(rows), selected, rejected, median(sizes["source"]) if rows else 0.0,
+        repo, head, count, new, gone, len(rows), selected, rejected, median(sizes["source"]) if sized else 0.0,
         {definition: share(sum(size <= SMALL for size in values), len(values)) for definition, values in sizes.items()},
     )  # fmt: skip
 

@@ -136,22 +136,21 @@ def _effort(said: Mapping[str, Any]) -> Iterator[Block]:
     yield (
         f"Fixes of {SMALL} lines or fewer, by what is counted; the study states {said['paper']['share']:.0%}. `source`: added and deleted lines of source and build files; "
         "`larger`: of each such file the larger of the two; `added`: added ones; `all`: of every file. `by labels`: of the commits that the labels call "
-        "fixes, among the chosen and the rejected, each counted for as many as it stands for."
+        "fixes, among the chosen and the rejected, each counted for as many as it stands for. "
+        f"Left out here and below: {said['left']['fixes']:,.0f} fixes and {said['left']['others']:,.0f} others that change no source or build file, such as pipelines alone."
     )
     others = ("repositories alike", "in the study's mix", "before the study", "by labels", "by syntax too", "no fixes")
     head = ["lines", "all fixes", *repos, *others, "median"]
     keys = ("alike", "mix", "before", "labels", "syntax", "others")
     shares = lambda row: (row["all"], *map(row["repos"].get, repos), *(row[key] for key in keys))
-    rows = [[name, *map(percent, shares(row)), f"{row['median']:.0f}"] for name, row in sizes.items()]
-    yield Table(head, rows)
+    yield Table(head, [[name, *map(percent, shares(row)), f"{row['median']:.0f}"] for name, row in sizes.items()])
     caption = f"Fixes of {SMALL} lines or fewer by what is counted; the line is what the study states."
     yield Figure(caption, lambda axes: _small(axes, sizes, said["paper"]["share"]))
     lines = said["lines"]
     yield Table(["source lines at most", *map(str, LINES)], [[name, *map(percent, lines[key])] for name, key in KINDS])
     yield Figure("Share of commits of so many source lines or fewer.", lambda axes: _curves(axes, lines))
     yield Heading(3, f"Strategies of the fixes of {SMALL} source lines or fewer")
-    strategies = [[word, f"{n:,}", percent(part)] for word, (n, part) in said["small"].items()]
-    yield Table(["strategy", "fixes", "share"], strategies)
+    yield Table(["strategy", "fixes", "share"], [[word, f"{n:,}", percent(part)] for word, (n, part) in said["small"].items()])
     yield from _syntax(said["syntax"])
     if days := said["days"]:
         quartiles = ", ".join(f"{one:.1f}" for one in days["quartiles"])
@@ -179,8 +178,7 @@ def _hard(said: Mapping[str, Any]) -> Iterator[Block]:
     yield Table(["", "commits", "one source file", "one folder", "files, median"], rows)
     causes = [word for word in DIMENSIONS["cause"] if any(word in row for row in said["together"].values())]
     symptoms = sorted(said["together"].items(), key=lambda one: -sum(one[1].values()))
-    rows = [[symptom, *(str(row.get(cause, 0)) for cause in causes)] for symptom, row in symptoms]
-    yield Table(["symptom by cause", *causes], rows)
+    yield Table(["symptom by cause", *causes], [[symptom, *(str(row.get(cause, 0)) for cause in causes)] for symptom, row in symptoms])
 
 
 def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Iterator[Block]:
@@ -197,8 +195,7 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
     alike = lambda one: f"{one.kappa.alike:.0%}" if one.kappa.count else "-"
     sure = lambda one: f"{one.sure.count / one.kappa.count:.0%}" if one.kappa.count else "-"
     who = lambda one: [one.dimension, one.labeller, str(one.kappa.count)]
-    kappa = lambda one: str(one) if one.count else "-"
-    how = lambda one: [alike(one), kappa(one.kappa), sure(one), kappa(one.sure)]
+    how = lambda one: [alike(one), str(one.kappa), sure(one), str(one.sure)]
     yield Table(head, [who(one) + how(one) for one in judged])
     for one in (one for one in judged if one.labeller == ALL):
         yield Heading(3, f"{one.dimension}: labels on which all agree (down) and the rules (across)")

@@ -24,8 +24,7 @@ def drawn(path: Path, mined: Path, seed: int, counts: dict[str, int], repos: Col
             if not all(isinstance(said["commits"][name], list) for name in labels.SAMPLES):
                 raise ValueError("no lists of commits")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            got = f"{path}: {error!r}"
-            raise SoliError("this holds no commits that were drawn", got=got, fix="another --sample") from error
+            raise SoliError("this holds no commits that were drawn", got=f"{path}: {error!r}", fix="another --sample") from error
         return dict(said)
     with store.opened(mined) as base:
         heads = base.execute("SELECT repo, head, rules FROM history ORDER BY repo").fetchall()
@@ -44,16 +43,14 @@ def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list
     """Each drawn commit as it is shown. SoliError where its history is not given."""
     where = histories(repos)
     if lacking := {repo for commits in said["commits"].values() for repo, _ in commits} - set(where):
-        got = ", ".join(sorted(lacking))
-        raise SoliError("commits of other histories were drawn", got=got, fix="give these clones too")
+        raise SoliError("commits of other histories were drawn", got=", ".join(sorted(lacking)), fix="give these clones too")
     all_ = [(sample, repo, hash_) for sample, commits in said["commits"].items() for repo, hash_ in commits]
     with store.opened(mined) as base:
         rows = base.execute("SELECT repo, hash, subject, body FROM change")
         texts = {(repo, hash_): (subject, body) for repo, hash_, subject, body in rows}
     if unknown := [f"{repo} {hash_[:10]}" for _, repo, hash_ in all_ if (repo, hash_) not in texts]:
         got = f"{mined} lacks {len(unknown)}: {', '.join(unknown[:3])} ..."
-        fix = "the file that they were drawn from, or another --sample"
-        raise SoliError("commits were drawn that this file does not have", got=got, fix=fix)
+        raise SoliError("commits were drawn that this file does not have", got=got, fix="the file that they were drawn from, or another --sample")
     diffs = {
         (repo, hash_): diff
         for repo, path in where.items()

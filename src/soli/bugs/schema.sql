@@ -1,3 +1,4 @@
+BEGIN;  -- all of it or nothing: whoever is killed meanwhile leaves an empty file
 CREATE TABLE history (
     repo TEXT PRIMARY KEY,      -- such as deepspeedai/DeepSpeed
     head TEXT NOT NULL,         -- the commit that was HEAD
@@ -70,3 +71,4 @@ SELECT repo, hash, dimension, word, confidence, by FROM verdict AS one WHERE by 
 UNION ALL SELECT model.repo, model.hash, model.dimension, model.word, model.confidence, model.by FROM verdict AS model
     JOIN verdict AS rules USING (repo, hash, dimension) WHERE model.by = 'model' AND rules.by = 'rules' AND rules.confidence < {SURE};
 PRAGMA user_version = {VERSION};
+COMMIT;

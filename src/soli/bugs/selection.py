@@ -92,11 +92,8 @@ def rules(path: Path | None = None) -> Rules:
     said, digest = written("selection.toml", path)
     raise_all(_wrong(said))
     kinds = tuple((one.get("name", ""), re.compile(one["path"], re.I)) for one in said.get("kind", []))
-    made = tuple(
-        Rule(one.get("name", UNNAMED), one["where"], re.compile(one["match"], re.I), one["fix"], one["why"])
-        for one in said["rule"]
-    )
-    return Rules(kinds, made, digest, tuple(map(str, said.get("left_out", []))))
+    rule = lambda one: Rule(one.get("name", UNNAMED), one["where"], re.compile(one["match"], re.I), one["fix"], one["why"])
+    return Rules(kinds, tuple(map(rule, said["rule"])), digest, tuple(map(str, said.get("left_out", []))))
 
 
 def _wrong(said: dict[str, Any]) -> Iterator[Problem]:
@@ -112,8 +109,7 @@ def _wrong(said: dict[str, Any]) -> Iterator[Problem]:
         if one.get("where") not in PLACES:
             yield Problem(f"{name}: there is no such place", got=repr(one.get("where")), allowed=", ".join(PLACES))
         if not isinstance(one.get("fix"), bool) or not one.get("why"):
-            allowed = "fix = true or false, why = '...'"
-            yield Problem(f"{name}: a rule says whether it is a fix, and why", allowed=allowed)
+            yield Problem(f"{name}: a rule says whether it is a fix, and why", allowed="fix = true or false, why = '...'")
         yield from unfit(one.get("match"), f"{name}: 'match'")
     if not lists["rule"] or lists["rule"][-1].get("match"):
         yield Problem("the last rule must decide on whatever is left", fix="match = ''")

@@ -11,6 +11,7 @@ Sizes are views over the lines of files, so that every definition of a fix's siz
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -27,33 +28,37 @@ SIZES = ("source", "larger", "added", "all")
 AT = "WHERE repo = ? AND hash = ?"
 CODE = "(fix OR rule NOT IN ('merge', 'nothing', 'beside'))"  # changes that code is a part of
 SURE = 0.6  # of a word by rules, below which a model's counts
+TOLD = (
+    ("locked", "another command is writing this file", "wait for it"),
+    ("readonly", "this file cannot be written", "another file"), ("unable to open", "this file cannot be opened", "another file"),
+    ("is full", "the disk has no room for this file; what was in it is still there", "make room, or another file"),
+    ("", "this file is no SQLite database, or is damaged", "mine into another file"),
+)  # fmt: skip
+"""Of what SQLite says: what it is, and how to mend it."""
+LONE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Halves of a character, which JSON may have and UTF-8 has not; the others stand for bytes that are no UTF-8."""
 SCHEMA = files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
 
 
 @contextmanager
 def opened(path: Path, *, made: bool = False) -> Iterator[sqlite3.Connection]:
     """The file, `made` if there is none; what is done is kept whole or not at all. SoliError where there is none, or it is something else."""
-    fresh = not path.exists()
-    if fresh and not made:
+    if not made and not path.exists():
         raise SoliError("there is no such file", got=path, fix=f"soli bugs mine ... --out {path}")
     try:
         with closing(sqlite3.connect(path)) as base:
             base.execute("PRAGMA foreign_keys = ON")
-            if fresh:
+            found, tables = base.execute("SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version").fetchone()
+            if made and not found and not tables:
                 base.executescript(SCHEMA.format(CODE=CODE, SURE=SURE, VERSION=VERSION))
-            elif (found := column(base, "PRAGMA user_version")[0]) != VERSION:
+            elif found != VERSION:
                 what, fix = "this file holds no bugs that this version of soli knows", "mine into another file"
                 raise SoliError(what, got=f"{path}: version {found}", allowed=f"version {VERSION}", fix=fix)
             with base:
                 yield base
     except sqlite3.DatabaseError as error:
-        if "locked" in str(error):
-            raise SoliError("another command is writing this file", got=path, fix="wait for it") from error
-        if "readonly" in str(error) or "unable to open" in str(error):
-            what = f"this file cannot be {'written' if 'readonly' in str(error) else 'opened'}"
-            raise SoliError(what, got=f"{path}: {error}", fix="another file") from error
-        what = "this file is no SQLite database, or is damaged"
-        raise SoliError(what, got=f"{path}: {error}", fix="mine into another file") from error
+        what, fix = next((what, fix) for sign, what, fix in TOLD if sign in str(error))
+        raise SoliError(what, got=f"{path}: {error}", fix=fix) from error
 
 
 def column(base: sqlite3.Connection, query: str, *given: Any) -> list[Any]:
@@ -63,12 +68,13 @@ def column(base: sqlite3.Connection, query: str, *given: Any) -> list[Any]:
 
 def put(base: sqlite3.Connection, table: str, *row: Any, known: str = "REPLACE") -> None:
     """A row into a table, in place of what is there; or `known`: IGNORE it then."""
+    row = tuple(_text(value) if isinstance(value, str) else value for value in row)
     base.execute(f"INSERT OR {known} INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
 
-def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: Rules) -> tuple[int, int]:
-    """Keep a history's commits; how many there are, and how many of them are new. What rules of another text decided is decided again, and what
-    HEAD has no more goes. SoliError where it has none of what is kept: another history is called so."""
+def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: Rules) -> tuple[int, int, int]:
+    """Keep a history's commits; how many there are, how many of them are new, and how many HEAD has no more, which go with what was said of them.
+    What rules of another text decided is decided again. SoliError where it has none of what is kept: another history is called so."""
     before = column(base, "SELECT rules FROM history WHERE repo = ?", repo)
     known = set(column(base, "SELECT hash FROM change WHERE repo = ?", repo))
     put(base, "history", repo, "", 0, rules.digest, known="IGNORE")
@@ -83,13 +89,11 @@ def add(base: sqlite3.Connection, repo: str, commits: Iterable[Commit], rules: R
         if again or commit.hash not in known:
             _keep(base, repo, commit, rules)
     if known and gone == known:
-        fix = "mine into another file, or name the folder owner+name"
-        raise SoliError("another history of this name is in this file", got=repo, fix=fix)
+        raise SoliError("another history of this name is in this file", got=repo, fix="mine into another file, or name the folder owner+name")
     for table in ("verdict", "edited", "closed", "file", "change"):
         base.executemany(f"DELETE FROM {table} {AT}", [(repo, hash_) for hash_ in gone])
-    row = (head, count, rules.digest, repo)
-    base.execute("UPDATE history SET head = ?, commits = ?, rules = ? WHERE repo = ?", row)
-    return count, new
+    base.execute("UPDATE history SET head = ?, commits = ?, rules = ? WHERE repo = ?", (head, count, rules.digest, repo))
+    return count, new, len(gone)
 
 
 def _keep(base: sqlite3.Connection, repo: str, commit: Commit, rules: Rules) -> None:
@@ -108,7 +112,7 @@ def _keep(base: sqlite3.Connection, repo: str, commit: Commit, rules: Rules) -> 
 
 def _text(words: str) -> str:
     """What is no UTF-8 as the sign for it."""
-    return words.encode(errors="surrogateescape").decode(errors="replace")
+    return LONE.sub("\ufffd", words).encode(errors="surrogateescape").decode(errors="replace")
 
 
 Told = tuple[str, str, str, str, float | None, str, str]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from soli.core.errors import SoliError
 from soli.core.tables import table
 
 LINES = (1, 5, 10, 20, 50, 100)
-KINDS = {"fixes": "told", "others": "NOT told"}
-"""Commits that are fixes by their message, and those that are none; and which rows of the view `judged` these are."""
+KINDS = {"fixes": "told AND files", "others": "NOT told AND files"}
+"""Commits that are fixes by their message, and those that are none; and which rows of the view `judged` these are. Without a source or
+build file (pipelines alone) a commit has no size, and is in no table of sizes, lines, strategies of small fixes, files or syntax."""
 
 
 def study(mined: Path, labels: Sequence[Label] = (), population: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -47,6 +49,7 @@ def study(mined: Path, labels: Sequence[Label] = (), population: Mapping[str, in
             "together": _together(base),
             "spread": {name: _spread(base, of) for name, of in KINDS.items()},
             "syntax": {name: _syntax(base, of) for name, of in KINDS.items()},
+            "left": {name: store.column(base, f"SELECT total({of.replace('AND', 'AND NOT')}) FROM judged")[0] for name, of in KINDS.items()},
             "days": _days(base),
         }
     said["questions"] = [_answered(question, said) for question in paper["question"]]
@@ -98,19 +101,21 @@ def _sizes(
 ) -> dict[str, dict[str, Any]]:
     """Of each definition of a size the share of SMALL lines or fewer: of all fixes by their message, each repository's, weighted, before the
     study; by their syntax too; by labels, of chosen and of rejected commits; and of those whose message calls them no fix."""
+    sized = set(base.execute("SELECT repo, hash FROM size WHERE files"))
+    labels = [one if (one.repo, one.commit) in sized else replace(one, fix="no") for one in labels]  # each still stands for as many
     end = int(datetime.combine(paper["date"], datetime.min.time(), UTC).timestamp())
     found = {}
     for name in store.SIZES:
-        rows = base.execute(f'SELECT repo, "{name}", committed FROM judged WHERE told').fetchall()
-        others = store.column(base, f'SELECT "{name}" FROM judged WHERE NOT told')
-        syntax = store.column(base, f'SELECT "{name}" FROM fix')
+        rows = base.execute(f'SELECT repo, "{name}", committed FROM judged WHERE {KINDS["fixes"]}').fetchall()
+        others = store.column(base, f'SELECT "{name}" FROM judged WHERE {KINDS["others"]}')
+        syntax = store.column(base, f'SELECT "{name}" FROM fix WHERE files')
         small = set(base.execute(f'SELECT repo, hash FROM size WHERE "{name}" <= ?', (SMALL,)))
         by = {repo: [size for of, size, _ in rows if of == repo] for repo in sorted({repo for repo, *_ in rows})}
         parts = {repo: share(sum(s <= SMALL for s in sizes), len(sizes)) for repo, sizes in by.items()}
         before = [size for _, size, when in rows if when < end]
         weights = {repo: paper["mix"].get(repo, 0) for repo in by}
         found[name] = {
-            "count": len(rows), "median": float(np.median([size for _, size, _ in rows])),
+            "count": len(rows), "median": float(np.median([size for _, size, _ in rows] or [0])),
             "all": share(sum(s <= SMALL for _, s, _ in rows), len(rows)), "repos": parts,
             "alike": _mixed(by, dict.fromkeys(by, 1)),
             "mix": _mixed(by, weights) if all(weights.values()) and len(weights) == len(paper["mix"]) else None,
@@ -164,7 +169,7 @@ def _shares(known: Sequence[str], words: Sequence[str]) -> dict[str, tuple[int, 
 
 def _small(base: sqlite3.Connection) -> dict[str, tuple[int, Share]]:
     """Strategies of the fixes of SMALL source lines or fewer."""
-    of = "SELECT word FROM class JOIN judged USING (repo, hash) WHERE told AND dimension = 'strategy' AND source <= ?"
+    of = f"SELECT word FROM class JOIN judged USING (repo, hash) WHERE {KINDS['fixes']} AND dimension = 'strategy' AND source <= ?"
     return _shares(list(DIMENSIONS["strategy"]), store.column(base, of, SMALL))
 
 
@@ -183,9 +188,7 @@ def _together(base: sqlite3.Connection) -> dict[str, dict[str, int]]:
 def _spread(base: sqlite3.Connection, of: str) -> dict[str, Any]:
     """Source files, and folders of them, that a change touches."""
     folders: dict[tuple[str, str], list[str]] = {}
-    query = (
-        f"SELECT repo, hash, path FROM file JOIN judged USING (repo, hash) WHERE {of} AND kind IN ('source', 'build')"
-    )
+    query = f"SELECT repo, hash, path FROM file JOIN judged USING (repo, hash) WHERE {of} AND kind IN ('source', 'build')"
     for repo, hash_, path in base.execute(query):
         folders.setdefault((repo, hash_), []).append(path.rpartition("/")[0])
     return {
@@ -268,7 +271,6 @@ def compared(kind: str, words: Sequence[str], table: Mapping[str, tuple[int, Sha
         pairs = [(other, part) for part in named for other in others]
     if any(larger[2] < smaller[1] for larger, smaller in pairs):
         return "does not agree", said
-    if all(larger[0] >= smaller[0] for larger, smaller in pairs):
-        sure = all(larger[1] > smaller[2] for larger, smaller in pairs)
-        return ("agrees" if sure else "agrees, within the intervals"), said
+    if all(larger[0] >= smaller[0] and larger[0] for larger, smaller in pairs):  # of two that nothing has none is rarer
+        return "agrees" if all(larger[1] > smaller[2] for larger, smaller in pairs) else "agrees, within the intervals", said
     return "cannot be told: the intervals overlap", said

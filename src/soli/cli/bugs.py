@@ -200,8 +200,7 @@ def agree(
     from soli.bugs.agreement import bounded
 
     if sample is not None and db is None:
-        fix = "--db FILE, which soli bugs mine wrote"
-        raise SoliError("rules are judged by what was drawn and what they chose", fix=fix)
+        raise SoliError("rules are judged by what was drawn and what they chose", fix="--db FILE, which soli bugs mine wrote")
     rows = of.read(labels)
     pairs = of.pairs(rows)
     judged = judging.judge(rows, db) if db is not None else []
@@ -212,14 +211,13 @@ def agree(
     for pair in pairs:
         print(f"{pair.first} and {pair.second}: {pair.fix.count} commits, {len(pair.differ)} labelled differently")
         for name, one in {"is a fix": pair.fix, **pair.dimensions}.items():
-            print(f"  {name:<9} kappa {one}, {one.alike:.0%} of {one.count} alike")
+            print(f"  {name:<9} {one.told}")
         for a, b in pair.differ:
             said = ((name, getattr(a, name), getattr(b, name)) for name in ("fix", *of.DIMENSIONS))
             words = "; ".join(f"{name} {one or '-'} / {other or '-'}" for name, one, other in said if one != other)
             print(f"    {a.repo} {a.commit[:10]} {words}")
     for verdict in judged:
-        one, sure = verdict.kappa, verdict.sure
-        shares = f"kappa {one}, {one.alike:.0%} of {one.count} alike; where the rules are sure {sure}, of {sure.count}"
+        shares = f"{verdict.kappa.told}; where the rules are sure {verdict.sure}, of {verdict.sure.count}"
         print(f"the words for {verdict.dimension} by {verdict.labeller}: {shares}")
     for name, rules in selected.items():
         shares = f"precision {bounded(rules.precision)}, recall {bounded(rules.recall)}"
@@ -237,6 +235,8 @@ def _show(found: list[Mined]) -> None:
     rows = ([one.repo, str(one.commits), str(one.new), str(one.fixes), f"{one.median:.0f}"] for one in found)
     show_table([""], ("commits", "new", "fixes", "lines, median"), rows, pad_edge=False)
     for one in found:
+        if one.gone:
+            print(f"{one.repo}, commits that the history has no more, taken out with what was said of them: {one.gone}")
         shares = ", ".join(f"{definition} {percent(part)}" for definition, part in one.small.items())
         print(f"{one.repo}, of 10 lines or fewer by what is counted: {shares}")
         for word, by in (("fixes", one.selected), ("no fixes", one.rejected)):

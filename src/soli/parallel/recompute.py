@@ -150,8 +150,8 @@ def explained() -> Iterator[None]:
     except RuntimeError as error:
         if "returned an invalid gradient" not in str(error) or not levels():
             raise
-        what = "the backward of an autograd function of the model's own gives a whole gradient of a tensor of which each rank has a part"
-        fix = "make it with the tensor that ctx saved (grad * torch.ones_like(x) and not grad.expand(shape)), or run with tp=1 and cp=1"
+        what = "a backward gives a whole gradient of a tensor of which each rank has a part: an autograd function of the model's own, or what was computed before soli.parallelize and is still held"
+        fix = "make it with the tensor that ctx saved (grad * torch.ones_like(x) and not grad.expand(shape)), del what is held, or run with tp=1 and cp=1"
         raise SoliError(what, got=str(error).split("\n")[0], fix=fix) from error
 
 

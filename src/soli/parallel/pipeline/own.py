@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from soli.core.errors import listed
+from soli.core.errors import listed, on_all_ranks
 from soli.mesh.collectives import Axis
 from soli.mesh.mesh import Mesh
 from soli.parallel.pipeline.elsewhere import elsewhere
@@ -27,7 +27,11 @@ def keep_own(model: nn.Module, cutting: Cutting, mesh: Mesh) -> tuple[dict[int, 
         if axis.index not in ranks:
             absent[id(param)] = (names, param)
             of = f"{names[0]}, of {listed([f'rank {axis.ranks[index]}' for index in ranks])}"
-            torch.utils.swap_tensors(param, elsewhere(param, of))
+            try:
+                torch.utils.swap_tensors(param, elsewhere(param, of))
+            except RuntimeError as error:  # a graph refers to what it was
+                what = "what was computed of a weight before soli.parallelize is still held"
+                raise on_all_ranks(what, got=names[0], fix="compute it under torch.no_grad(), or del it before soli.parallelize") from error
         elif len(ranks) > 1:
             copies[id(param)] = axes[ranks]
     return absent, copies
