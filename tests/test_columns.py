@@ -267,6 +267,9 @@ def test_names_of_devices_are_no_others() -> None:
     assert {name: read(BIG | {"gpu": name}).device.name for name in ("8x L40S", "L40", "p5.48xlarge", "512 H100s")} == {
         "8x L40S": "l40s", "L40": "l40", "p5.48xlarge": "h100", "512 H100s": "h100",
     }  # fmt: skip
+    assert not read(BIG | {"gpu": "DGX A100, A100 40GB"}).refused
+    assert not read(BIG | {"gpu": "p4d.24xlarge, A100"}).refused
+    assert not read(BIG | {"params_b": "6,738M"}).refused
     assert read(BIG | {"gpu": "NVIDIA A2"}).refused
     assert read(BIG | {"gpu": "", "notes": "Table P3; 64 A100 GPUs"}).device.name == "a100"
 

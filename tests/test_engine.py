@@ -585,6 +585,32 @@ class Skipping(torch.optim.SGD):
         return super().step(closure)
 
 
+class Marked(torch.optim.SGD):
+    """Divides a gradient by its norm where its parameter is marked, or has a name."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p, name in zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True):
+                p.grad = normed(p.grad) if getattr(p, "lars", False) or name == "2" else p.grad
+        return super().step(closure)
+
+
+def marked(params, **said):
+    for name, value in said.items():
+        setattr(params[0], name, value)
+    return Marked(params, lr=0.1)
+
+
+class Turned(torch.optim.SGD):
+    """As Shampoo (arXiv 1802.09568): a matrix by its own eigenvalues, which are none where a gradient is not finite."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = p.grad / (1 + torch.linalg.eigvalsh(p.grad.outer(p.grad) if p.dim() == 1 else p.grad @ p.grad.mT).max())
+        return super().step(closure)
+
+
 class Kept(torch.optim.SGD):
     """A rate of each parameter, by its id."""
 
@@ -646,7 +672,11 @@ class Ahead(torch.optim.Optimizer):
         *((lambda p: Skipping(p, lambda norm, _: not norm.isfinite()), plan, word) for plan, word in (("tp=2", "element by element"), ("pp=2,microbatches=2", "by others"))),
         (lambda p: Skipping(p, lambda norm, _: norm > 0.15, alone=True), "tp=2", "element by element"),
         (lambda p: Skipping(p, lambda norm, last: norm > 50 * last, alone=True), "dp=2,zero=3", "element by element"),
-        (Kept, "dp=2,zero=1", "Kept keeps parameters, or their ids"),
+        (Kept, "dp=2,zero=1", "Kept keeps parameters, their ids"),
+        (lambda p: torch.optim.SGD([{"params": p, "rates": [{id(p[0]): 1.0}]}], lr=0.1), "dp=2,zero=3", "SGD keeps parameters, their ids"),
+        (lambda p: marked(p, mask=torch.ones_like(p[0])), "dp=2,zero=1", "Marked keeps parameters, their ids"),
+        (lambda p: marked(p, lars=True), "dp=2,zero=1", "element by element"),
+        (lambda p: Marked([(str(i), x) for i, x in enumerate(p)], lr=0.1), "tp=2", "element by element"),
         (Anchored, "pp=2,microbatches=2", "it keeps a tensor of (9, 5), as a parameter is"),
         (Modes, "dp=2,zero=1", "Modes.eval() writes parameters between steps"),
         (hooked, "dp=2,zero=1", "the optimizer has hooks on its step"),
@@ -671,6 +701,7 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
     torch.optim.lr_scheduler.StepLR(scheduled, 3)
     for one in (scheduled, Ahead(torch.optim.Adam(made.parameters(), foreach=True)), Changed(made.parameters())):
         assert not list(optimizers.problems(one, made, Plan.parse(plan)))
+    assert not elementwise.coupling(Turned(model().parameters(), lr=0.1), elementwise.by_parameters)
     matrices = Factored(
         [p for p in model().parameters() if p.dim() == 2], lr=0.1
     )  # by the rows of one matrix: a stage has them all

@@ -45,9 +45,7 @@ def _failed(error: Exception) -> SoliError:
     return SoliError("the model does not run on its batch, which tells the roles", got=got, fix=fix)
 
 
-def find(
-    model: Any, batch: Any, loss_fn: Any, tp: int, sp: bool, hints: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+def find(model: Any, batch: Any, loss_fn: Any, tp: int, sp: bool, hints: dict[str, str]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """The role and the shape of every weight."""
     from soli.core.errors import raise_all
     from soli.core.plan import Plan

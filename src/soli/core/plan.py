@@ -110,11 +110,7 @@ class Plan:
     @property
     def cuts(self) -> list[frozenset[str]]:
         """The axes that may cut a parameter together."""
-        ways: dict[str, list[set[str]]] = {
-            "1d": [set(), {TP}],
-            "2d": [set(), {TP}, {ROW, TP}],
-            "3d": [set(), {ROW}, {TP}, {DEPTH, ROW, TP}],
-        }
+        ways: dict[str, list[set[str]]] = {"1d": [set(), {TP}], "2d": [set(), {TP}, {ROW, TP}], "3d": [set(), {ROW}, {TP}, {DEPTH, ROW, TP}]}
         return [frozenset(way) for way in ways["2d" if self.tensor == "2.5d" else self.tensor]]
 
     @property

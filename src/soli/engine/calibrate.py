@@ -334,9 +334,7 @@ def _again(key: str, device: torch.device) -> Callable[[], Any] | None:
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         q, k, v = tensors[1:4] if "backward" in name else tensors[:3]
         masked = len(tensors) > (6 if "backward" in name else 3)
-        forward = lambda: torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=not masked, enable_gqa=q.shape[-3] != k.shape[-3]
-        )
+        forward = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=not masked, enable_gqa=q.shape[-3] != k.shape[-3])
         if "backward" not in name:
             return forward
         q, k, v = (x.requires_grad_() for x in (q, k, v))

@@ -158,9 +158,7 @@ def _begins_otherwise(engine: Engine, data: Any, rows: int, start: kept.Snapshot
     return not kept.same(_run(engine, data, rows), whole)
 
 
-def _idle(
-    engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: Loss, parts: list[tuple[int, int]]
-) -> bool:
+def _idle(engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: Loss, parts: list[tuple[int, int]]) -> bool:
     """Whether nothing comes of attributes, as of results that a module keeps for others to look at: the loss is the same with what was in
     them before any forward, and with what several left; of a part of the rows too, which may have set what the first rows set for ever."""
     model, alone = engine.model, list[Loss]()
@@ -178,9 +176,7 @@ def _idle(
     return kept.same(_run(engine, data, rows), whole) and first and kept.same(alone[:1], alone[1:])
 
 
-def _remembered(
-    engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot, whole: Loss
-) -> list[str]:
+def _remembered(engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot, whole: Loss) -> list[str]:
     """Of what a forward wrote and left as it was, what it would not have left so: where it begins with other values, others come of it, and of
     these others again. Attributes that move no loss are for others to look at."""
     model = engine.model

@@ -11,7 +11,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import product
 from typing import Any
 
 import torch
@@ -31,9 +30,10 @@ a rank has is smaller by a fourth or more, so that a limit lies between the two 
 STEPS, LEAST, MOST, TRIED = len(SCALES) + 1, 10, 200, 12_000
 """Some begin with steps of another kind (ADOPT), use a norm of the step before (AvaGrad), or project where gradient and weight are at
 right angles, which by chance they are not at once (AdamP). As many as an option says and two more, which may be a step that something
-begins with; fewer of more than 100 tensors, so that no more of them are stepped. In the last one an element is not finite, which one rank has: some
-then leave a step out."""
+begins with; fewer of more than 60 tensors, so that no more of them are stepped. Then one with an element that is not finite, which one rank has: some
+leave that step out. What raises there tells so itself."""
 RAISED = "a trial on small tensors raised"
+Said = bool | int | float | str
 Cut = Callable[[int, Tensor, int], Tensor]
 """Of the tensor of a number what the first or second of two ranks has, flat; of no elements: not there."""
 
@@ -76,59 +76,77 @@ def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
     rounding = 32 * steps * torch.finfo(torch.float64).eps * max([4.0, *(float(x.nan_to_num(0.0).abs().max()) for x in whole)])
     for i, x in enumerate(whole):
         for rank, (parts, _) in enumerate(ranks):
-            if not torch.allclose(cut(i, x, rank), parts[i], rtol=0.0, atol=rounding, equal_nan=True):
-                return f"a tensor of {tuple(x.shape)} becomes another in a trial"
+            if i >= len(parts) or not torch.allclose(cut(i % len(shapes), x, rank), parts[i], rtol=0.0, atol=rounding, equal_nan=True):
+                beside = ", where a gradient is not finite" * (i >= len(shapes))
+                return f"a tensor of {tuple(x.shape)} becomes another in a trial{beside}"
     return ""
 
 
-def _shapes(optimizer: torch.optim.Optimizer) -> list[tuple[int, tuple[int, ...]]]:
-    """Those that are tried, each with the number of a group that has such."""
-    found, own = [], dict[tuple[int, ...], int]()
+Shape = tuple[int, int, tuple[int, ...]]
+"""That is tried: the number of a group, the place in it of a parameter whose attributes and name it has, and the shape."""
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[Shape]:
+    """Those that are tried: of each group's parameters by their dims and by what a program says of them, and each by its name."""
+    found, own = list[Shape](), dict[tuple[int, ...], tuple[int, int]]()
     for number, group in enumerate(optimizer.param_groups):
-        given = dict.fromkeys(tuple(p.shape) for p in group["params"])
-        found += [(number, shape) for dim in dict.fromkeys(map(len, given)) for shape in OTHERS.get(dim, ())]
-        for shape, kept in product(given, (0, -1)):
-            large = math.prod(shape) > OWN
-            tried = tuple(min(n, 2) if large and i != kept % len(shape) else n for i, n in enumerate(shape))
-            if 0 < math.prod(tried) <= OWN:
-                own.setdefault(tried, number)
-    return found + [(number, shape) for shape, number in list(own.items())[:MOST_OWN]]
+        kinds = dict[Any, int]()
+        for place, p in enumerate(group["params"]):
+            kinds.setdefault((p.dim(), repr(sorted((name, x) for name, x in vars(p).items() if isinstance(x, Said)))), place)
+            for kept in (0, -1):
+                large = p.numel() > OWN
+                tried = tuple(min(n, 2) if large and i != kept % p.dim() else n for i, n in enumerate(p.shape))
+                if 0 < math.prod(tried) <= OWN:
+                    own.setdefault(tried, (number, place))
+        found += [(number, place, shape) for (dim, _), place in kinds.items() for shape in OTHERS.get(dim, ())]
+        if group.get("param_names"):
+            found += [(number, place, OTHERS.get(p.dim(), [SMALL])[0]) for place, p in enumerate(group["params"])]
+    return found + [(*where, shape) for shape, where in list(own.items())[:MOST_OWN]]
 
 
-def _stepped(
-    like: torch.optim.Optimizer, shapes: list[tuple[int, tuple[int, ...]]], steps: int, cut: Cut, rank: int
-) -> tuple[list[Tensor], list[float]]:
-    """Parameters after steps of a copy that has what a rank has of each tensor, and the numbers that its groups have then."""
+def _stepped(like: torch.optim.Optimizer, shapes: list[Shape], steps: int, cut: Cut, rank: int) -> tuple[list[Tensor], list[float]]:
+    """Parameters after steps of a copy that has what a rank has of each tensor, and the numbers that its groups have then; and after one step
+    more, where it does not raise, with an element that is not finite."""
     pool = torch.randn(2 * OWN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def drawn(i: int, step: int) -> Tensor:
-        first, shape = (997 * step + 89 * i) % OWN, shapes[i][1]
+        first, shape = (997 * step + 89 * i) % OWN, shapes[i][2]
         found = pool[first : first + math.prod(shape)].clone()
-        found[0] = math.nan if (i, step) == (0, steps) else found[0]
+        found[0] = math.nan if (i, step) == (0, steps + 1) else found[0]
         return cut(i, found.view(shape), rank).clone()
 
     params = [nn.Parameter(drawn(i, 0)) for i in range(len(shapes))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        there = [(number, i) for i, (number, _) in enumerate(shapes) if params[i].numel()]
-        made = _tried(like, params, [[i for number, i in there if number == g] for g in range(len(like.param_groups))])
-        for step in range(steps):
+        there = [(number, place, param) for (number, place, _), param in zip(shapes, params, strict=True) if param.numel()]
+        for number, place, param in there:
+            vars(param).update(vars(like.param_groups[number]["params"][place]))
+        made = _tried(like, [[(place, param) for number, place, param in there if number == g] for g in range(len(like.param_groups))])
+
+        def move(step: int) -> None:
             for i, param in enumerate(params):
                 param.grad = drawn(i, step + 1).mul_(SCALES[step % len(SCALES)])
             made.step()
-    numbers = (x for group in made.param_groups for _, x in sorted(group.items()) if isinstance(x, int | float) or _is_number(x))
-    return [param.detach() for param in params], [round(float(x), 12) for x in numbers]
+
+        for step in range(steps):
+            move(step)
+        found = [param.detach().clone() for param in params]
+        numbers = [x for group in made.param_groups for _, x in sorted(group.items()) if isinstance(x, int | float) or _is_number(x)]
+        with suppress(Exception):  # it raises on whoever has that gradient, and its words are the program's
+            move(steps)
+            found += [param.detach() for param in params]
+    return found, [round(float(x), 12) for x in numbers]
 
 
-def _tried(like: torch.optim.Optimizer, tensors: list[nn.Parameter], lists: list[list[int]]) -> torch.optim.Optimizer:
-    """A copy with all that it is, before its first step, on these of the parameters, and without what is of another device."""
+def _tried(like: torch.optim.Optimizer, lists: list[list[tuple[int, nn.Parameter]]]) -> torch.optim.Optimizer:
+    """A copy with all that it is, before its first step, on these parameters, each with a place in its group, and without what is of another device."""
     given, state, accepted = like.param_groups, like.state, inspect.signature(type(like).__init__).parameters
     memo: dict[int, Any] = {id(given): (groups := []), id(state): (states := defaultdict[Any, Any](dict))}
     for group, own in zip(given, lists, strict=True):
-        params, names = [tensors[i] for i in own], group.get("param_names")
+        params = [param for _, param in own]
         plain: dict[str, Any] = {"fused": None, "foreach": None, "capturable": False}
-        if names:  # a tensor has one of them, whoever has the tensor
-            plain["param_names"] = [names[i % len(names)] for i in own]
+        if group.get("param_names"):
+            plain["param_names"] = [group["param_names"][place] for place, _ in own]
         if group.get("lr") == 0:  # until a warmup begins
             plain["lr"] = group.get("initial_lr") or 1e-3
         options = {k: plain.get(k, v.cpu() if _is_number(v) else v) for k, v in group.items() if k != "params"}

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import Problem, SoliError, listing, on_all_ranks
 from soli.core.plan import Plan
@@ -77,11 +76,12 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan, tri
         allowed = "zero=0 and tp=1, or an optimizer such as AdamW or SGD"
         yield Problem(what, got=f"zero={plan.zero}, tp={plan.tp}: {why}", allowed=allowed)
     elif (plan.zero > 0 or plan.pp > 1) and (why := shown(by_parameters)):
-        what = f"{type(optimizer).__name__} updates a parameter by others, by its place among them or by random numbers, and a rank has only some"
+        others = "updates a parameter by others, by its place among them or by random numbers, and a rank has only some"
+        what = f"{type(optimizer).__name__} {'cannot be tried, so whether it updates each parameter by itself is not known' if RAISED in why else others}"
         allowed = "zero=0 and pp=1, or an optimizer such as AdamW or SGD; to clip the gradients' norm: soli.parallelize(clip=)"
         yield Problem(what, got=f"zero={plan.zero}, pp={plan.pp}: {why}", allowed=allowed)
     if plan.zero > 0 and (kept := _kept(optimizer, known)):
-        what = f"{type(optimizer).__name__} keeps parameters, or their ids, and under zero it steps pieces of them in their place"
+        what = f"{type(optimizer).__name__} keeps parameters, their ids, or what is as large as one beside it, and under zero it steps pieces of them in their place"
         yield Problem(what, got=", ".join(kept), allowed="zero=0; options of a parameter in its group, in self.state[p] or as its attributes")
     if plan.zero in (1, 2) and callable(getattr(optimizer, "eval", None)):  # schedule-free ones
         what = f"{type(optimizer).__name__}.eval() writes parameters between steps, and a rank would keep the others' parts as they were"
@@ -90,10 +90,20 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan, tri
 
 
 def _kept(optimizer: torch.optim.Optimizer, known: Container[int]) -> list[str]:
-    """Names of attributes that hold parameters or their ids, as values or keys."""
-    held = ((name, value) for one in wrapped(optimizer) for name, value in vars(one).items() if name not in ("state", "param_groups"))
-    of = lambda value: [*(value if isinstance(value, dict) else ()), *(value if isinstance(value, set) else ()), *tree_leaves(value)]
-    return [name for name, value in held if any((type(x) is int and x in known) or id(x) in known for x in of(value))]
+    """Names of attributes and options that hold parameters or their ids, as values or keys; and of parameters' attributes that are as large as they are."""
+    held = [(name, value) for one in wrapped(optimizer) for name, value in vars(one).items() if name not in ("state", "param_groups", "defaults")]
+    held += [item for group in optimizer.param_groups for item in group.items() if item[0] not in OF_RANK]
+    found = [name for name, value in held if any((type(x) is int and x in known) or id(x) in known for x in _within(value))]
+    attributes = ((name, x, p) for group in optimizer.param_groups for p in group["params"] for name, x in vars(p).items())
+    return found + [f"p.{name}" for name, x, p in attributes if isinstance(x, Tensor) and x.shape == p.shape and x.numel() > 1]
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """It, and what is in it, keys too."""
+    yield value
+    inner = value.items() if isinstance(value, dict) else value if isinstance(value, list | tuple | set | frozenset) else ()
+    for one in inner:
+        yield from _within(one)
 
 
 def need_own_states(optimizer: torch.optim.Optimizer) -> None:

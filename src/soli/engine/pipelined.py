@@ -48,10 +48,7 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
     trained, evaluated = (stages.users(traces[training], cut) for training in (True, False))
     # A unit that was not called may be called by another batch, in the last stage.
     unused = {cut.rank_of[-1]}
-    owners = {
-        names[0]: sorted(trained.get(id(param), unused) | evaluated.get(id(param), set()))
-        for names, param in named_once(engine.model)
-    }
+    owners = {names[0]: sorted(trained.get(id(param), unused) | evaluated.get(id(param), set())) for names, param in named_once(engine.model)}
     buffers = stages.buffer_owners(engine.model, traces[True], parts, cut)
     _announce(engine, cut, traces[True])
     return Cutting(cut, parts, traces, owners, buffers, needs_of(engine.model, cut, traces))

@@ -14,8 +14,8 @@ from soli.core.events import events
 from soli.core.plan import Plan
 from soli.parallel import hooks, kept, statistics
 
-LAID = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-"""Modules that send by themselves what soli sends."""
+LAID = ("torch.nn.parallel", "torch.distributed.fsdp")
+"""Whose modules send by themselves what soli sends."""
 
 
 @listing
@@ -30,9 +30,9 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if compiled := that(lambda module: isinstance(module, jit.ScriptModule)):
         what = "TorchScript computes out of sight: random numbers, gathers and stages cannot be put into it"
         yield Problem(what, got=listed(compiled), fix="use the module that it was made from")
-    if laid := that(lambda module: type(module).__name__ in LAID):
+    if laid := that(lambda module: type(module).__module__.startswith(LAID)):
         yield Problem("the model is laid over ranks by something else", got=listed(laid), fix="give soli the plain module that was wrapped (.module)")
-    if plan.tp * plan.cp > 1 and (sparse := that(lambda module: getattr(module, "sparse", False) is True)):
+    if plan.tp * plan.cp > 1 and (sparse := that(lambda module: isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse)):
         yield Problem("the gradients of modules are sparse", got=listed(sparse), fix="build them with sparse=False")
     if plan.tp * plan.cp > 1 and (traced := that(_is_traced)):
         what = "torch.compile cannot look into tensors of which each rank has a part"

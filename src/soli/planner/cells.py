@@ -76,7 +76,7 @@ def parsed(said: str, name: str) -> float | None:
         return None
     value = float(re.sub(r"[,\s]", "", found.group(1))) * units.get(found.group(2), 1.0)
     if name == "params_b":
-        if "," in found.group(1) and value < COUNTED:  # "6,738" is of seven billions, or of thousands
+        if "," in found.group(1) and value < COUNTED and not found.group(2) and not behind.strip():  # "6,738" is of seven billions, or of thousands
             return None
         value /= 1e9 if value > COUNTED else 1.0
     if value == 0 and name in MAY_BE_NONE:

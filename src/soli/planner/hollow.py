@@ -12,9 +12,9 @@ it, and the meta device, on which it stands, means "of another stage" to a pipel
 from __future__ import annotations
 
 import mmap
-import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -38,14 +38,12 @@ EMPTY, READS, _VIEWS = ({attrgetter(name)(aten) for name in _NAMES[what]} for wh
 ALIASES = READS | _VIEWS
 """What is done to hollow tensors too: a value is 0, another view is one, of a tensor itself too."""
 _FLASH = "_scaled_dot_product_flash_attention"
-FLOPS = versions.FLOPS | {
-    getattr(aten, f"{_FLASH}_for_cpu{way}"): versions.FLOPS[getattr(aten, _FLASH + way)] for way in ("", "_backward")
-}
+FLOPS = versions.FLOPS | {getattr(aten, f"{_FLASH}_for_cpu{way}"): versions.FLOPS[getattr(aten, _FLASH + way)] for way in ("", "_backward")}
 """Of products, by their shapes: torch's own table, and attention on the CPU."""
 SMALL = 4096
 """Bytes up to which a hollow tensor is filled with zeros."""
-LARGE, NORESERVE = 2**30, 0x4000
-"""Bytes from which on a storage is mapped here; Linux' MAP_NORESERVE, for which Python 3.11 has no name."""
+NORESERVE = 0x4000
+"""Linux' MAP_NORESERVE, for which Python 3.11 has no name."""
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -286,9 +284,9 @@ def _unknown(func: Any, error: Exception) -> SoliError:
 
 def untouched(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor whose pages nobody has touched. An allocator's are refused where they are more at once than the machine has (vm.overcommit_memory=0)."""
-    count = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
-    if count * dtype.itemsize < LARGE or sys.platform != "linux":
+    with suppress(RuntimeError):
         return torch.empty_strided(shape, stride, dtype=dtype)
+    count = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     pages = mmap.mmap(-1, count * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
     return torch.frombuffer(pages, dtype=dtype).as_strided(shape, stride)
 

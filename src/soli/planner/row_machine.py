@@ -53,19 +53,15 @@ def device_of(row: Mapping[str, str], found: Row) -> Device | None:
             found.refused += [f"{problem.what}: {problem.got}" for problem in error.problems]
             return None
     one, size = device(said)
-    several = {other.name for part in re.split(r"[+/,;&|]|\b(?:and|or)\b", said) if (other := device(part)[0])}
+    several = {(other.name.split("-")[0], other.generation) for part in re.split(r"[+/,;&|]|\b(?:and|or)\b", said) if (other := device(part)[0])}
     if len(several) > 1:
-        found.refused.append(f"gpu: '{said}' names {' and '.join(sorted(several))}: a row is of devices of one kind")
+        found.refused.append(f"gpu: '{said}' names {' and '.join(sorted(name for name, _ in several))}: a row is of devices of one kind")
         return None
     if one is None:
         problem = unknown(said, "and write its name, mine.toml, into gpu")
         found.refused.append(f"{problem.what}; {problem.allowed}; {problem.fix}")
         return None
-    odd = [
-        form
-        for form in ("pcie", "nvl", "ti", "super", "laptop")
-        if form in re.split(r"[\s_-]", said.lower()) and form not in one.name
-    ]
+    odd = [form for form in ("pcie", "nvl", "ti", "super", "laptop") if form in re.split(r"[\s_-]", said.lower()) and form not in one.name]
     sold = any(name.endswith(f"-{size:g}gb") for name in one.aliases)  # a Grace Hopper's name counts its CPU's memory
     share = 1.0 if sold or not size else size / one.memory_gib
     if odd or share > 1.15 or share < LEAST:

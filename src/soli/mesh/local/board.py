@@ -87,9 +87,7 @@ class Board:
 
     moves = 0  # of this process, over all groups: goes up with everything that is posted
 
-    def __init__(
-        self, store: Any, rank: int, pids: list[int], name: str, timeout: timedelta, here: list[int], numbers: list[int]
-    ) -> None:
+    def __init__(self, store: Any, rank: int, pids: list[int], name: str, timeout: timedelta, here: list[int], numbers: list[int]) -> None:
         ranks = len(pids)
         self.rank, self.ranks, self.name, self.pids = rank, ranks, name, pids
         self.numbers = numbers  # what the job calls the group's ranks, of which `here` are on this host

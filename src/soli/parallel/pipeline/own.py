@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from soli.core.errors import listed, on_all_ranks
+from soli.core.errors import failure, listed
 from soli.mesh.collectives import Axis
 from soli.mesh.mesh import Mesh
 from soli.parallel.pipeline.elsewhere import elsewhere
@@ -29,9 +29,11 @@ def keep_own(model: nn.Module, cutting: Cutting, mesh: Mesh) -> tuple[dict[int, 
             of = f"{names[0]}, of {listed([f'rank {axis.ranks[index]}' for index in ranks])}"
             try:
                 torch.utils.swap_tensors(param, elsewhere(param, of))
-            except RuntimeError as error:  # a graph refers to what it was
+            except RuntimeError as error:
+                if "use_count" not in str(error):
+                    raise
                 what = "what was computed of a weight before soli.parallelize is still held"
-                raise on_all_ranks(what, got=names[0], fix="compute it under torch.no_grad(), or del it before soli.parallelize") from error
+                raise failure(what, got=names[0], fix="compute it under torch.no_grad(), or del it before soli.parallelize") from error
         elif len(ranks) > 1:
             copies[id(param)] = axes[ranks]
     return absent, copies
