@@ -38,6 +38,10 @@ Cut = Callable[[int, Tensor, int], Tensor]
 """Of the tensor of a number what the first or second of two ranks has, flat; of no elements: not there."""
 
 
+TOLD = dict[Any, str]()
+"""What trials of torch's own optimizers showed, by all that they go by: a program may make many engines."""
+
+
 def by_elements(number: int, x: Tensor, rank: int) -> Tensor:
     """A part of its elements each, not by its rows."""
     return x.flatten().tensor_split([max(1, min(11, (x.numel() - 1) // 2))])[rank]
@@ -60,7 +64,14 @@ def wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
     """What shows that steps of a copy of this very optimizer are not those of two that have a cut each; "" if they are. In float64, up
     to the rounding of a vector kernel's tail: some dozens of operations an element."""
-    shapes = _shapes(optimizer)
+    shapes, groups = _shapes(optimizer), [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    key = (type(optimizer), cut, str(shapes), str(groups), str(sorted(vars(optimizer)))) if type(optimizer).__module__.startswith("torch.optim.") else None
+    if key is None:
+        return _coupling(optimizer, shapes, cut)
+    return TOLD[key] if key in TOLD else TOLD.setdefault(key, _coupling(optimizer, shapes, cut))
+
+
+def _coupling(optimizer: torch.optim.Optimizer, shapes: list[Shape], cut: Cut) -> str:
     held = [*optimizer.param_groups, *map(vars, wrapped(optimizer))]
     said = [x for one in held for value in one.values() for x in (value.values() if isinstance(value, dict) else (value,))]
     most = max(LEAST, min(MOST, TRIED // max(len(shapes), 1)))
