@@ -121,6 +121,20 @@ def test_states_of_programs(framework: str, precision: str, pipeline: bool, said
     assert isclose(memory.states(made, usual(resident=0.0))[0], kept * memory.of_stage(made)[0][0])
 
 
+def test_programs_under_autocast_keep_residuals_of_32_bits_where_no_compiler_and_no_wider_word_is() -> None:
+    """Recomputed in full a layer's input, 2 bytes more for each hidden unit; a loss in pieces keeps one of them."""
+    casts = lambda said, framework="fsdp": of_states(framework, "bf16", False, said)["casts"]
+    assert [casts(said) for said in ("autocast", "bf16_amp, FSDP", "16-mixed", "no autocast", "autocast, torch.compile", "pure bf16, autocast", "")] == [1, 1, 1, 0, 0, 0, 0]
+    assert casts("autocast", "megatron") == 0
+    layer = lambda **more: float(memory.activations_of_layer(point(recompute=FULL, composed=1, **more))[0]) / 2048
+    assert isclose(layer(casts=1) - layer(casts=0), 2 * 2048)
+    loss = lambda **more: memory.logits(point(casts=1, **more), usual(resident=0.0))[0]
+    assert isclose(loss(pieces=8.0), loss() / 8)
+    short = {"recompute": FULL, "seq": 8192, "layers": 1, "hidden": 64, "vocab": 200_000}
+    peak = lambda **more: memory.kinds(point(casts=1, **short, **more), usual(resident=0.0))["logits"][0]
+    assert peak(pieces=8.0) < peak() / 2
+
+
 def test_the_update_of_fp16_copies_gradients_when_activations_are_gone() -> None:
     """Over 8 ranks of ZeRO-1 an eighth of them; beside much that the passes keep they are never the most."""
     k = usual(resident=0.0, workspace=0.0)

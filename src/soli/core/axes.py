@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import prod
 
-PP, REPLICATE, SHARD, CP, DEPTH, ROW, TP, EP = "pp", "replicate", "shard", "cp", "depth", "row", "tp", "ep"
+PP, REPLICATE, SHARD, CP, DEPTH, ROW, TP = "pp", "replicate", "shard", "cp", "depth", "row", "tp"
 AXES = (PP, REPLICATE, SHARD, DEPTH, ROW, TP)
 
 

@@ -220,7 +220,7 @@ def activations(p: Points, k: Constants, rank: Rank) -> tuple[Array, Array]:
     beside = np.where(((p.recompute == FULL) | (p.again > 0)) & (rank.layers > 0), whole - least, 0.0)
     if p.parts.any():
         beside = beside + np.where(rank.layers > 0, activations_of_layer(replace(p, parts=np.zeros(1))) - one, 0.0)
-    exact = (p.casts > 0) | (p.composed > 0) | (p.one_loss > 0)  # soli's, and torch's operations with or without a compiler, are counted one by one
+    exact = (p.casts > 0) | (p.composed > 0) | (p.one_loss > 0)  # autocast's, and torch's operations with or without a compiler, are counted one by one
     scale = np.where(exact, 1.0, k.activation_scale)
     between = np.where(p.casts > 0, _between(p, rank, whole - one), 0.0) if p.casts.any() else 0.0
     return scale * kept + between, np.where(p.casts > 0, 0.0, scale * beside)
@@ -254,8 +254,8 @@ def backward(p: Points) -> Array:
 def logits(p: Points, k: Constants) -> Array:
     """Bytes of a microbatch's logits at the loss, in 16 and in 32 bits, and of what the loss makes of them."""
     pieces = np.where(p.pieces > 0, p.pieces, np.maximum(p.vocab / p.hidden, 1.0))
-    kept = np.where(p.one_loss > 0, p.one_loss, np.where(p.composed > 0, WRITTEN_LOSS, k.logit_kept)) / pieces
-    return p.tokens * p.scored * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, kept)
+    kept = np.where(p.one_loss > 0, p.one_loss, np.where(p.composed > 0, WRITTEN_LOSS, k.logit_kept))
+    return p.tokens * p.scored * p.vocab / p.tp * np.where(p.casts > 0, LOGIT, kept) / pieces
 
 
 def kinds(p: Points, k: Constants) -> dict[str, Array]:
@@ -290,14 +290,14 @@ def _fuller(p: Points, k: Constants, rank: Rank, passing: Array, loss: Array) ->
 
     Of another microbatch under way there are what the loss keeps of its logits and, until the backward's second half, their gradients.
     """
-    one, soli = p.tokens * p.vocab / p.tp, p.casts > 0
+    one, cast = logits(p, k) / LOGIT, p.casts > 0
     kept = one * np.where(rank.undone > 0, LEFT + 2.0, LEFT)
     others = np.maximum(rank.losses - 1, 0.0) * kept
     beside = np.where(rank.layers > 0, backward(p), 0.0)
     own = np.where(rank.undone > 0, kept, 0.0)
     at_loss = rank.ends * LOGIT * one > beside + own
     found = np.where(at_loss, rank.ends * LOGIT * one, rank.ends * own) + others
-    return passing + np.where(soli & ~at_loss, beside, 0.0), np.where(soli, found, loss)
+    return passing + np.where(cast & ~at_loss, beside, 0.0), np.where(cast, found, loss)
 
 
 def _fullest(p: Points, rank: Rank, found: dict[str, Array]) -> dict[str, Array]:

@@ -34,14 +34,14 @@ def of_states(framework: str, precision: str = "bf16", pipeline: bool = True, sa
         found, copy, width = found | KEPT["half_width"], 0.0, 2.0
     elif copy:
         found, copy, width = _told(found, copy, f"{said}; {optimizer}".lower())
-    moments = meant("moments", optimizer.lower())
-    width = first("moments", optimizer.lower(), width)
+    moments, width = meant("moments", optimizer.lower()), first("moments", optimizer.lower(), width)
     trainer = tells("trainer", told)
     return found | {
         "copied": width if trainer and moments in (None, 2.0) and width > 1 else found["copied"],
         "moments": copy + width * (2.0 if moments is None else moments),
         "gradient": 0.0 if tells("in_backward", f"{told}; {optimizer.lower()}") else found["gradient"],
         "late": float(trainer or framework == "fsdp"),
+        "casts": float(copy > 0 and framework == "fsdp" and tells("cast", told) and not (tells("compiled", told) or tells("compiler", told))),
     }
 
 
