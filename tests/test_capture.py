@@ -117,6 +117,7 @@ GROUPED = {
     "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4, "num_attention_heads": 16,
     "num_key_value_heads": 4, "vocab_size": 8000, "max_position_embeddings": 64,
 }  # fmt: skip
+MIXED = GROUPED | {"moe_intermediate_size": 704, "n_routed_experts": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_positions": 64}),
     "llama": ("LlamaForCausalLM", GROUPED),
@@ -125,6 +126,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTForCausalLM", {"max_position_embeddings": 64}),
     "mixtral": ("MixtralForCausalLM", GROUPED | {"num_local_experts": 4}),
     "bert": ("BertForMaskedLM", {"max_position_embeddings": 64}),
+    "modernbert": ("ModernBertForMaskedLM", {"max_position_embeddings": 64}),  # the first block has no norm before its attention
+    "glm4_moe": ("Glm4MoeForCausalLM", MIXED | {"head_dim": 128, "first_k_dense_replace": 2}),
+    "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", MIXED | {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", MIXED | {"num_experts": 8, "shared_expert_intermediate_size": 2112}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", MIXED | {"num_key_value_heads": 16, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}),
 }
 
 
@@ -143,7 +149,8 @@ def test_a_program_is_what_its_configuration_says(name: str, tmp_path: Path) -> 
     model, config = of_transformers(name)
     config.save_pretrained(tmp_path)
     said, inferred = read_model(tmp_path)
-    assert [one for one in inferred if f"attend to {said.window} tokens" not in one] == []
+    told = (f"attend to {said.window} tokens", f"{said.plain} of its {said.layers} layers have an MLP of 5632", "further tokens are left out", "as many as heads")
+    assert [one for one in inferred if not any(words in one for words in told)] == []
     found, _ = read_program(
         said.name, model, {"input_ids": TOKENS, "labels": TOKENS}, lambda traced, one: traced(**one)
     )
@@ -172,10 +179,10 @@ class Block(nn.Module):
     up: Any
     down: Any
 
-    def __init__(self, dim: int = 256, ffn: int = 640, experts: int = 0) -> None:
+    def __init__(self, dim: int = 256, ffn: int = 640, experts: int = 0, keys: int = 64) -> None:
         super().__init__()
-        self.dim, self.experts = dim, experts
-        self.qkv, self.out = nn.Linear(dim, dim + 2 * 64), nn.Linear(dim, dim)
+        self.dim, self.experts, self.keys = dim, experts, keys
+        self.qkv, self.out = nn.Linear(dim, dim + 2 * keys), nn.Linear(dim, dim)
         if experts:
             self.router = nn.Linear(dim, experts, bias=False)
             self.up, self.down = nn.Parameter(torch.empty(experts, dim, 2 * ffn)), nn.Parameter(torch.empty(experts, ffn, dim))  # fmt: skip
@@ -183,7 +190,7 @@ class Block(nn.Module):
             self.up, self.down = nn.Linear(dim, 2 * ffn), nn.Linear(ffn, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split([self.dim, 64, 64], -1)
+        q, k, v = self.qkv(x).split([self.dim, self.keys, self.keys], -1)
         q, k, v = (one.unflatten(-1, (-1, 32)).transpose(1, 2) for one in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1, enable_gqa=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -220,6 +227,15 @@ def test_fused_weights_are_taken_apart(experts: int, tied: bool) -> None:
     assert found == Model("it", 2, 256, 8, 2, 32, 640, True, 1000, experts, experts or 1, tied, 64)
 
 
+def test_some_blocks_may_have_an_mlp_where_others_have_experts() -> None:
+    """Whichever comes first; and of a width of its own."""
+    with torch.device("meta"):
+        model = Net(*(Block(experts=8 * (i % 2 == 0), ffn=640 if i % 2 == 0 else 768) for i in range(5)))
+    found, inferred = planned(model)
+    assert found == Model("it", 5, 256, 8, 2, 32, 640, True, 1000, 8, 8, True, 64, plain=2, plain_ffn=768)
+    assert any("2 of its 5 layers have an MLP of 768 and no experts" in said for said in inferred)
+
+
 class Sent(Block):
     """Experts that each take a fourth more than their share of tokens, which a product of ones and zeros hands to them; or all tokens, by
     einsum: what torch makes of it is one product of all experts' first matrices, and one that sums over them."""
@@ -229,7 +245,7 @@ class Sent(Block):
         self.handed = handed
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split([self.dim, 64, 64], -1)
+        q, k, v = self.qkv(x).split([self.dim, self.keys, self.keys], -1)
         q, k, v = (one.unflatten(-1, (-1, 32)).transpose(1, 2) for one in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -315,7 +331,11 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     "convolution": (Convolution, "no transformer", 'no attention: (.|\n)*plan="auto"'),
     "mlp": (lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8)), "no transformer", "no attention: "),
     "shared": (shared, "no transformer", "blocks.0 to blocks.2 share weights"),
-    "unlike": (lambda: Net(Block(), Block(ffn=512), Block(ffn=512)), "no transformer", "or blocks that differ"),
+    "unlike": (lambda: Net(Block(), Block(ffn=512), Block(ffn=512)), "no transformer", r"blocks.0 and blocks.1 differ: .*up.weight 256 to 1280.*; and .*up.weight 256 to 1024"),
+    "attentions": (lambda: Net(Block(), Block(keys=128)), "no transformer", "blocks.0 and blocks.1 differ"),
+    "three": (lambda: Net(Block(), Block(ffn=512), Block(experts=4)), "no transformer", "blocks.0 and blocks.1 differ"),
+    "mixtures": (lambda: Net(Block(experts=8), Block(experts=4)), "no transformer", "blocks.0 and blocks.1 differ"),
+    "types": (lambda: Net(Block(), Wide(), Wide()), "no transformer", "or blocks that differ"),
 }  # fmt: skip
 
 

@@ -22,6 +22,10 @@ NEEDS = {
         "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 0,
         "moe_intermediate_size": 1408, "hidden_size": 2048, "num_hidden_layers": 8,
     },
+    "deepseek_v2": {
+        "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408, "topk_method": "greedy",
+    },
 }  # fmt: skip
 """Of families that do not run by their own defaults, or say less by them."""
 COMPARED = "5.23"
@@ -52,9 +56,10 @@ def test_a_family_has_the_parameters_that_its_dimensions_give(kind: str, tmp_pat
     model, inferred = read(tmp_path, **said)
     assert "compared with no program" not in str(inferred)
     assert model.parameters == pytest.approx(there, rel=NEAR)
-    active = getattr(config, "num_experts_per_tok", 1) if model.experts else 1
-    wide = getattr(config, "shared_expert_intermediate_size", 0) // getattr(config, "moe_intermediate_size", 1)
-    assert model.shared == (getattr(config, "n_shared_experts", 0) or wide)
+    of = lambda *names: next((getattr(config, name) for name in names if hasattr(config, name)), 0)
+    active = of("num_experts_per_tok", "moe_k") if model.experts else 1
+    wide = of("shared_expert_intermediate_size") // (of("moe_intermediate_size") or 1)
+    assert model.shared == (of("n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or wide)
     assert model.active == active + model.shared
     # What programs do by themselves need not be said.
     assert model.tied == config.tie_word_embeddings == FAMILIES[kind][1]

@@ -49,8 +49,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     head = [] if start == first * inner else _inside(shape, first, start - first * inner, inner)
     tail = [] if stop == (last + 1) * inner else _inside(shape, last, 0, stop - last * inner)
     low, high = first + bool(head), last + 1 - bool(tail)
-    body = [Box((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:]))] if high > low else []
-    return head + body + tail
+    return head + ([Box((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:]))] if high > low else []) + tail
 
 
 def _inside(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Box]:

@@ -241,8 +241,7 @@ def _left(model: nn.Module, written: set[str], before: list[torch.Tensor], chang
     moved, again = ((found or [{}])[0] for found in (changes.once, changes.again))
     known = {id(x) for x in before}
     anew = {name for name, x in kept.tensors(model) if id(x) not in known}
-    settled = kept.in_state(model, moved).keys() - again.keys()
-    return sorted((written | anew) - (moved.keys() - settled))
+    return sorted((written | anew) - (moved.keys() - (kept.in_state(model, moved).keys() - again.keys())))
 
 
 def _counts_first(engine: Engine, data: Any, rows: int, whole: Loss) -> bool | None:

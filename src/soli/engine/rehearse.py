@@ -103,8 +103,7 @@ def _run(program: Program, plan: Plan, world: World, part: int) -> RankRun:
             engine.step(program.batch)
             writes = tuple(sorted(name for name, _ in _buffers(engine.model) - buffers))
     sent = [Sent(r.operation, r.ranks, r.bytes, r.late) for r in records]
-    reads = tuple(hollow.reads)
-    return RankRun(world.rank, part, states, hollow.peak, hollow.calls, sent, actions, reads, writes)
+    return RankRun(world.rank, part, states, hollow.peak, hollow.calls, sent, actions, tuple(hollow.reads), writes)
 
 
 def _buffers(model: nn.Module) -> set[tuple[str, tuple[int, int]]]:

@@ -89,8 +89,7 @@ def materialise(tensor: Tensor, name: str = "a tensor") -> Tensor:
             results = [t for t in tree_leaves(entry.func(*args, **kwargs)) if isinstance(t, Tensor)]
             for meta, result in zip(entry.outputs, results, strict=True):
                 real.setdefault(meta.storage, result)
-        base = real[_key(tensor)]
-        return torch.as_strided(base, tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
+        return torch.as_strided(real[_key(tensor)], tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
 
 
 def fingerprint(tensor: Tensor, name: str = "a tensor") -> int:

@@ -301,8 +301,7 @@ def _differing(found: list[dict[str, Value]]) -> set[str]:
     if not found:
         return set()
     first, *others = found
-    alike = {n for n in first if all(n in one and same(first[n], one[n]) for one in others)}
-    return set().union(*found) - alike
+    return set().union(*found) - {n for n in first if all(n in one and same(first[n], one[n]) for one in others)}
 
 
 def same(a: Any, b: Any) -> bool:

@@ -198,8 +198,7 @@ class Randomness:
         self._known(key)
         if p >= 1 or like.is_meta:  # without values: of another stage
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        mask = self._filled(key, shape, lambda part, g: part.bernoulli_(1 - p, generator=g), like)
-        return mask.div_(1 - p)
+        return self._filled(key, shape, lambda part, g: part.bernoulli_(1 - p, generator=g), like).div_(1 - p)
 
     def _key(self) -> Key:
         """Which call this is: the module that makes it, and its number among that module's calls."""

@@ -114,8 +114,7 @@ class _Holder(of_torch._Holder):
 
 def holding(plan: Plan) -> AbstractContextManager[object]:
     """Around a step: torch's stand-ins for activations keep what was made again, in soli's blocks and where a model itself calls checkpoint."""
-    split = plan.schedule in SPLIT_BACKWARD
-    return patch.object(of_torch, "_Holder", _Holder) if split else nullcontext()
+    return patch.object(of_torch, "_Holder", _Holder) if plan.schedule in SPLIT_BACKWARD else nullcontext()
 
 
 @listing

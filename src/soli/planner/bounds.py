@@ -89,8 +89,7 @@ def memory_of_layouts(task: Task, table: Table) -> Array:
     """Bytes: all is recomputed, one microbatch is under way, and states are cut over all ranks."""
     p, k = _made(task, table)
     p = _sharded(task, replace(p, recompute=np.full(len(p), FULL), global_batch=p.dp * p.microbatch))
-    least = np.where(p.pp > 1, memory.average(p, k), memory.peak(p, k, bare=True))
-    return SLACK * high(task) * least
+    return SLACK * high(task) * np.where(p.pp > 1, memory.average(p, k), memory.peak(p, k, bare=True))
 
 
 def memory_of_stages(task: Task, table: Table) -> Array:
@@ -101,10 +100,8 @@ def memory_of_stages(task: Task, table: Table) -> Array:
 
 def _sharded(task: Task, p: Points) -> Points:
     """Under ZeRO-3, with the optimizer's state in the host's memory if it can."""
-    moved = np.full(len(p), float(chooses(task.framework, "offload")))
-    return replace(p, zero=np.full(len(p), 3.0), offload=moved)
+    return replace(p, zero=np.full(len(p), 3.0), offload=np.full(len(p), float(chooses(task.framework, "offload"))))
 
 
 def _made(task: Task, table: Table) -> tuple[Points, Constants]:
-    p = points_of(task, table)
-    return p, constants_of(task)
+    return points_of(task, table), constants_of(task)

@@ -81,5 +81,4 @@ def parsed(said: str, name: str) -> float | None:
         value /= 1e9 if value > COUNTED else 1.0
     if value == 0 and name in MAY_BE_NONE:
         return 0.0
-    whole = name in FRACTIONS or value == int(min(value, MOST))
-    return value if 0 < value < MOST and whole else None
+    return value if 0 < value < MOST and (name in FRACTIONS or value == int(min(value, MOST))) else None

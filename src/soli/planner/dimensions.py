@@ -2,16 +2,17 @@
 
 No architecture and no name is known here. Attention is what a kernel or two products around a softmax do; its weights
 are those that its queries, keys and values come from and the one that reads its result; all others of a block are its
-MLP. What comes of it is checked: the dimensions give as many parameters as the program has, or the model is refused.
+MLP, or its experts. Some blocks may have an MLP where others have experts. What comes of it is checked: the dimensions
+give as many parameters as the program has, or the model is refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -27,7 +28,7 @@ LIKE = "a decoder or an encoder of like blocks, each of one attention and one ML
 
 
 Stack = list[str]
-"""Names of like blocks, one after the other."""
+"""Names of blocks of one type, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,22 @@ class Heads:
     heads: int
     kv_heads: int
     width: int
-    seq: int
-    flash: bool
-    both_ways: bool
-    products: frozenset[int]
+    compressed: int  # parameters, where keys and values come of a latent vector; 0: they do not
+    seq: int = field(compare=False)
+    flash: bool = field(compare=False)
+    both_ways: bool = field(compare=False)
+    products: frozenset[int] = field(compare=False)
+
+
+class Mlp(NamedTuple):
+    """What follows attention: the inner width of one expert, or of all there is."""
+
+    ffn: int
+    gated: bool
+    experts: int = 0
+    active: float = 1.0  # a token is multiplied with so many
+    shared: int = 0  # every token with these of them
+    chosen: int = 0
 
 
 def read_program(name: str, model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]) -> tuple[Model, tuple[str, ...]]:
@@ -50,21 +63,23 @@ def read_program(name: str, model: nn.Module, batch: Any, run: Callable[[nn.Modu
         raise _no_stack(name, "no attention: neither its kernel nor two products around a softmax")
     stack = _stack(name, model, trace)
     hidden = _hidden(name, trace, stack)
-    heads = _heads(name, trace, stack, hidden)
-    ffn, gated, experts, active, chosen = _mlp(name, trace, stack, hidden, heads)
+    heads, (mlp, *others), plain = _layers(name, trace, stack, hidden)
     vocab, tied, said = _tables(name, trace, stack)
     made = Model(
         name=name, layers=len(stack), hidden=hidden, heads=heads.heads, kv_heads=heads.kv_heads,
-        head_size=heads.width, ffn=ffn, gated=gated, vocab=vocab, experts=experts, active=active, tied=tied,
-        seq=heads.seq, flash=heads.flash, both_ways=heads.both_ways,
+        head_size=heads.width, ffn=mlp.ffn, gated=mlp.gated, vocab=vocab, experts=mlp.experts, active=mlp.active, tied=tied,
+        seq=heads.seq, shared=mlp.shared, compressed=heads.compressed, flash=heads.flash, both_ways=heads.both_ways,
+        plain=plain, plain_ffn=others[0].ffn if others else 0,
     )  # fmt: skip
     has = sum(p.numel() for p in model.parameters())
     _check(made, has)
     said = [f"the batch has sequences of {heads.seq} tokens", *said]
     if not heads.flash:
         said.append("scores are kept in memory: attention is written out")
-    if experts and active != chosen:
-        said.append(f"each token is multiplied with {active:.3g} of {experts} experts, whatever is chosen")
+    if plain:
+        said.append(f"{plain} of its {len(stack)} layers have an MLP of {others[0].ffn} and no experts, and a stage has as many of both as the model")
+    if mlp.experts and (each := mlp.active - mlp.shared) != mlp.chosen:
+        said.append(f"each token is multiplied with {each:.3g} of {mlp.experts} experts, whatever is chosen")
     if (share := _beside(trace)) > BESIDE:
         said.append(f"products of activations beside attention, {share:.0%} of the forward's flops, are not counted")
     if any(not p.requires_grad for p in model.parameters()):
@@ -73,7 +88,7 @@ def read_program(name: str, model: nn.Module, batch: Any, run: Callable[[nn.Modu
 
 
 def _stack(name: str, model: nn.Module, trace: Trace) -> Stack:
-    """The longest run of like blocks that attend."""
+    """The longest run of blocks of one type that attend."""
     attending = {part for one in trace.attentions for part in one.where}
     runs = [
         [f"{path}.{i}" if path else str(i) for i in places]
@@ -90,10 +105,22 @@ def _stack(name: str, model: nn.Module, trace: Trace) -> Stack:
 
 
 def _runs(modules: list[nn.Module]) -> list[list[int]]:
-    """Neighbours of one type whose parameters have the same names and shapes."""
-    kinds = [(type(m), tuple((n, tuple(p.shape)) for n, p in m.named_parameters())) for m in modules]
+    """Neighbours of one type, which have parameters."""
+    kinds = [(type(m), any(True for _ in m.parameters())) for m in modules]
     runs = groupby(range(len(kinds)), key=kinds.__getitem__)
     return [list(places) for (_, parameters), places in runs if parameters]
+
+
+def _layers(name: str, trace: Trace, stack: Stack, hidden: int) -> tuple[Heads, list[Mlp], int]:
+    """Attention, which all blocks have alike; what follows it, experts first; and how many blocks have none where others do."""
+    heads = [_heads(name, trace, stack, block, hidden) for block in stack]
+    mlps = [_mlp(name, trace, block, hidden, one) for block, one in zip(stack, heads, strict=True)]
+    found = sorted(set(mlps), key=lambda mlp: -mlp.experts)
+    some = len(found) == 2 and found[0].experts > found[1].experts == 0 and found[0].gated == found[1].gated
+    if len(set(heads)) > 1 or not (some or len(found) == 1):
+        first, other = stack[0], next(b for b, *one in zip(stack, heads, mlps, strict=True) if one != [heads[0], mlps[0]])
+        raise _no_stack(name, f"the blocks {first} and {other} differ: {_said(_inside(trace, first))}; and {_said(_inside(trace, other))}")
+    return heads[0], found, mlps.count(found[1]) if some else 0
 
 
 def _of_its_own(name: str, model: nn.Module, stack: Stack, trace: Trace) -> None:
@@ -107,7 +134,7 @@ def _of_its_own(name: str, model: nn.Module, stack: Stack, trace: Trace) -> None
     outside = [one for one in trace.attentions if not set(one.where) & set(stack)]
     if outside:
         where = next((part for part in reversed(outside[0].where) if part), "the model itself")
-        many = f"the {len(stack)} like blocks from {stack[0]}: an encoder and a decoder, or blocks that differ"
+        many = f"the {len(stack)} blocks of one type from {stack[0]}: an encoder and a decoder, or blocks that differ"
         raise _no_stack(name, f"attention in {where} too, outside of {many}")
     odd = next((i for i, count in enumerate(times) if count != 1), None)
     if odd is not None:
@@ -127,8 +154,7 @@ def _inside(trace: Trace, block: str) -> dict[int, Product]:
     return {i: one for i, one in enumerate(trace.products) if one.weight and block in one.where}
 
 
-def _heads(name: str, trace: Trace, stack: Stack, hidden: int) -> Heads:
-    block = stack[0]
+def _heads(name: str, trace: Trace, stack: Stack, block: str, hidden: int) -> Heads:
     number, one = next((i, a) for i, a in enumerate(trace.attentions) if block in a.where)
     own = _inside(trace, block)
     made_of = sorted(n for kind, n in one.reads if kind == "product" and n in own)
@@ -137,42 +163,64 @@ def _heads(name: str, trace: Trace, stack: Stack, hidden: int) -> Heads:
     if not tokens:
         raise SoliError(f"{name}: its batch has no rows", got=f"{block} is given a tensor of {trace.inputs[block][0]}", fix="return a batch of one row or more")
     heads, rest = divmod(one.queries, one.width * tokens)
-    if out is None or rest or not heads or any(own[n].goes[0] != hidden for n in made_of):
-        raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
-    given = sum(own[n].goes[1] for n in made_of)
-    kv_heads, rest = divmod(given - heads * one.width, 2 * one.width)
-    if rest or kv_heads < 1 or heads % kv_heads or own[out].goes != (heads * one.width, hidden):
-        raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
     seq = max(a.tokens for a in trace.attentions if set(a.where) & set(stack))  # some read a window
-    return Heads(heads, kv_heads, one.width, seq, one.flash, one.both_ways, frozenset({*made_of, out}))
+    values = own[out].goes[0] // max(heads, 1) if out is not None else 0
+    if out is not None and heads and not rest and _is_latent([own[n].goes for n in made_of], hidden, heads, one.width, values):
+        of_it = frozenset({out} | _before(own, made_of))
+        return Heads(heads, heads, (one.width + values) // 2, sum(math.prod(own[n].goes) for n in of_it), seq, one.flash, one.both_ways, of_it)
+    kv_heads, more = divmod(sum(own[n].goes[1] for n in made_of) - heads * one.width, 2 * one.width)
+    known = out is not None and own[out].goes == (heads * one.width, hidden) and all(own[n].goes[0] == hidden for n in made_of)
+    if out is None or not known or rest or more or kv_heads < 1 or heads % kv_heads:
+        raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
+    return Heads(heads, kv_heads, one.width, 0, seq, one.flash, one.both_ways, frozenset({*made_of, out}))
+
+
+def _is_latent(goes: list[tuple[int, int]], hidden: int, heads: int, width: int, values: int) -> bool:
+    """Whether keys and values are made of a latent vector, beside which stands the part of the keys that has positions (MLA, arXiv 2405.04434, 2.1)."""
+    made = ((b[1], heads * (width - (a[1] - b[0]) + values)) for a in goes for b in goes if a[0] == hidden and b[0] < min(a[1], hidden))
+    return len(goes) == 3 and any(b == wanted for b, wanted in made) and any(to == heads * width for _, to in goes)
+
+
+def _before(own: dict[int, Product], numbers: list[int]) -> set[int]:
+    """Products of a block, and those of it that they come from."""
+    found = set(numbers)
+    while more := {n for i in found for kind, n in own[i].reads if kind == "product" and n in own} - found:
+        found |= more
+    return found
 
 
 def _of_attention(one: Attention, hidden: int) -> str:
     return f"queries, keys and values of heads of {one.width}, each made by one product of {hidden}, and one after them"
 
 
-def _mlp(name: str, trace: Trace, stack: Stack, hidden: int, heads: Heads) -> tuple[int, bool, int, float, int]:
-    """Its inner width, whether it has a gate, how many experts there are, how many a token is multiplied with, and how many are chosen."""
-    block = stack[0]
+def _mlp(name: str, trace: Trace, block: str, hidden: int, heads: Heads) -> Mlp:
     own = {n: p for n, p in _inside(trace, block).items() if n not in heads.products}
     chosen = [count for where, count in trace.sorts if block in where]
-    many = [p for p in own.values() if len(p.shape) == 3]
-    experts = many[0].shape[0] if many else 0
-    if experts:
-        own = {n: p for n, p in own.items() if p.goes != (hidden, experts)}
+    many = {n: p for n, p in own.items() if len(p.shape) == 3}
+    if not many:
+        if chosen:
+            raise _odd(name, f"what follows attention in {block}", _said(own), "an MLP, or experts that are one weight")
+        return Mlp(*_matrices(name, block, hidden, own))
+    experts = next(iter(many.values())).shape[0]
+    ffn, gated = _matrices(name, block, hidden, many)
+    # the router, and what says how much of a shared expert there is
+    beside = {n: p for n, p in own.items() if n not in many and p.goes not in ((hidden, experts), (hidden, 1))}
+    wide, alike = _matrices(name, block, hidden, beside) if beside else (0, gated)
+    if wide % ffn or alike != gated or any(p.shape[0] != experts for p in many.values()):
+        raise _odd(name, f"what follows attention in {block}", _said(own), f"experts of one width, and beside them one of {ffn} or so many times that")
+    each = [p for p in many.values() if p.goes[1] == hidden][-1].rows / (math.prod(trace.inputs[block][0]) // hidden)
+    active = round(each) if math.isclose(each, round(each)) else each
+    return Mlp(ffn, gated, experts, active + wide // ffn, wide // ffn, chosen[-1] if chosen else 0)
+
+
+def _matrices(name: str, block: str, hidden: int, own: dict[int, Product]) -> tuple[int, bool]:
+    """The inner width of an MLP of these products, and whether it has a gate."""
     down = [p for p in own.values() if p.goes[1] == hidden]
     ffn = down[-1].goes[0] if down else 0
     ups = [p.goes[1] for p in own.values() if p is not down[-1]] if down else []
-    alike = not experts or all(len(p.shape) == 3 and p.shape[0] == experts for p in own.values())
-    if not ups or any(p.goes[0] != hidden for p in own.values() if p is not down[-1]) or not alike:
-        raise _odd(name, f"what follows attention in {block}", _said(own), f"an MLP from {hidden} and back")
-    if sum(ups) not in (ffn, 2 * ffn) or (chosen and not experts):
-        raise _odd(name, f"what follows attention in {block}", _said(own), "an MLP of two products or three")
-    if not experts:
-        return ffn, sum(ups) == 2 * ffn, 0, 1, 1
-    each = down[-1].rows / (math.prod(trace.inputs[block][0]) // hidden)
-    active = round(each) if math.isclose(each, round(each)) else each
-    return ffn, sum(ups) == 2 * ffn, experts, active, chosen[-1] if chosen else 0
+    if not ups or any(p.goes[0] != hidden for p in own.values() if p is not down[-1]) or sum(ups) not in (ffn, 2 * ffn):
+        raise _odd(name, f"what follows attention in {block}", _said(own), f"an MLP of two products or three, from {hidden} and back")
+    return ffn, sum(ups) == 2 * ffn
 
 
 def _beside(trace: Trace) -> float:

@@ -48,8 +48,7 @@ def fit(points: Points, measured: Measured, parent: Mapping[str, float], weights
 
     def residuals(found: NDArray[np.float64]) -> NDArray[np.float64]:
         cost = step(points, repeated(dict(zip(NAMES, np.exp(found), strict=True)), len(points)))
-        off = residuals_of(cost, points, measured) * scale
-        return np.concatenate([off.ravel(), (found - start) / PRIOR])
+        return np.concatenate([(residuals_of(cost, points, measured) * scale).ravel(), (found - start) / PRIOR])
 
     found = least_squares(residuals, start, bounds=(low, high), loss="soft_l1", x_scale=0.3, max_nfev=60)
     return {name: float(f"{value:.5g}") for name, value in zip(NAMES, np.exp(found.x), strict=True)}

@@ -151,8 +151,7 @@ def compressed(
     """Parameters of a layer's latent attention (MLA, arXiv 2405.04434, 2.1): `q_rank` 0 where queries are whole. `nope`, `rope`, `values`: of a
     head's query without and with positions, and of its values."""
     queries = (hidden + heads * (nope + rope)) * q_rank if q_rank else hidden * heads * (nope + rope)
-    keys = hidden * (kv_rank + rope) + kv_rank * heads * (nope + values)
-    return queries + keys + heads * values * hidden
+    return queries + (hidden * (kv_rank + rope) + kv_rank * heads * (nope + values)) + heads * values * hidden
 
 
 def _missing(file: Path, said: Mapping[str, Any], numbers: Mapping[str, int | None]) -> Iterator[Problem]:

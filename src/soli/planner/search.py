@@ -287,8 +287,7 @@ def plan_of(p: Points, i: int) -> Plan:
 def kept_share(p: Points) -> float:
     """Of the activations that would be kept if nothing were recomputed."""
     whole, least = (memory.activations_of_layer(p.recomputing(n))[0] for n in (NONE, FULL))
-    share = 1 - p.again[0] / p.own_layers[0] * (1 - least / whole)
-    return float(np.clip(share, 0.001, 0.999))
+    return float(np.clip(1 - p.again[0] / p.own_layers[0] * (1 - least / whole), 0.001, 0.999))
 
 
 def different(found: Found, count: int) -> list[int]:

@@ -36,8 +36,7 @@ def steps_that_fit(seconds: Sequence[float], left: float, windows_to_check: int,
     last one; a window costs there about half of what it costs in training (no backward pass).
     """
     step = statistics.median(seconds[MEASURED_FROM - 1 :] or seconds)
-    checks = step / 2 * windows_to_check / batch
-    return max(1, math.floor(((left - END_SECONDS) * MARGIN - checks) / step))
+    return max(1, math.floor(((left - END_SECONDS) * MARGIN - step / 2 * windows_to_check / batch) / step))
 
 
 def due(step: int, steps: int, every: int, times: int) -> bool:

@@ -62,8 +62,7 @@ def cut(trace: Trace, units: list[Unit], rank_of: list[int], rows: float) -> Sta
         raise _reads(trace, limit, len(rank_of))
     starts = balanced(costs, len(rank_of), limit)
     ends = [*starts[1:], len(costs)]
-    sums = tuple(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True))
-    return Stages(tuple(starts), sums, tuple(rank_of))
+    return Stages(tuple(starts), tuple(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)), tuple(rank_of))
 
 
 def balanced(costs: list[float], parts: int, limit: int | None = None) -> list[int]:

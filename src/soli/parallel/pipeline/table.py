@@ -61,5 +61,4 @@ def _steps(action: Any) -> list[Step]:
 def bubble(plan: Plan) -> float:
     """The share of a step in which ranks wait. Microbatches that only fill the schedule up count as waiting."""
     length = max(end for *_, end in pipelines.played(order(plan), COSTS))
-    work = plan.microbatches * plan.stages * (COSTS["F"] + COSTS["B"])
-    return 1 - work / (length * plan.pp)
+    return 1 - plan.microbatches * plan.stages * (COSTS["F"] + COSTS["B"]) / (length * plan.pp)

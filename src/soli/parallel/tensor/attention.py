@@ -47,8 +47,7 @@ def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         return func(*(whole(run, x) for x in args), **{n: whole(run, x) for n, x in kwargs.items()})
     inner = [s for s in splits if s.dim >= dims - 2]
     if inner or len({s.dim for s in splits}) > 1:
-        blamed = origins_of(inner or splits)
-        raise Misfit(blamed, "it cannot be cut inside a head: too few heads for the ranks")
+        raise Misfit(origins_of(inner or splits), "it cannot be cut inside a head: too few heads for the ranks")
     heads = splits[0].dim == dims - 3
     if gqa and heads and split_of(k) is None and split_of(v) is None:
         k, v = (x.repeat_interleave(shape_of(q)[-3] // x.shape[-3], -3) for x in (k, v))

@@ -188,8 +188,7 @@ def nll_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     _check_targets(target, split.size, ignore)
     kept = target != ignore
     picked = _picked(run, x, split, target.masked_fill(~kept, 0).unsqueeze(split.dim)).squeeze(split.dim)
-    losses = torch.where(kept, -picked, 0.0)
-    return _reduced(losses, kept.to(x.dtype), reduction, target.shape)
+    return _reduced(torch.where(kept, -picked, 0.0), kept.to(x.dtype), reduction, target.shape)
 
 
 def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:

@@ -59,12 +59,10 @@ def _backward(ctx: Any, saved: tuple[Tensor, Tensor], of_read: Tensor | None, of
 
 def entered(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> tuple[Tensor, Tensor]:
     """x whole, W [n, k] and bias [n] parts: x as other parts read it, and F.linear of them."""
-    later = lambda grad: moves.summed_later(grad, axis, moves.COLUMN, fresh=True)
-    return _Column.apply(x, weight, bias, moves.alias, later)
+    return _Column.apply(x, weight, bias, moves.alias, lambda grad: moves.summed_later(grad, axis, moves.COLUMN, fresh=True))
 
 
 def shared(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split, axis: Axis) -> tuple[Tensor, Tensor]:
     """The same of an x that is cut along the sequence: gathered, and its gradient scattered."""
     there = lambda x: moves.collected(x, split, axis, "a column's input")
-    later = lambda grad: moves.scattered_later(grad, split, axis, moves.COLUMN)
-    return _Column.apply(x, weight, bias, there, later)
+    return _Column.apply(x, weight, bias, there, lambda grad: moves.scattered_later(grad, split, axis, moves.COLUMN))

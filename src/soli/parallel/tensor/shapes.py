@@ -314,8 +314,7 @@ def stack(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if len({s.dim for s in splits}) > 1:
         raise Misfit(origins_of(splits), "tensors are stacked that are cut along different dims")
     split = agreed(splits, run.ranks)
-    local = torch.stack([_like(run, x, split) for x in tensors], dim)
-    return cut(local, split.at(split.dim + (dim <= split.dim)))
+    return cut(torch.stack([_like(run, x, split) for x in tensors], dim), split.at(split.dim + (dim <= split.dim)))
 
 
 def _like(run: Run, x: Tensor, split: Split) -> Tensor:

@@ -44,8 +44,7 @@ def last_by_layer(p: Points) -> Array:
     """Flops of the last product by those of a layer, forward; attention's scores as they are counted, masked ones too."""
     width = p.attention_width
     active = np.where(p.experts > 0, p.active, 1.0)
-    matrices = p.attention_matrices + p.matrices * p.hidden * p.ffn * active
-    return p.vocab * p.hidden / (matrices + 2 * p.seq * width)
+    return p.vocab * p.hidden / (p.attention_matrices + p.matrices * p.hidden * p.ffn * active + 2 * p.seq * width)
 
 
 def _last(p: Points, n: Array) -> Array:
@@ -60,5 +59,4 @@ def _squares(p: Points, last: Array, ends: Array) -> Array:
     """Of all stages' lengths, where those beside the last are as equal as can be."""
     others = np.maximum(p.pp * p.chunks - 1, 1.0)
     each = np.floor((p.layers - last) / others)
-    longer = p.layers - last - each * others
-    return others * each**2 + longer * (2 * each + 1) + (last + ends) ** 2
+    return others * each**2 + (p.layers - last - each * others) * (2 * each + 1) + (last + ends) ** 2

@@ -50,8 +50,7 @@ def all_to_all(p: Points, k: Constants, size: Array, n: Array, inner: Array, cro
     local = inside(p, n, inner)
     near = apart * size * (local - 1) / n / (p.link * k.link_share)
     far = crossing * size * (n - local) / n / (p.net * k.net_share)
-    latency = np.where(local < n, p.net_latency, p.link_latency) * k.latency_scale
-    return np.where(n > 1, near + far + latency, 0.0)
+    return np.where(n > 1, near + far + np.where(local < n, p.net_latency, p.link_latency) * k.latency_scale, 0.0)
 
 
 def of_layer(p: Points, k: Constants, crossing: tuple[Array, Array], grid: tuple[Array, Array]) -> tuple[Array, Array]:

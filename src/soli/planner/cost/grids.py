@@ -55,8 +55,7 @@ def of_layer(p: Points, k: Constants) -> tuple[Array, Array]:
 
 def calls(p: Points) -> Array:
     """Collectives that a layer's forward starts."""
-    each = np.where(p.tensor == GRID, 2 * panels(p), 3.0)
-    return np.where(p.tensor == 0, 0.0, each * (4 + p.matrices) + 4)
+    return np.where(p.tensor == 0, 0.0, np.where(p.tensor == GRID, 2 * panels(p), 3.0) * (4 + p.matrices) + 4)
 
 
 def beside(p: Points) -> Array:

@@ -112,8 +112,7 @@ def states(p: Points, k: Constants) -> Array:
 def gathered(p: Points, rank: Rank) -> Array:
     """Bytes of the parameters that ZeRO-3 has gathered: a layer and the next; of a pipeline, perhaps the stage's."""
     layer, stage = sum(of_layer(p), np.zeros(())), sum(of_rank(p, rank), np.zeros(()))
-    some = 2 * layer + of_tables(p)
-    return np.where(p.zero >= 3, p.weight * np.where(p.late_sums & (p.pp > 1), stage, some), 0.0)
+    return np.where(p.zero >= 3, p.weight * np.where(p.late_sums & (p.pp > 1), stage, 2 * layer + of_tables(p)), 0.0)
 
 
 def casts(p: Points, rank: Rank) -> Array:
@@ -123,8 +122,7 @@ def casts(p: Points, rank: Rank) -> Array:
     least = np.where(p.recompute == FULL, 1.0 / np.maximum(rank.layers, 1.0), 1.0)
     again = np.minimum(np.maximum(rank.undone, least), rank.under_way)
     times = np.where(p.recompute == NONE, rank.under_way, again)
-    table = p.vocab * p.hidden / p.tp * rank.losses
-    return np.where(p.casts > 0, 2.0 * (rank.layers * layer * times + table), 0.0)
+    return np.where(p.casts > 0, 2.0 * (rank.layers * layer * times + p.vocab * p.hidden / p.tp * rank.losses), 0.0)
 
 
 @once

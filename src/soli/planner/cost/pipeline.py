@@ -52,5 +52,4 @@ def in_flight(p: Points, rank: Amount = 0.0) -> Array:
     """Microbatches whose activations a rank keeps, in parts of all its layers (arXiv 2205.05198, 4.2.3)."""
     m, stages = p.microbatches, p.pp
     looped = stages + (stages - 1 - 2 * rank) / p.chunks
-    deep = np.where(p.chunks > 1, looped, stages - rank)
-    return np.where(p.schedule > INTERLEAVED, kept(p), np.minimum(deep, m))
+    return np.where(p.schedule > INTERLEAVED, kept(p), np.minimum(np.where(p.chunks > 1, looped, stages - rank), m))

@@ -79,8 +79,7 @@ def _gathering(p: Points, k: Constants, forward: Array, backward: Array) -> Arra
     be sent, and each hides what is sent beside it alone."""
     first, forth, back, last = communication.gathers_of_layer(p, k, *memory.of_layer(p))
     usual = overlap.gathers(k, forth, forward) + overlap.gathers(k, back, backward)
-    once = overlap.gathers(k, first, forward) + overlap.gathers(k, last, backward)
-    return usual + (once - usual) / p.microbatches
+    return usual + (overlap.gathers(k, first, forward) + overlap.gathers(k, last, backward) - usual) / p.microbatches
 
 
 def layers(p: Points, k: Constants) -> tuple[Array, Array]:
