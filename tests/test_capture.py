@@ -412,7 +412,7 @@ def broken():
         ("missing", "has no function 'missing'(.|\n)*good, renamed, alone, other, broken"),
         ("", "has no function ''(.|\n)*good, renamed"),
         ("renamed", "needs 'tokens' and the batch has no such entry(.|\n)*text"),
-        ("alone", r"alone\(\) returned GPT(.|\n)*\(model, batch\)"),
+        ("alone", r"alone\(\) returned GPT(.|\n)*\(model, batch\)(.|\n)*return with the model a batch"),
         ("other", "is no torch.nn.Module(.|\n)*int"),
         ("broken", "broken.* fails(.|\n)*net.py:19: ZeroDivisionError"),
     ],

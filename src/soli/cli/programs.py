@@ -17,6 +17,7 @@ from typing import Any
 from soli.core.errors import SoliError, blaming
 
 RETURNS = "(model, batch) or (model, batch, loss_fn)"
+ROW = "return with the model a batch as its forward takes it: model, {'input_ids': torch.zeros(1, 4096, dtype=torch.int64)}"
 FORM = f"FILE.py:NAME, a function that returns {RETURNS}"
 
 
@@ -110,7 +111,7 @@ def _checked(name: str, result: Any) -> tuple[Any, Any, Any]:
     from torch.nn import Module
 
     if not (isinstance(result, tuple) and len(result) in (2, 3)):
-        raise SoliError(f"{name}() returned {type(result).__name__}", allowed=RETURNS)
+        raise SoliError(f"{name}() returned {type(result).__name__}", allowed=RETURNS, fix=ROW)
     model, batch, loss_fn = (*result, None)[:3]
     if not isinstance(model, Module):
         what = f"the model that {name}() returned is no torch.nn.Module"

@@ -127,8 +127,7 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
 def within(p: Points) -> Array:
     """Scores that are computed, of those under a causal mask: the share that windows leave, of a token (w - w^2 / 2 s) of s / 2 in the mean;
     without the mask twice as many."""
-    part = np.minimum((p.window + TILE) / p.seq, 1.0)
-    return (1 - p.windowed * (1 - part) ** 2) * (1 + p.both_ways)
+    return (1 - p.windowed * (1 - np.minimum((p.window + TILE) / p.seq, 1.0)) ** 2) * (1 + p.both_ways)
 
 
 def elements_forward(p: Points, k: Constants) -> Array:
