@@ -449,3 +449,23 @@ def test_vocabularies_that_positions_outnumber() -> None:
     with torch.device("meta"):
         models = [GPT(GPTConfig(vocab, 256, 4, 4, 256, tied=tied)) for vocab, tied in ((65, True), (256, False))]
     assert [(m.vocab, m.tied) for m, _ in map(planned, models)] == [(65, True), (256, False)]
+
+
+class Classifier(Bert):
+    """Two classes, by the first token; beside the table of tokens one of two kinds of them."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.kinds, self.classes = nn.Embedding(2, config.dim), nn.Linear(config.vocab, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.classes(super().forward(tokens)[:, 0] + self.kinds(tokens[:, 0]).sum())
+        return out
+
+
+def test_a_table_of_as_many_rows_as_classes_is_not_the_vocabulary() -> None:
+    with torch.device("meta"):
+        model = Classifier(BertConfig(8000, 256, 4, 4, 64))
+    found, inferred = planned(model)
+    assert (found.vocab, found.tied) == (8000, True)
+    assert any("an embedding of 8000 and a last product of 2 are taken as one table of 8000" in said for said in inferred)

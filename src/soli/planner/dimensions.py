@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -64,16 +64,17 @@ def read_program(name: str, model: nn.Module, batch: Any, run: Callable[[nn.Modu
     stack = _stack(name, model, trace)
     hidden = _hidden(name, trace, stack)
     heads, (mlp, *others), plain = _layers(name, trace, stack, hidden)
-    vocab, tied, said = _tables(name, trace, stack)
     made = Model(
         name=name, layers=len(stack), hidden=hidden, heads=heads.heads, kv_heads=heads.kv_heads,
-        head_size=heads.width, ffn=mlp.ffn, gated=mlp.gated, vocab=vocab, experts=mlp.experts, active=mlp.active, tied=tied,
+        head_size=heads.width, ffn=mlp.ffn, gated=mlp.gated, vocab=0, experts=mlp.experts, active=mlp.active, tied=True,
         seq=heads.seq, shared=mlp.shared, compressed=heads.compressed, flash=heads.flash, both_ways=heads.both_ways,
         plain=plain, plain_ffn=others[0].ffn if others else 0,
     )  # fmt: skip
     has = sum(p.numel() for p in model.parameters())
+    read = [(replace(made, vocab=vocab, tied=tied), told) for vocab, tied, told in _tables(name, trace, stack)]
+    made, told = next((one for one in read if abs(one[0].parameters - has) <= NEAR * has), read[0])
     _check(made, has)
-    said = [f"the batch has sequences of {heads.seq} tokens", *said]
+    said = [f"the batch has sequences of {heads.seq} tokens", *told]
     if not heads.flash:
         said.append("scores are kept in memory: attention is written out")
     if plain:
@@ -230,21 +231,20 @@ def _beside(trace: Trace) -> float:
     return other / sum(call.flops for call in trace.calls)
 
 
-def _tables(name: str, trace: Trace, stack: Stack) -> tuple[int, bool, list[str]]:
-    """The vocabulary, whether one table is both the first and the last, and what was inferred of it."""
+def _tables(name: str, trace: Trace, stack: Stack) -> list[tuple[int, bool, list[str]]]:
+    """The vocabulary, whether one table is both the first and the last, and what was inferred of it; where a table has as many rows as the last
+    product gives, it may be another one's (two classes, and two kinds of tokens)."""
     inside = [i for i, p in enumerate(trace.products) if set(p.where) & set(stack)]
     after = [p for p in trace.products[max(inside) + 1 :] if p.weight]
     rows = max((shape[0] for shape in trace.tables.values()), default=0)
     if not after and not rows:
         raise _no_stack(name, "neither a table of tokens nor a product that gives logits")
     if not after:
-        return (rows, True, [f"no product gives logits: they are taken to be {rows} wide, by the embedding's table"])
-    last = after[-1]
-    if last.weight in trace.tables or any(shape[0] == last.goes[1] for shape in trace.tables.values()):
-        return last.goes[1], last.weight in trace.tables, []
-    vocab = max(rows, last.goes[1])
-    what = f"an embedding of {rows}" if rows else "no embedding"
-    return vocab, True, [f"{what} and a last product of {last.goes[1]} are taken as one table of {vocab}"]
+        return [(rows, True, [f"no product gives logits: they are taken to be {rows} wide, by the embedding's table"])]
+    last, tied = after[-1], after[-1].weight in trace.tables
+    found = [(last.goes[1], tied, list[str]())] if any(shape[0] == last.goes[1] for shape in trace.tables.values()) else []
+    vocab, what = max(rows, last.goes[1]), f"an embedding of {rows}" if rows else "no embedding"
+    return found if tied else [*found, (vocab, True, [f"{what} and a last product of {last.goes[1]} are taken as one table of {vocab}"])]
 
 
 def _check(made: Model, has: int) -> None:
