@@ -3,6 +3,7 @@ one, or are refused."""
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from operator import setitem
 from types import SimpleNamespace
@@ -339,6 +340,25 @@ class Teaching(Plain):
         return super().forward(tokens) + self.head(self.teacher(self.embed(tokens)))
 
 
+class Momentum(Plain):
+    """Between its blocks the first ones' weights move those of the last ones, which begin as they are (MoCo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        quick = slow = self.embed(tokens)
+        for layer in self.layers:
+            quick = layer(quick)
+        with torch.no_grad():
+            for one, other in zip(self.slow.parameters(), self.layers.parameters(), strict=True):
+                one.data.mul_(0.9).add_(other.data, alpha=0.1)
+        for layer in self.slow:
+            slow = layer(slow)
+        return self.head(quick + slow)
+
+
 class Beginning(Plain):
     """Its first forward sets a weight by what it sees."""
 
@@ -464,6 +484,8 @@ class Scaled(Plain):
         (Bounded, "tp=2"),
         (Frequent, "tp=2"),
         swept(Teaching, "dp=2"),
+        (Momentum, "dp=2"),
+        (Momentum, "tp=2"),
         (Teaching, "dp=2,zero=2"),
         (Teaching, "tp=2"),
         (Beginning, "tp=2"),
@@ -543,6 +565,7 @@ def test_the_first_step_calls_a_model_once() -> None:
         (Beginning, "dp=2", "got     shift\n"),
         (Teaching, "dp=2,accumulate=2", "dp=2,accumulate=2 runs it 2 times a step"),
         (Teaching, "dp=2,zero=3", "got     teacher.weight, teacher.bias\n"),
+        (Momentum, "pp=2", "writes into parameters that several stages of the pipeline have"),
         (Frequent, "dp=2", "scale_grad_by_freq"),
         swept(Frequent, "cp=2", "scale_grad_by_freq"),
         (Drawing, "dp=2", "torch.randint"),

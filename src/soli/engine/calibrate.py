@@ -128,8 +128,7 @@ def _holds(machine: Machine, mesh: Mesh, device: torch.device) -> bool:
         return True
     x = torch.zeros(SIZES[-2] // 4, device=device)
     spent = _timed(lambda: collectives.all_reduce(x, mesh.all), device, mesh.all)
-    then = machine.collective(Sent("all_reduce", mesh.all.ranks, SIZES[-2], False))
-    return 1 / CHANGED < spent / then < CHANGED
+    return 1 / CHANGED < spent / machine.collective(Sent("all_reduce", mesh.all.ranks, SIZES[-2], False)) < CHANGED
 
 
 def _measure(world: World, mesh: Mesh, mark: str, disk: float) -> Machine:
@@ -301,8 +300,7 @@ def _hidden(product: Callable[[], Any], once: float, everyone: Axis, device: tor
             product()
         pending.wait()
 
-    together = _timed(both, device, everyone)
-    return min(max((alone + times * once - together) / min(alone, times * once), 0.0), 1.0)
+    return min(max((alone + times * once - _timed(both, device, everyone)) / min(alone, times * once), 0.0), 1.0)
 
 
 # --- the products of a program ----------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class FirstStep:
             try:
                 whole = _run(engine, data, rows)
             except Exception as error:  # under zero=3 there may be nothing to write into, or to read
-                effects.explain(engine.plan)
+                effects.explain(engine.plan, engine.pipeline)
                 if isinstance(error, RuntimeError | IndexError) and rows < part.total:
                     error.add_note(
                         f"soli: on {rows} of the batch's {part.total} rows. If the model runs on all of them alone (plan dp=1), as on the "
@@ -137,7 +137,7 @@ class FirstStep:
 
         def verdict() -> None:
             engine.randomness.finish_probe()
-            effects.explain(engine.plan)
+            effects.explain(engine.plan, engine.pipeline)
             changes.explain(engine.plan)
             engine.loss_fn.explain(engine.plan)
             if apart and not repeats and engine.plan.pieces > 1:

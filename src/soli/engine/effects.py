@@ -24,6 +24,7 @@ from soli.core.plan import Plan
 from soli.core.tables import table
 from soli.mesh.record import telling
 from soli.parallel import gather, kept
+from soli.parallel.pipeline.run import Pipeline
 
 _BY_FREQUENCY = {ops.aten.embedding.default: 3, ops.aten._embedding_bag.default: 3}
 """Where these take scale_grad_by_freq."""
@@ -88,8 +89,13 @@ class Effects(TorchDispatchMode):
                     if param.untyped_storage()._cdata in single and (param.numel() > 1 or param.isnan().all()):
                         self.absent.add(name)
 
-    def explain(self, plan: Plan) -> None:
+    def explain(self, plan: Plan, pipeline: Pipeline | None) -> None:
         """Raises SoliError where a plan has nowhere to write to, or no part of a batch can tell a gradient."""
+        owners = pipeline.cutting.owners if pipeline is not None else {}
+        if several := [name for name in self.before if len(owners.get(name, ())) > 1]:
+            what = "the forward writes into parameters that several stages of the pipeline have, and the copy of one of them alone is written"
+            fix = "write and read them in the blocks of one stage, change weights between steps, or use pp=1"
+            raise SoliError(what, got=listed(several), allowed="parameters that only the optimizer changes, or of one stage alone", fix=fix)
         own = [n for n, p in self.model.named_parameters() if n in self.before and p.requires_grad]
         lost = list(self.before) if plan.zero == 3 else own if plan.zero else []
         if lost:

@@ -81,8 +81,7 @@ def seed(number: int) -> None:
 
 
 def hashed(*parts: object) -> int:
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def mixed(base: int, row: int) -> int:

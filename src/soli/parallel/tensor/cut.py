@@ -368,8 +368,7 @@ def cut(x: Tensor, split: Split) -> Tensor:
             below = deeper(x)
             with torch._C.DisableTorchFunctionSubclass():
                 x = marked(x.view_as(x), below)
-    name = _State.levels[_State.level].axis.name
-    return marked(x, {**(x.cuts if type(x) is Cut else {}), name: split})
+    return marked(x, {**(x.cuts if type(x) is Cut else {}), _State.levels[_State.level].axis.name: split})
 
 
 def marked(x: Tensor, cuts: dict[str, Split]) -> Tensor:

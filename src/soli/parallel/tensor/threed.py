@@ -111,5 +111,4 @@ def _lookup(levels: tuple[Run, ...], args: tuple, kwargs: dict) -> Tensor:
     rows = looked_up(plain(indices), table, own, words.size, given.get("padding_idx"))
     tokens = Split(0, (rows.shape[0],), rows.shape[0])
     others = indices.cuts if type(indices) is Cut else {}
-    local = moves.scatter(rows, tokens, axes[TP])
-    return marked(local, {**others, TP: tokens, ROW: hidden.at(rows.dim() - 1)})
+    return marked(moves.scatter(rows, tokens, axes[TP]), {**others, TP: tokens, ROW: hidden.at(rows.dim() - 1)})
