@@ -867,3 +867,30 @@ def trained(plan: str, deferred: bool) -> list[float]:
 def test_recurrent_modules_may_be_deferred(pool: Pool, plan: str) -> None:
     found = [pool.run(trained, plan, deferred, ranks=2) for deferred in (False, True)]
     assert found[0] == found[1]
+
+
+class Masked(Plain):
+    """It makes a mask in its first forward, keeps it, and drops some of what comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(6, 6).tril()
+        x = self.embed(tokens)
+        return self.head(self.dropout(self.layers[0](self.mask.to(x) @ x)))
+
+
+def test_dropout_of_a_model_that_keeps_a_mask_is_the_same_in_parts() -> None:
+    found = []
+    for plan in ("dp=1", "dp=1,accumulate=2", "dp=1,recompute=full"):
+        torch.manual_seed(3)
+        loss_fn, batches = case_of(Plain).make()[1:]
+        engine = parallelize(Masked().double(), loss_fn, optimizer=adamw, plan=plan)
+        found.append([float(engine.step(batch)) for batch in batches])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    assert found[2] == pytest.approx(found[0], rel=1e-12)
+    assert found[0][0] != pytest.approx(found[0][1], rel=1e-3)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from cases import CASES, IN_SUITE, WAYS, Row, choices, refused, rows, selection, suite
 from pool import Pool
@@ -173,6 +174,26 @@ def test_float32_inside_a_model_is_lifted() -> None:
         assert (model(x) - exact).abs().max() <= 1e-14
     assert (model(x) - exact).abs().max() > 1e-10  # what the proof would have to forgive otherwise
     assert torch.get_default_dtype() == torch.float32
+
+
+def grouped(product: Any, x: Tensor, weights: Tensor) -> list[Tensor]:
+    """A product of groups of rows, one of which has none, and its gradients; nothing is asked of rows after the last group."""
+    made = product(x, weights, offs=torch.tensor([2, 2, 7], dtype=torch.int32))[:7]
+    of_x, of_weights = torch.autograd.grad(made.square().sum(), (x, weights))
+    return [made, of_x[:7], of_weights]
+
+
+def test_products_of_groups_of_rows_are_there_in_float64() -> None:
+    """torch has them in no float64."""
+    torch.manual_seed(0)
+    given = torch.randn(10, 16, requires_grad=True), torch.randn(3, 16, 8, requires_grad=True)
+    found = grouped(torch._grouped_mm, *given)
+    for product in (torch._grouped_mm, nn.functional.grouped_mm):
+        with lifted():
+            wide = grouped(product, *(x.detach().double().requires_grad_() for x in given))
+        assert {x.dtype for x in wide} == {torch.float64}
+        for one, other in zip(found, wide, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
 
 
 def test_constants_in_float32_are_lifted_where_torch_takes_no_two_types() -> None:

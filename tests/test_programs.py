@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.test_kept import DIM, Plain, case_of, error_of, refusal, tokens_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import soli
 from pool import Pool
@@ -239,6 +240,17 @@ class Leaning(Plain):
         return x + 1e-6 * x.mean(0, keepdim=True)
 
 
+class LeaningAgain(Leaning):
+    """Its layers compute in float32 whatever they are given, and are made again in the backward by the program itself."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + checkpoint(lambda x, layer=layer: torch.tanh(layer(x).float()).to(x.dtype), x, use_reentrant=False)
+        x = self.head(x)
+        return x + 1e-6 * x.mean(0, keepdim=True)
+
+
 class Later(Plain):
     """The number is there from the first call on."""
 
@@ -357,6 +369,59 @@ class Momentum(Plain):
         for layer in self.slow:
             slow = layer(slow)
         return self.head(quick + slow)
+
+
+class Keys(Momentum):
+    """The same before any block, so that one stage writes and reads them, at each size of a batch."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            for one, other in zip(self.slow.parameters(), self.layers.parameters(), strict=True):
+                one.data.mul_(0.9).add_(other.data, alpha=0.1)
+        quick = slow = self.embed(tokens)
+        for layer in self.slow:
+            slow = layer(slow)
+        for layer in self.layers:
+            quick = layer(quick)
+        return self.head(quick + slow)
+
+
+class Near(nn.Module):
+    """A table of distances, which asks its own weight where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, DIM)
+
+    def forward(self, length: int) -> Tensor:
+        places = torch.arange(length, device=next(self.parameters()).device)
+        return self.table((places[None] - places[:, None]).clamp(0, 7)).mean(1)
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: Tensor, near: nn.Module) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x + near(x.shape[1]))))
+
+
+class Handing(Plain):
+    """Its blocks are given a module among their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = Near()
+
+    def layer(self) -> nn.Module:
+        return Biased()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.near)
+        return self.head(x)
 
 
 class Beginning(Plain):
@@ -486,6 +551,8 @@ class Scaled(Plain):
         swept(Teaching, "dp=2"),
         (Momentum, "dp=2"),
         (Momentum, "tp=2"),
+        (Keys, "pp=2"),
+        (Handing, "tp=2"),
         (Teaching, "dp=2,zero=2"),
         (Teaching, "tp=2"),
         (Beginning, "tp=2"),
@@ -550,6 +617,7 @@ def test_the_first_step_calls_a_model_once() -> None:
         (Later, "dp=2,recompute=full", "dp=2,recompute=full runs it 2 times a step"),
         swept(Leaning, "dp=2", "parts, in float64"),
         (Leaning, "dp=2,accumulate=2,recompute=full", "parts, in float64"),
+        (LeaningAgain, "dp=2", "parts, in float64"),
         (Leaning, "pp=2,microbatches=2", "parts, in float64"),
         (Leaning, "tp=2,accumulate=2", "parts, in float64"),
         swept(Leaning, "dp=2,zero=3", "parts, in float64"),
@@ -580,6 +648,15 @@ def test_the_first_step_calls_a_model_once() -> None:
 def test_it_is_refused(pool: Pool, kind: type[nn.Module], plan: str, said: str) -> None:
     for text in pool.run(refusal, kind, plan, ranks=2):
         assert said in text
+
+
+def test_what_the_checks_move_outside_of_modules_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """On one device nothing is refused for it; what is kept in a buffer, or a number of a module, is put back."""
+    loss_fn, batches = case_of(Plain).make()[1:]
+    for kind, said in ((Elsewhere, True), (Counting, False), (Plain, False)):
+        torch.manual_seed(3)
+        parallelize(kind().double(), loss_fn, optimizer=adamw, plan="dp=1").step(batches[0])
+        assert ("training begins from there" in capsys.readouterr().out) == said
 
 
 class Fixed(torch.autograd.Function):

@@ -25,8 +25,7 @@ def order(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
         chunk, one = divmod(within, ranks)
         return kind, (chunks - 1 - chunk if kind == "B" else chunk) * ranks + rank, group * ranks + one
 
-    ahead = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
-    warm = min(ahead, total)
+    warm = min(ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks, total)
     found = [step("F", i) for i in range(warm)]
     for i in range(total):
         if warm + i < total:

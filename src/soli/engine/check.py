@@ -19,7 +19,7 @@ from soli.engine import coupling
 from soli.engine.batch import Part, at, few, part_of, take, to_device
 from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
-from soli.engine.effects import looked_at
+from soli.engine.effects import Effects, looked_at
 from soli.losses import FromModel
 from soli.mesh.collectives import all_reduce, extreme, raise_together
 from soli.parallel import kept
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 Loss = tuple[float, float]
 """The sum of a forward's losses and how many were counted."""
+MOVED = (
+    "the model computes another loss when it is called again on the same rows: what it keeps outside of its modules (a global, a class's attribute, an "
+    "object) was moved on by the calls of the first step's checks, and training begins from there; in a buffer, or a number of a module, it is put back"
+)
 LATER = 3
 """Forwards more after which what they left in attributes is looked at once again: a list may be read from the second entry on."""
 
@@ -77,19 +81,10 @@ class FirstStep:
         data = to_device(take(part.data, 0, rows), engine.device)
         data, rows = (data, rows) if rows > 1 else (at(data, [0, 0]), 2)  # two at least
         # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
-        cut = rows // 2
-        with Differentiating(engine.plan), looked_at(model, engine.plan) as effects:
-            try:
-                whole = _run(engine, data, rows)
-            except Exception as error:  # under zero=3 there may be nothing to write into, or to read
-                effects.explain(engine.plan, engine.pipeline)
-                if isinstance(error, RuntimeError | IndexError) and rows < part.total:
-                    error.add_note(
-                        f"soli: on {rows} of the batch's {part.total} rows. If the model runs on all of them alone (plan dp=1), as on the "
-                        "nodes of a graph, they are no rows that can be shared out: let a row be what is computed by itself (one graph)"
-                    )
-                raise
+        cut, (effects, whole) = rows // 2, _watched(engine, data, rows, part.total)
         weights = {} if engine.plan.zero == 3 else effects.before  # there they are gone by now
+        if engine.pipeline is not None:
+            engine.pipeline.written = set(weights)
         start |= weights
         before, changes = kept.values(model, weights), kept.Changes(weights)
         moved = kept.changed(model, start)
@@ -127,10 +122,9 @@ class FirstStep:
             losses = coupling.measured(engine, part)
             self.size = coupling.size_of(losses)
         size = self.size * rows
-        apart, repeats, doubled = bool(parts) and not _adds_up(sums, engine, size), True, True
+        apart, doubled, again = bool(parts) and not _adds_up(sums, engine, size), True, _run(engine, data, rows)
+        kept.restore(model, before)
         if _anywhere(engine, apart, "whether losses do not add up"):
-            repeats = kept.same(_run(engine, data, rows), whole)
-            kept.restore(model, before)
             doubled = _doubled(engine, data, cut, sums[1]) if parts else True
             kept.restore(model, before)
         kept.restore(model, start)
@@ -140,7 +134,7 @@ class FirstStep:
             effects.explain(engine.plan, engine.pipeline)
             changes.explain(engine.plan)
             engine.loss_fn.explain(engine.plan)
-            if apart and not repeats and engine.plan.pieces > 1:
+            if apart and not kept.same(again, whole) and engine.plan.pieces > 1:
                 _refuse_memory()
             if parts:
                 _explain(sums, [rows, cut, rows - cut], engine, size, doubled)
@@ -149,7 +143,24 @@ class FirstStep:
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
         coupling.check(engine, losses)
+        if abs(again[0] - whole[0]) > rounding(engine, whole[1]) * (abs(whole[0]) + size):
+            events.note(MOVED, shown=engine.rank == 0)
         self.modes = _modes(model)
+
+
+def _watched(engine: Engine, data: Any, rows: int, total: int) -> tuple[Effects, Loss]:
+    """A first forward, and what else it did. `total`: rows of the batch."""
+    with Differentiating(engine.plan), looked_at(engine.model, engine.plan) as effects:
+        try:
+            return effects, _run(engine, data, rows)
+        except Exception as error:  # under zero=3 there may be nothing to write into, or to read
+            effects.explain(engine.plan, engine.pipeline)
+            if isinstance(error, RuntimeError | IndexError) and rows < total:
+                error.add_note(
+                    f"soli: on {rows} of the batch's {total} rows. If the model runs on all of them alone (plan dp=1), as on the "
+                    "nodes of a graph, they are no rows that can be shared out: let a row be what is computed by itself (one graph)"
+                )
+            raise
 
 
 def _begins_otherwise(engine: Engine, data: Any, rows: int, start: kept.Snapshot, whole: Loss) -> bool:
@@ -163,17 +174,17 @@ def _idle(engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: ke
     them before any forward, and with what several left; of a part of the rows too, which may have set what the first rows set for ever."""
     model, alone = engine.model, list[Loss]()
     for a, b in parts:
-        alone = [_run(engine, take(data, a, b), b - a, part=True)]
+        alone = [_run(engine, take(data, a, b), b - a, part=True, learn=False)]
         kept.restore(model, start | kept.in_state(model, before))
-        alone.append(_run(engine, take(data, a, b), b - a, part=True))
+        alone.append(_run(engine, take(data, a, b), b - a, part=True, learn=False))
         kept.restore(model, before)
     kept.restore(model, start | kept.in_state(model, before))
-    first = kept.same(_run(engine, data, rows), whole)
+    first = kept.same(_run(engine, data, rows, learn=False), whole)
     kept.restore(model, before)
     for _ in range(LATER):
-        _run(engine, data, rows)
+        _run(engine, data, rows, learn=False)
     kept.restore(model, kept.values(model) | kept.in_state(model, before))
-    return kept.same(_run(engine, data, rows), whole) and first and kept.same(alone[:1], alone[1:])
+    return kept.same(_run(engine, data, rows, learn=False), whole) and first and kept.same(alone[:1], alone[1:])
 
 
 def _remembered(engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot, whole: Loss) -> list[str]:
@@ -206,8 +217,8 @@ def _modes(model: nn.Module) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-def _run(engine: Engine, data: Any, rows: int, part: bool = False) -> Loss:
-    with engine.randomness.probe(rows), engine.statistics.check(part):
+def _run(engine: Engine, data: Any, rows: int, part: bool = False, learn: bool = True) -> Loss:
+    with engine.randomness.probe(rows, learn), engine.statistics.check(part):
         sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")
     total, count = sums.tolist()

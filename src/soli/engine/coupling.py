@@ -103,7 +103,7 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
             raise
         found, why = [], f"{type(error).__name__}: {error}".split("\n")[0]
     if why:
-        text = f"whether rows are coupled, or the size of gradients matters, was not looked at in float64: {why}"
+        text = f"whether rows are coupled (a balancing loss over a batch's tokens), or the size of gradients matters, was not looked at in float64, so a loss may be another one by as little as float32 rounds: {why}"
         events.note(text, shown=engine.rank == 0 and not alone)
     return [] if why else found
 
@@ -151,8 +151,7 @@ def _moved(model: nn.Module, way: float) -> None:
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         if param.is_floating_point() and param.numel():
-            noise = _noise(param, generator)
-            param.add_(noise.to(param.dtype), alpha=way * float(param.square().mean().sqrt()))
+            param.add_(_noise(param, generator).to(param.dtype), alpha=way * float(param.square().mean().sqrt()))
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -176,12 +175,13 @@ def _pulled(model: nn.Module, total: Tensor, count: float, scale: float) -> Sum:
     """A loss and its gradient along one direction, the same at every call."""
     if not (count and scale and total.requires_grad):
         return Sum(float(total.detach())) if count else Sum()
-    params = [p for p in model.parameters() if p.requires_grad]
-    found, generator = torch.autograd.grad(total * scale, params, allow_unused=True), torch.Generator().manual_seed(1)
+    params, generator = [p for p in model.parameters() if p.requires_grad], torch.Generator().manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    (total * scale).backward(inputs=params)  # lifted too, where blocks are made again (lift.py)
     size = along = along_size = 0.0
     with torch._C.DisableTorchFunction():  # it is not of the program
-        for param, gradient in zip(params, found, strict=True):
-            way = _noise(param, generator)
+        for param in params:
+            way, gradient = _noise(param, generator), param.grad
             if gradient is not None:
                 size += float((gradient * param.detach()).abs().sum())
                 along += float((gradient.real * way).sum())
@@ -222,6 +222,6 @@ def _add_up(engine: Engine, size: float, whole: Sum, first: Sum, second: Sum, tu
             return
     words = f"the {what[0]} is not the sum of its rows' {what[1]}: something couples the rows"
     found = f"{got[0]:.12g} for some rows; {got[1]:.12g} + {got[2]:.12g} for their two parts, in float64"
-    balancing = "a balancing loss over the tokens of a batch is one of this kind: take it over each row's tokens"
+    balancing = "a balancing loss over the tokens of a batch is one of this kind (transformers': config.output_router_logits): take it over each row's tokens, or leave it out; so is a mean over another number than the count that the loss returns"
     fix = f"{balancing}; or run with dp=1, tensor=1d and no accumulate or microbatches"
     raise SoliError(words, got=found, allowed="total(batch) = total(rows 1..k) + total(rows k+1..n)", fix=fix)

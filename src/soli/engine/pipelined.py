@@ -36,8 +36,7 @@ def cutting_of(engine: Engine, batch: Any) -> Cutting:
     parts, traces = _traces(engine, runner)
     ranks = schedules.rank_of_stages(engine.plan)
     cut = stages.cut(traces[True], parts, ranks, part.rows * (engine.plan.dp or 1) / runner.rows)
-    starts = gather_json(cut.starts, engine.mesh.all, label="stages")[0]
-    cut = stages.Stages(tuple(starts), cut.costs, cut.rank_of)
+    cut = stages.Stages(tuple(gather_json(cut.starts, engine.mesh.all, label="stages")[0]), cut.costs, cut.rank_of)
     _agree(engine, traces, cut.starts[-1])
     for trace, other in permutations(traces.values()):  # what one mode changes, the other may read
         trace.kept_reads |= {name: min(gap, trace.kept_reads.get(name, gap)) for name, gap in other.kept_reads.items()}

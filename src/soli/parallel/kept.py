@@ -166,10 +166,10 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
                 vars(module)[key] = _copy(before[name])
 
 
-def unchanged(model: nn.Module, tensors: bool = True) -> ExitStack:
-    """What is kept is as before afterwards. `tensors=False`: but for tensors in attributes."""
+def unchanged(model: nn.Module, tensors: bool = True, weights: Collection[str] = ()) -> ExitStack:
+    """What is kept is as before afterwards, and these parameters. `tensors=False`: but for tensors in attributes."""
     afterwards = ExitStack()
-    afterwards.callback(restore, model, values(model), tensors)
+    afterwards.callback(restore, model, values(model, weights), tensors)
     return afterwards
 
 

@@ -237,8 +237,7 @@ class Randomness:
             return fill(torch.empty(shape, dtype=like.dtype, device=like.device), generator)
         if shape[dim] % now.rows:
             raise _of_no_rows(key, f"shape {shape} for {now.rows} rows, and on the first step a multiple of them")
-        inner = shape[dim] // now.rows
-        rest = (*shape[:dim], inner, *shape[dim + 1 :])
+        rest = (*shape[:dim], shape[dim] // now.rows, *shape[dim + 1 :])
         rows = torch.empty((now.rows, *rest), dtype=like.dtype, device=like.device)
         for number, row in enumerate(rows.unbind(0)):
             generator.manual_seed(generators.mixed(base, now.first_row + number))

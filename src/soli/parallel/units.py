@@ -243,8 +243,7 @@ def slots_of(params: Iterable[Named], portions: dict[int, Portion], aligned: boo
     """Slots side by side, in the given order. `portions`: of the parameters that are cut, by id. `aligned`: each at a multiple of ALIGNED bytes."""
     slots, at = [], 0
     for names, param in params:
-        portion = portions.get(id(param))
-        slots.append(Slot(names, param, tuple(param.shape), at, param.numel(), portion=portion))
+        slots.append(Slot(names, param, tuple(param.shape), at, param.numel(), portion=portions.get(id(param))))
         each = max(ALIGNED // param.element_size(), 1) if aligned else 1
         at += math.ceil(param.numel() / each) * each
     return slots

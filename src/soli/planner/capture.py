@@ -171,8 +171,7 @@ class Follower(Hollow):
         number, where, marks = len(self.trace.products), tuple(self.where), self.marks([first, second])
         goes = (int(second.shape[-2]), int(second.shape[-1]))
         weighed = [n for kind, n in marks if kind == "softmax"]
-        rows = made.numel() / goes[1]
-        self.trace.products.append(Product(where, "", tuple(made.shape), goes, rows, marks))
+        self.trace.products.append(Product(where, "", tuple(made.shape), goes, made.numel() / goes[1], marks))
         if not weighed:
             return marks | {("scores", number)}
         scores = self.trace.products[max(weighed)]

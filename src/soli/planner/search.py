@@ -120,8 +120,7 @@ def _explored(task: Task, best: Best) -> tuple[list[tuple[Table, Array]], int, i
         # Of rows that recompute some layers the time of as few as may be: no more of them are quicker.
         quick = bounds.time_of_shards(task, part, ways) <= best.worst
         table = settled(task, space.sharded(part, space.rows_of(ways, quick)))
-        p = points_of(task, table)
-        table = space.rows_of(table, np.flatnonzero(peaks(task, p) <= task.limit))
+        table = space.rows_of(table, np.flatnonzero(peaks(task, points_of(task, table)) <= task.limit))
         found = times(task, points_of(task, table))
         at = np.flatnonzero(found <= best.worst)
         fit += len(at)

@@ -80,7 +80,7 @@ class Pipeline:
         self.weights = [p for p in self.model.parameters() if p.requires_grad and not p.is_meta]  # of this rank
         self.mine = [Stage(self, index) for index in self.stages.of_rank(self.axis.index)]
         self.actions: list[Action] = []  # of the newest flush; seconds of time.perf_counter
-        self.pieces: list[Any] = []
+        self.pieces, self.written = list[Any](), set[str]()  # microbatches; parameters that a forward writes
         self.keys: list[Any] = []
         self.count = schedules.microbatches(self.plan)
         self.schedule = schedules.build(self.plan, self.mine, self.count)
@@ -124,7 +124,7 @@ class Pipeline:
     def _learn(self, piece: Any, key: Any) -> None:
         """Let the shapes of a microbatch be known on every stage; nothing of the model changes."""
         began = self.randomness.begin(self._step, piece.start, piece.rows)
-        with kept.unchanged(self.model), began, self.randomness.forward(gradients=False):
+        with kept.unchanged(self.model, weights=self.written), began, self.randomness.forward(gradients=False):
             self._forward_only(piece.data, key)
 
     def compute(self, stage: Stage, number: int, flight: Flight, known: Known) -> None:

@@ -34,8 +34,7 @@ SCHEDULES: dict[str, Any] = {
 
 def rank_of_stages(plan: Plan) -> list[int]:
     """The pp rank of each stage."""
-    style = "v" if plan.schedule in V_SHAPED else "loop"
-    mapping = generate_stage_to_rank_mapping(plan.pp, plan.stages, style)
+    mapping = generate_stage_to_rank_mapping(plan.pp, plan.stages, "v" if plan.schedule in V_SHAPED else "loop")
     return [mapping[stage] for stage in range(plan.stages)]
 
 

@@ -199,8 +199,7 @@ class Stage(PipelineStage):
 
 def _differentiable(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs that have a gradient function, and the gradients that came for them (None: 1, of a loss)."""
-    given = flight.gradients or [None] * len(flight.outputs)
-    pairs = zip(flight.outputs, given, strict=True)
+    pairs = zip(flight.outputs, flight.gradients or [None] * len(flight.outputs), strict=True)
     found = [(x, g) for x, g in pairs if x.requires_grad and (g is not None or x.dim() == 0)]
     return [x for x, _ in found], [g for _, g in found]
 

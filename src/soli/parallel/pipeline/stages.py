@@ -54,8 +54,7 @@ def cut(trace: Trace, units: list[Unit], rank_of: list[int], rows: float) -> Sta
     costs = []
     for number, call in enumerate(trace.calls):
         flops = trace.flops[number + 1] + (trace.flops[0] if number == 0 else 0.0)
-        size = sum(p.numel() for p in modules[call.unit].parameters())
-        costs.append(3 * flops * rows + FLOPS_PER_PARAMETER * size)
+        costs.append(3 * flops * rows + FLOPS_PER_PARAMETER * sum(p.numel() for p in modules[call.unit].parameters()))
     # Where Python looks at values, the path may turn: that is the last stage's, which has all that follows.
     limit = max(trace.first_read() - 1, 0)
     if limit < len(rank_of) - 1:

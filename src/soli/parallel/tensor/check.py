@@ -119,8 +119,7 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
     for name, value in expected.items():
         if name not in got:
             raise _refused(sample, f"{name} is not there")
-        of = name.removeprefix("gradient of ")
-        cut_over = cuts.get(of, {})
+        cut_over = cuts.get(name.removeprefix("gradient of "), {})
         if name.startswith("gradient"):
             _add_up(value, got[name], cut_over, plan, mesh)
         wanted = oned.own_part(value, cut_over, mesh)

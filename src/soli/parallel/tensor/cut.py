@@ -150,7 +150,9 @@ class CutParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         with torch._C.DisableTorchFunctionSubclass():
-            return super().__deepcopy__(memo)
+            copied = super().__deepcopy__(memo)
+            copied.cuts = {**self.cuts}
+            return copied
 
     __torch_function__ = Cut.__torch_function__
 

@@ -137,8 +137,7 @@ class Finder:
                 if len(new) != 1:
                     self._replicate(name, "its product has no dim of its own")
                 else:
-                    why = who or "it reads what every rank has"
-                    self._column(x, name, letters[i].index(new[0]), "column", why)
+                    self._column(x, name, letters[i].index(new[0]), "column", who or "it reads what every rank has")
 
     def _both_ways(self, x: Tensor, name: str, word: str, other: tuple[Tensor, str], out: str, who: str) -> bool:
         """On a grid: a matrix is cut along its new dim over tp, and along the summed one over the rows, if both can be."""

@@ -95,8 +95,7 @@ class _CrossEntropy(torch.autograd.Function):
         weights, mine, place = ctx.saved_tensors
         found = weights * grad.unsqueeze(1)
         if weights.shape[1]:
-            kept = (grad * mine * (ctx.smoothing - 1)).unsqueeze(1)
-            found.scatter_add_(1, place.unsqueeze(1), kept)
+            found.scatter_add_(1, place.unsqueeze(1), (grad * mine * (ctx.smoothing - 1)).unsqueeze(1))
         if ctx.smoothing:
             found -= (ctx.smoothing / ctx.classes) * grad.unsqueeze(1)
         return found, None, None, None, None, None

@@ -133,8 +133,7 @@ def expand(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if split_of(x) is None:
         return x.expand(new)
     split = _split(x)
-    more = len(new) - x.dim()
-    at = split.at(split.dim + more)
+    at = split.at(split.dim + (len(new) - x.dim()))
     if new[at.dim] not in (-1, split.size):
         raise Misfit(split.origins, "the cut dim is expanded")
     return cut(x.expand(*new[: at.dim], -1, *new[at.dim + 1 :]), at)
@@ -241,8 +240,7 @@ def getitem(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
             result = _sliced(run, result, dim, item)
             dim += 1
         else:
-            size = shape_of(result)[dim]
-            result = select(run, result, dim, int(item) % size)
+            result = select(run, result, dim, int(item) % shape_of(result)[dim])
     return result
 
 

@@ -166,8 +166,7 @@ def of_gradients(p: Points, summed: Sums) -> Array:
     (`gathers_of_layer`); here are its tables, as often.
     """
     times = np.where((p.zero >= 2) & ~p.late_sums, p.microbatches, 1.0)
-    sharded = summed.scattered * times + summed.gathered
-    usual = np.where(p.zero >= 1, sharded, 2 * summed.scattered)
+    usual = np.where(p.zero >= 1, summed.scattered * times + summed.gathered, 2 * summed.scattered)
     return summed.across + np.where(p.zero >= 3, summed.tables * times, usual)
 
 

@@ -196,8 +196,7 @@ class Points:
         where Megatron's kernel does not, which takes four matrices of them at a time (NVIDIA/Megatron-LM, megatron/core/fusions/fused_softmax.py, is_kernel_available). Heads that are guessed say nothing of it."""
         if (self.flash > 0).all():
             return self.flash == 0
-        matrices = self.microbatch * self.heads / self.tp
-        odd = (self.fours > 0) & (self.heads % self.tp == 0) & (matrices % 4 != 0)
+        odd = (self.fours > 0) & (self.heads % self.tp == 0) & (self.microbatch * self.heads / self.tp % 4 != 0)
         return (self.flash == 0) & (odd | (self.eager > 1))
 
     @cached_property
