@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from dataclasses import dataclass
 from operator import setitem
 from types import SimpleNamespace
 from typing import Any
@@ -424,6 +425,35 @@ class Handing(Plain):
         return self.head(x)
 
 
+@dataclass
+class Seen:
+    """What a block hands out beside its result (x-transformers')."""
+
+    inner: Tensor
+    cache: Tensor | None = None
+    deeper: Seen | None = None
+
+
+class Telling(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Seen]:
+        inner = super().forward(x)
+        return x + torch.tanh(inner), Seen(inner, deeper=Seen(inner * 2))
+
+
+class Collecting(Plain):
+    """It reads, after all of its blocks, what they handed out in objects."""
+
+    def layer(self) -> nn.Module:
+        return Telling(DIM, DIM)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, seen = self.embed(tokens), []
+        for layer in self.layers:
+            x, one = layer(x)
+            seen.append(one)
+        return self.head(x + sum(one.inner + one.deeper.inner for one in seen))
+
+
 class Beginning(Plain):
     """Its first forward sets a weight by what it sees."""
 
@@ -553,6 +583,8 @@ class Scaled(Plain):
         (Momentum, "tp=2"),
         (Keys, "pp=2"),
         (Handing, "tp=2"),
+        (Collecting, "pp=2,microbatches=2"),
+        (Collecting, "dp=2,recompute=full"),
         (Teaching, "dp=2,zero=2"),
         (Teaching, "tp=2"),
         (Beginning, "tp=2"),

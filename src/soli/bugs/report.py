@@ -119,8 +119,7 @@ def _dimension(said: Mapping[str, Any], dimension: str) -> Iterator[Block]:
     titles, rows = [dimension, "fixes", "share", *repos], []
     titles += [f"by labels, {labelled['count']} fixes"] if labelled else []
     for word, (count, part) in table["all"].items():
-        shares = (percent(table["repos"][repo][word][1]) for repo in repos)
-        rows.append([word, f"{count:,}", percent(part), *shares])
+        rows.append([word, f"{count:,}", percent(part), *(percent(table["repos"][repo][word][1]) for repo in repos)])
         rows[-1] += [percent(labelled["words"][word][1])] if labelled else []
     yield Table(titles, rows)
     yield Figure(f"Shares of each {dimension} by repository, with intervals.", lambda axes: _bars(axes, table["repos"]))

@@ -80,8 +80,7 @@ def _pipelines(pp: int, rows: int) -> list[dict[str, Any]]:
 
 def lighter(plan: Plan, ranks: int, rows: int) -> Iterator[Plan]:
     """The plan in ever less memory, each step at the least cost in time: what ZeRO shards, smaller pieces, recomputation."""
-    shards = plan.dp is not None and plan.dp * plan.cp > 1
-    zeros = [zero for zero in (1, 2, 3) if zero > plan.zero] if shards else []
+    zeros = [zero for zero in (1, 2, 3) if zero > plan.zero] if plan.dp is not None and plan.dp * plan.cp > 1 else []
     steps: list[dict[str, Any]] = [{"zero": zero} for zero in zeros if zero < 3]
     accumulate, apart = plan.accumulate, plan.pieces // plan.accumulate
     while plan.pp == 1 and apart * accumulate * 2 <= rows:

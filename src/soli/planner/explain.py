@@ -179,8 +179,7 @@ def beyond(task: Task, best: Choice) -> str:
 def compared(a: Choice, b: Choice) -> str:
     """Where a step of a spends less than one of b, and where more."""
     gaps = {PARTS[name]: b.parts_s[name] - a.parts_s[name] for name in PARTS}
-    felt = [gap for gap in gaps.items() if abs(gap[1]) >= 0.001 * a.step_time_s]
-    told = sorted(felt, key=lambda gap: -abs(gap[1]))
+    told = sorted([gap for gap in gaps.items() if abs(gap[1]) >= 0.001 * a.step_time_s], key=lambda gap: -abs(gap[1]))
     words = [f"{abs(gap):.3g} s {'less' if gap > 0 else 'more'} {name}" for name, gap in told[:3]]
     return ", ".join(words) or "in no part by more than 0.1%"
 

@@ -224,8 +224,7 @@ class Homeward:
             return
         if self.from_outer is not None:
             total = self.from_outer().add_(total)
-        size = self.sizes[self.ways.owner(self.round + 1, 0)]
-        self.from_outer = passed_on(total, size, self.ways.outer, GRADIENTS)
+        self.from_outer = passed_on(total, self.sizes[self.ways.owner(self.round + 1, 0)], self.ways.outer, GRADIENTS)
 
     def _sum(self, owner: int, coming: Callable[[], Tensor] | None, part: Tensor | None) -> Tensor:
         if coming is None:

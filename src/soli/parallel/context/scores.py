@@ -90,8 +90,7 @@ def _sent_home(a: Tensor, x: Tensor, spans: Spans, axis: Axis) -> Tensor:
         part = (columns(a, spans[owner]).mT @ x).to(sums(x.dtype))
         total = part if coming is None else part + coming().view(part.shape)
         if turn + 1 < axis.size:
-            size = each * length(spans[owner - 1])
-            coming = passed_on(total.reshape(-1), size, axis, GRADIENTS)
+            coming = passed_on(total.reshape(-1), each * length(spans[owner - 1]), axis, GRADIENTS)
     return total.to(x.dtype)
 
 

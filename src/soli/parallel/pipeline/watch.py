@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_map
 
 from soli.core.errors import on_all_ranks
 from soli.core.frames import in_autograd_function
@@ -195,6 +195,14 @@ def watched(units: list[Unit]) -> Iterator[None]:
     finally:
         for _, module in units:
             unwrap(module)
+
+
+def opened(out: Any) -> Any:
+    """What a unit returned, whose dataclasses torch's pytrees can look into from here on."""
+    while kinds := {type(leaf) for leaf in tree_leaves(out) if is_dataclass(leaf) and not isinstance(leaf, type)}:
+        for kind in kinds:
+            register_dataclass(kind)
+    return out
 
 
 def watch_units(units: list[Unit]) -> None:
@@ -435,7 +443,7 @@ class Tracer(Watch):
         before = self.draws()
         within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace, self._computed)
         with inside(self), within:
-            out = unwrapped(forward(*args, **kwargs))
+            out = unwrapped(opened(forward(*args, **kwargs)))
         self._filled += [(x, self.gap) for x, before in objects if before is not None and (before != _numbers(x) or isinstance(x, Iterator))]
         self._by_units |= (found := self._look())  # which the stages after this one do not run
         own = {id(buffer) for buffer in module.buffers()}

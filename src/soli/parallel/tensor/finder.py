@@ -125,8 +125,7 @@ class Finder:
                 pass
             elif shared_cuts and wish != "column":
                 letter, split = shared_cuts[0]
-                dim = letters[i].index(letter)
-                self._decide(x, name, "row", replace(split.at(dim), lead=()), "its input is cut")
+                self._decide(x, name, "row", replace(split.at(letters[i].index(letter)), lead=()), "its input is cut")
             elif cuts:
                 self._replicate(name, "its input is cut along another dim")
             elif wish == "row":

@@ -42,8 +42,7 @@ def spent_otherwise(
     longest = inner + np.where(folded, np.maximum(first + last, 0.0), np.maximum(first, last))
     ends = np.where(folded, 0.0, np.minimum(first, last))
     # by stages beside the last; of other schedules nobody waits less
-    lacking = p.pp * p.own_layers - p.layers - p.fewer
-    waits = waits - np.where(p.schedule == GPIPE, lacking * layer, 0.0)
+    waits = waits - np.where(p.schedule == GPIPE, (p.pp * p.own_layers - p.layers - p.fewer) * layer, 0.0)
     fill = waits + ends + 2 * send * (p.pp - 1) * np.where(folded, 2.0, 1.0)
     return p.microbatches * np.maximum(longest, sending), fill
 
