@@ -135,8 +135,7 @@ def wrap(model: nn.Module, plan: Plan) -> None:
         if getattr(module, "gradient_checkpointing", False):  # transformers' word for it
             events.emit("note", text=f"{name} recomputes itself already")
             continue
-        options = {"context_fn": contexts} if plan.recompute == "selective" else {}
-        wrapping.wrap(module, _again(module, options))
+        wrapping.wrap(module, _again(module, {"context_fn": contexts} if plan.recompute == "selective" else {}))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from soli.core.errors import on_all_ranks
 from soli.core.frames import in_autograd_function
@@ -30,7 +30,7 @@ from soli.core.functions import in_place, name_of, tensors_in
 from soli.core.versions import function_modes, mode_popped
 from soli.parallel import kept
 from soli.parallel.pipeline.functions import READS, seen_by
-from soli.parallel.pipeline.units import Flops, Unit
+from soli.parallel.pipeline.units import Flops, Unit, opened
 from soli.parallel.wrapping import unwrap, wrap
 
 Name = tuple[int, int, int]
@@ -195,14 +195,6 @@ def watched(units: list[Unit]) -> Iterator[None]:
     finally:
         for _, module in units:
             unwrap(module)
-
-
-def opened(out: Any) -> Any:
-    """What a unit returned, whose dataclasses torch's pytrees can look into from here on."""
-    while kinds := {type(leaf) for leaf in tree_leaves(out) if is_dataclass(leaf) and not isinstance(leaf, type)}:
-        for kind in kinds:
-            register_dataclass(kind)
-    return out
 
 
 def watch_units(units: list[Unit]) -> None:

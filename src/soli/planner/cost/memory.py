@@ -33,8 +33,7 @@ NORMS = 4.0
 def of_layer(p: Points) -> tuple[Array, Array]:
     """A layer's parameters on a rank: those that dp replicates, and those of experts, which dp / ep ranks have."""
     mlp = p.matrices * p.hidden * p.ffn
-    router = p.hidden * p.experts
-    dense = (p.attention_matrices + np.where(p.experts > 0, router * p.tp + p.shared * mlp, mlp)) / p.tp
+    dense = (p.attention_matrices + np.where(p.experts > 0, p.hidden * p.experts * p.tp + p.shared * mlp, mlp)) / p.tp
     return dense + vectors(p), np.where(p.experts > 0, mlp * p.experts / p.ep / p.expert_tp, 0.0)
 
 
