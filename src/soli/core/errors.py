@@ -53,8 +53,7 @@ class SoliError(Exception):
         exit_code: int = MISTAKE,
         everywhere: bool = False,
     ) -> None:
-        one = [Problem(what, str(got), str(allowed), fix, seen)] if isinstance(what, str) else what
-        self.problems = tuple(one)
+        self.problems = tuple([Problem(what, str(got), str(allowed), fix, seen)] if isinstance(what, str) else what)
         self.exit_code = exit_code
         self.everywhere = everywhere
         self.consequence = False  # True: another rank's failure is the likely cause of this one

@@ -73,7 +73,8 @@ def under_plan(case: Case, plan: str) -> Trace:
 
 def check(case: Case, plan: str, ranks: int) -> Row:
     """Run on every rank of a pool: this rank's trace against the oracle's."""
-    return Row(case.name, plan, ranks, *compare(under_plan(case, plan), expected_of(case)))
+    expected = expected_of(case)
+    return Row(case.name, plan, ranks, *compare(under_plan(case, plan), expected))
 
 
 @cache
