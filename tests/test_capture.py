@@ -469,3 +469,33 @@ def test_a_table_of_as_many_rows_as_classes_is_not_the_vocabulary() -> None:
     found, inferred = planned(model)
     assert (found.vocab, found.tied) == (8000, True)
     assert any("an embedding of 8000 and a last product of 2 are taken as one table of 8000" in said for said in inferred)
+
+
+class Padded(Net):
+    """Logits of the words that there are: the table has some rows more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.blocks(self.table(x)), self.table.weight[:990])
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_a_table_may_have_more_rows_than_there_are_logits() -> None:
+    with torch.device("meta"):
+        model = Padded(*(Block() for _ in range(3)))
+    assert planned(model)[0] == replace(planned(Net(*(Block() for _ in range(3))))[0], vocab=990)
+
+
+def test_what_does_not_attend_ends_a_stack() -> None:
+    with torch.device("meta"):
+        table, head = nn.Embedding(1000, 256), nn.Linear(256, 1000, bias=False)
+        model = nn.Sequential(Wrapped(table), *(Wrapped(Block()) for _ in range(3)), Wrapped(head))
+    assert planned(model)[0] == replace(planned(Net(*(Block() for _ in range(3)), tied=False))[0], tied=False)

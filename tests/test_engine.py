@@ -709,25 +709,6 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
     assert elementwise.coupling(matrices, elementwise.by_elements)
 
 
-class Stacked(torch.optim.SGD):
-    """As nanochat's Muon: matrices of one shape at once, each by its own norm."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            gradients = torch.stack([p.grad for p in group["params"]])
-            for p, gradient in zip(group["params"], gradients / gradients.norm(dim=(1, 2), keepdim=True), strict=True):
-                p.grad = gradient
-        return super().step(closure)
-
-
-def test_an_optimizer_may_stack_matrices_of_one_shape() -> None:
-    """And one that is larger than what is tried is tried by a large matrix of another shape."""
-    for shape in ((6, 8), (400, 500)):
-        stacked = Stacked([nn.Parameter(torch.ones(shape)) for _ in range(3)], lr=0.1)
-        assert not elementwise.coupling(stacked, elementwise.by_parameters)
-        assert elementwise.coupling(stacked, elementwise.by_elements)
-
-
 class Chain(torch.optim.SGD):
     """Steps another, which has its own state."""
 

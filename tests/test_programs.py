@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from dataclasses import dataclass
 from operator import setitem
 from types import SimpleNamespace
 from typing import Any
@@ -425,35 +424,6 @@ class Handing(Plain):
         return self.head(x)
 
 
-@dataclass
-class Seen:
-    """What a block hands out beside its result (x-transformers')."""
-
-    inner: Tensor
-    cache: Tensor | None = None
-    deeper: Seen | None = None
-
-
-class Telling(nn.Linear):
-    def forward(self, x: Tensor) -> tuple[Tensor, Seen]:
-        inner = super().forward(x)
-        return x + torch.tanh(inner), Seen(inner, deeper=Seen(inner * 2))
-
-
-class Collecting(Plain):
-    """It reads, after all of its blocks, what they handed out in objects."""
-
-    def layer(self) -> nn.Module:
-        return Telling(DIM, DIM)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x, seen = self.embed(tokens), []
-        for layer in self.layers:
-            x, one = layer(x)
-            seen.append(one)
-        return self.head(x + sum(one.inner + one.deeper.inner for one in seen))
-
-
 class Beginning(Plain):
     """Its first forward sets a weight by what it sees."""
 
@@ -583,8 +553,6 @@ class Scaled(Plain):
         (Momentum, "tp=2"),
         (Keys, "pp=2"),
         (Handing, "tp=2"),
-        (Collecting, "pp=2,microbatches=2"),
-        (Collecting, "dp=2,recompute=full"),
         (Teaching, "dp=2,zero=2"),
         (Teaching, "tp=2"),
         (Beginning, "tp=2"),
@@ -719,12 +687,22 @@ class Knowing(Plain):
         return self.head(Fixed.apply(self.layers[0](self.embed(tokens))))
 
 
-def knowing(plan: str, broken: bool) -> list[str]:
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return torch.tanh(x) * 2
+
+
+class Scripted(Plain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers[1](scripted(self.layers[0](self.embed(tokens)))))
+
+
+def knowing(plan: str, broken: bool, kind: type[nn.Module] = Knowing) -> list[str]:
     torch.manual_seed(3)
     loss_fn, batches = case_of(Plain).make()[1:]
     try:
-        parallelize(Knowing(broken).double(), loss_fn, optimizer=adamw, plan=plan).step(batches[0])
-    except ValueError as error:
+        parallelize((Knowing(broken) if kind is Knowing else kind()).double(), loss_fn, optimizer=adamw, plan=plan).step(batches[0])
+    except (ValueError, RuntimeError) as error:
         return getattr(error, "__notes__", [])
     return ["it ran"]
 
@@ -737,6 +715,12 @@ def test_what_a_model_raises_under_a_plan_is_said_with_the_plan(pool: Pool) -> N
     for notes in pool.run(knowing, "cp=2", True, ranks=2):
         assert len(notes) == 1
         assert "The plain model ran" not in notes[0]
+
+
+def test_functions_that_torchscript_compiled_are_named(pool: Pool) -> None:
+    for notes in pool.run(knowing, "tp=2", False, Scripted, ranks=2):
+        assert len(notes) == 1
+        assert "Functions of TorchScript (@torch.jit.script) compute out of sight of a plan: take the decorator off." in notes[0]
 
 
 def test_what_a_model_raises_anyway_is_left_alone(pool: Pool) -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Loss = tuple[float, float]
 """The sum of a forward's losses and how many were counted."""
 MOVED = (
-    "the model computes another loss when it is called again on the same rows: what it keeps outside of its modules (a global, a class's attribute, an "
-    "object) was moved on by the calls of the first step's checks, and training begins from there; in a buffer, or a number of a module, it is put back"
+    "the model computes another loss when it is called again on the same rows: what it keeps in no buffer, number, tensor, list or dict of a module (in a "
+    "global, a class's attribute, an object) was moved on by the calls of the first step's checks, and training begins from there; in these it is put back"
 )
 LATER = 3
 """Forwards more after which what they left in attributes is looked at once again: a list may be read from the second entry on."""
@@ -122,7 +122,7 @@ class FirstStep:
             losses = coupling.measured(engine, part)
             self.size = coupling.size_of(losses)
         size = self.size * rows
-        apart, doubled, again = bool(parts) and not _adds_up(sums, engine, size), True, _run(engine, data, rows)
+        apart, doubled, again = bool(parts) and not _adds_up(sums, engine, size), True, whole if engine.mesh.all.simulated else _run(engine, data, rows)
         kept.restore(model, before)
         if _anywhere(engine, apart, "whether losses do not add up"):
             doubled = _doubled(engine, data, cut, sums[1]) if parts else True

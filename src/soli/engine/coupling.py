@@ -176,7 +176,8 @@ def _pulled(model: nn.Module, total: Tensor, count: float, scale: float) -> Sum:
     if not (count and scale and total.requires_grad):
         return Sum(float(total.detach())) if count else Sum()
     params, generator = [p for p in model.parameters() if p.requires_grad], torch.Generator().manual_seed(1)
-    model.zero_grad(set_to_none=True)
+    for param in params:
+        param.grad = None
     (total * scale).backward(inputs=params)  # lifted too, where blocks are made again (lift.py)
     size = along = along_size = 0.0
     with torch._C.DisableTorchFunction():  # it is not of the program

@@ -102,17 +102,14 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[Shape]:
     found, own = list[Shape](), dict[tuple[int, ...], tuple[int, int]]()
     for number, group in enumerate(optimizer.param_groups):
         kinds = dict[Any, int]()
-        alike = len({p.shape for p in group["params"]}) == 1 and (first := group["params"][0]).numel() > 0 and first.dim() in OTHERS
-        # a program may stack what is of one shape (Muon's)
-        only = 2 * [tuple(first.shape) if first.numel() <= OWN else OTHERS[first.dim()][-1]] if alike else []
         for place, p in enumerate(group["params"]):
             kinds.setdefault((p.dim(), repr(sorted((name, x) for name, x in vars(p).items() if isinstance(x, Said)))), place)
-            for kept in () if alike else (0, -1):
+            for kept in (0, -1):
                 large = p.numel() > OWN
                 tried = tuple(min(n, 2) if large and i != kept % p.dim() else n for i, n in enumerate(p.shape))
                 if 0 < math.prod(tried) <= OWN:
                     own.setdefault(tried, (number, place))
-        found += [(number, place, shape) for (dim, _), place in kinds.items() for shape in only or OTHERS.get(dim, ())]
+        found += [(number, place, shape) for (dim, _), place in kinds.items() for shape in OTHERS.get(dim, ())]
         if group.get("param_names"):
             found += [(number, place, OTHERS.get(p.dim(), [SMALL])[0]) for place, p in enumerate(group["params"])]
     return found + [(*where, shape) for shape, where in list(own.items())[:MOST_OWN]]

@@ -29,6 +29,8 @@ def noted(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[E
             raise
         except Exception as error:
             text = _note(engine)
+            if text and "TorchScript" in str(error):
+                text += " Functions of TorchScript (@torch.jit.script) compute out of sight of a plan: take the decorator off."
             if text and not any(note.startswith("soli:") for note in getattr(error, "__notes__", ())):
                 error.add_note(text)
             raise

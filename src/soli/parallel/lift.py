@@ -32,9 +32,8 @@ class _Lift(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            options = {name for name, value in kwargs.items() if value is not None}
-            if func is torch._grouped_mm and args[0].dtype == torch.float64 and args[1].dim() == 3 and options == {"offs"}:
-                return _grouped(args[0], args[1], kwargs["offs"])
+            if getattr(func, "__name__", "") == "_grouped_mm" and (made := _grouped(*args, **kwargs)) is not None:
+                return made
             # of constants of the program's own (class weights), where torch takes no two types together
             given = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             if "out" in kwargs or func.__name__.endswith("_") or not given & NARROW or not given & WIDE:
@@ -42,10 +41,12 @@ class _Lift(TorchFunctionMode):
             return func(*tree_map(wide, args), **tree_map(wide, kwargs))
 
 
-def _grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """torch._grouped_mm, which torch has in no float64: rows up to each end by a matrix of their own."""
-    rows = [x[a:b] @ weight for weight, a, b in zip(weights, [0, *ends.tolist()], ends.tolist(), strict=False)]
-    return torch.cat([*rows, x.new_zeros(len(x) - int(ends[-1]), weights.shape[-1])])
+def _grouped(input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None) -> Tensor | None:
+    """torch._grouped_mm, which torch has in no float64: rows up to each end by a matrix of their own. None: it is of another form."""
+    if input.dtype != torch.float64 or mat2.dim() != 3 or offs is None or bias is not None:
+        return None
+    rows = [input[a:b] @ weight for weight, a, b in zip(mat2, [0, *offs.tolist()], offs.tolist(), strict=False)]
+    return torch.cat([*rows, input.new_zeros(len(input) - int(offs[-1]), mat2.shape[-1])])
 
 
 def _double(argument: Any) -> Any:

@@ -95,7 +95,7 @@ def _stack(name: str, model: nn.Module, trace: Trace) -> Stack:
         [f"{path}.{i}" if path else str(i) for i in places]
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
-        for places in _runs(list(module))
+        for places in _runs(list(module), {model.get_submodule(part) for part in attending})
     ]
     runs = [one for one in runs if attending & set(one)]
     if not runs:
@@ -105,11 +105,11 @@ def _stack(name: str, model: nn.Module, trace: Trace) -> Stack:
     return found
 
 
-def _runs(modules: list[nn.Module]) -> list[list[int]]:
-    """Neighbours of one type, which have parameters."""
-    kinds = [(type(m), any(True for _ in m.parameters())) for m in modules]
+def _runs(modules: list[nn.Module], attending: set[nn.Module]) -> list[list[int]]:
+    """Neighbours of one type, which have parameters and attend or do not."""
+    kinds = [(type(m), any(True for _ in m.parameters()), m in attending) for m in modules]
     runs = groupby(range(len(kinds)), key=kinds.__getitem__)
-    return [list(places) for (_, parameters), places in runs if parameters]
+    return [list(places) for (_, parameters, _), places in runs if parameters]
 
 
 def _layers(name: str, trace: Trace, stack: Stack, hidden: int) -> tuple[Heads, list[Mlp], int]:
@@ -242,7 +242,7 @@ def _tables(name: str, trace: Trace, stack: Stack) -> list[tuple[int, bool, list
     if not after:
         return [(rows, True, [f"no product gives logits: they are taken to be {rows} wide, by the embedding's table"])]
     last, tied = after[-1], after[-1].weight in trace.tables
-    found = [(last.goes[1], tied, list[str]())] if any(shape[0] == last.goes[1] for shape in trace.tables.values()) else []
+    found = [(last.goes[1], tied, list[str]())] if tied or any(shape[0] == last.goes[1] for shape in trace.tables.values()) else []
     vocab, what = max(rows, last.goes[1]), f"an embedding of {rows}" if rows else "no embedding"
     return found if tied else [*found, (vocab, True, [f"{what} and a last product of {last.goes[1]} are taken as one table of {vocab}"])]
 

@@ -61,8 +61,7 @@ class Machine:
         """Seconds of one collective."""
         if len(sent.ranks) < 2 or sent.operation in FREE:
             return 0.0
-        table = self._table(sent.operation, len(sent.ranks), sent.stride)
-        sizes, seconds = np.array(table).T
+        sizes, seconds = np.array(self._table(sent.operation, len(sent.ranks), sent.stride)).T
         if sent.bytes >= sizes[-1]:  # alpha and beta of the two largest
             rate = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
             return float(seconds[-1] + max(rate, 0.0) * (sent.bytes - sizes[-1]))

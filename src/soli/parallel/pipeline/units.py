@@ -7,12 +7,10 @@ runs on every stage. No list of attribute names: children of the outermost lists
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
 from typing import Any
 
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import register_dataclass, tree_leaves
 
 from soli.core.versions import FLOPS
 from soli.parallel.units import parts
@@ -56,11 +54,3 @@ class Flops(TorchDispatchMode):
         if func._overloadpacket in FLOPS:
             self.total += FLOPS[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
         return out
-
-
-def opened(out: Any) -> Any:
-    """What a unit returned, whose dataclasses torch's pytrees can look into from here on."""
-    while kinds := {type(leaf) for leaf in tree_leaves(out) if is_dataclass(leaf) and not isinstance(leaf, type)}:
-        for kind in kinds:
-            register_dataclass(kind)
-    return out

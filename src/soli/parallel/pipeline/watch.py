@@ -30,7 +30,7 @@ from soli.core.functions import in_place, name_of, tensors_in
 from soli.core.versions import function_modes, mode_popped
 from soli.parallel import kept
 from soli.parallel.pipeline.functions import READS, seen_by
-from soli.parallel.pipeline.units import Flops, Unit, opened
+from soli.parallel.pipeline.units import Flops, Unit
 from soli.parallel.wrapping import unwrap, wrap
 
 Name = tuple[int, int, int]
@@ -393,11 +393,12 @@ class Tracer(Watch):
         looks, made = looks_by(func, args), results_of(func, args, out)
         # running statistics are written without a word: neither the schema says it, nor the version
         self.trace.written |= {self.buffers[id(x)]: self.gap for x, before in given if not kept.same(x, before)}
-        if made and in_place(func):
+        wrote = bool(made) and in_place(func) and isinstance(args[0], Tensor)
+        if wrote:
             self.trace.written |= {self.buffers[id(x)]: self.gap for x in (args[0], args[0]._base) if id(x) in self.buffers}
-        if kwargs.get("out") is not None:
+        if kwargs.get("out") is not None or (made and in_place(func) and not wrote):  # of several at once (torch._foreach_mul_)
             self.trace.aliased.add((self.gap, self.gap, FOREVER))
-        before = getattr(args[0], "_live", None) if made and in_place(func) else None
+        before = getattr(args[0], "_live", None) if wrote else None
         if looks:
             self.trace.reads.append((self.gap, looks))
         if made or looks:
@@ -406,12 +407,12 @@ class Tracer(Watch):
             self.trace.operations[self.gap].append(called_as(func, made))
             for leaf, x in enumerate(made):
                 name = (self.gap, self.number, leaf)
-                if not in_place(func) and hasattr(x, "_live") and any(x is one for one in live):
+                if not wrote and hasattr(x, "_live") and any(x is one for one in live):
                     self.trace.same[name] = x._live
                 else:
                     self._made(x, name)
             self.number += 1
-            if in_place(func):
+            if wrote:
                 self._wrote(args[0], {before, args[0]._live})
         return out
 
@@ -435,7 +436,7 @@ class Tracer(Watch):
         before = self.draws()
         within = _Within(self.gap, {id(x) for x in given if isinstance(x, Tensor)}, self.trace, self._computed)
         with inside(self), within:
-            out = unwrapped(opened(forward(*args, **kwargs)))
+            out = unwrapped(forward(*args, **kwargs))
         self._filled += [(x, self.gap) for x, before in objects if before is not None and (before != _numbers(x) or isinstance(x, Iterator))]
         self._by_units |= (found := self._look())  # which the stages after this one do not run
         own = {id(buffer) for buffer in module.buffers()}

@@ -151,7 +151,7 @@ class CutParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         with torch._C.DisableTorchFunctionSubclass():
             copied = super().__deepcopy__(memo)
-            copied.cuts = {**self.cuts}
+            copied.cuts = {}
             return copied
 
     __torch_function__ = Cut.__torch_function__

@@ -25,8 +25,7 @@ from soli.parallel.tensor.split import Misfit, Split
 def norm(run: Run, name: str, x: Tensor, split: Split, rest: list[Any], kwargs: dict[str, Any]) -> Tensor:
     """layer_norm(x, [H], weight, bias, eps) and rms_norm(x, [H], weight, eps) of x [.., h], cut by `split`."""
     centred = name == "layer_norm"
-    names = ("weight", "bias", "eps") if centred else ("weight", "eps")
-    given = dict(zip(names, rest, strict=False)) | kwargs
+    given = dict(zip(("weight", "bias", "eps") if centred else ("weight", "eps"), rest, strict=False)) | kwargs
     weight, bias = (_own(run, given.get(key), split.at(0)) for key in ("weight", "bias"))
     eps = given.get("eps", 1e-5 if centred else None)
     eps = torch.finfo(x.dtype).eps if eps is None else eps

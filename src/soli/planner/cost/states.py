@@ -41,7 +41,7 @@ def of_states(framework: str, precision: str = "bf16", pipeline: bool = True, sa
         "moments": copy + width * (2.0 if moments is None else moments),
         "gradient": 0.0 if tells("in_backward", f"{told}; {optimizer.lower()}") else found["gradient"],
         "late": float(trainer or framework == "fsdp"),
-        "casts": float(copy > 0 and framework == "fsdp" and tells("cast", told) and not (tells("compiled", told) or tells("compiler", told))),
+        "casts": float(copy > 0 and framework == "fsdp" and tells("casts", told) and not (tells("compiled", told) or tells("compiler", told))),
     }
 
 

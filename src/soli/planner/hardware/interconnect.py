@@ -49,8 +49,7 @@ def joined(device: Device, said: str, beside: str = "") -> tuple[Device, list[st
         link = _has("inside", clause)
         rate, sure = _between(clause, usual)
         if rate and not (link and not _has("between", clause)):
-            slow = _named("slow", clause)
-            device = replace(device, net_gbits=rate, net_us=slow.get("net_us", usual.net_us))
+            device = replace(device, net_gbits=rate, net_us=_named("slow", clause).get("net_us", usual.net_us))
             if (not sure and abs(rate / usual.net_gbits - 1) > 0.01) or rate > 2 * usual.net_gbits:
                 odd.append(f"interconnect: '{clause}' as {rate:g} Gbit/s of a device")
         elif (link and "pci" in clause.lower()) or _has("no_link", clause):
