@@ -125,7 +125,7 @@ def test_programs_under_autocast_keep_residuals_of_32_bits_where_no_compiler_and
     """Recomputed in full a layer's input, 2 bytes more for each hidden unit; a loss in pieces keeps one of them."""
     casts = lambda said, framework="fsdp": of_states(framework, "bf16", False, said)["casts"]
     assert [casts(said) for said in ("autocast", "bf16_amp, FSDP", "16-mixed", "no autocast", "autocast, torch.compile", "pure bf16, autocast", "")] == [1, 1, 1, 0, 0, 0, 0]
-    assert [casts(said) for said in ("disable autocast", "megatron_amp_O2: true", "Apex AMP", "AMP disabled")] == [0, 0, 0, 0]
+    assert [casts(said) for said in ("disable autocast", "megatron_amp_O2: true", "Apex AMP", "AMP disabled", "precision amp_bf16")] == [0, 0, 0, 0, 0]
     assert casts("autocast", "megatron") == 0
     assert [of_program("fsdp", "ampere", said)["launches"] for said in ("autocast", "bf16_amp, FSDP", "")] == [CAST, 1, 1]
     layer = lambda **more: float(memory.activations_of_layer(point(recompute=FULL, composed=1, **more))[0]) / 2048
