@@ -424,6 +424,31 @@ class Handing(Plain):
         return self.head(x)
 
 
+class Fading(Plain):
+    """It makes weights smaller between its blocks, several at once: those of blocks to come, or of the first one."""
+
+    def fade(self) -> None:
+        torch._foreach_mul_([one.data for one in self.head.parameters()], 0.9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(tokens))
+        self.fade()
+        for layer in self.layers[1:]:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class FadingLate(Fading):
+    """After what the last stage begins with."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        self.fade()
+        return self.head(x)
+
+
 class Beginning(Plain):
     """Its first forward sets a weight by what it sees."""
 
@@ -552,6 +577,7 @@ class Scaled(Plain):
         (Momentum, "dp=2"),
         (Momentum, "tp=2"),
         (Keys, "pp=2"),
+        (FadingLate, "pp=2"),
         (Handing, "tp=2"),
         (Teaching, "dp=2,zero=2"),
         (Teaching, "tp=2"),
@@ -633,6 +659,7 @@ def test_the_first_step_calls_a_model_once() -> None:
         (Beginning, "dp=2", "got     shift\n"),
         (Teaching, "dp=2,accumulate=2", "dp=2,accumulate=2 runs it 2 times a step"),
         (Teaching, "dp=2,zero=3", "got     teacher.weight, teacher.bias\n"),
+        (Fading, "pp=2", "between its blocks"),
         (Momentum, "pp=2", "writes into parameters that several stages of the pipeline have"),
         (Frequent, "dp=2", "scale_grad_by_freq"),
         swept(Frequent, "cp=2", "scale_grad_by_freq"),
