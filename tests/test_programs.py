@@ -371,6 +371,37 @@ class Momentum(Plain):
         return self.head(quick + slow)
 
 
+class Together(Momentum):
+    """The same by functions of several tensors at once (lightly's update_momentum), some of which write into what they are given second."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        quick = slow = torch.tanh(self.layers[0](self.embed(tokens)))
+        with torch.no_grad():
+            weights = list(self.slow.parameters())
+            torch._foreach_mul_(weights, 0.9)
+            torch._foreach_add_(weights, list(self.layers.parameters()), alpha=0.1)
+        parts = [quick * 1.0, quick * 2.0]
+        torch._foreach_clamp_min_(parts, 0.1)
+        for layer in self.slow:
+            slow = layer(slow)
+        return self.head(parts[0] + parts[1] + slow)
+
+
+class Banked(Plain):
+    """What it keeps moves where gradients are taken alone (lightly's memory bank)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](self.embed(tokens)))
+        found = self.head(x + self.bank)
+        if x.requires_grad:
+            self.bank.mul_(0.5).add_(x.detach().mean((0, 1)))
+        return found
+
+
 class Keys(Momentum):
     """The same before any block, so that one stage writes and reads them, at each size of a batch."""
 
@@ -464,10 +495,10 @@ class Beginning(Plain):
 
 
 class Drawing(Plain):
-    """Draws numbers that depend on the order of the rows."""
+    """Draws an order of the rows."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * (1 + torch.randint(0, 9, (len(tokens), 1, 1)) / 10)
+        return super().forward(tokens) * (1 + torch.randperm(len(tokens)).view(-1, 1, 1) / 10)
 
 
 class InPlace(Plain):
@@ -576,6 +607,7 @@ class Scaled(Plain):
         swept(Teaching, "dp=2"),
         (Momentum, "dp=2"),
         (Momentum, "tp=2"),
+        (Together, "tp=2"),
         (Keys, "pp=2"),
         (FadingLate, "pp=2"),
         (Handing, "tp=2"),
@@ -661,9 +693,12 @@ def test_the_first_step_calls_a_model_once() -> None:
         (Teaching, "dp=2,zero=3", "got     teacher.weight, teacher.bias\n"),
         (Fading, "pp=2", "between its blocks"),
         (Momentum, "pp=2", "writes into parameters that several stages of the pipeline have"),
+        (Banked, "dp=2", "where gradients are taken, and not without them"),
+        (Banked, "dp=2,accumulate=2", "where gradients are taken, and not without them"),
+        (Banked, "tp=2,recompute=full", "where gradients are taken, and not without them"),
         (Frequent, "dp=2", "scale_grad_by_freq"),
         swept(Frequent, "cp=2", "scale_grad_by_freq"),
-        (Drawing, "dp=2", "torch.randint"),
+        (Drawing, "dp=2", "torch.randperm"),
         (Reversing, "pp=2,microbatches=2", "layers.0 is called inside a custom autograd function"),
         swept(Ensemble, "cp=2", "tensors cut over ranks"),
         (Ensemble, "tp=2,sp=on", "tensors cut over ranks"),

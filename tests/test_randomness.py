@@ -152,6 +152,10 @@ DRAWS = {
     "normal like": (lambda x: torch.randn_like(x), (-9.0, 9.0, 0.0)),
     "times": (lambda x: torch.empty_like(x).exponential_(2.0), (0.0, 9.0, 0.5)),
     "around": (lambda x: torch.normal(torch.full_like(x, 2.0), 0.1), (1.0, 3.0, 2.0)),
+    "whole": (lambda x: torch.randint(2**20, (len(x), 1, 1)) / 2**20, (0.0, 1.0, 0.5)),
+    "whole, by names": (lambda x: torch.randint(high=2**20, low=2**19, size=(len(x), 5, 8), dtype=torch.int32) / 2**20, (0.5, 1.0, 0.75)),
+    "whole like": (lambda x: torch.randint_like(x, 2**19, 2**20) / 2**20, (0.5, 1.0, 0.75)),
+    "whole in place": (lambda x: torch.empty_like(x).random_(2**20) / 2**20, (0.0, 1.0, 0.5)),
     "slopes": (lambda x: -F.rrelu(-torch.ones_like(x), 0.2, 0.4, True), (0.2, 0.4, 0.3)),
     "shifted": (lambda x: torch.empty_like(x).normal_(2.0, std=0.1), (1.0, 3.0, 2.0)),
     # the mean of a normal number between 1 and 1.5
@@ -199,6 +203,70 @@ def test_alpha_dropout_makes_of_each_number_one_of_the_two_that_torchs_does(chan
     torch.testing.assert_close(found[kept], (x * scale + high - scale)[kept])
     assert abs(float(kept.double().mean()) - 0.7) < 5 * math.sqrt(0.21 / (2000 if channels else 16_000))
     assert bool((kept.all(-1) | ~kept.any(-1)).all()) is channels
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_samples_are_taken_as_often_as_their_weights_say(replacement: bool) -> None:
+    """The second of two that are not put back is of what is left: 0.5 of (0.5, 0.3, 0.2, 0) becomes 0.3 / 0.7 + 0.2 / 0.8 of what began otherwise."""
+    odds, x = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64), X.new_zeros(4000, 5, 8)
+    model = nn.Module()
+    model.forward = lambda x: torch.multinomial((2 * odds).expand(len(x), 4), 2, replacement)  # type: ignore[method-assign]
+    randomness = learnt(model, x)
+    found = run(model, randomness, x)
+    assert torch.equal(torch.cat([run(model, randomness, x[:1000]), run(model, randomness, x[1000:], 1000)]), found)
+    left = odds * ((odds / (1 - odds)).sum() - odds / (1 - odds))  # of the second: another one first, and this one of the others
+    for place, chance in ((0, odds), (1, odds if replacement else left)):
+        often = F.one_hot(found[:, place], 4).double()
+        assert ((often.mean(0) - chance).abs() <= 5 * often.std(0) / math.sqrt(len(often))).all()
+    assert bool((found[:, 0] == found[:, 1]).any()) is replacement
+    for weights, said in ((odds - 0.1, "< 0"), (odds[:1], "without replacement" if not replacement else "")):
+        model.forward = lambda x, w=weights: torch.multinomial(w.expand(len(x), len(w)), 2, replacement)  # type: ignore[method-assign]
+        if said:
+            with pytest.raises(RuntimeError, match=said):
+                learnt(model, x)
+
+
+RECURRENT: list[tuple[type[nn.RNNBase], dict[str, object]]] = [
+    (nn.LSTM, {}),
+    (nn.LSTM, {"bidirectional": True, "batch_first": False}),
+    (nn.LSTM, {"proj_size": 3, "bias": False, "bidirectional": True}),
+    (nn.GRU, {"bidirectional": True}),
+    (nn.RNN, {"nonlinearity": "relu"}),
+    (nn.RNN, {"nonlinearity": "tanh", "bidirectional": True, "bias": False}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), RECURRENT)
+def test_dropout_between_recurrent_layers_is_of_rows(kind: type[nn.RNNBase], options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    model = kind(8, 6, num_layers=3, **{"batch_first": True, **options}).double()  # type: ignore[arg-type]
+    batch = 0 if model.batch_first else 1
+    x, called = X.movedim(0, batch), model.forward
+    model.forward = lambda x: (lambda out, end: torch.cat([out.movedim(batch, 0).flatten(1), *(e.movedim(1, 0).flatten(1) for e in (end if isinstance(end, tuple) else (end,)))], 1))(*called(x))  # type: ignore
+    plain = model(x)
+    model.dropout = 1e-15  # as good as none: the layers one by one are torch's all at once
+    torch.testing.assert_close(run_of(model, x, batch)[0], plain, rtol=1e-11, atol=1e-13)
+    model.dropout = 0.5
+    whole, parts = run_of(model, x, batch)
+    torch.testing.assert_close(whole, parts)
+    assert not torch.allclose(whole, plain)
+    model.dropout = 1.0  # torch's own drops all, and nothing of it is random
+    torch.testing.assert_close(run_of(model, x, batch)[0], model(x), rtol=1e-11, atol=1e-13)
+
+
+def run_of(model: nn.Module, x: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all rows, and of two parts of them."""
+    randomness = Randomness(model, 0)
+    for rows in (6, 3):
+        with randomness.probe(rows):
+            model(x.narrow(batch, 0, rows))
+    randomness.finish_probe()
+
+    def of(first: int, rows: int) -> torch.Tensor:
+        with randomness.begin(3, first, rows), randomness.forward():
+            return model(x.narrow(batch, first, rows))
+
+    return of(0, 6), torch.cat([of(0, 2), of(2, 4)])
 
 
 @pytest.mark.parametrize("hard", [True, False])

@@ -80,9 +80,7 @@ def _show(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, eve
 
 
 def _cut(role: Any) -> str:
-    if role.split is None:
-        return ""
-    return f"dim {role.split.dim}: {' + '.join(map(str, role.split.parts))} in {role.split.atoms}"
+    return "" if role.split is None else f"dim {role.split.dim}: {' + '.join(map(str, role.split.parts))} in {role.split.atoms}"
 
 
 def _as_dict(role: Any, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -24,9 +24,7 @@ def name_of(func: Any) -> str:
 def in_place(func: Any) -> bool:
     """Whether it writes into its first argument."""
     name = name_of(func)
-    if name.startswith("__"):
-        return name.startswith(("__set", "__i")) and name not in _QUESTIONS
-    return name.endswith("_")
+    return name.startswith(("__set", "__i")) and name not in _QUESTIONS if name.startswith("__") else name.endswith("_")
 
 
 def need_operator(func: Any) -> None:

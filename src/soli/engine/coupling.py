@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, listed
 from soli.core.events import events
 from soli.core.progress import busy
 from soli.engine import between, effects
@@ -55,12 +55,13 @@ HALF = 1e-4
 @dataclass(frozen=True)
 class Sum:
     """A loss; where gradients were asked for, of it: the sum of |gradient x weight| (what rounding a loss bears, even one near 0), the
-    gradient along a direction, and the sum of the sizes that this is of."""
+    gradient along a direction, and the sum of the sizes that this is of. `moved`: what such a pass changes of what the model keeps."""
 
     total: float = 0.0
     size: float = 0.0
     along: float = 0.0
     along_size: float = 0.0
+    moved: frozenset[str] = frozenset()
 
 
 def size_of(found: list[Sum]) -> float:
@@ -131,7 +132,8 @@ def _totals(
     wholes = (data, rows, False), (turned, rows, False), (data, rows, False)
     pieces = (wholes[0], *halves, *wholes[1:])
     scales = [1.0, 1.0, 1.0, 0.0, LARGER] if gradients else [0.0] * 5
-    left_out = (1, 2, 3) if engine.plan.pieces == 1 else () if gradients else (4,)
+    alone = (1, 2) if engine.plan.runs > 1 else (1, 2, 3)
+    left_out = alone if engine.plan.pieces == 1 else () if gradients else (4,)
 
     def total(piece: tuple[Any, int, bool], scale: float) -> Sum:
         """`scale`: of the loss that gradients are taken of, and given for 1 of; 0: there are none."""
@@ -139,7 +141,8 @@ def _totals(
         runner = Runner(model, Caller(model), _left_by(model, engine.model)(engine.loss_fn), data, rows, engine.plan)
         with norms.check(part), norms.computing():
             pulled = lambda found: _pulled(model, *total_and_count(found), scale)
-            return runner.run(around=lambda _: lifted(), gradients=scale > 0, then=pulled, alike=alike[scale > 0])
+            sums = runner.run(around=lambda _: lifted(), gradients=scale > 0, then=pulled, alike=alike[scale > 0])
+            return replace(sums, moved=alike[scale > 0].moved)
 
     each = enumerate(zip(pieces, scales, strict=True))
     return [Sum() if i in left_out else total(piece, scale) for i, (piece, scale) in each]
@@ -194,6 +197,10 @@ def _explain(engine: Engine, found: list[Sum]) -> None:
     size = size_of(found)
     for i in range(0, len(found), 5):
         whole, *parts, again = found[i : i + 5]
+        if moved := sorted(whole.moved - parts[-1].moved) if max(engine.plan.pieces, engine.plan.runs) > 1 else []:
+            what = "the forward changes what the model keeps where gradients are taken, and not without them"
+            fix = "change it in every training forward (module.training), or between steps; or run with dp=1 and no accumulate, microbatches or recompute"
+            raise SoliError(what, got=listed(moved), allowed="buffers and attributes that change in every training forward, or in none", fix=fix)
         if whole.total - whole.total != 0:
             continue  # not finite: the step itself reports it
         if engine.plan.pieces > 1:

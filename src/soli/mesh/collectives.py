@@ -233,9 +233,7 @@ def send_later(tensor: Tensor, axis: Axis, to: int, label: str) -> Any:
 def receive_later(tensor: Tensor, axis: Axis, source: int, label: str) -> Any:
     """For a batch of torch's: receive `tensor`, which lies on the wire's device, from rank number `source`."""
     _record("recv", axis, tensor, label)
-    if axis.simulated:
-        return tensor
-    return dist.P2POp(dist.irecv, tensor, group=axis.group, group_peer=source)
+    return tensor if axis.simulated else dist.P2POp(dist.irecv, tensor, group=axis.group, group_peer=source)
 
 
 def send(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool = True) -> Pending:

@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from soli.parallel.randomness import Randomness
 
 COINS = (torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_)
-WRITE = {getattr(Tensor, name): name for name in ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")}
+WRITE = {getattr(Tensor, name): name for name in ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_")}
 INITS = {nn.init.uniform_: "uniform_", nn.init.normal_: "normal_"}
 SLOPES = (F.rrelu, torch.rrelu, torch.rrelu_)
+CHOICES = (torch.multinomial, Tensor.multinomial)
 SELUS = (F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)
 LOWEST = -1.7580993408473766
 """Of SELU (Klambauer et al. 2017, arXiv 1706.02515)."""
 FILLS = {
     **dict.fromkeys((torch.rand, torch.rand_like, *COINS, *SLOPES), "uniform_"),
     **dict.fromkeys((torch.randn, torch.randn_like, torch.normal), "normal_"),
-    **{**WRITE, **INITS, F.gumbel_softmax: "exponential_"},
+    **{**WRITE, **INITS, **dict.fromkeys((F.gumbel_softmax, *CHOICES), "exponential_")},
+    **dict.fromkeys((torch.randint, torch.randint_like), "random_"),
     **dict.fromkeys(SELUS, "bernoulli_"),
 }
 """Calls that draw, and how a tensor is filled with what they draw; a coin is a number below p."""
@@ -79,6 +81,26 @@ def _relaxed(randomness: Randomness, func: Any, logits: Tensor, tau: float = 1, 
     return torch.zeros_like(logits).scatter(dim, chosen, 1.0) - soft.detach() + soft if hard else soft
 
 
+def _whole(randomness: Randomness, func: Any, *args: Any, **options: Any) -> Tensor:
+    """torch.randint(low=0, high, size), torch.randint_like(x, low=0, high)."""
+    given = [*args, *(options.pop(name) for name in ("input", "low", "high", "size") if name in options)]
+    x = given.pop(0) if func is torch.randint_like else torch.empty(given.pop(), dtype=torch.int64, device=options.get("device"))
+    like = torch.empty((), dtype=options.get("dtype") or x.dtype, device=options.get("device") or x.device)
+    ends = (0, *map(int, given))[-2:]
+    return randomness.drawn(like, tuple(x.shape), "random_", *ends, beside=x).requires_grad_(options.get("requires_grad", False))
+
+
+def _chosen(randomness: Randomness, func: Any, input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+    """torch.multinomial: the largest weights over exponential numbers, one of each for a sample, or for all of them."""
+    with torch._C.DisableTorchFunctionSubclass():  # of a cut tensor the part that is here
+        if not input.is_meta:
+            func(input, num_samples, replacement, generator=torch.Generator(input.device))  # its errors: weights below 0, too few of them
+    weights = input.detach().unsqueeze(-2)
+    shape = (*input.shape[:-1], num_samples if replacement else 1, input.shape[-1])
+    scores = weights / randomness.drawn(input, shape, "exponential_", beside=weights)
+    return scores.argmax(-1) if replacement else scores.squeeze(-2).topk(num_samples).indices
+
+
 def _sloped(randomness: Randomness, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:
     """F.rrelu: each number below 0 by a slope of its own."""
     slopes = randomness.drawn(input, tuple(input.shape), "uniform_", lower, upper, beside=input) if training else (lower + upper) / 2
@@ -98,7 +120,14 @@ def _lowered(randomness: Randomness, func: Any, input: Tensor, p: float = 0.5, t
     return input.copy_(result) if inplace else result
 
 
-MADE: dict[Any, Any] = {**dict.fromkeys(SLOPES, _sloped), **dict.fromkeys(SELUS, _lowered), F.gumbel_softmax: _relaxed, torch.normal: _shifted}
+MADE: dict[Any, Any] = {
+    **dict.fromkeys(SLOPES, _sloped),
+    **dict.fromkeys(SELUS, _lowered),
+    **dict.fromkeys(CHOICES, _chosen),
+    **dict.fromkeys((torch.randint, torch.randint_like), _whole),
+    F.gumbel_softmax: _relaxed,
+    torch.normal: _shifted,
+}
 """What is made of numbers that are drawn."""
 
 

@@ -121,9 +121,7 @@ class _Giving(_Mode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in PRODUCTS:
-            return self._next(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
+        return self._next(str(func.overloadpacket)) if func.overloadpacket in PRODUCTS else func(*args, **(kwargs or {}))
 
     def carried(self, x: Tensor, there: Callable[[Tensor], Tensor], alone: bool) -> Any:
         return self._next(SUM)

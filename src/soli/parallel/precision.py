@@ -38,9 +38,7 @@ def computing(plan: Plan, device: torch.device) -> AbstractContextManager[object
 def lowered(x: Tensor) -> Tensor:
     """What autocast makes of a product's operand, which may be sent: then it is as small as what is computed with."""
     device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    return x if x.dtype == torch.float64 or not torch.is_autocast_enabled(device) else x.to(torch.get_autocast_dtype(device))
 
 
 @dataclass

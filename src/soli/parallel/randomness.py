@@ -35,7 +35,7 @@ from soli.core.errors import SoliError, on_all_ranks
 from soli.core.frames import owner
 from soli.core.tables import table
 from soli.core.versions import run_backward
-from soli.parallel import draws, generators
+from soli.parallel import draws, generators, recurrent
 
 Key = tuple[str, int]
 FIRST = "let it draw in every training forward; dropout whose p grows from 0 may begin with 1e-9"
@@ -44,12 +44,11 @@ NO_ROWS = -1
 
 _sdpa = F.scaled_dot_product_attention
 _dropout, _attention_function = F.dropout, F.multi_head_attention_forward
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _REFUSED = {attrgetter(path)(torch): name for path, name in table(__package__, "functions.toml")["draws"].items()}
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
 _FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 BACKWARD = {Tensor.backward, torch.autograd.backward}
-_HANDLED = {Tensor.register_hook, _sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *draws.FILLS, *_REFUSED}
+_HANDLED = {Tensor.register_hook, _sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *draws.FILLS, *_REFUSED, *recurrent.FUNCTIONS}
 """Of all that a mode is asked about, which is every call of torch's."""
 
 
@@ -290,7 +289,7 @@ class Randomness:
                 self._marked(key, beside, shape, sure=False)
             self._probing[key], self._draws = shape, True
             self._drew.add(key)
-            middle = {"uniform_": 0.5, "normal_": 0.0}.get(how, 1.0)
+            middle = sum((*numbers, *more.values())) // 2 if how == "random_" else {"uniform_": 0.5, "normal_": 0.0}.get(how, 1.0)
             return torch.full(shape, middle, dtype=like.dtype, device=like.device)
         self._known(key)
         if like.is_meta:
@@ -342,8 +341,12 @@ class _Mode(TorchFunctionMode):
             return attention(self.randomness, *args, **kwargs)
         if func is _attention_function:
             return _inside_attention(self.randomness, args, kwargs)
-        if made or (func in _REFUSED and (func not in _RECURRENT or _recurrent_dropout(args))):
-            self.randomness.refuse(f"nn.init.{draws.INITS[func]} of a parameter" if made else _REFUSED[func])
+        between = func in recurrent.FUNCTIONS and recurrent.draws(args)
+        if between and not recurrent.packed(args):
+            return recurrent.layered(func, lambda x, p: self.randomness.dropped(x, p, True, tuple(x.shape)), args)
+        if between or made or func in _REFUSED:
+            named = "dropout between layers of packed sequences" if between else _REFUSED.get(func, "")
+            self.randomness.refuse(f"nn.init.{draws.INITS[func]} of a parameter" if made else named)
         return func(*args, **kwargs)
 
 
@@ -425,13 +428,6 @@ def _inside_attention(randomness: Randomness, args: Any, kwargs: Any) -> Any:
     dropout, attend = partial(_dropped, randomness, _dropout), partial(attention, randomness)
     with patch.multiple(F, dropout=dropout, scaled_dot_product_attention=attend):
         return _attention_function(*args, **kwargs)
-
-
-def _recurrent_dropout(args: Any) -> bool:
-    """Of torch.lstm(input, state, weights, bias, layers, dropout, train, ...) and its packed form."""
-    numbers = [a for a in args if isinstance(a, float)]
-    after = next((i for i, a in enumerate(args) if isinstance(a, float)), None)
-    return any(p > 0 for p in numbers) and after is not None and args[after + 1] is True
 
 
 def _batch_dim(shape: tuple[int, ...], rows: int, other: tuple[int, ...], other_rows: int) -> int | None:

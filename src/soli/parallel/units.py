@@ -203,9 +203,7 @@ class Unit:
 
     def parameter(self, slot: Slot) -> Sharded:
         """This rank's part of a parameter: views of live memory."""
-        if self.zero == 0:
-            return slot.of_whole(from_whole(held(slot.param)))
-        return self.owned_tensor(slot, self.shard, self.low)
+        return slot.of_whole(from_whole(held(slot.param))) if self.zero == 0 else self.owned_tensor(slot, self.shard, self.low)
 
     def norm_parts(self) -> list[tuple[frozenset[str], Tensor]]:
         """The reduced gradient in runs: (the axes over which tensor parallelism cut it, this rank's elements). Of copies one has it."""

@@ -217,9 +217,7 @@ KERNEL = F.scaled_dot_product_attention
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor | None:
     """Its result, where the values do not say how wide it is."""
-    if num_classes < 0:
-        return None
-    return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
+    return None if num_classes < 0 else tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def _of_one(shape: Shape, inner: int, outer: int) -> tuple[int, int]:

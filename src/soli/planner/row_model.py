@@ -117,9 +117,7 @@ def _meant(row: Mapping[str, str], said: Said) -> Model | None:
         return None
     whole = (said["layers"], said["hidden"])
     other = all(whole) and whole != (model.layers, model.hidden)
-    if other or (said["params_b"] and abs(model.parameters / said["params_b"] / 1e9 - 1) > 0.2):
-        return None
-    return model
+    return None if other or (said["params_b"] and abs(model.parameters / said["params_b"] / 1e9 - 1) > 0.2) else model
 
 
 def _lacks(row: Mapping[str, str], said: Said, model: Model) -> bool:

@@ -41,6 +41,4 @@ def steps_that_fit(seconds: Sequence[float], left: float, windows_to_check: int,
 
 def due(step: int, steps: int, every: int, times: int) -> bool:
     """Whether something that happens `every` steps (0: `times` times over the run) happens after `step`."""
-    if every:
-        return step % every == 0 or step == steps
-    return (step * times) // steps > ((step - 1) * times) // steps
+    return step % every == 0 or step == steps if every else (step * times) // steps > ((step - 1) * times) // steps

@@ -84,9 +84,7 @@ def chosen(q: Tensor, k: Tensor, v: Tensor) -> Kernel:
         return WRITTEN
     if q.device.type == "cpu" and size == of_values:
         return CPU
-    if q.device.type == "cuda" and q.dtype != torch.float64 and size % 8 == 0 and of_values % 8 == 0:
-        return CUDA
-    return WRITTEN
+    return CUDA if q.device.type == "cuda" and q.dtype != torch.float64 and size % 8 == 0 and of_values % 8 == 0 else WRITTEN
 
 
 def sums(dtype: torch.dtype) -> torch.dtype:

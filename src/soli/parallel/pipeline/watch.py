@@ -154,9 +154,7 @@ def results_of(func: Any, args: tuple, out: Any) -> list[Tensor]:
         return [out]
     if isinstance(out, list | tuple):
         return [x for x in out if isinstance(x, Tensor)]
-    if out is None and args and isinstance(args[0], Tensor) and name_of(func).startswith("__set"):
-        return [args[0]]
-    return []
+    return [args[0]] if out is None and args and isinstance(args[0], Tensor) and name_of(func).startswith("__set") else []
 
 
 def looks_by(func: Any, args: tuple) -> str:

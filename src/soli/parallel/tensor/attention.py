@@ -73,6 +73,4 @@ def attention(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 def _sized(split: Any, x: Tensor) -> Any:
     """The cut at the same fractions of a tensor whose dim has another size (key heads and query heads)."""
     size = x.shape[split.dim]
-    if size in (1, split.size):
-        return split
-    return split.sized(tuple(p * size // split.size for p in split.parts))
+    return split if size in (1, split.size) else split.sized(tuple(p * size // split.size for p in split.parts))

@@ -301,19 +301,17 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
         raise SoliError(what, got=", ".join(sorted(misfit.origins)), fix=fix)
     else:
         note(run, f"{name_of(func)}: {misfit.why}; it computes on whole tensors")
-    target = kwargs.get("out", args[0] if args and in_place(func) else None)
-    split = split_of(target)
-    if target is None or split is None:
-        found = func(*tree_map(lambda x: whole(run, x), args), **tree_map(lambda x: whole(run, x), kwargs))
-        if run.finder is None and not in_place(func):
-            views = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x._is_view()]
-            run.lent += [(x, x._version, name_of(func)) for x in views]
-        return found
-    total = whole(run, target).clone()
-    args, kwargs = tree_map(lambda x: total if x is target else whole(run, x), (args, kwargs))
-    result = func(*args, **kwargs)
-    target.copy_(part_of(run, total, split))  # what was written is this rank's part of it
-    return target if result is total else result
+    into = tree_leaves(kwargs.get("out", args[0] if args and in_place(func) else ()))  # several of torch._foreach_mul_
+    totals = {id(x): (x, whole(run, x).clone(), split) for x in into if (split := split_of(x)) is not None}
+    args, kwargs = tree_map(lambda x: totals[id(x)][1] if id(x) in totals else whole(run, x), (args, kwargs))
+    found = func(*args, **kwargs)
+    if run.finder is None and not in_place(func) and not totals:
+        views = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x._is_view()]
+        run.lent += [(x, x._version, name_of(func)) for x in views]
+    for target, total, split in totals.values():
+        target.copy_(part_of(run, total, split))  # what was written is this rank's part of it
+    targets = {id(total): target for target, total, _ in totals.values()}
+    return tree_map(lambda x: targets.get(id(x), x), found)
 
 
 def unknown(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -335,9 +333,7 @@ def note(run: Run, text: str) -> None:
 
 def split_of(x: Any) -> Split | None:
     """How the level whose rule is computing cuts a tensor."""
-    if type(x) not in (Cut, CutParameter):
-        return None
-    return x.cuts.get(_State.levels[_State.level].axis.name)
+    return None if type(x) not in (Cut, CutParameter) else x.cuts.get(_State.levels[_State.level].axis.name)
 
 
 def blamed(values: Iterable[Any]) -> frozenset[str]:
@@ -455,9 +451,7 @@ def whole(run: Run, x: Any) -> Any:
 
 def added(run: Run, x: Tensor, *, fresh: bool = False) -> Tensor:
     """The sum over the axis of what every rank has. `fresh`: nobody else has x, which may be summed in place."""
-    if run.partial:
-        return across(moves.reduce_both, x, run.axis)
-    return across(moves.reduce, x, run.axis, fresh=fresh)
+    return across(moves.reduce_both, x, run.axis) if run.partial else across(moves.reduce, x, run.axis, fresh=fresh)
 
 
 def entered(run: Run, x: Tensor) -> Tensor:

@@ -343,9 +343,7 @@ def _dims_of(x: Tensor, dims: tuple[int, ...], result: Tensor, name: str, args: 
         return dims[::-1]
     if name == "__getitem__" and _is_number(args[1]) and x.dim() > 2:
         return dims[1:]
-    if name in ("to", "contiguous", "float", "type_as") and result.shape == x.shape:
-        return dims
-    return None
+    return dims if name in ("to", "contiguous", "float", "type_as") and result.shape == x.shape else None
 
 
 def _seen(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -34,9 +34,7 @@ def softmax(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     x = x.to(dtype) if dtype is not None else x
     shifted = x - _largest(run, x, split.dim)
     total = entered(run, added(run, shifted.exp().sum(split.dim, keepdim=True)))
-    if "log" in getattr(func, "__name__", ""):
-        return cut(shifted - total.log(), split)
-    return cut(shifted.exp() / total, split)
+    return cut(shifted - total.log(), split) if "log" in getattr(func, "__name__", "") else cut(shifted.exp() / total, split)
 
 
 def logsumexp(run: Run, x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
@@ -140,9 +138,7 @@ def cross_entropy(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
 def _reduced(losses: Tensor, factors: Tensor, reduction: str, shape: Any) -> Tensor:
     if reduction == "sum":
         return losses.sum()
-    if reduction == "mean":
-        return losses.sum() / factors.sum()
-    return losses.view(shape)
+    return losses.sum() / factors.sum() if reduction == "mean" else losses.view(shape)
 
 
 def _by_rows(run: Run, x: Tensor, target: Tensor, split: Split, given: dict) -> Tensor:

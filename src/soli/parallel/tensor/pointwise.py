@@ -23,9 +23,7 @@ def is_pointwise(name: str) -> bool:
         return True
     name = NAMES["operators"].get(name, name)
     packet = getattr(torch.ops.aten, name.rstrip("_") if not hasattr(torch.ops.aten, name) else name, None)
-    if packet is None:
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    return False if packet is None else any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
 
 
 def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -139,10 +139,7 @@ def _overlapped(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_wei
     if not first or (rows is not None and (rows.origins or rows.dim == x.dim() - 1)):
         return None
     local = weight.t() if of_weight else weight
-    if rows is None:
-        read, result = overlap.entered(x, local, bias, run.axis)
-    else:
-        read, result = overlap.shared(x, local, bias, rows, run.axis)
+    read, result = overlap.entered(x, local, bias, run.axis) if rows is None else overlap.shared(x, local, bias, rows, run.axis)
     if not was_read(x):
         keep_read(x, read, is_cut=rows is not None, by=id(weight))
     return cut(result, split.at(result.dim() - 1))

@@ -144,9 +144,7 @@ def repeat_interleave(run: Run, x: Tensor, repeats: Any, dim: int | None = None,
     if not isinstance(repeats, int) or dim is None:
         raise Misfit(split.origins, "repeated by a tensor or flat")
     result = x.repeat_interleave(repeats, dim)
-    if dim % x.dim() != split.dim:
-        return cut(result, split)
-    return cut(result, split.sized(tuple(p * repeats for p in split.parts)))
+    return cut(result, split) if dim % x.dim() != split.dim else cut(result, split.sized(tuple(p * repeats for p in split.parts)))
 
 
 def repeat(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -327,9 +325,7 @@ def _split(x: Tensor) -> Split:
 
 
 def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
-    if len(given) == 1 and not isinstance(given[0], int):
-        return tuple(int(s) for s in given[0])
-    return tuple(int(s) for s in given)
+    return tuple(int(s) for s in (given[0] if len(given) == 1 and not isinstance(given[0], int) else given))
 
 
 def gathered(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
