@@ -854,6 +854,20 @@ class Padded(Four):
         return x[:, 0, :3]
 
 
+class Totals(Four):
+    """Sums, and fills a tensor of its own, in place at each block (the determinants of a flow, the halves of its vectors)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, path = x.new_zeros(len(x), 1), torch.empty(len(self.blocks) + 1, *x.shape)
+        path[0] = x
+        for i, block in enumerate(self.blocks):
+            made, halves = block(x), torch.empty_like(x)
+            halves[:, ::2], halves[:, 1::2] = x[:, ::2], made[:, 1::2]
+            total += made.mean(-1, keepdim=True)
+            path[i + 1] = x = halves
+        return (path[1:].sum(0) + x + total)[:, :3]
+
+
 class Room(Four):
     """Fills a tensor of its own through a view."""
 
@@ -1144,7 +1158,7 @@ def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "plan"),
     spread(
-        [(Keeping,), (Padded,), (Rows,), (Restarting,), (Passing,), (Consulting,)],
+        [(Keeping,), (Padded,), (Totals,), (Rows,), (Restarting,), (Passing,), (Consulting,)],
         [("pp=2,microbatches=2",), ("pp=2,microbatches=4,schedule=zbv",)],
     ),
 )

@@ -316,7 +316,7 @@ class Tracer(Watch):
         self._before, self._by_units = self._marks, set[str]()
         self._lasting = {storage_of(x) for x in (*model.parameters(), *model.buffers())}
         self._storages: list[tuple[Name, int, Tensor]] = []  # the tensors too: memory is not used again
-        self._writes: list[tuple[int, int, int, set[Any]]] = []
+        self._writes: list[tuple[int, int, int, set[Any], int]] = []
         self._filled: list[tuple[Any, int]] = []  # what units were handed, and wrote numbers into: where
         self._step = 0  # of operations and calls
         self._last_step: dict[Name, int] = {}
@@ -475,11 +475,11 @@ class Tracer(Watch):
         given = any(name[1] == OUTPUT and other == memory for name, other, _ in self._storages)
         if base is not None and not hasattr(base, "_live") and not (given and memory not in self._lasting):
             self.trace.aliased.add((self.gap, self.gap, FOREVER))
-        self._writes.append((self._step, self.gap, memory, own))
+        self._writes.append((self._step, self.gap, memory, own, len(self._storages)))
 
     def _aliases(self) -> None:
-        for step, gap, storage, own in self._writes:
-            for name, other, _ in self._storages:
+        for step, gap, storage, own, before in self._writes:
+            for name, other, _ in self._storages[:before]:  # what is named later has what was written
                 if other == storage and name not in own and self._last_step.get(name, 0) > step:
                     self.trace.aliased.add((name[0], gap, self.trace.last_use[name]))
 
