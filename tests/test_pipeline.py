@@ -868,6 +868,16 @@ class Totals(Four):
         return (path[1:].sum(0) + x + total)[:, :3]
 
 
+class Trained(Four):
+    """Runs in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.training
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :3]
+
+
 class Room(Four):
     """Fills a tensor of its own through a view."""
 
@@ -1158,7 +1168,7 @@ def test_nan_names_the_rank_that_has_the_loss(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "plan"),
     spread(
-        [(Keeping,), (Padded,), (Totals,), (Rows,), (Restarting,), (Passing,), (Consulting,)],
+        [(Keeping,), (Padded,), (Totals,), (Trained,), (Rows,), (Restarting,), (Passing,), (Consulting,)],
         [("pp=2,microbatches=2",), ("pp=2,microbatches=4,schedule=zbv",)],
     ),
 )

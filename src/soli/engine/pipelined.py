@@ -58,7 +58,13 @@ def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watc
     finer, wanted = 0, engine.plan.stages
     while True:
         parts = units(engine.model, finer)
-        traces = {training: _trace(runner, parts, training) for training in (True, False)}
+        trained = _trace(runner, parts, True)
+        try:
+            traces = {True: trained, False: _trace(runner, parts, False)}
+        except (AssertionError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}".split("\n")[0]
+            events.note(f"the model does not run in evaluation, so its stages are those of training alone: {said}", shown=engine.rank == 0)
+            traces = {True: trained, False: trained}
         calls = [call.unit for call in traces[True].calls]
         if len(calls) >= wanted:
             return parts, traces

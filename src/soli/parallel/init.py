@@ -172,9 +172,7 @@ def _view(tensor: Tensor) -> _View:
 
 def _seen(x: Any) -> Any:
     """What the log keeps of an argument. A constant may change later; what the operation saw is what counts."""
-    if not isinstance(x, Tensor):
-        return x
-    return _view(x) if _on_meta(x) else x.clone()
+    return x if not isinstance(x, Tensor) else _view(x) if _on_meta(x) else x.clone()
 
 
 def _refuse_lost_write(func: Any, args: Any, tensors: list[Tensor]) -> None:

@@ -50,9 +50,7 @@ def _grouped(input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tens
 
 
 def _double(argument: Any) -> Any:
-    if argument is torch.complex64:
-        return torch.complex128
-    return torch.float64 if argument is torch.float32 else argument
+    return torch.complex128 if argument is torch.complex64 else torch.float64 if argument is torch.float32 else argument
 
 
 def wide(x: Any) -> Any:

@@ -100,10 +100,7 @@ def _alone(
     """Of keys that every rank has."""
     if causal:
         seen = ~_hidden(_spans(run, of_q), k.shape[-2], run.axis.index, q.device)
-        if mask is None:
-            mask = seen
-        else:
-            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+        mask = seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
     return F.scaled_dot_product_attention(q, k, v, mask, 0.0, scale=scale, enable_gqa=grouped)
 
 
