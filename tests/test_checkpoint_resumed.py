@@ -195,6 +195,124 @@ def test_states_of_an_optimizer_that_are_no_tensors_keep_their_types(pool: Pool,
         assert states == [("step", 2), ("on", True), ("none", None), ("most", float("inf")), ("rate", 0.5)]
 
 
+class Decaying(torch.optim.Optimizer):
+    """Counts its steps in a state that is no parameter's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        whole = self.state["global"]
+        whole |= {"steps": whole.get("steps", 0) + 1, "least": -float("inf"), "by": {3: 0.5}}
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=whole["by"][3] / whole["steps"])
+
+
+def decaying(plan: str, folder: str) -> Any:
+    made = lambda: parallelize(Named(), losses.mse("targets"), optimizer=Decaying, plan=plan, example=BATCH)
+    engine, again = made(), made()
+    for _ in range(2):
+        engine.step(BATCH)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    engine.save(folder, extra={"plateau": plateau.state_dict()})
+    assert again.load(folder)["plateau"] == plateau.state_dict()
+    assert again.optimizer.state["global"] == engine.optimizer.state["global"]
+    return [float(engine.step(BATCH)) for _ in range(2)] == [float(again.step(BATCH)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
+def test_states_of_an_optimizer_that_are_no_parameters_come_back(pool: Pool, tmp_path: Path, plan: str) -> None:
+    assert pool.run(decaying, plan, str(tmp_path / "c"), ranks=2) == [True, True]
+
+
+def test_a_rate_that_is_a_tensor_is_saved_with_its_scheduler(tmp_path: Path) -> None:
+    made = lambda: parallelize(
+        Named(),
+        losses.mse("targets"),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+        plan="dp=1",
+    )
+    engine, again = made(), made()
+    engine.step(BATCH)
+    engine.save(tmp_path / "c")
+    again.load(tmp_path / "c")
+    assert [float(engine.step(BATCH)) for _ in range(2)] == [float(again.step(BATCH)) for _ in range(2)]
+    assert again.optimizer.param_groups[0]["lr"].shape == ()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_a_proof_in_fp64_begins_in_the_midst_of_a_run(pool: Pool, tmp_path: Path, optimizer: type[torch.optim.Optimizer]) -> None:
+    assert max(pool.run(proven, optimizer, str(tmp_path / "c"), ranks=2)) < 1e-12
+    with pytest.raises(SoliError, match="another shape or dtype"):
+        made_of(optimizer, "dp=1", Named().bfloat16()).load(tmp_path / "c")
+
+
+def made_of(optimizer: type[torch.optim.Optimizer], plan: str, model: nn.Module | None = None) -> Any:
+    return parallelize(model or Named(), losses.mse("targets"), optimizer=lambda p: optimizer(p, lr=1e-2), plan=plan, example=BATCH)
+
+
+def proven(optimizer: type[torch.optim.Optimizer], folder: str) -> float:
+    """How far the loss after two steps of precision=fp64 is from that of a plain loop in float64, of batches in float32."""
+    engine = made_of(optimizer, "dp=2")
+    engine.step(BATCH)
+    engine.save(folder)
+    model = engine.copy_model().double()
+    again = made_of(optimizer, "dp=2,precision=fp64")
+    again.load(folder)
+    assert "are cast" in noted()[-1]["text"]
+    plain = optimizer(model.parameters(), lr=1e-2)
+    held = dict(engine.model.named_parameters())
+    for name, param in model.named_parameters():
+        plain.state[param] = {k: v.double() if v.shape else v.clone() for k, v in engine.optimizer.state[held[name]].items()}
+    x, targets = BATCH["x"].double(), BATCH["targets"].double()
+    for _ in range(2):
+        plain.zero_grad()
+        loss = nn.functional.mse_loss(model(x), targets)
+        loss.backward()
+        plain.step()
+        found = again.step(BATCH)
+    assert {x.dtype for state in again.optimizer.state.values() for x in state.values() if x.shape} == {torch.float64}
+    return abs(float(loss) - float(found)) / float(loss)
+
+
+def test_another_engine_of_the_process_reads_what_is_being_saved(tmp_path: Path) -> None:
+    engine, other = (made_of(torch.optim.AdamW, "dp=1", Wide()) for _ in range(2))
+    for steps in (1, 2):
+        engine.step(BATCH)
+        engine.save(tmp_path / "c", wait=False, overwrite=True)
+        other.load(tmp_path / "c")
+        assert other.step_count == steps
+
+
+class Wide(Named):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(5, 200_000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * self.wide(x).mean()
+
+
+def test_gradients_of_other_weights_are_not_applied_to_loaded_ones(tmp_path: Path) -> None:
+    engine = keeping(3, "dp=1")
+    engine.step(BATCH)
+    engine.save(tmp_path / "c")
+    engine.forward_backward(BATCH)
+    with pytest.raises(SoliError, match=r"load\(\) between forward_backward\(\) and update\(\)"):
+        engine.load(tmp_path / "c")
+    engine.discard()
+    engine.load(tmp_path / "c")
+
+
+def test_a_checkpoint_is_nothing_to_import(tmp_path: Path) -> None:
+    keeping(3, "dp=1").save(tmp_path / "c")
+    with pytest.raises(SoliError, match="is a checkpoint of soli"):
+        import_(tmp_path / "c", tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
 def test_weights_alone_leave_the_rates_and_that_is_said(tmp_path: Path) -> None:
     engine = engine_for("dp=1")
     save_file(engine.global_state_dict(), tmp_path / "w.safetensors")

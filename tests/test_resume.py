@@ -73,3 +73,10 @@ def test_what_a_run_began_with_is_known_when_its_file_was_edited(tmp_path: Path)
         assert {p.what for p in caught.value.problems} == {said.format(line.split(" = ")[0]) for line in edits}
     file.write_text(text)
     assert loop.main(resume=run, steps=5)["steps"] == 5
+
+
+def test_a_run_that_is_through_and_resumed_says_its_last_loss_once(tmp_path: Path) -> None:
+    run = begun(tmp_path, "dp=1", 4)
+    before = (run / "metrics.jsonl").read_text()
+    loop.main(resume=run)
+    assert (run / "metrics.jsonl").read_text() == before

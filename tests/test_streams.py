@@ -68,7 +68,8 @@ def test_an_evaluation_is_of_all_rows_and_leaves_the_training_where_it_stands(se
 def test_batches_of_another_size_go_on_with_the_samples_that_are_left(tmp_path: Path) -> None:
     engine = engine_for("dp=1")
     order = torch.cat(read(engine_for("dp=1").batches(DATA, 6)))
-    read(engine.batches(DATA, 6), 2)
+    for part in islice(engine.batches(DATA, 6), 2):
+        engine.step(part)
     engine.save(tmp_path / "c")
     for size in (12, 4, 3):
         engine.load(tmp_path / "c")
@@ -134,6 +135,7 @@ def test_a_checkpoint_that_a_loop_loads_moves_the_loop(tmp_path: Path, dataset: 
     engine, found = engine_for("dp=1"), []
     for part in engine.batches(dataset, 6, epochs=2, shuffle=shuffle):
         found.append(part.data["x"])
+        engine.step(part)
         if len(found) == 1:
             engine.save(tmp_path / "c")
         if len(found) == 6:
@@ -145,7 +147,7 @@ def test_a_checkpoint_that_a_loop_loads_moves_the_loop(tmp_path: Path, dataset: 
 def test_an_iterator_that_is_held_goes_on_in_the_order_of_the_checkpoints_seed(tmp_path: Path, begun: int) -> None:
     engine = engine_for("dp=1", seed=5)
     stream = engine.batches(DATA, 6, epochs=2)
-    read(stream, 1)
+    engine.step(next(stream))
     engine.save(tmp_path / "c")
     other = engine_for("dp=1", seed=6)
     held = other.batches(DATA, 6, epochs=2)
@@ -153,6 +155,33 @@ def test_an_iterator_that_is_held_goes_on_in_the_order_of_the_checkpoints_seed(t
     other.load(tmp_path / "c")
     assert "the checkpoint's seed 5 goes on" in noted()[-1]["text"]
     assert alike(read(held), read(stream))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("steps", [0, 2, 4])
+def test_a_batch_that_was_not_trained_on_is_the_first_of_a_resumed_run(tmp_path: Path, ahead: int, steps: int) -> None:
+    """Batches that a program has in hand when it saves (at the top of its loop, or fetched ahead); another stream is only read."""
+    engine = engine_for("dp=1")
+    stream, whole = engine.batches(DATA, 6, epochs=2), read(engine_for("dp=1").batches(DATA, 6, epochs=2))
+    inhand = [next(stream) for _ in range(ahead)]
+    for _ in range(steps):
+        inhand.append(next(stream))
+        engine.step(inhand.pop(0))
+    if steps:
+        read(engine.batches(DATA, 6, shuffle=False, name="looked at"), 1)
+    engine.save(tmp_path / "c")
+    again = engine_for("dp=1")
+    again.load(tmp_path / "c")
+    assert alike(read(again.batches(DATA, 6, epochs=2)), whole[steps:])
+    assert len(read(again.batches(DATA, 6, shuffle=False, name="looked at"))) == (3 if steps else 4)
+
+
+def test_a_checkpoint_of_before_a_stream_began_takes_it_back_to_its_begin(tmp_path: Path) -> None:
+    engine = engine_for("dp=1")
+    engine.save(tmp_path / "c")
+    first = [float(engine.step(part)) for part in islice(engine.batches(DATA, 6), 2)]
+    engine.load(tmp_path / "c")
+    assert [float(engine.step(part)) for part in islice(engine.batches(DATA, 6), 2)] == first
 
 
 def test_what_a_resumed_program_draws_is_what_it_would_have_drawn(tmp_path: Path) -> None:

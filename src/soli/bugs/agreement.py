@@ -45,8 +45,7 @@ def kappa(first: Sequence[str], second: Sequence[str]) -> Kappa:
     """(p_o - p_e) / (1 - p_e), p_e by each labeller's own shares (Cohen 1960); the interval is by the large-sample variance of
     Fleiss, Cohen and Everitt (1969), equation 13. Where both say one word of everything it is 1, of nothing nan.
     """
-    words = sorted({*first, *second})
-    count = len(first)
+    words, count = sorted({*first, *second}), len(first)
     if not count:
         return Kappa(np.nan, np.nan, np.nan, np.nan, 0)
     table = np.array(confusion(words, first, second)) / count

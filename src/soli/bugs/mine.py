@@ -36,8 +36,7 @@ class Mined:
 
 def mine(paths: Sequence[Path], out: Path, chosen: Path | None = None) -> list[Mined]:
     """Read these histories into `out`. All of one is kept, or nothing. SoliError where one is not whole, or none has a fix."""
-    made = rules(chosen)
-    found = []
+    made, found = rules(chosen), []
     for repo, path in histories(paths).items():
         with store.opened(out, made=True) as base:
             found.append(summary(base, repo, *store.add(base, repo, history.read(path, made.left_out), made)))

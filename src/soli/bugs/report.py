@@ -204,8 +204,7 @@ def _quality(judged: Sequence[Judged], selected: Mapping[str, Selection]) -> Ite
 
 
 def _bars(axes: Any, repos: Mapping[str, Mapping[str, tuple[int, Share]]]) -> None:
-    words = list(next(iter(repos.values())))
-    height = 0.8 / len(repos)
+    words, height = list(next(iter(repos.values()))), 0.8 / len(repos)
     for i, (repo, table) in enumerate(repos.items()):
         parts = np.array([table[word][1] for word in words])
         places = np.arange(len(words)) + (i - (len(repos) - 1) / 2) * height

@@ -26,6 +26,8 @@ from soli.core.events import events
 from soli.core.layout import Box
 from soli.core.progress import Add, busy
 
+WIDE = {torch.float32, torch.float64}
+
 
 def load(path: str | Path, tensors: Tensors, *, group: Group = None, ignore: Callable[[str], bool] | None = None) -> dict[str, Any]:
     """Fill the pieces of `tensors` in place from the checkpoint at `path`; returns its state.
@@ -55,7 +57,8 @@ def load(path: str | Path, tensors: Tensors, *, group: Group = None, ignore: Cal
 def differences(manifest: Manifest, wanted: Forms, ignore: Callable[[str], bool] | None) -> list[Problem]:
     """Everything that keeps the saved tensors from being the wanted ones."""
     found = []
-    cast = lambda *kinds: "imported_from" in manifest.state and all(kind.is_floating_point for kind in kinds)
+    # of weights that were imported; and precision=fp64 computes with the float32 of other plans
+    cast = lambda *kinds: {*kinds} == WIDE or ("imported_from" in manifest.state and all(kind.is_floating_point for kind in kinds))
     for name, (shape, dtype) in wanted.items():
         saved = manifest.tensors.get(name)
         if saved is None:

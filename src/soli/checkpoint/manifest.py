@@ -105,7 +105,7 @@ def _not_json(path: str, value: Any) -> Iterator[Problem]:
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(f"{path} is not JSON", repr(value), allowed, "store it as a string or as None")
     elif value is not None and not isinstance(value, (str, int, float)):
-        fix = "put tensors among the tensors; turn the rest into plain values"
+        fix = "tensors go among the tensors (of engine.save: into a buffer of the model), the rest as plain values"
         yield Problem(f"{path} is not JSON", f"{type(value).__name__}", allowed, fix)
 
 

@@ -117,11 +117,12 @@ FINISH_SECONDS = 60.0
 """How long a process that an error ends waits for a checkpoint that its ranks were writing."""
 
 
-def _finish() -> None:
-    futures.wait([pending.end for pending in _last.values()], FINISH_SECONDS)
+def finish(seconds: float | None = FINISH_SECONDS) -> None:
+    """Wait for what this process saves in the background, so long at most; errors of it are raised elsewhere."""
+    futures.wait([pending.end for pending in _last.values()], seconds)
 
 
-FINISH.append(_finish)
+FINISH.append(finish)
 
 
 @atexit.register

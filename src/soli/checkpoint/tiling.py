@@ -23,8 +23,7 @@ def inside(box: Box, shape: tuple[int, ...]) -> bool:
 
 def tiling_problems(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Problem]:
     """What keeps `boxes` from tiling a tensor of this shape: outside, overlapping, or not covering it."""
-    found = []
-    fitting = []
+    found, fitting = [], []
     for box in boxes:
         if inside(box, shape) and box.numel:
             fitting.append(box)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soli.checkpoint.folder import PICKLES, flush, locate
+from soli.checkpoint.folder import MANIFEST, PICKLES, flush, locate
 from soli.checkpoint.load import check_files, narrow
 from soli.checkpoint.manifest import Manifest, Saved, key_of, read_manifest
 from soli.checkpoint.published import converted
@@ -148,6 +148,9 @@ def import_(source: str | Path, out: str | Path, tied: dict[str, str] | None = N
     tensor bit for bit, and is not stored again. Pickles are refused.
     """
     source = Path(source)
+    if (source / MANIFEST).is_file():
+        fix = "engine.load reads it as it is; soli checkpoint export writes its weights as others read them"
+        raise SoliError(f"{source} is a checkpoint of soli, and no folder of weights", fix=fix)
     files = _sources(source)
     with ExitStack() as stack:
         handles = {file: stack.enter_context(reading(file)) for file in dict.fromkeys(files.values())}

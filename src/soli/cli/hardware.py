@@ -51,10 +51,7 @@ def hardware(
 
 def _networks() -> None:
     titles = ("GB/s in a server", "Gbit/s a device", "Gbit/s a server", "us")
-    rows = {
-        name: (*map(said.get, ("link_gbs", "net_gbits", SHARED)), said.get("link_us", said.get("net_us")))
-        for name, said in networks().items()
-    }
+    rows = {name: (*map(said.get, ("link_gbs", "net_gbits", SHARED)), said.get("link_us", said.get("net_us"))) for name, said in networks().items()}
     _table("network", titles, rows, "--cluster DEVICE:8x64@NETWORK")
 
 

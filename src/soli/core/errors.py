@@ -54,8 +54,7 @@ class SoliError(Exception):
         everywhere: bool = False,
     ) -> None:
         self.problems = tuple([Problem(what, str(got), str(allowed), fix, seen)] if isinstance(what, str) else what)
-        self.exit_code = exit_code
-        self.everywhere = everywhere
+        self.exit_code, self.everywhere = exit_code, everywhere
         self.consequence = False  # True: another rank's failure is the likely cause of this one
         self.lost = False  # True: others that this rank talks to are not there any more, and none can go on
         self.told = False  # True: these are the words of the rank that failed, which says them too

@@ -21,7 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
-from soli.core.errors import MISTAKE, SoliError
+from soli.core.errors import MISTAKE, Problem, SoliError
 from soli.core.events import events
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -39,6 +39,8 @@ def install_hook(rank: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         events.emit("error", error=str(error), type=kind.__name__)
         trace = _from_script(trace)
+        if isinstance(error, SoliError) and (first := _users_own(error.__context__)):
+            error.problems += (Problem("it came while an error of the program's own was on its way, and may come of that", got=first),)
         for finish in FINISH if isinstance(error, SoliError) and error.everywhere else ():
             finish()  # before the launcher knows: it ends the rank soon after
         told = _write_for_launcher(rank, error, trace)
@@ -55,6 +57,13 @@ def install_hook(rank: int) -> None:
         os._exit(error.exit_code)
 
     sys.excepthook = hook
+
+
+def _users_own(error: BaseException | None) -> str:
+    """Of an error and those that were on their way before it, the newest that the program's own code raised, and where."""
+    while error is not None and not is_users((traceback.extract_tb(error.__traceback__) or traceback.extract_stack())[-1].filename):
+        error = error.__context__
+    return "" if error is None else f"{type(error).__name__}: {error}, at {user_line(error.__traceback__)}"
 
 
 def stacks_on_request() -> None:

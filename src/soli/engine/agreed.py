@@ -14,6 +14,7 @@ from soli.core.errors import failure, listed, on_all_ranks
 from soli.core.report import named
 from soli.engine import between, norm, pipelined, same
 from soli.engine.batch import Part
+from soli.engine.data import trained
 from soli.engine.optimizer import OF_RANK
 from soli.engine.plain import plain
 from soli.mesh.collectives import Axis, all_reduce, extreme, gather_json
@@ -49,6 +50,11 @@ class Agreement:
         """A step has this batch."""
         self.rows, self.common = marks(engine, batch).tolist()
         self.wrote = self.writes(engine)
+
+    def end(self, engine: Engine) -> None:
+        """And is over: the weights are the engine's, and a checkpoint goes on with the batch after it."""
+        self.versions = versions(engine)
+        trained(engine.positions, self.place)
 
     def writes(self, engine: Engine) -> bool:
         """Whether the program wrote into parameters since the newest step."""

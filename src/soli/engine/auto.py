@@ -187,8 +187,7 @@ class Auto:
         What is no product is launched by the user's modules, autograd and the optimizer, at their own pace. Collective.
         """
         share = replace(self.program, batch=widened(self.program.batch, max(self.rows // self.world.size, 1)))
-        found = self._alone(share)
-        self.paced = 1.0
+        found, self.paced = self._alone(share), 1.0
         if found is None:
             self.notes.append("one rank cannot run the program alone, so its operations are timed as any others")
             return machine

@@ -136,8 +136,7 @@ def _measure(world: World, mesh: Mesh, mark: str, disk: float) -> Machine:
     side = SIDE[device.type]
     a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     product = lambda: torch.mm(a, b)
-    together = _timed(product, device, mesh.all)
-    alone = _alone(product, device, mesh.all)
+    together, alone = _timed(product, device, mesh.all), _alone(product, device, mesh.all)
     big = torch.zeros(STREAM[device.type], device=device)
     tiny = torch.randn(8, device=device, requires_grad=True)
     stream = _timed(lambda: big + 1.0, device, mesh.all)

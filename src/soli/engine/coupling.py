@@ -125,8 +125,7 @@ def _totals(
 ) -> list[Sum]:
     """Of all rows, of their two parts, the other way round, and with gradients of a larger loss. `alike`: passes without gradients, and with."""
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
-    turned = at(data, list(range(rows))[::-1])
-    cut = rows // 2
+    turned, cut = at(data, list(range(rows))[::-1]), rows // 2
     norms = Statistics(model, engine.plan, None)
     halves = (take(data, 0, cut), cut, True), (take(data, cut, rows), rows - cut, True)
     wholes = (data, rows, False), (turned, rows, False), (data, rows, False)

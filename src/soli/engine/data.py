@@ -38,6 +38,8 @@ class Position:
     size: int = 0
     mover = cast(Any, None)  # the order whose iterator moved it last; None: a checkpoint
     once = cast(tuple[Any, list[Any], Any], (None, [], None))  # what can be iterated only once, and what is left of it
+    ahead = cast(tuple["Position", ...], ())  # where it stood before each batch that was given out and not trained on, the last thousand
+    trained = cast(Any, False)
 
 
 @dataclass
@@ -280,9 +282,24 @@ def _rest(order: Order) -> tuple[list[Any], Iterator[Any] | None]:
     return [*held], source
 
 
+def trained(positions: dict[str, Position], place: dict[str, Any]) -> None:
+    """A step has seen the batch that a stream gave out at this place."""
+    at = positions.get(place.get("name", ""), Position())
+    places = [(one.epoch, one.batch) for one in at.ahead]
+    if place.get("batch") in places:
+        at.ahead, at.trained = at.ahead[places.index(place["batch"]) + 1 :], True
+
+
+def resumed(positions: dict[str, Position]) -> dict[str, Position]:
+    """Where a checkpoint goes on: at the first batch that was given out and not trained on; of streams that none is trained on, at the next."""
+    begun = any(at.trained for at in positions.values())
+    return {name: at.ahead[0] if at.ahead and (at.trained or not begun) else at for name, at in positions.items()}
+
+
 def _advance(order: Order, epoch_ends: bool) -> tuple[Position, int]:
     """Move the position by a batch; where it stands then, in the order of which seed."""
     at = order.position
+    at.ahead = (*at.ahead[-999:], replace(at))
     at.epoch, at.batch, at.mover = (at.epoch + 1, 0, order) if epoch_ends else (at.epoch, at.batch + 1, order)
     return replace(at), order.seed()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from soli.core.events import events
@@ -17,6 +18,7 @@ from soli.engine import rng
 from soli.engine.batch import Part, as_dict, rows_of
 from soli.engine.taken import Taken, is_beyond
 from soli.mesh.collectives import extreme
+from soli.parallel.lift import wide
 from soli.planner.legality import plain
 
 if TYPE_CHECKING:
@@ -155,3 +157,10 @@ def peek(dataset: Any, count: int, collate: Callable[[list[Any]], Any] | None) -
             if stream is dataset:
                 dataset = chain(samples, stream)
     return dataset, as_dict((collate or default_collate)(samples)) if samples else Part(None, 0, 0, 0)
+
+
+def widened(batch: Any, plan: Plan) -> Any:
+    """A batch as the model is where all of it is in float64."""
+    if plan.precision != "fp64":
+        return batch
+    return replace(batch, data=tree_map(wide, batch.data)) if isinstance(batch, Part) else tree_map(wide, batch)

@@ -66,9 +66,12 @@ def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
     to the rounding of a vector kernel's tail: some dozens of operations an element."""
     shapes, groups = _shapes(optimizer), [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     key = (type(optimizer), cut, str(shapes), str(groups), str(sorted(vars(optimizer)))) if type(optimizer).__module__.startswith("torch.optim.") else None
-    if key is None:
-        return _coupling(optimizer, shapes, cut)
-    return TOLD[key] if key in TOLD else TOLD.setdefault(key, _coupling(optimizer, shapes, cut))
+    if key in TOLD:
+        return TOLD[key]
+    # matrices of a large tensor's elements times as many (Shampoo's, of pieces) take gigabytes, and small tensors tell
+    small = [shape for shape in shapes if math.prod(shape[2]) <= math.prod(SMALL)]
+    told = _coupling(optimizer, small, cut) or _coupling(optimizer, shapes, cut)
+    return told if key is None else TOLD.setdefault(key, told)
 
 
 def _coupling(optimizer: torch.optim.Optimizer, shapes: list[Shape], cut: Cut) -> str:

@@ -106,7 +106,7 @@ def parallelize(
     with busy(f"laying the model over {world.size} ranks", shown=world.is_first and wish is None):
         engine = Engine(model, loss_fn or from_model(), made, scheduler, clip, wish or chosen, seed, world, roles or {})
         if example is not None:
-            engine.decide(example := as_dict(example), rows or rows_of(example))
+            example = engine.decide(as_dict(example), rows or rows_of(example))
             engine.lay(deciding.enough(example, engine.dp.size))
         return engine
 
@@ -165,10 +165,11 @@ class Engine:
         if plan.model_ranks == 1:
             self.lay(None)
 
-    def decide(self, batch: Any, rows: int) -> None:
-        """With plan="auto", choose the plan for batches like this one, of which a global one has so many rows. Once."""
+    def decide(self, batch: Any, rows: int) -> Any:
+        """With plan="auto", choose the plan for batches like this one, of which a global one has so many rows, once. The batch in the plan's precision."""
         if self._plan is None:
             deciding.decide(self, batch, rows)
+        return deciding.widened(batch, self.plan)
 
     @property
     def plan(self) -> Plan:
@@ -273,7 +274,7 @@ class Engine:
             fix = "to add up gradients over parts of a batch, give the whole batch and plan='accumulate=K'; engine.discard() leaves a step out"
             raise on_all_ranks("forward_backward was called twice without update()", fix=fix)
         raise_all(self._given.problems(self), everywhere=True)
-        self.decide(batch := as_dict(batch), batch.total if isinstance(batch, Part) else 0)
+        batch = self.decide(as_dict(batch), batch.total if isinstance(batch, Part) else 0)
         part = part_of(batch, self.dp.size, self.dp.index, later=self._first.modes is not None)
         need_rows(part, self.dp.size, self.plan, self.statistics.active)
         need_tensors(batch, part, self.plan.accumulate * self.plan.microbatches)
@@ -367,7 +368,7 @@ class Engine:
                     print(f"soli: step {self.step_count + 1} skipped on all ranks: fp16 overflow, loss scale now {scale:g}")
         norm.forget(self)
         self.step_count += 1
-        self._agreed.versions = agreed.versions(self)
+        self._agreed.end(self)
         same.agree_on_buffers(self)
         if self._watch is not None:
             self._watch.end(self)
@@ -434,7 +435,7 @@ class Engine:
         with between.modes_kept(self.model), self.loss_fn.going_on():
             self.model.eval()
             for batch in batches.anew() if isinstance(batches, Stream) else batches:
-                self.decide(batch := as_dict(batch), 0)
+                batch = self.decide(as_dict(batch), 0)
                 part = part_of(batch, self.dp.size, self.dp.index, later=True)
                 need_rows(part, self.dp.size, self.plan)
                 need_tensors(batch, part, 1)
@@ -444,8 +445,7 @@ class Engine:
                 data = to_device(part.data, self.device) if part.rows else None
                 with self.randomness.evaluating(self.step_count, rows + part.start, part.rows):
                     found += torch.tensor(self.forward_only(data), dtype=torch.float64)
-                rows += part.total
-                seen += agreed.marks(self, batch)
+                rows, seen = rows + part.total, seen + agreed.marks(self, batch)
         sums = agreed.evaluated(self, found, seen)
         if not sums[1]:
             raise on_all_ranks("no target was counted in the evaluation")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from soli.core.errors import Problem, SoliError, listing, on_all_ranks
+from soli.core.functions import tensors_in
 from soli.core.plan import Plan
 from soli.engine.elementwise import RAISED, Cut, by_elements, by_parameters, coupling, wrapped
 from soli.parallel.tensor.parts import updating
@@ -63,7 +64,7 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan, tri
     if strange:
         fix = "build the optimizer on this model, after any change to it, and before soli.parallelize"
         yield Problem(f"{strange} parameters of the optimizer are not the model's", fix=fix)
-    if any(t.is_meta for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)):
+    if any(t.is_meta for t in tensors_in(optimizer.state.values())):
         what = f"{type(optimizer).__name__} makes its states when it is built, and the parameters are deferred"
         yield Problem(what, fix="build the model without soli.deferred()")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -143,7 +144,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 def stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has taken a step. Some (Adagrad) have states from the start, with a step number of 0."""
-    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if isinstance(state, dict))
 
 
 def guard(optimizer: torch.optim.Optimizer, plan: Plan) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-PAIRS = "pairs by number"
+PAIRS, NUMBER = "pairs by number", "a number that is not finite"
 
 
 def plain(value: Any) -> Any:
@@ -26,18 +27,23 @@ def like(old: Any, value: Any) -> Any:
 
 
 def numbered(value: Any) -> Any:
-    """A scheduler's state as JSON can hold it: dicts by numbers (MultiStepLR's milestones, a Counter) as pairs."""
+    """A scheduler's state, or the program's, as JSON can hold it: dicts by numbers (MultiStepLR's milestones, a Counter) as pairs, inf as text."""
     if isinstance(value, dict) and value and all(type(key) is int for key in value):
         return {PAIRS: [[key, numbered(item)] for key, item in value.items()]}
     if isinstance(value, dict):
         return {key: numbered(item) for key, item in value.items()}
-    return [numbered(item) for item in value] if isinstance(value, list | tuple) else value
+    found = plain(value)
+    if isinstance(found, float) and not math.isfinite(found):
+        return {NUMBER: str(found)}
+    return [numbered(item) for item in found] if isinstance(found, list) else found
 
 
 def counted(value: Any) -> Any:
     """What `numbered` was given, whose dicts by numbers are Counters."""
     if isinstance(value, dict) and value.keys() == {PAIRS}:
         return Counter({key: counted(item) for key, item in value[PAIRS]})
+    if isinstance(value, dict) and value.keys() == {NUMBER}:
+        return float(value[NUMBER])
     if isinstance(value, dict):
         return {key: counted(item) for key, item in value.items()}
     return [counted(item) for item in value] if isinstance(value, list) else value

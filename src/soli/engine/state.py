@@ -21,7 +21,7 @@ from soli.core.events import events
 from soli.core.functions import held
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import between, rng
-from soli.engine.data import Position
+from soli.engine.data import Position, resumed
 from soli.engine.optimizer import OF_RANK, need_own_states, stepped
 from soli.engine.plain import counted, like, numbered, plain
 from soli.mesh.collectives import all_reduce, broadcast, gather_json
@@ -151,8 +151,7 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
     """Each optimizer tensor, whole, on every rank: sums of parts that do not overlap."""
     local = optimizer_tensors(engine)
     shapes = _agreed_shapes(engine, local)
-    slots = {s.name: (s, u) for u in engine.laid.units for s in u.slots}
-    found = {}
+    slots, found = {s.name: (s, u) for u in engine.laid.units for s in u.slots}, {}
     for name, (shape, dtype) in shapes.items():
         whole = torch.full(shape, 0 if shape else -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=engine.device)
         for box, piece in local[name].pieces if name in local else []:
@@ -285,10 +284,11 @@ def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
         "members": engine._given.members(engine.optimizer),
         "classes": _classes(engine),
         "scheduler": numbered(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
-        "positions": {name: asdict(position) for name, position in engine.positions.items()},
+        "positions": {name: asdict(position) for name, position in resumed(engine.positions).items()},
         "loss_scale": asdict(engine.loss_scale) if engine.loss_scale is not None else None,
         "modules": {name: value for name, value in _of_modules(engine).items() if not isinstance(value, Tensor)},
-        "extra": extra,
+        "globals": numbered({key: x for key, x in engine.optimizer.state.items() if not isinstance(key, Tensor)}),
+        "extra": numbered(extra),
     }
 
 
@@ -299,7 +299,10 @@ def _classes(engine: Engine) -> dict[str, str]:
 
 def load(engine: Engine, path: Path) -> dict[str, Any]:
     """See Engine.load. Where the model still waits to be laid over the ranks, its tensors are read then."""
+    if engine._count:
+        raise on_all_ranks("load() between forward_backward() and update()", fix="load after the step, or leave it out: engine.discard()")
     _finish_saving(engine)  # it may be this checkpoint that is written
+    checkpoint.finish(None)  # or another engine's of this process
     manifest = checkpoint.read_manifest(path)
     only_weights = not any(name.startswith(("optimizer.", RNG)) for name in manifest.tensors)
     if not only_weights:
@@ -317,15 +320,14 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
         text = f"{path} holds weights alone: the optimizer's states, data positions and step start anew{rest}"
         events.note(text, shown=engine.rank == 0)
         engine.step_count = 0
-        for position in engine.positions.values():
-            vars(position).update(asdict(Position()), mover=None)
+        _go_on(engine, {})
         return {}
     # By place on dp: ranks that share rows draw alike. More places than were saved go on from the first's: random
     # numbers of one's own (in a dataset) then differ.
     rng.restore(drawn.get(f"{RNG}{engine.dp.index}", drawn[f"{RNG}0"]))
     _restore(engine, state)
     events.emit("load", path=str(path), step=engine.step_count, plan_written=state["plan"])
-    extra: dict[str, Any] = state["extra"]
+    extra: dict[str, Any] = counted(state["extra"])
     return extra
 
 
@@ -347,7 +349,7 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
             unit.spread().wait()
     if fresh or not engine._given.begun:  # also where the checkpoint is of before the first step, or of weights alone
         engine.optimizer.state.clear()
-        engine.optimizer.state.update(fresh)
+        engine.optimizer.state.update(fresh | counted(state.get("globals", {})))
         engine._agreed.states = None
     for name, value in (saved | {f"model.{n}": x for n, x in state.get("modules", {}).items()}).items():
         engine.model.get_submodule(name.removeprefix("model.").rpartition(".")[0]).set_extra_state(value)
@@ -404,10 +406,10 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
             continue
         unit, slot, param = by_name[param_name]
         if tuple(saved.shape) == slot.whole_shape and slot.shape:
-            value = torch.empty(param.shape, dtype=saved.dtype, device=param.device)
+            value = torch.empty(param.shape, dtype=_kind(param, saved), device=param.device)
             found[name] = _like_parameter(unit, slot, value)
         else:
-            value = torch.empty(saved.shape, dtype=saved.dtype, device=_place(engine, param, key, saved.shape))
+            value = torch.empty(saved.shape, dtype=_kind(param, saved), device=_place(engine, param, key, saved.shape))
             found[name] = from_whole(value)
         fresh.setdefault(param, {})[key] = value
     for name, number in manifest.state.get("numbers", {}).items():
@@ -418,6 +420,11 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
         text = f"the optimizer's states of parameters that are frozen now are not read: {listed(sorted(dropped))}"
         events.note(text, shown=engine.rank == 0)
     return found
+
+
+def _kind(param: Tensor, saved: Any) -> torch.dtype:
+    """Of a state: as it was saved, but that those of precision=fp64 are as wide as its weights."""
+    return param.dtype if saved.shape and {saved.dtype, param.dtype} == checkpoint.WIDE else saved.dtype
 
 
 def _place(engine: Engine, param: Tensor, key: str, shape: tuple[int, ...]) -> torch.device:
@@ -453,6 +460,14 @@ def _group_problems(engine: Engine, manifest: checkpoint.Manifest) -> Iterator[P
             yield Problem(f"the checkpoint is of another {what}", got=name, allowed=saved, seen="forgotten-on-resume")
 
 
+def _go_on(engine: Engine, positions: dict[str, Any]) -> None:
+    """Streams stand there; those that the checkpoint has not, at their beginning. In place: an iterator that the user already holds goes on
+    from there too."""
+    for name in {*engine.positions, *positions}:
+        place = positions.get(name, asdict(Position()))
+        vars(engine.positions.setdefault(name, Position())).update(place, mover=None, ahead=(), trained=False)
+
+
 def _restore(engine: Engine, state: dict[str, Any]) -> None:
     for group, saved in zip(engine.optimizer.param_groups, state["groups"], strict=True):
         group.update({k: like(group.get(k), v) for k, v in saved.items()})
@@ -460,9 +475,7 @@ def _restore(engine: Engine, state: dict[str, Any]) -> None:
         engine.scheduler.load_state_dict(counted(state["scheduler"]))
     if engine.loss_scale is not None and state["loss_scale"] is not None:
         vars(engine.loss_scale).update(state["loss_scale"])
-    for name, position in state["positions"].items():
-        # In place: an iterator that the user already holds goes on from here too.
-        vars(engine.positions.setdefault(name, Position())).update(position, mover=None)
+    _go_on(engine, state["positions"])
     if engine.seed != state["seed"]:
         text = f"the checkpoint's seed {state['seed']} goes on, of dropout and of the order of the data, and not the program's {engine.seed}"
         events.note(text, shown=engine.rank == 0)

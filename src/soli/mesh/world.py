@@ -121,8 +121,7 @@ def placed(local_rank: int, local_size: int) -> tuple[torch.device, str]:
 
 def _made_backend() -> str:
     """The backend of a process group that the user made."""
-    made = dist.get_backend()
-    config = str(dist.get_backend_config())
+    made, config = dist.get_backend(), str(dist.get_backend_config())
     if "nccl" in made or "nccl" in config:
         if "cpu:" not in config:
             what = "ranks agree on numbers in the host's memory, and this process group has a backend for devices alone"

@@ -34,8 +34,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.head_dim = config.dim // config.heads
-        self.dropout = config.dropout
+        self.head_dim, self.dropout = config.dim // config.heads, config.dropout
         self.query = nn.Linear(config.dim, config.dim)
         self.key = nn.Linear(config.dim, config.dim)
         self.value = nn.Linear(config.dim, config.dim)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from soli.core.errors import on_all_ranks
 from soli.core.events import events
-from soli.core.functions import held
+from soli.core.functions import held, tensors_in
 from soli.core.layout import Portion
 from soli.core.plan import Plan
 from soli.mesh.collectives import Axis, all_reduce, broadcast, gather_json
@@ -201,7 +201,7 @@ def agree_on_weights(model: nn.Module, optimizer: torch.optim.Optimizer, world: 
     if world.size == 1 or world.simulated:
         return
     tensors = [*((names[0], p) for names, p in named_once(model)), *model.named_buffers()]
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = tensors_in(optimizer.state.values())
     counts = gather_json(len(states), world, label="states of the optimizer")
     if len(set(counts)) > 1:
         got = f"tensors by rank: {', '.join(map(str, counts))}"

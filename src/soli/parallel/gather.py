@@ -65,8 +65,7 @@ class Gatherer:
         self.world, self.reducer = world, reducer
         reducer.on_complete = self.grads_complete
         self.phase = "idle"
-        self.keep_last = False
-        self._cursor = 0
+        self.keep_last, self._cursor = False, 0
         self._ran: list[Block] = []
         self._ordered = False
         for block in blocks:

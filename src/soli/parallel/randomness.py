@@ -77,6 +77,7 @@ class Randomness:
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._dims: dict[tuple[bool, Key], int] = {}  # of an evaluation, or not
         self._inner: set[tuple[bool, Key]] = set()  # where rows change fastest in such a dim, a multiple of them
+        self._uneven = set[str]()  # modules that draw as often as there are rows, where all of them are on each rank
         # what lies at each place of a dim of rows
         self._marks: dict[tuple[int, Key, int], tuple[Tensor, float, bool]] = {}
         self._logs: list[tuple[int, dict[Key, tuple[int, ...]]]] = []
@@ -175,9 +176,10 @@ class Randomness:
         rows, shapes = logs[0]
         other_rows, others = next((log for log in logs if log[0] != rows), logs[0])
         odd = sorted((shapes.keys() ^ others.keys()) & self._drew)
-        if odd:
-            what = f"whether {odd[0][0] or 'the model'} draws random numbers depends on the rows of the batch"
-            raise on_all_ranks(what, fix="draw in every forward, and select afterwards")
+        self._uneven |= {name for name, _ in odd}
+        if odd and self.apart:
+            what = f"how often {odd[0][0] or 'the model'} draws random numbers depends on the rows of the batch"
+            raise on_all_ranks(what, fix="draw for all rows at once, in every forward, and select afterwards")
         for key in shapes.keys() & others.keys():
             dim = _batch_dim(shapes[key], rows, others[key], other_rows)
             if dim is not None:
@@ -228,8 +230,7 @@ class Randomness:
     def _filled(self, key: Key, shape: tuple[int, ...], fill: Callable[[Tensor, torch.Generator], Tensor], like: Tensor) -> Tensor:
         now = self._now
         assert now is not None, "only inside begin()"
-        dim = self._dims[now.step < 0, key]
-        base = generators.hashed(self.seed, now.step, *key)
+        dim, base = self._dims[now.step < 0, key], generators.hashed(self.seed, now.step, *key)
         generator = torch.Generator(like.device)
         if dim == NO_ROWS:
             generator.manual_seed(base)
@@ -298,6 +299,8 @@ class Randomness:
 
     def _known(self, key: Key) -> None:
         assert self._now is not None, "only inside begin()"
+        if key[0] in self._uneven:
+            self._dims.setdefault((self._now.step < 0, key), NO_ROWS)
         if (self._now.step < 0, key) not in self._dims:
             raise SoliError(f"{key[0] or 'the model'} draws random numbers that it did not draw on the first step", fix=FIRST)
 

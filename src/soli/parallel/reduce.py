@@ -34,8 +34,7 @@ class Reducer:
     def __init__(self, units: list[Unit], tensor_axis: Axis) -> None:
         self.tensor_axis = tensor_axis
         self.early = True  # units are sent while the backward goes on
-        self._next = 0
-        self._last = False
+        self._next, self._last = 0, False
         self._open = False  # in a backward of a step
         self._flying: deque[tuple[Unit, Pending]] = deque()
         self._parts: dict[int, Tensor | None] = {}  # of sums over tp, by the parameter's id

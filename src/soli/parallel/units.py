@@ -89,8 +89,7 @@ class Unit:
         self.name, self.slots, self.zero, self.trainable = name, slots, zero, trainable
         self.shard_axis, self.replicate_axis = shard, replicate
         # the ranks of the shard axis, in a group for the gathers of ZeRO-3
-        self.gather_axis = gather
-        self.numel = slots[-1].stop
+        self.gather_axis, self.numel = gather, slots[-1].stop
         self.padded = math.ceil(self.numel / shard.size) * shard.size
         self.size = self.padded // shard.size
         starts = [*(slot.start for slot in slots[1:]), self.padded]
@@ -126,8 +125,7 @@ class Unit:
             if self.zero == 3:
                 become(slot.param, self._absent(slot, device))
         if self.zero < 3:
-            self.full = flat
-            self.shard = flat[self.low : self.high]
+            self.full, self.shard = flat, flat[self.low : self.high]
             self.show()
         else:
             self.full = torch.empty(self.padded, dtype=self.dtype, device=device)

@@ -100,8 +100,7 @@ def choice(task: Task, p: Points, cost: Step, i: int) -> Choice:
     """The plan at a place."""
     spread = spread_of(task.framework)
     time, size = float(cost.time[i]), float(cost.memory[i])
-    tokens = task.batch * task.seq
-    kinds = memory.kinds(p.take([i]), constants_of(task))
+    tokens, kinds = task.batch * task.seq, memory.kinds(p.take([i]), constants_of(task))
     parts = {name: float(getattr(cost, name)[i]) for name in PARTS if name != "computing"}
     return Choice(
         plan=str(plan_of(p, i)), microbatch=int(p.microbatch[i]), step_time_s=time, tokens_per_s=tokens / time,

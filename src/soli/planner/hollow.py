@@ -293,7 +293,7 @@ def hollowed(hollow: Hollow, model: nn.Module, *more: Any) -> Any:
     """A copy of the model and of what refers to it (its optimizer), with hollow parameters, and states that are as large."""
     memo: dict[int, Any] = {}
     sizes = {param.shape for param in model.parameters()}
-    states = [x for one in more for state in one.state.values() for x in state.values() if isinstance(x, Tensor)]
+    states = [x for one in more for x in tensors_in(one.state.values())]
     for x in [*model.parameters(), *(x for x in states if x.is_floating_point() and x.shape in sizes)]:
         empty = untouched(x.shape, x.stride(), x.dtype)
         memo[id(x)] = hollow.mark(empty)

@@ -48,10 +48,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         if not total and not why and not said["experts"] and (size := SIZED.search(text(row, "model").lower())):
             total = float(size[1])
         if total is None or (why and "decoder" in why):
-            found.refused.append(
-                "it has neither layers and hidden nor params_b, nor the name of a published model"
-                + (f" ({why})" if why else "")
-            )
+            found.refused.append("it has neither layers and hidden nor params_b, nor the name of a published model" + (f" ({why})" if why else ""))
             return {}
         stages = (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
         layers, hidden = _shape_of(total * 1e9, layers, hidden, stages)

@@ -272,8 +272,7 @@ def plan_of(p: Points, i: int) -> Plan:
     level = next(name for name, value in LEVELS.items() if value == p.recompute[i])
     if p.again[i] > 0:
         level = f"{kept_share(p.take([i])):.3f}"
-    times = int(np.ceil(p.microbatches[i]))
-    piped = p.pp[i] > 1
+    times, piped = int(np.ceil(p.microbatches[i])), p.pp[i] > 1
     return Plan(
         tensor=next(name for name, value in TENSORS.items() if value == p.tensor[i]), rows=int(p.rows[i]) if p.tensor[i] == GRID and p.rows[i] != p.columns[i] else 0,
         dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),

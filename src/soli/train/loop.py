@@ -90,8 +90,7 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
     size = GPTConfig(vocab=found.train.vocab, **asdict(config.model))
     torch.manual_seed(config.run.seed)
     model = GPT(size)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    optim = config.optim
+    count, optim = sum(parameter.numel() for parameter in model.parameters()), config.optim
     schedule = Schedule(optim.warmup, config.run.steps, optim.floor)
     windows = (Windows(found.train, size.context), Windows(found.validation, size.context))
     engine = soli.parallelize(
@@ -141,8 +140,7 @@ def _steps(job: _Job) -> float:
     log.skip()
     for batch in engine.batches(job.train, config.optim.batch, epochs=MANY_EPOCHS):
         rate = float(engine.optimizer.param_groups[0]["lr"])
-        loss = float(engine.step(batch))
-        step = engine.step_count
+        loss, step = float(engine.step(batch)), engine.step_count
         took.append(time.perf_counter() - last)
         norm = engine.last.grad_norm
         norm = None if norm is None or not math.isfinite(norm) else float(norm)  # a step of fp16 that was not taken
@@ -198,7 +196,9 @@ def _counting(batches: Iterable[Any], done: Callable[[int], None]) -> Iterator[A
 def _finish(job: _Job, seconds: float) -> dict[str, Any]:
     """The whole validation loss, the sample, the picture and the summary."""
     loss = _evaluate(job, job.validation)
-    job.log.look(job.engine.step_count, loss, len(job.validation), job.bits(loss))
+    look = {"kind": "validation", "step": job.engine.step_count, "loss": loss, "windows": len(job.validation), "bits_per_byte": job.bits(loss)}
+    if look not in rundir.read_metrics(job.folder):  # a run that was through is resumed
+        job.log.look(*list(look.values())[1:])
     weights = job.engine.global_state_dict()  # every rank calls it
     steps, size = job.engine.step_count, job.tokens.validation.bytes
     summary = {

@@ -21,8 +21,7 @@ def bits_per_byte(nats: float, count: int) -> float:
 
 def counts(span: Span) -> np.ndarray[Any, Any]:
     """How often each id is a target in the span, [V], int64."""
-    ids = span.ids()[1:]
-    total = np.zeros(span.vocab, dtype=np.int64)
+    ids, total = span.ids()[1:], np.zeros(span.vocab, dtype=np.int64)
     for start in range(0, len(ids), CHUNK):
         total += np.bincount(ids[start : start + CHUNK], minlength=span.vocab)
     return total

@@ -53,8 +53,7 @@ def sequential(model: nn.Module, loss_fn: LossFn, optimizer: MakeOptimizer, batc
 
 
 def _learn_shapes(randomness: Randomness, call: Caller, loss_fn: LossFn, batch: Any) -> None:
-    rows = rows_of(batch)
-    model = call.model
+    rows, model = rows_of(batch), call.model
     if not model.training:
         model.train()
     before = kept.values(model, [name for name, _ in model.named_parameters()])

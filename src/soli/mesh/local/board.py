@@ -106,8 +106,7 @@ class Board:
         self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.regions: dict[int, Region] = {}
-        self._allocated = 0
-        self.chunk = 0
+        self._allocated, self.chunk = 0, 0
         self.broken: Exception | None = None  # after an error nothing of the group can be trusted
         self.on_broken: Callable[[Exception], None] | None = None
         self.on_look: Callable[[], None] | None = None  # raises what other hosts have found
@@ -140,8 +139,7 @@ class Board:
 
     def again(self, operation: Operation, sources: Sequence[int]) -> Any:
         """Another meeting inside the chunk: what was written since is there on all `sources`."""
-        number = self.chunk - 1
-        mine = self.rank * WORDS + READY
+        number, mine = self.chunk - 1, self.rank * WORDS + READY
         meeting = self.words[mine] - MEETINGS * number + 1
         self.order()
         self.words[mine] += 1

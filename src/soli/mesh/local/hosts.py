@@ -39,8 +39,7 @@ class Hosts:
         self.leaders: Any = None
         if self.leads:
             self.leaders = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), self.host, len(members), timeout)
-        board.on_broken = self._broken
-        board.on_look = self._look
+        board.on_broken, board.on_look = self._broken, self._look
         board.on_late = self._late
 
     # --- among the leaders ----------------------------------------------------------------------------

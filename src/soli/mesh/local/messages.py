@@ -78,8 +78,7 @@ class Inbox:
         """Whether a message with this tag has come that nobody has asked for."""
         if any(m.tag == tag and not m.claimed for m in self.aside):
             return True
-        base = self.board.channel(self.source, self.board.rank)
-        words = self.board.words
+        base, words = self.board.channel(self.source, self.board.rank), self.board.words
         if self.current is not None or words[base + WRITTEN] == words[base + READ]:
             return False
         head = base + HEADS + 4 * (words[base + READ] % CELLS)

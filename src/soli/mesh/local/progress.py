@@ -49,8 +49,7 @@ class LocalWork(_Base):
     def __init__(self, board: Board, steps: Any, outputs: list[Any], deadline: float, peer: int | None) -> None:
         super().__init__()
         self.board, self.steps, self.outputs, self.seconds, self.peer = board, steps, outputs, deadline, peer
-        self.began = time.monotonic()
-        self.done = False
+        self.began, self.done = time.monotonic(), False
         self.error: Exception | None = None
         self.future: torch.futures.Future | None = None
         self.source: list[int] = []

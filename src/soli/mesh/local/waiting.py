@@ -34,8 +34,7 @@ class Backoff:
 
     def __init__(self, ranks: int) -> None:
         self.spin = SPIN_SECONDS if ranks <= cores() else 0.0
-        self.began = 0.0
-        self.slept = SLEEP_SECONDS / 2
+        self.began, self.slept = 0.0, SLEEP_SECONDS / 2
 
     def reset(self) -> bool:
         """There was news, which is what this says: begin with the short waits again."""

@@ -78,8 +78,7 @@ def _own_rows(run: Run, mask: Tensor | None, of_q: Split, keys: int) -> Tensor |
     """The rows of a mask that are this rank's queries, all keys."""
     if mask is None:
         return None
-    rows = mask.dim() - 2
-    known = split_of(mask)
+    rows, known = mask.dim() - 2, split_of(mask)
     if known is not None and not (known.dim == rows and known.fits(of_q.at(rows))):
         mask = whole(run, mask)
     if split_of(mask) is None and mask.shape[-2] != 1:

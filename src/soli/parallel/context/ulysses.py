@@ -26,8 +26,7 @@ Heads = list[tuple[int, int]]
 
 def shared_heads(queries: int, keys: int, ranks: int) -> tuple[Heads, Heads]:
     """The heads of queries that each rank has, and those of keys that these read."""
-    group = queries // keys
-    own = even_parts(queries, ranks)
+    group, own = queries // keys, even_parts(queries, ranks)
     return own, [(a // group, -(-b // group)) if a < b else (0, 0) for a, b in own]
 
 

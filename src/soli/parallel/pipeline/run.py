@@ -182,8 +182,7 @@ class Pipeline:
         before: tuple[Stage, list[Tensor], Any] | None = None
         pending = []
         for stage in self.mine:
-            index = stage.stage_index
-            new = key not in stage.known
+            index, new = stage.stage_index, key not in stage.known
             local = before is not None and before[0].stage_index == index - 1
             if stage.is_first:
                 known, leaves = stage.known.get(key) or Known([], [], []), []

@@ -51,8 +51,7 @@ def inputs_first(
     """The gradients of `inputs`, leaves of which some may need none, and what is left for `weights_later`."""
     ends = {get_gradient_edge(x).node for x in inputs if x.requires_grad}
     roots = [get_gradient_edge(x).node for x in outputs]
-    order = children_first(roots)
-    mine = {id(w) for w in weights}
+    order, mine = children_first(roots), {id(w) for w in weights}
     leaves = {node for node in order if id(getattr(node, "variable", None)) in mine}
     leads = {node: node in ends for node in order}
     for node in order:

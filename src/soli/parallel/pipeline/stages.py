@@ -50,8 +50,7 @@ class Stages:
 
 def cut(trace: Trace, units: list[Unit], rank_of: list[int], rows: float) -> Stages:
     """Balanced stages. `rows`: how many times the trace's rows a step has."""
-    modules = dict(units)
-    costs = []
+    modules, costs = dict(units), []
     for number, call in enumerate(trace.calls):
         flops = trace.flops[number + 1] + (trace.flops[0] if number == 0 else 0.0)
         costs.append(3 * flops * rows + FLOPS_PER_PARAMETER * sum(p.numel() for p in modules[call.unit].parameters()))
@@ -69,8 +68,7 @@ def balanced(costs: list[float], parts: int, limit: int | None = None) -> list[i
 
     Among those, the one whose squares add up to least: the others are even too. The last starts at `limit` or before.
     """
-    total = list(accumulate(costs, initial=0.0))
-    count = len(costs)
+    total, count = list(accumulate(costs, initial=0.0)), len(costs)
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
     for part in range(1, parts + 1):
         for end in range(part, count - (parts - part) + 1):

@@ -71,8 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         most = x.amax(1) if own else x.new_full((x.shape[0],), -float("inf"))
         most = moves.summed(most, axis, "largest logit", "max")
         mine = (target >= start) & (target < start + own)
-        place = (target - start).masked_fill(~mine, 0)
-        shifted = x - most.unsqueeze(1)
+        place, shifted = (target - start).masked_fill(~mine, 0), x - most.unsqueeze(1)
         # Not times `mine`: a class that is masked by -inf would make NaN of others' targets.
         none = torch.zeros_like(most)
         picked = torch.where(mine, shifted.gather(1, place.unsqueeze(1)).squeeze(1), none) if own else none
@@ -123,8 +122,7 @@ def cross_entropy(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     kept = wanted != ignore
     if len(split.parts) > 1:
         raise Misfit(split.origins, "a vocabulary in parts")
-    start = split.own(run.axis.size, run.axis.index)[0][0]
-    safe = wanted.masked_fill(~kept, 0)
+    start, safe = split.own(run.axis.size, run.axis.index)[0][0], wanted.masked_fill(~kept, 0)
     losses = _CrossEntropy.apply(flat, safe, start, shape[classes_dim], smoothing, run.axis)
     if run.partial:
         # the gradient of a loss is a part of a sum: each needs all of it
@@ -144,8 +142,7 @@ def _reduced(losses: Tensor, factors: Tensor, reduction: str, shape: Any) -> Ten
 def _by_rows(run: Run, x: Tensor, target: Tensor, split: Split, given: dict) -> Tensor:
     """Every rank has whole rows of logits, and some of the rows."""
     reduction, ignore = given.get("reduction", "mean"), given.get("ignore_index", -100)
-    dim = split.dim - (split.dim > 1)
-    known = split_of(target)
+    dim, known = split.dim - (split.dim > 1), split_of(target)
     if known is not None and not (known.dim == dim and known.fits(split.at(dim))):
         target, known = whole(run, target), None
     mine = target if known is not None else part_of(run, target, split.at(dim))

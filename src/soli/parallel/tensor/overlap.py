@@ -29,8 +29,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, there: moves.Way, later: Later) -> Any:
         ctx.set_materialize_grads(False)
         ctx.later, ctx.types = later, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        read = there(x)
-        device = x.device.type
+        read, device = there(x), x.device.type
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         a, w, b = (t if t is None or low is None else t.to(low) for t in (read, weight, bias))
         ctx.save_for_backward(a, w)

@@ -51,8 +51,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         found = split_of(x)
         if fits(found, x):
             return x
-        dim = split.dim - (dims - x.dim())
-        mine = split.local(run.axis.size, run.axis.index)
+        dim, mine = split.dim - (dims - x.dim()), split.local(run.axis.size, run.axis.index)
         if found is None and dim >= 0 and x.shape[dim] == mine and mine not in (1, split.size):
             # No whole tensor has this size: it is a gradient, in the backward of a function of the model's own.
             return x

@@ -39,8 +39,7 @@ def contraction(
     cuts = [(word[s.dim], s) for x, word in zip(inputs, letters, strict=True) if (s := split_of(x))]
     if not cuts:
         return compute(*inputs), None, False
-    letter = cuts[0][0]
-    split = agreed([s for _, s in cuts], run.ranks)
+    letter, split = cuts[0][0], agreed([s for _, s in cuts], run.ranks)
     locals_ = []
     for x, word in zip(inputs, letters, strict=True):
         if split_of(x) is not None:
@@ -151,8 +150,7 @@ def _on_grid(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight
     `of_weight`: which of the weight's dims is n.
     """
     split, rows = weight.cuts["tp"], weight.cuts[ROW]  # type: ignore[attr-defined]
-    last = len(shape_of(x)) - 1
-    found = split_of(x)
+    last, found = len(shape_of(x)) - 1, split_of(x)
     if split.dim != of_weight or (found is not None and found.dim != last):
         raise Misfit(origins_of(s for s in (split, found) if s), "a weight or its input is not cut along the summed dim", flat=True)
     local = weight.t() if of_weight else weight

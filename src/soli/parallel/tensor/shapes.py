@@ -86,8 +86,7 @@ def unsqueeze(run: Run, x: Tensor, dim: int) -> Tensor:
 
 
 def permuted(run: Run, x: Tensor, order: Sequence[int]) -> Tensor:
-    split = _split(x)
-    order = [d % x.dim() for d in order]
+    split, order = _split(x), [d % x.dim() for d in order]
     return cut(x.permute(order), split.at(order.index(split.dim)))
 
 
@@ -249,8 +248,7 @@ def _indices(item: Any) -> Any:
 
 
 def _sliced(run: Run, x: Tensor, dim: int, item: slice) -> Tensor:
-    split = _split(x)
-    size = shape_of(x)[dim]
+    split, size = _split(x), shape_of(x)[dim]
     start, stop, step = item.indices(size)
     if (start, stop, step) == (0, size, 1):
         return x
@@ -290,8 +288,7 @@ def cat(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     tensors = [x for x in tensors if len(shape_of(x)) > 1 or shape_of(x) != (0,)]
     dim %= max(len(shape_of(x)) for x in tensors)
     splits = [s for x in tensors if (s := split_of(x))]
-    dims = {s.dim for s in splits}
-    origins = origins_of(splits)
+    dims, origins = {s.dim for s in splits}, origins_of(splits)
     if len(dims) > 1:
         raise Misfit(origins, "tensors are joined that are cut along different dims")
     if dims != {dim}:

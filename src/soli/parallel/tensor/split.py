@@ -158,8 +158,7 @@ def viewed(split: Split, old: tuple[int, ...], new: tuple[int, ...], ranks: int)
         new = tuple(n or prod(old) // prod(m or 1 for m in new) for n in new)
     low, high, first, last = _group(old, new, split.dim)
     outer, inner = prod(old[low : split.dim]), prod(old[split.dim + 1 : high])
-    parts = tuple(p * inner for p in split.parts) * outer
-    dims = list(range(first, last))
+    parts, dims = tuple(p * inner for p in split.parts) * outer, list(range(first, last))
     while dims:
         dim = dims.pop(0)
         size = new[dim]
@@ -169,8 +168,7 @@ def viewed(split: Split, old: tuple[int, ...], new: tuple[int, ...], ranks: int)
         if len(parts) > 1 and equal and len(parts) % size == 0:
             parts = parts[: len(parts) // size]
             continue
-        left = [d for d in dims if new[d] > 1]
-        even = equal and size % len(parts) == 0
+        left, even = [d for d in dims if new[d] > 1], equal and size % len(parts) == 0
         if not even and left:
             raise Misfit(split.origins, f"a view as {new} tears its parts apart")
         each = size // len(parts) if even else 0

@@ -56,8 +56,7 @@ def _multiplied(levels: tuple[Run, ...], x: Tensor, weight: Tensor, dim: int) ->
     axes, cuts = levels[-1].cube, weight.cuts  # type: ignore[attr-defined]
     assert axes is not None, "a level of 3D has the cube's axes"
     of_n, of_k = (TP, ROW) if cuts[TP].dim == dim else (ROW, TP)
-    last = x.dim() - 1
-    tokens = _tokens(x)
+    last, tokens = x.dim() - 1, _tokens(x)
     x = _arranged(levels, x, {of_k: cuts[of_k].at(last), of_n: tokens})
     y = cube.linear(
         plain(x), weight.t() if dim else weight, tokens_in=tokens, tokens_out=tokens, gather=axes[of_n],

@@ -110,8 +110,7 @@ def attention(p: Points, k: Constants) -> tuple[Array, Array]:
     k.score_bytes each. A kernel that keeps none (programs.py) makes them again in the backward; it takes exponentials, as
     long as SCORE more flops a score would, and fills heads up to multiples of 32 (FlashAttention-2, arXiv 2307.08691).
     """
-    scores = p.tokens * p.seq * p.heads / p.tp
-    filled = np.ceil(p.head_size / 32) * 32
+    scores, filled = p.tokens * p.seq * p.heads / p.tp, np.ceil(p.head_size / 32) * 32
     reached = p.peak_wide * p.kernel * k.attention_share * (128 + SCORE) / 128
     kernel = 2.0 * scores * (filled + SCORE) / reached * within(p)
     inner = k.product_half_inner * p.filling
@@ -137,8 +136,7 @@ def elements_forward(p: Points, k: Constants) -> Array:
     copied to each of their experts and back, written and read. What a product of fewer than 16 bits reads is cast:
     read in 16 bits, written as it is and transposed (Transformer Engine).
     """
-    around = p.tokens * p.hidden / p.around
-    moe = p.experts > 0
+    around, moe = p.tokens * p.hidden / p.around, p.experts > 0
     active = np.where(moe, p.active, 1.0)
     between = p.tokens * p.ffn * active / p.tp
     routed = np.where(moe, around * p.active, 0.0)

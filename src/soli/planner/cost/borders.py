@@ -25,8 +25,7 @@ def placed(p: Points) -> Points:
 def lengths(p: Points) -> tuple[Array, Array]:
     """Layers of the longest stage, and of the last."""
     stages, ends = p.pp * p.chunks, last_by_layer(p)
-    least = np.ceil(p.layers / stages - 1e-9)
-    middle = (p.layers + ends) / stages
+    least, middle = np.ceil(p.layers / stages - 1e-9), (p.layers + ends) / stages
     best = least
     for n in (np.floor(middle), np.ceil(middle)):
         n = np.maximum(n, least)
@@ -42,8 +41,7 @@ def lengths(p: Points) -> tuple[Array, Array]:
 
 def last_by_layer(p: Points) -> Array:
     """Flops of the last product by those of a layer, forward; attention's scores as they are counted, masked ones too."""
-    width = p.attention_width
-    active = np.where(p.experts > 0, p.active, 1.0)
+    width, active = p.attention_width, np.where(p.experts > 0, p.active, 1.0)
     return p.vocab * p.hidden / (p.attention_matrices + p.matrices * p.hidden * p.ffn * active + 2 * p.seq * width)
 
 

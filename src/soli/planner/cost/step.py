@@ -113,11 +113,9 @@ def running(p: Points, k: Constants, of_layers: Amount = 1.0, of_tables: Amount 
     """All of a step but what follows its microbatches."""
     own, exposed = layers(p, k)
     own = own * of_layers
-    inner = own + k.microbatch_overhead
-    send = np.where(p.pp > 1, communication.send(p, k), 0.0)
+    inner, send = own + k.microbatch_overhead, np.where(p.pp > 1, communication.send(p, k), 0.0)
     first, last = arithmetic.embedding(p, k), arithmetic.logits(p, k) * of_tables
-    one = own / p.own_layers
-    sending = communication.sending(p, k)
+    one, sending = own / p.own_layers, communication.sending(p, k)
     busy, waiting = pipeline.spent(p, inner, first, last, send, one, sending)
     if (p.schedule > INTERLEAVED).any():
         plain = own if not p.again.any() else layers(replace(p, again=np.zeros(len(p))), k)[0] * of_layers
