@@ -196,13 +196,15 @@ def test_states_of_an_optimizer_that_are_no_tensors_keep_their_types(pool: Pool,
 
 
 class Decaying(torch.optim.Optimizer):
-    """Counts its steps in a state that is no parameter's."""
+    """Counts its steps in states that are no parameter's."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
+        self.state["seen"] = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.state["seen"] += 1
         whole = self.state["global"]
         whole |= {"steps": whole.get("steps", 0) + 1, "least": -float("inf"), "by": {3: 0.5}}
         for p in self.param_groups[0]["params"]:
@@ -218,6 +220,7 @@ def decaying(plan: str, folder: str) -> Any:
     engine.save(folder, extra={"plateau": plateau.state_dict()})
     assert again.load(folder)["plateau"] == plateau.state_dict()
     assert again.optimizer.state["global"] == engine.optimizer.state["global"]
+    assert again.optimizer.state["seen"] == 2
     return [float(engine.step(BATCH)) for _ in range(2)] == [float(again.step(BATCH)) for _ in range(2)]
 
 

@@ -709,6 +709,25 @@ def test_optimizers_that_update_by_themselves_are_not(plan: str) -> None:
     assert elementwise.coupling(matrices, elementwise.by_elements)
 
 
+class Whitened(torch.optim.SGD):
+    """Keeps a matrix of as many rows and columns as a parameter's first dim (Shampoo's)."""
+
+    largest = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            matrix = torch.outer(p.grad.flatten(), p.grad.flatten()) if p.dim() < 2 else p.grad @ p.grad.mT
+            Whitened.largest = max(Whitened.largest, len(matrix))
+            p.sub_((matrix @ p.grad.flatten(1) if p.dim() > 1 else matrix @ p.grad).view_as(p), alpha=1e-3)
+
+
+def test_an_optimizer_of_matrices_is_told_by_small_tensors() -> None:
+    """Of a piece of a large matrix under zero they would be of its elements: 9,792 times as many."""
+    assert elementwise.coupling(Whitened(model().parameters(), lr=0.1), elementwise.by_elements)
+    assert Whitened.largest <= 24
+
+
 class Chain(torch.optim.SGD):
     """Steps another, which has its own state."""
 

@@ -735,3 +735,17 @@ def test_a_rank_that_does_not_arrive_at_a_step_is_shown_where_it_stands(tmp_path
     assert job.seconds < 150  # ended, and not waited for
     assert "soli: stopped, on rank 0, at " in job.err
     assert f"rank 1 was still running and was ended; it stood at {job.line_of('# here')} in <module>" in job.err
+
+
+def test_an_error_of_the_programs_own_is_told_beside_one_that_its_finally_makes(tmp_path: Path) -> None:
+    job = Job(tmp_path, """
+        import soli
+        try:
+            open("/there/is/no/such/file")
+        finally:
+            soli.Plan.parse("dp=none")
+    """, 1)
+    assert job.code == 2
+    assert "it came while an error of the program's own was on its way" in job.err
+    assert "FileNotFoundError" in job.err
+    assert f"{job.line_of('open(')}" in job.err

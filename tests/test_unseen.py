@@ -117,6 +117,14 @@ class Noised(Plain):
         return self.head(self.rnn(x)[0] + self.other(x.transpose(0, 1))[0].transpose(0, 1))
 
 
+class ByRow(Plain):
+    """Draws for each row by itself (torchvision's detectors choose a size for each picture so), which its path depends on."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = [x * (1.0, 1.5)[int(torch.empty(1).uniform_(0.0, 2.0))] for x in self.embed(tokens)]
+        return self.head(torch.tanh(self.layers[0](torch.stack(rows))))
+
+
 class Masking(Plain):
     """What transformers' SpecAugment draws: by numpy, for all rows at once; and what a block draws that may run again."""
 
@@ -213,7 +221,7 @@ class Sorted(Dropping):
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [(Shifted, "tp=2,sp=on"), (Selus, "tp=2,sp=on"), (Selus, "cp=2"), (Shifted, "cp=2"), (Shifted, "pp=2,microbatches=2"), (Routed, "tp=2,sp=on"), (Routed, "cp=2"), (Counted, "tp=2,sp=on"), (Counted, "cp=2"), (Noised, "tp=2"), (Noised, "pp=2,microbatches=2"), (Noised, "dp=2,recompute=full"), (Masking, "tp=2,sp=on"), (Masking, "cp=2,recompute=full")],
+    [(Shifted, "tp=2,sp=on"), (Selus, "tp=2,sp=on"), (Selus, "cp=2"), (Shifted, "cp=2"), (Shifted, "pp=2,microbatches=2"), (Routed, "tp=2,sp=on"), (Routed, "cp=2"), (Counted, "tp=2,sp=on"), (Counted, "cp=2"), (ByRow, "tp=2"), (ByRow, "cp=2"), (Noised, "tp=2"), (Noised, "pp=2,microbatches=2"), (Noised, "dp=2,recompute=full"), (Masking, "tp=2,sp=on"), (Masking, "cp=2,recompute=full")],
 )
 def test_numbers_that_are_made_of_draws_are_the_same_under_every_plan(pool: Pool, kind: type, plan: str) -> None:
     assert all(error < BOUND for error in pool.run(error_of, kind, plan, ranks=2))
@@ -230,6 +238,10 @@ def test_what_is_drawn_belongs_to_its_rows_in_any_order(pool: Pool, kind: type, 
 def first_step(kind: type, plan: str) -> str:
     engine, batches = engine_of(kind, plan)
     return said_by(engine.step, batches[0])
+
+
+def test_draws_row_by_row_are_refused_where_rows_are_apart(pool: Pool) -> None:
+    assert all("how often the model draws random numbers depends on the rows" in said for said in pool.run(first_step, ByRow, "dp=2", ranks=2))
 
 
 def test_rows_of_a_grid_draw_apart(pool: Pool) -> None:

@@ -349,8 +349,9 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
             unit.spread().wait()
     if fresh or not engine._given.begun:  # also where the checkpoint is of before the first step, or of weights alone
         engine.optimizer.state.clear()
-        engine.optimizer.state.update(fresh | counted(state.get("globals", {})))
+        engine.optimizer.state.update(fresh)
         engine._agreed.states = None
+    engine.optimizer.state.update(counted(state.get("globals", {})))
     for name, value in (saved | {f"model.{n}": x for n, x in state.get("modules", {}).items()}).items():
         engine.model.get_submodule(name.removeprefix("model.").rpartition(".")[0]).set_extra_state(value)
     return state
