@@ -309,6 +309,18 @@ def test_gradients_of_other_weights_are_not_applied_to_loaded_ones(tmp_path: Pat
     engine.load(tmp_path / "c")
 
 
+def test_options_that_a_program_has_otherwise_are_said(tmp_path: Path) -> None:
+    made = lambda **options: parallelize(Named(), losses.mse("targets"), optimizer=lambda p: torch.optim.AdamW(p, **options), plan="dp=1")
+    made(lr=0.1).save(tmp_path / "c")
+    for options, said in (({"lr": 0.1}, False), ({"lr": 0.2, "betas": (0.8, 0.999)}, True)):
+        before = [id(note) for note in noted()]
+        again = made(**options)
+        again.load(tmp_path / "c")
+        told = [note["text"] for note in noted() if id(note) not in before and "options of the optimizer" in note["text"]]
+        assert told == (["options of the optimizer are the checkpoint's, and not the program's: betas, lr"] if said else [])
+        assert again.optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_a_checkpoint_is_nothing_to_import(tmp_path: Path) -> None:
     keeping(3, "dp=1").save(tmp_path / "c")
     with pytest.raises(SoliError, match="is a checkpoint of soli"):

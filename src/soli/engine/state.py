@@ -25,6 +25,7 @@ from soli.engine.data import Position, resumed
 from soli.engine.optimizer import OF_RANK, need_own_states, stepped
 from soli.engine.plain import counted, like, numbered, plain
 from soli.mesh.collectives import all_reduce, broadcast, gather_json
+from soli.parallel import kept
 from soli.parallel.tensor.moves import collected
 from soli.parallel.units import Slot, Unit, cut_over, named_once
 from soli.parallel.wrapping import unwrap
@@ -470,7 +471,12 @@ def _go_on(engine: Engine, positions: dict[str, Any]) -> None:
 
 
 def _restore(engine: Engine, state: dict[str, Any]) -> None:
-    for group, saved in zip(engine.optimizer.param_groups, state["groups"], strict=True):
+    pairs = list(zip(engine.optimizer.param_groups, state["groups"], strict=True))
+    unlike = {k for group, saved in pairs for k, v in saved.items() if not kept.same(plain(group.get(k, v)), v)}
+    if others := sorted(unlike - ({"lr", "initial_lr"} if engine.scheduler is not None else set())) if not engine.step_count else []:
+        text = f"options of the optimizer are the checkpoint's, and not the program's: {listed(others)}"
+        events.note(text, shown=engine.rank == 0)
+    for group, saved in pairs:
         group.update({k: like(group.get(k), v) for k, v in saved.items()})
     if engine.scheduler is not None:
         engine.scheduler.load_state_dict(counted(state["scheduler"]))
