@@ -49,7 +49,7 @@ def scheduled(scheduler: Callable[[Any], Any] | None, optimizer: torch.optim.Opt
         raise on_all_ranks(what, got=type(scheduler).__name__, allowed=allowed)
     made = scheduler(optimizer) if scheduler is not None else None
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        fix = "make it yourself, of engine.optimizer, and step it with what engine.evaluate gives"
+        fix = "make it yourself, of engine.optimizer, step it with what engine.evaluate gives, and save its state_dict() by extra={...}"
         raise on_all_ranks("ReduceLROnPlateau goes by a metric, and soli steps its scheduler without one", fix=fix)
     return made
 
