@@ -20,6 +20,7 @@ from tests.test_scripts import engine_of, said_by
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from noted import noted
 from pool import Pool
 from soli import losses, parallelize
 from soli.core.errors import SoliError
@@ -1426,3 +1427,31 @@ def test_a_model_of_which_ranks_have_parts_is_not_written_as_if_it_were_whole(po
 def test_the_package_is_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "soli", "--help"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, "soli" in done.stdout) == (0, True)
+
+
+class Pictures(nn.Module):
+    """Takes a list of pictures [3, H, W], as detectors do: their channels are no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.seen, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        x = torch.stack([image - image.new_tensor([0.4, 0.4, 0.5])[:, None, None] for image in images])
+        return self.head(self.seen(x).relu().mean((2, 3)))
+
+
+def test_pictures_in_a_list_train_where_nothing_takes_them_apart() -> None:
+    batch = {"images": [torch.rand(3, 6, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(4)]}
+    made = lambda: Pictures().double()
+    model, loss = made(), lambda out, batch: (out.square().sum(), out.numel())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = parallelize(made(), loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+    for _ in range(3):
+        plain.zero_grad()
+        expected = model(**batch).square().mean()
+        expected.backward()
+        plain.step()
+        assert abs(float(engine.step(batch)) - float(expected)) < BOUND
+    assert "does not run on a part of them" in noted()[-1]["text"]

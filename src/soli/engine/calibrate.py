@@ -80,8 +80,7 @@ def fingerprint(world: World, mesh: Mesh) -> str:
 def calibrated(world: World, mesh: Mesh, *, fresh: bool = False) -> tuple[Machine, bool]:
     """The machine of this job, and whether it was measured now: what is kept serves while it holds. Collective."""
     mark = fingerprint(world, mesh)
-    path = folder() / f"machine-{mark}.json"
-    kept = _kept(path) if world.is_first and not fresh else None
+    kept = _kept(folder() / f"machine-{mark}.json") if world.is_first and not fresh else None
     said = gather_json(asdict(kept) if kept is not None else None, mesh.all, label="calibration")[0]
     if said is not None and _holds(Machine(**said), mesh, world.device):
         return Machine(**said), False

@@ -66,7 +66,7 @@ class FirstStep:
             _run(engine, data, rows)  # on all that the evaluation runs on: it need not run on fewer
             draws = _anywhere(engine, engine.randomness.drawing, "whether an evaluation draws")
             if draws and rows > 1:
-                _in_parts(engine, data, rows // 2)
+                _in_parts(engine, data, rows)
             elif draws:
                 _run(engine, at(data, [0, 0]), 2)
         finish = lambda: engine.randomness.finish_probe(evaluating=True)
@@ -89,7 +89,7 @@ class FirstStep:
         before, changes = kept.values(model, weights), kept.Changes(weights)
         moved = kept.changed(model, start)
         aside = len(moved) > len(kept.in_state(model, moved))
-        parts = [(0, cut), (cut, rows)] if _in_parts(engine, data, cut) else []
+        parts = [(0, cut), (cut, rows)] if _in_parts(engine, data, rows) else []
         idle, onward = False, False
         if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
             changes.once.append(moved)  # two parts of one size are alike to what counts rows
@@ -226,12 +226,14 @@ def _run(engine: Engine, data: Any, rows: int, part: bool = False, learn: bool =
 
 
 def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
-    """Whether the model runs on its first rows alone: a graph's nodes do not. SoliError where the plan has to take them apart."""
+    """Whether the model runs on the first half of its rows alone, and on the second, where there is one more: a graph's nodes do not, nor a
+    picture's channels. SoliError where the plan has to take them apart."""
     if engine.mesh.all.simulated:  # what comes of shapes is found where they are run
         return True
     try:
         with kept.unchanged(engine.model):
-            _run(engine, take(data, 0, rows), rows, part=True)
+            for a, b in [(0, rows // 2), (rows // 2, rows)][: 1 + rows % 2]:
+                _run(engine, take(data, a, b), b - a, part=True)
     except SoliError:
         raise
     except Exception as error:  # of somebody's model

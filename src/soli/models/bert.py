@@ -42,8 +42,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
-        p = self.p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.p if self.training else 0.0)
         x = self.attention_norm(x + self.drop(self.out(mixed.transpose(1, 2).reshape(B, T, C))))
         return self.norm(x + self.drop(self.down(F.gelu(self.up(x)))))
 

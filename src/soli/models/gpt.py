@@ -134,8 +134,7 @@ def generate(model: GPT, prompt: list[int], n: int, temperature: float = 0.8, se
     model.eval()
     tokens = list(prompt)
     for _ in range(n):
-        window = torch.tensor([tokens[-model.config.context :]], device=device)
-        logits = model(window)[0, -1].float().cpu()
+        logits = model(torch.tensor([tokens[-model.config.context :]], device=device))[0, -1].float().cpu()
         if temperature == 0:
             tokens.append(int(logits.argmax()))
         else:

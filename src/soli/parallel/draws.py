@@ -61,8 +61,7 @@ def _tossed(randomness: Randomness, func: Any, x: Tensor, p: Any) -> Tensor:
     if p is None:
         p = 0.5 if func is Tensor.bernoulli_ else x
     wide = x.dtype if x.dtype == torch.float64 else torch.float32  # 16 bits have too few numbers below 1
-    like = torch.empty((), dtype=wide, device=x.device)
-    heads = randomness.drawn(like, tuple(x.shape), "uniform_", beside=x) < p
+    heads = randomness.drawn(torch.empty((), dtype=wide, device=x.device), tuple(x.shape), "uniform_", beside=x) < p
     return x.copy_(heads) if func is Tensor.bernoulli_ else heads.to(x.dtype)
 
 

@@ -95,8 +95,7 @@ class Unit:
         starts = [*(slot.start for slot in slots[1:]), self.padded]
         self.gaps = [(slot.stop, start) for slot, start in zip(slots, starts, strict=True) if slot.stop < start]
         self.low, self.high = shard.index * self.size, (shard.index + 1) * self.size
-        first = slots[0].param
-        self.dtype = first.dtype
+        self.dtype = slots[0].param.dtype
         self.full: Tensor | None = None
         self.shard: Tensor | None = None
         self.grad: Tensor | None = None

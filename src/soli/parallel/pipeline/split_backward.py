@@ -89,8 +89,7 @@ def _weights_of(group: Group, arrive: Callable[[nn.Parameter], None]) -> None:
             # A border may lie below another of its group: what comes from there is in its recorded gradient already.
             if len(group.borders) > 1:
                 hooks.enter_context(border.register_prehook(lambda _, recorded=recorded: recorded))
-        edges = tuple(GradientEdge(node, 0) for node in targets)
-        found = _gradients(starts, edges) if starts else []
+        found = _gradients(starts, tuple(GradientEdge(node, 0) for node in targets)) if starts else []
     for node, gradient in zip(targets, found, strict=False):
         if gradient is not None:
             weight = node.variable  # type: ignore[attr-defined]

@@ -119,8 +119,7 @@ def casts(p: Points, rank: Rank) -> Array:
     and of a forward torch.autocast keeps them until its end."""
     layer = sum(of_layer(p), np.zeros(()))
     least = np.where(p.recompute == FULL, 1.0 / np.maximum(rank.layers, 1.0), 1.0)
-    again = np.minimum(np.maximum(rank.undone, least), rank.under_way)
-    times = np.where(p.recompute == NONE, rank.under_way, again)
+    times = np.where(p.recompute == NONE, rank.under_way, np.minimum(np.maximum(rank.undone, least), rank.under_way))
     return np.where(p.casts > 0, 2.0 * (rank.layers * layer * times + p.vocab * p.hidden / p.tp * rank.losses), 0.0)
 
 
