@@ -667,7 +667,7 @@ class Ahead(torch.optim.Optimizer):
         (patched, "dp=2,zero=1", "or another step than its class has"),
         (lambda p: Ahead(patched(p)), "pp=2,microbatches=2", "or another step than its class has"),
         (ByPlace, "dp=2,zero=1", "by others, by its place among them"),
-        (lambda p: Changed(p, lambda g: normed(g) if g.shape[-1:] == (5,) else g), "tp=2", "a tensor of (9, 5) becomes another"),
+        (lambda p: Changed(p, lambda g: normed(g) if g.shape[-1:] == (5,) else g), "tp=2", "becomes another in a trial"),
         *((lambda p: Skipping(p, lambda norm, _: norm > 5.3), plan, word) for plan, word in (("dp=2,zero=1", "element by element"), ("pp=2,microbatches=2", "by others"))),
         *((lambda p: Skipping(p, lambda norm, _: not norm.isfinite()), plan, word) for plan, word in (("tp=2", "element by element"), ("pp=2,microbatches=2", "by others"))),
         (lambda p: Skipping(p, lambda norm, _: norm > 0.15, alone=True), "tp=2", "element by element"),

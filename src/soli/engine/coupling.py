@@ -131,6 +131,8 @@ def _totals(
     wholes = (data, rows, False), (turned, rows, False), (data, rows, False)
     pieces = (wholes[0], *halves, *wholes[1:])
     scales = [1.0, 1.0, 1.0, 0.0, LARGER] if gradients else [0.0] * 5
+    for kind in alike:  # with the same weights in both
+        kind.noting = gradients
     alone = (1, 2) if engine.plan.runs > 1 else (1, 2, 3)
     left_out = alone if engine.plan.pieces == 1 else () if gradients else (4,)
 
