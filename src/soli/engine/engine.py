@@ -106,7 +106,7 @@ def parallelize(
     with busy(f"laying the model over {world.size} ranks", shown=world.is_first and wish is None):
         engine = Engine(model, loss_fn or from_model(), made, scheduler, clip, wish or chosen, seed, world, roles or {})
         if example is not None:
-            example = engine.decide(as_dict(example), rows or rows_of(example))
+            example = engine.decide(batch := as_dict(example), rows or rows_of(batch))
             engine.lay(deciding.enough(example, engine.dp.size))
         return engine
 
