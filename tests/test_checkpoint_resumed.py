@@ -16,6 +16,7 @@ from soli import checkpoint, losses, parallelize
 from soli.checkpoint.transfer import import_
 from soli.core.errors import SoliError
 from test_engine import DATA, Named, engine_for
+from test_streams import alike
 
 BATCH = {name: torch.stack([sample[name] for sample in DATA[:6]]) for name in ("x", "targets")}
 
@@ -245,9 +246,12 @@ def test_a_rate_that_is_a_tensor_is_saved_with_its_scheduler(tmp_path: Path) -> 
     assert again.optimizer.param_groups[0]["lr"].shape == ()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor])
-def test_a_proof_in_fp64_begins_in_the_midst_of_a_run(pool: Pool, tmp_path: Path, optimizer: type[torch.optim.Optimizer]) -> None:
-    assert max(pool.run(proven, optimizer, str(tmp_path / "c"), ranks=2)) < 1e-12
+@pytest.mark.parametrize(
+    ("optimizer", "plan"),
+    [(torch.optim.AdamW, "dp=2"), (torch.optim.AdamW, "dp=2,zero=1"), (torch.optim.AdamW, "dp=2,zero=3"), (torch.optim.AdamW, "pp=2"), (torch.optim.Adafactor, "dp=2")],
+)
+def test_a_proof_in_fp64_begins_in_the_midst_of_a_run(pool: Pool, tmp_path: Path, optimizer: type[torch.optim.Optimizer], plan: str) -> None:
+    assert max(pool.run(proven, optimizer, plan, str(tmp_path / "c"), ranks=2)) < 1e-12
     with pytest.raises(SoliError, match="another shape or dtype"):
         made_of(optimizer, "dp=1", Named().bfloat16()).load(tmp_path / "c")
 
@@ -256,13 +260,13 @@ def made_of(optimizer: type[torch.optim.Optimizer], plan: str, model: nn.Module 
     return parallelize(model or Named(), losses.mse("targets"), optimizer=lambda p: optimizer(p, lr=1e-2), plan=plan, example=BATCH)
 
 
-def proven(optimizer: type[torch.optim.Optimizer], folder: str) -> float:
+def proven(optimizer: type[torch.optim.Optimizer], plan: str, folder: str) -> float:
     """How far the loss after two steps of precision=fp64 is from that of a plain loop in float64, of batches in float32."""
     engine = made_of(optimizer, "dp=2")
     engine.step(BATCH)
     engine.save(folder)
     model = engine.copy_model().double()
-    again = made_of(optimizer, "dp=2,precision=fp64")
+    again = made_of(optimizer, f"{plan},precision=fp64")
     again.load(folder)
     assert "are cast" in noted()[-1]["text"]
     plain = optimizer(model.parameters(), lr=1e-2)
@@ -278,6 +282,36 @@ def proven(optimizer: type[torch.optim.Optimizer], folder: str) -> float:
         found = again.step(BATCH)
     assert {x.dtype for state in again.optimizer.state.values() for x in state.values() if x.shape} == {torch.float64}
     return abs(float(loss) - float(found)) / float(loss)
+
+
+class Exact(torch.optim.SGD):
+    """Keeps sums in float64 beside weights in float32."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            total = self.state[p].setdefault("total", torch.zeros_like(p, dtype=torch.float64))
+            p.sub_(total.add_(p.grad).float(), alpha=0.1)
+
+
+def test_states_that_are_wider_than_their_weights_come_back_so(tmp_path: Path) -> None:
+    engine, again = made_of(Exact, "dp=1"), made_of(Exact, "dp=1")
+    for _ in range(3):
+        engine.step(BATCH)
+    engine.save(tmp_path / "c")
+    again.load(tmp_path / "c")
+    kept = [[one.optimizer.state[p]["total"] for p in one.optimizer.param_groups[0]["params"]] for one in (engine, again)]
+    assert alike(*kept)
+    assert {total.dtype for total in kept[1]} == {torch.float64}
+
+
+def test_tensors_of_an_optimizer_that_are_no_parameters_are_refused(tmp_path: Path) -> None:
+    engine = made_of(torch.optim.SGD, "dp=1")
+    engine.step(BATCH)
+    engine.optimizer.state["mean"] = torch.ones(3)
+    engine.step(BATCH)
+    with pytest.raises(SoliError, match=r"tensors that are no parameter's(.|\n)*got     mean"):
+        engine.save(tmp_path / "c")
 
 
 def test_another_engine_of_the_process_reads_what_is_being_saved(tmp_path: Path) -> None:

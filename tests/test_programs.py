@@ -402,6 +402,17 @@ class Banked(Plain):
         return found
 
 
+class Looked(Plain):
+    """Keeps for others to look at what its last forward chose, and a flag of gradients."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](self.embed(tokens)))
+        self.chosen, self.mask, self.warned = x.argmax(-1), x > 0, torch.is_grad_enabled()
+        if x.requires_grad:
+            self.last = x.detach()
+        return self.head(x)
+
+
 class Keys(Momentum):
     """The same before any block, so that one stage writes and reads them, at each size of a batch."""
 
@@ -608,6 +619,8 @@ class Scaled(Plain):
         (Momentum, "dp=2"),
         (Momentum, "tp=2"),
         (Together, "tp=2"),
+        (Looked, "dp=2"),
+        (Looked, "dp=1,accumulate=2,recompute=full"),
         (Keys, "pp=2"),
         (FadingLate, "pp=2"),
         (Handing, "tp=2"),

@@ -254,6 +254,15 @@ def test_dropout_between_recurrent_layers_is_of_rows(kind: type[nn.RNNBase], opt
     torch.testing.assert_close(run_of(model, x, batch)[0], model(x), rtol=1e-11, atol=1e-13)
 
 
+def test_samples_row_by_row_of_whole_numbers_stand_by_their_rows() -> None:
+    """Time first, and flat: rows change fastest, which whole numbers tell too."""
+    model = nn.Module()
+    model.forward = lambda x: torch.randint_like(x.T.flatten(), 1000).view(x.T.shape).T  # type: ignore[method-assign]
+    x = torch.arange(60).view(6, 10)
+    randomness = learnt(model, x)
+    assert torch.equal(torch.cat([run(model, randomness, x[:2]), run(model, randomness, x[2:], 2)]), run(model, randomness, x))
+
+
 def run_of(model: nn.Module, x: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of all rows, and of two parts of them."""
     randomness = Randomness(model, 0)

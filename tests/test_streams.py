@@ -19,6 +19,7 @@ from noted import noted
 from pool import Pool
 from soli import losses, parallelize
 from soli.core.errors import SoliError
+from soli.engine.batch import Part
 from test_engine import DATA, Named, engine_for
 
 ALL = torch.stack([sample["x"] for sample in DATA])
@@ -174,6 +175,23 @@ def test_a_batch_that_was_not_trained_on_is_the_first_of_a_resumed_run(tmp_path:
     again.load(tmp_path / "c")
     assert alike(read(again.batches(DATA, 6, epochs=2)), whole[steps:])
     assert len(read(again.batches(DATA, 6, shuffle=False, name="looked at"))) == (3 if steps else 4)
+
+
+@pytest.mark.parametrize("kind", ["data", "parts", "evaluated"])
+def test_batches_that_are_trained_on_in_other_forms_are_not_read_again(tmp_path: Path, kind: str) -> None:
+    engine, whole = engine_for("dp=1"), read(engine_for("dp=1").batches(DATA, 6))
+    other = engine.batches(DATA, 6, shuffle=False, name="looked at")
+    for part in islice(engine.batches(DATA, 6), 2):
+        if kind == "evaluated":
+            engine.forward_backward(part)
+            engine.evaluate(other)
+            engine.update()
+        else:
+            engine.step(part.data if kind == "data" else Part(part.data, 0, part.rows, part.rows))
+    engine.save(tmp_path / "c")
+    again = engine_for("dp=1")
+    again.load(tmp_path / "c")
+    assert alike(read(again.batches(DATA, 6)), whole[2:])
 
 
 def test_a_checkpoint_of_before_a_stream_began_takes_it_back_to_its_begin(tmp_path: Path) -> None:

@@ -52,8 +52,7 @@ def classify(
     repos: Sequence[Path], mined: Path, rules: Path | None = None, endpoint: Endpoint | None = None, at_most: int = 1000
 ) -> Classified:
     """Every fix of these histories. SoliError where a history was not mined, or is not whole."""
-    made = classifier(rules)
-    where = histories(repos)
+    made, where = classifier(rules), histories(repos)
     with store.opened(mined) as base:
         known = set(store.column(base, "SELECT repo FROM history"))
     if lacking := set(where) - known:

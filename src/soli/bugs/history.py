@@ -113,8 +113,7 @@ def read(path: Path, left_out: tuple[str, ...] = ()) -> Iterator[Commit]:
     whole = ("--full-history", "--ignore-submodules=all", "--no-ext-diff", "--no-textconv")
     words = ("log", "--numstat", "-z", "-M", *whole, form, "HEAD", "--", ".", *exclude)
     # A path leaves out commits that touch nothing else: so those are asked for without one.
-    found = {fields[0]: files for fields, files in _chunks(path, words)}
-    count = 0
+    found, count = {fields[0]: files for fields, files in _chunks(path, words)}, 0
     for fields, _ in _chunks(path, ("log", "-z", form, "HEAD")):
         hash_, parents, written, committed, message = fields
         subject, _, body = message.strip().partition("\n")

@@ -56,8 +56,7 @@ def _facts(text: str, language: str, lines: frozenset[int], gaps: frozenset[int]
     """What stands on these lines, or around a place between two lines (above the one that is named)."""
     if not text or not lines | gaps:
         return []
-    kinds = KINDS[language]
-    root = SgRoot(text, language).root()
+    kinds, root = KINDS[language], SgRoot(text, language).root()
     found = []
     for node in root.find_all({"rule": {"any": [{"kind": kind} for kind in kinds]}}):
         kind, name, part_name = kinds[node.kind()]

@@ -37,8 +37,7 @@ def load(path: str | Path, tensors: Tensors, *, group: Group = None, ignore: Cal
     `ignore(name)` is true. Every name that is missing, unexpected, or has another shape or dtype is reported
     in one SoliError on every rank, and no piece is touched. So is a file that is truncated or damaged.
     """
-    team = team_of(group)
-    where = Path(path).absolute()
+    team, where = team_of(group), Path(path).absolute()
     place, manifest = team.first("reading the manifest", lambda: (str(locate(where)), read_manifest(where)))
     wanted = merge(team.each("looking at what to load", lambda: offer_of(tensors)))
     raise_all(differences(manifest, wanted, ignore), everywhere=True)
@@ -58,7 +57,9 @@ def differences(manifest: Manifest, wanted: Forms, ignore: Callable[[str], bool]
     """Everything that keeps the saved tensors from being the wanted ones."""
     found = []
     # of weights that were imported; and precision=fp64 computes with the float32 of other plans
-    cast = lambda *kinds: {*kinds} == WIDE or ("imported_from" in manifest.state and all(kind.is_floating_point for kind in kinds))
+    proof = "precision=fp64" in str(manifest.state.get("plan"))
+    imported = "imported_from" in manifest.state
+    cast = lambda a, b: (imported and a.is_floating_point and b.is_floating_point) or ({a, b} == WIDE and (proof or b == torch.float64))
     for name, (shape, dtype) in wanted.items():
         saved = manifest.tensors.get(name)
         if saved is None:

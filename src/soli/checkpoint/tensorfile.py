@@ -127,8 +127,7 @@ def reading(path: Path) -> Iterator[Any]:
 
 def headers(path: Path) -> Forms:
     """key -> (shape, dtype) of a safetensors file, tensors not read. SoliError for an unknown dtype."""
-    by_code = {code: dtype for dtype, code in DTYPES.items()}
-    found = {}
+    by_code, found = {code: dtype for dtype, code in DTYPES.items()}, {}
     with reading(path) as handle:
         for key in handle.keys():  # noqa: SIM118 (a handle, not a dict)
             part = handle.get_slice(key)

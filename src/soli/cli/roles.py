@@ -111,8 +111,7 @@ def _from_config(place: Path) -> tuple[Any, Any, Any]:
     from soli.checkpoint.published import built
 
     model = built(place).bfloat16()  # roles are of shapes, and kernels of experts are of bf16 there
-    config = model.config
-    takes = inspect.signature(model.forward).parameters
+    config, takes = model.config, inspect.signature(model.forward).parameters
     if model.main_input_name not in ("pixel_values", "input_ids"):
         got = f"{type(model).__name__}, whose input is {model.main_input_name}"
         allowed = "models of token ids and of images"

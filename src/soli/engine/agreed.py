@@ -37,7 +37,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self.rows, self.common = 0.0, 0.0  # marks of a step's batch: see `marks`
-        self.place: Facts = {}  # of that batch in its stream
+        self.place = self.step_place = Facts()  # of that batch in its stream
         self.limit: float | None = None  # of the newest clip()
         self.states: int | None = None  # of the optimizer, when it had stepped
         self.left_out = 0  # steps, by discard()
@@ -49,12 +49,13 @@ class Agreement:
     def begin(self, engine: Engine, batch: Any) -> None:
         """A step has this batch."""
         self.rows, self.common = marks(engine, batch).tolist()
+        self.step_place = self.place  # an evaluation may come before the step is over
         self.wrote = self.writes(engine)
 
     def end(self, engine: Engine) -> None:
         """And is over: the weights are the engine's, and a checkpoint goes on with the batch after it."""
         self.versions = versions(engine)
-        trained(engine.positions, self.place)
+        trained(engine.positions, self.step_place)
 
     def writes(self, engine: Engine) -> bool:
         """Whether the program wrote into parameters since the newest step."""
@@ -211,7 +212,7 @@ def options(engine: Engine) -> Facts:
 
 def kept_states(optimizer: torch.optim.Optimizer) -> int:
     """Of how many parameters; to look one up makes an empty one."""
-    return sum(map(bool, optimizer.state.values()))
+    return sum(bool(state) for state in optimizer.state.values() if isinstance(state, dict))
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> Facts:

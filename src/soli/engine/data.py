@@ -26,6 +26,9 @@ from soli.core.layout import even_parts
 from soli.engine.batch import Part, as_dict
 from soli.parallel import generators
 
+AHEAD = 1000
+"""Batches that are remembered as given out and not trained on: who has more in hand reads them for something else."""
+
 
 @dataclass
 class Position:
@@ -38,7 +41,7 @@ class Position:
     size: int = 0
     mover = cast(Any, None)  # the order whose iterator moved it last; None: a checkpoint
     once = cast(tuple[Any, list[Any], Any], (None, [], None))  # what can be iterated only once, and what is left of it
-    ahead = cast(tuple["Position", ...], ())  # where it stood before each batch that was given out and not trained on, the last thousand
+    ahead = cast(tuple["Position", ...], ())  # where it stood before each batch that was given out and not trained on
     trained = cast(Any, False)
 
 
@@ -283,23 +286,25 @@ def _rest(order: Order) -> tuple[list[Any], Iterator[Any] | None]:
 
 
 def trained(positions: dict[str, Position], place: dict[str, Any]) -> None:
-    """A step has seen the batch that a stream gave out at this place."""
-    at = positions.get(place.get("name", ""), Position())
-    places = [(one.epoch, one.batch) for one in at.ahead]
-    if place.get("batch") in places:
-        at.ahead, at.trained = at.ahead[places.index(place["batch"]) + 1 :], True
+    """A step has seen the batch that a stream gave out at this place; of a batch of no place nobody knows whose it was, and it may be any's."""
+    at, where = positions.get(place.get("name", ""), Position()), (*place.get("batch", ()), place.get("global_batch"))
+    places = [(one.epoch, one.batch, one.global_batch) for one in at.ahead]
+    if where in places:
+        at.ahead, at.trained = at.ahead[places.index(where) + 1 :], True
+    for one in positions.values() if "batch" not in place else ():
+        one.ahead = ()
 
 
-def resumed(positions: dict[str, Position]) -> dict[str, Position]:
+def resumed(positions: dict[str, Position], begun: bool) -> dict[str, Position]:
     """Where a checkpoint goes on: at the first batch that was given out and not trained on; of streams that none is trained on, at the next."""
-    begun = any(at.trained for at in positions.values())
-    return {name: at.ahead[0] if at.ahead and (at.trained or not begun) else at for name, at in positions.items()}
+    inhand = {name: at.ahead[0] for name, at in positions.items() if (at.trained or not begun) and 0 < len(at.ahead) < AHEAD}
+    return positions | inhand
 
 
 def _advance(order: Order, epoch_ends: bool) -> tuple[Position, int]:
     """Move the position by a batch; where it stands then, in the order of which seed."""
     at = order.position
-    at.ahead = (*at.ahead[-999:], replace(at))
+    at.ahead = (*at.ahead[1 - AHEAD :], replace(at))
     at.epoch, at.batch, at.mover = (at.epoch + 1, 0, order) if epoch_ends else (at.epoch, at.batch + 1, order)
     return replace(at), order.seed()
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
@@ -163,4 +164,5 @@ def widened(batch: Any, plan: Plan) -> Any:
     """A batch as the model is where all of it is in float64."""
     if plan.precision != "fp64":
         return batch
-    return replace(batch, data=tree_map(wide, batch.data)) if isinstance(batch, Part) else tree_map(wide, batch)
+    made = lambda x: x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else wide(x)
+    return replace(batch, data=tree_map(made, batch.data)) if isinstance(batch, Part) else tree_map(made, batch)

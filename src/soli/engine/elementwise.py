@@ -70,7 +70,7 @@ def coupling(optimizer: torch.optim.Optimizer, cut: Cut) -> str:
         return TOLD[key]
     # matrices of a large tensor's elements times as many (Shampoo's, of pieces) take gigabytes, and small tensors tell
     small = [shape for shape in shapes if math.prod(shape[2]) <= math.prod(SMALL)]
-    told = _coupling(optimizer, small, cut) or _coupling(optimizer, shapes, cut)
+    told = (_coupling(optimizer, small, cut) if small else "") or _coupling(optimizer, shapes, cut)
     return told if key is None else TOLD.setdefault(key, told)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from soli.core.errors import on_all_ranks
+from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.core.layout import even_parts
 from soli.engine import microbatch
@@ -61,7 +61,9 @@ def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watc
         trained = _trace(runner, parts, True)
         try:
             traces = {True: trained, False: _trace(runner, parts, False)}
-        except (AssertionError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        except SoliError:
+            raise
+        except Exception as error:  # of somebody's model
             said = f"{type(error).__name__}: {error}".split("\n")[0]
             events.note(f"the model does not run in evaluation, so its stages are those of training alone: {said}", shown=engine.rank == 0)
             traces = {True: trained, False: trained}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,12 @@ def numbered(value: Any) -> Any:
     return [numbered(item) for item in found] if isinstance(found, list) else found
 
 
-def counted(value: Any) -> Any:
-    """What `numbered` was given, whose dicts by numbers are Counters."""
+def counted(value: Any, made: Callable[[dict[int, Any]], Any] = Counter) -> Any:
+    """What `numbered` was given; dicts by numbers are Counters in schedulers."""
     if isinstance(value, dict) and value.keys() == {PAIRS}:
-        return Counter({key: counted(item) for key, item in value[PAIRS]})
+        return made({key: counted(item, made) for key, item in value[PAIRS]})
     if isinstance(value, dict) and value.keys() == {NUMBER}:
         return float(value[NUMBER])
     if isinstance(value, dict):
-        return {key: counted(item) for key, item in value.items()}
-    return [counted(item) for item in value] if isinstance(value, list) else value
+        return {key: counted(item, made) for key, item in value.items()}
+    return [counted(item, made) for item in value] if isinstance(value, list) else value

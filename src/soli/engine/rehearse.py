@@ -58,8 +58,7 @@ def rehearse(program: Program, plan: Plan) -> Rehearsal:
 
 def _stages(program: Program, plan: Plan, part: int) -> list[RankRun]:
     """A rank of each stage, the first of those with a part of the sequence: it has the most rows and the largest parts."""
-    absent = Absent()
-    world = (plan.dp or 1) * plan.model_ranks
+    absent, world = Absent(), (plan.dp or 1) * plan.model_ranks
     ranks = [rank for rank in range(world) if _leads(rank, plan, part)]
     found: dict[int, RankRun] = {}
     while len(found) < len(ranks):

@@ -18,7 +18,7 @@ from soli.core import copies
 from soli.core.axes import TP
 from soli.core.errors import Problem, listed, on_all_ranks, raise_all
 from soli.core.events import events
-from soli.core.functions import held
+from soli.core.functions import held, tensors_in
 from soli.core.layout import Sharded, from_flat, from_whole
 from soli.engine import between, rng
 from soli.engine.data import Position, resumed
@@ -260,6 +260,10 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
         raise on_all_ranks("save() between forward_backward() and update()", fix="save after the step")
     _finish_saving(engine)
     numbers = _numbers(engine)
+    beside = [str(key) for key, x in engine.optimizer.state.items() if not isinstance(key, Tensor) and tensors_in([x])]
+    if beside:
+        what = "the optimizer keeps tensors that are no parameter's, and could not be brought back"
+        raise on_all_ranks(what, got=listed(beside), allowed="numbers, text and None there", fix="keep them as states of a parameter")
     tensors = model_tensors(engine) | optimizer_tensors(engine, saving=True)
     if engine.mesh.leads:  # one for each place on dp
         tensors[f"{RNG}{engine.dp.index}"] = from_whole(rng.state())
@@ -285,7 +289,7 @@ def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
         "members": engine._given.members(engine.optimizer),
         "classes": _classes(engine),
         "scheduler": numbered(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
-        "positions": {name: asdict(position) for name, position in resumed(engine.positions).items()},
+        "positions": {name: asdict(position) for name, position in resumed(engine.positions, engine.step_count > 0).items()},
         "loss_scale": asdict(engine.loss_scale) if engine.loss_scale is not None else None,
         "modules": {name: value for name, value in _of_modules(engine).items() if not isinstance(value, Tensor)},
         "globals": numbered({key: x for key, x in engine.optimizer.state.items() if not isinstance(key, Tensor)}),
@@ -328,7 +332,7 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     rng.restore(drawn.get(f"{RNG}{engine.dp.index}", drawn[f"{RNG}0"]))
     _restore(engine, state)
     events.emit("load", path=str(path), step=engine.step_count, plan_written=state["plan"])
-    extra: dict[str, Any] = counted(state["extra"])
+    extra: dict[str, Any] = counted(state["extra"], dict)
     return extra
 
 
@@ -352,7 +356,7 @@ def fill(engine: Engine, path: Path, drawn: dict[str, Tensor] | None = None) -> 
         engine.optimizer.state.clear()
         engine.optimizer.state.update(fresh)
         engine._agreed.states = None
-    engine.optimizer.state.update(counted(state.get("globals", {})))
+    engine.optimizer.state.update(counted(state.get("globals", {}), dict))
     for name, value in (saved | {f"model.{n}": x for n, x in state.get("modules", {}).items()}).items():
         engine.model.get_submodule(name.removeprefix("model.").rpartition(".")[0]).set_extra_state(value)
     return state
@@ -396,6 +400,8 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
     trains = {names[0]: param.requires_grad for names, param in named_once(engine.model)}
     dropped = set()
     found: dict[str, Sharded] = {}
+    proof = engine.plan.precision == "fp64"
+    other = ("precision=fp64" in str(manifest.state.get("plan"))) != proof
     for name, saved in manifest.tensors.items():
         if not name.startswith("optimizer."):
             continue
@@ -403,15 +409,17 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
         if param_name not in trains:
             continue  # checkpoint.load reports it as unexpected, with all others
         dropped |= set() if trains[param_name] else {param_name}
+        counts = key == "step" and not saved.shape  # which torch has in float32 always
+        dtype = (torch.float64 if proof else torch.float32) if other and saved.dtype in checkpoint.WIDE and not counts else saved.dtype
         if param_name not in by_name:
-            found[name] = Sharded(tuple(saved.shape), saved.dtype)
+            found[name] = Sharded(tuple(saved.shape), dtype)
             continue
         unit, slot, param = by_name[param_name]
         if tuple(saved.shape) == slot.whole_shape and slot.shape:
-            value = torch.empty(param.shape, dtype=_kind(param, saved), device=param.device)
+            value = torch.empty(param.shape, dtype=dtype, device=param.device)
             found[name] = _like_parameter(unit, slot, value)
         else:
-            value = torch.empty(saved.shape, dtype=_kind(param, saved), device=_place(engine, param, key, saved.shape))
+            value = torch.empty(saved.shape, dtype=dtype, device=_place(engine, param, key, saved.shape))
             found[name] = from_whole(value)
         fresh.setdefault(param, {})[key] = value
     for name, number in manifest.state.get("numbers", {}).items():
@@ -422,11 +430,6 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
         text = f"the optimizer's states of parameters that are frozen now are not read: {listed(sorted(dropped))}"
         events.note(text, shown=engine.rank == 0)
     return found
-
-
-def _kind(param: Tensor, saved: Any) -> torch.dtype:
-    """Of a state: as it was saved, but that those of precision=fp64 are as wide as its weights."""
-    return param.dtype if saved.shape and {saved.dtype, param.dtype} == checkpoint.WIDE else saved.dtype
 
 
 def _place(engine: Engine, param: Tensor, key: str, shape: tuple[int, ...]) -> torch.device:

@@ -390,8 +390,7 @@ def _in_place(
     """One of torch's collectives that leaves its result where its argument is. `written`: whether this rank has one."""
     if axis.size == 1:
         return NOTHING
-    record = _record(collective.__name__, axis, tensor, label)
-    moved = _staged(tensor, axis)
+    record, moved = _record(collective.__name__, axis, tensor, label), _staged(tensor, axis)
     begin = lambda: [collective(moved, group=axis.group, async_op=True, **options)]
     return _begun(record, axis, wait, begin, _copy_back(tensor, moved) if written else None, moved)
 

@@ -107,8 +107,7 @@ def all_ranks(world: World) -> Axis:
 
 def build_mesh(plan: Plan, world: World) -> Mesh:
     """The mesh of a resolved plan. Collective: every rank calls it."""
-    sizes = plan.sizes
-    everyone = all_ranks(world)
+    sizes, everyone = plan.sizes, all_ranks(world)
     along = lambda name: lambda rank: tuple(peers(rank, name, sizes))
     axes: dict[str, Axis] = {}
     for name in AXES:

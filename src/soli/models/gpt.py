@@ -129,8 +129,7 @@ def generate(model: GPT, prompt: list[int], n: int, temperature: float = 0.8, se
     if not prompt:
         raise ValueError("generate needs at least one token to start from")
     draw = torch.Generator().manual_seed(seed)
-    device = model.embedding.weight.device
-    training = model.training
+    device, training = model.embedding.weight.device, model.training
     model.eval()
     tokens = list(prompt)
     for _ in range(n):

@@ -112,8 +112,7 @@ class Llama(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        place = torch.arange(tokens.shape[1], device=tokens.device)
+        x, place = self.embedding(tokens), torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rotary(place, self.config.dim // self.config.heads, self.config.theta, x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)

@@ -83,21 +83,26 @@ def _relaxed(randomness: Randomness, func: Any, logits: Tensor, tau: float = 1, 
 def _whole(randomness: Randomness, func: Any, *args: Any, **options: Any) -> Tensor:
     """torch.randint(low=0, high, size), torch.randint_like(x, low=0, high)."""
     given = [*args, *(options.pop(name) for name in ("input", "low", "high", "size") if name in options)]
-    x = given.pop(0) if func is torch.randint_like else torch.empty(given.pop(), dtype=torch.int64, device=options.get("device"))
+    beside = given.pop(0) if func is torch.randint_like else None
+    x = beside if beside is not None else torch.empty(given.pop(), dtype=torch.int64, device=options.get("device"))
     like = torch.empty((), dtype=options.get("dtype") or x.dtype, device=options.get("device") or x.device)
     ends = (0, *map(int, given))[-2:]
-    return randomness.drawn(like, tuple(x.shape), "random_", *ends, beside=x).requires_grad_(options.get("requires_grad", False))
+    return randomness.drawn(like, tuple(x.shape), "random_", *ends, beside=beside).requires_grad_(options.get("requires_grad", False))
 
 
 def _chosen(randomness: Randomness, func: Any, input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
-    """torch.multinomial: the largest weights over exponential numbers, one of each for a sample, or for all of them."""
-    with torch._C.DisableTorchFunctionSubclass():  # of a cut tensor the part that is here
-        if not input.is_meta:
-            func(input, num_samples, replacement, generator=torch.Generator(input.device))  # its errors: weights below 0, too few of them
-    weights = input.detach().unsqueeze(-2)
-    shape = (*input.shape[:-1], num_samples if replacement else 1, input.shape[-1])
-    scores = weights / randomness.drawn(input, shape, "exponential_", beside=weights)
-    return scores.argmax(-1) if replacement else scores.squeeze(-2).topk(num_samples).indices
+    """torch.multinomial. With replacement by where uniform numbers lie in the sums of weights; without, those that are the largest over
+    exponential numbers (as torch has it)."""
+    if type(input) in (Tensor, nn.Parameter) and not input.is_meta:
+        func(input, num_samples, replacement, generator=torch.Generator(input.device))  # its errors: weights below 0, too few of them
+    if input.dim() == 1 and num_samples == len(input) and not replacement:
+        randomness.refuse("torch.multinomial, of all there are, which is an order of them")
+    weights = input.detach()
+    if replacement:
+        sums, like = weights.double().cumsum(-1), torch.empty((), dtype=torch.float64, device=input.device)
+        numbers = randomness.drawn(like, (*input.shape[:-1], num_samples), "uniform_", beside=weights)
+        return torch.searchsorted(sums, numbers * sums[..., -1:], right=True).clamp(max=input.shape[-1] - 1)
+    return (weights / randomness.drawn(input, tuple(input.shape), "exponential_", beside=weights)).topk(num_samples).indices
 
 
 def _sloped(randomness: Randomness, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:

@@ -186,6 +186,8 @@ class Randomness:
                 self._dims[evaluating, key] = dim
                 if dim != NO_ROWS and key in self._drew and self._turned(key, dim, rows, other_rows):
                     self._inner.add((evaluating, key))
+            elif key in self._drew and not self.apart:
+                self._dims[evaluating, key] = NO_ROWS
             elif key in self._drew:
                 got = f"shape {shapes[key]} for {rows} rows and {others[key]} for {other_rows}"
                 raise _of_no_rows(key, got, allowed="at most one dim that is the rows, or a multiple of them", everywhere=True)
@@ -286,8 +288,8 @@ class Randomness:
         key = self._key()
         if self._probing is not None:  # half the numbers are below it: no layer is dropped, none is chosen
             self.drawing = True
-            if beside is not None and beside.is_floating_point():
-                self._marked(key, beside, shape, sure=False)
+            if beside is not None:
+                self._marked(key, beside if beside.is_floating_point() else beside.double(), shape, sure=False)
             self._probing[key], self._draws = shape, True
             self._drew.add(key)
             middle = sum((*numbers, *more.values())) // 2 if how == "random_" else {"uniform_": 0.5, "normal_": 0.0}.get(how, 1.0)

@@ -231,8 +231,7 @@ def _again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             _refuse_transforms(block)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        versions = [x._version for x in given]
-        held = _Given(block, args, kwargs)
+        versions, held = [x._version for x in given], _Given(block, args, kwargs)
         tensors = [args[i] for i in held.tensors]
         try:
             out = checkpoint(functools.partial(held.call, forward), *tensors, use_reentrant=False, **options)

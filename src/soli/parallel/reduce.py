@@ -99,8 +99,7 @@ class Reducer:
             fix = "differentiate engine.copy_model(), or take gradients of inputs alone: torch.autograd.grad(loss, x)"
             raise SoliError(what, got=f"a gradient of {slot.name}", fix=fix)
         unit = self.units[number]
-        grad = param.grad
-        param.grad = None
+        grad, param.grad = param.grad, None
         if grad is None:
             return
         if grad.is_sparse:

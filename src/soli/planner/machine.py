@@ -131,8 +131,7 @@ def _pipeline(rehearsal: Rehearsal, machine: Machine) -> float:
     left = {run.rank: deque(zip(run.actions, took[run.rank], strict=True)) for run in rehearsal.stages}
     done: dict[tuple[str, int, int], float] = {}
     busy: dict[int, float] = {}  # rank -> seconds that its action would still take alone
-    ended = dict.fromkeys(left, 0.0)
-    now = 0.0
+    ended, now = dict.fromkeys(left, 0.0), 0.0
     while any(left.values()):
         coming = []
         for rank, actions in left.items():

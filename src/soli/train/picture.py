@@ -38,7 +38,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
     """Exponential running mean; the first values are not pulled towards zero."""
     out, mean, weight = [], 0.0, 0.0
     for value in values:
-        mean = SMOOTH * mean + (1 - SMOOTH) * value
-        weight = SMOOTH * weight + (1 - SMOOTH)
+        mean, weight = SMOOTH * mean + (1 - SMOOTH) * value, SMOOTH * weight + (1 - SMOOTH)
         out.append(mean / weight)
     return out

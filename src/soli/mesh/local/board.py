@@ -91,8 +91,7 @@ class Board:
         ranks = len(pids)
         self.rank, self.ranks, self.name, self.pids = rank, ranks, name, pids
         self.numbers = numbers  # what the job calls the group's ranks, of which `here` are on this host
-        self.global_ranks = [numbers[r] for r in here]
-        self.lane_bytes = LANE_BYTES
+        self.global_ranks, self.lane_bytes = [numbers[r] for r in here], LANE_BYTES
         place = 8 * WORDS * ranks
         self._failed, place = place, place + FAILED_TEXT
         self._texts, place = place, place + ranks * AHEAD * TEXT

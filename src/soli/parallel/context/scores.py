@@ -83,8 +83,7 @@ def _sent_home(a: Tensor, x: Tensor, spans: Spans, axis: Axis) -> Tensor:
     The sum of rank j's rows begins at rank j + 1, so that it ends at j; the part that it gets next is computed while
     it is under way.
     """
-    each = x.shape[:-2].numel() * x.shape[-1]
-    coming = None
+    each, coming = x.shape[:-2].numel() * x.shape[-1], None
     for turn in range(axis.size):
         owner = (axis.index - 1 - turn) % axis.size
         part = (columns(a, spans[owner]).mT @ x).to(sums(x.dtype))

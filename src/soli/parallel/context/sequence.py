@@ -49,8 +49,7 @@ def spans_of(size: int, ranks: int, zigzag: bool) -> Spans:
     """The ranges of a sequence that each rank has."""
     if not zigzag:
         return tuple((whole,) if whole[0] < whole[1] else () for whole in even_parts(size, ranks))
-    pieces = even_parts(size, 2 * ranks)
-    found = []
+    pieces, found = even_parts(size, 2 * ranks), []
     for rank in range(ranks):
         first, last = pieces[rank], pieces[2 * ranks - 1 - rank]
         own = [(first[0], last[1])] if first[1] == last[0] else [first, last]

@@ -112,8 +112,7 @@ class Stage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or self._empty(fwd_chunk_id):
             return []
-        outputs = self.flights[fwd_chunk_id].outputs
-        to = self.peer(self.stage_index + 1)
+        outputs, to = self.flights[fwd_chunk_id].outputs, self.peer(self.stage_index + 1)
         return [send_later(x.detach().contiguous(), self.axis, to, "activation") for x in outputs]
 
     # --- gradients ------------------------------------------------------------------------------------

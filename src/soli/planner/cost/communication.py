@@ -60,8 +60,7 @@ def of_layer(p: Points, k: Constants, crossing: tuple[Array, Array], grid: tuple
     or what a grid's products send (grids.py). Full recomputation sends again. cp: what crosses it each way (context.py). ep: tokens to their
     experts and back (GShard, arXiv 2006.16668), each rank of tp with its part of them under sp.
     """
-    one = np.ones_like(p.tp)
-    hidden = p.tokens * p.hidden * p.number
+    one, hidden = np.ones_like(p.tp), p.tokens * p.hidden * p.number
     sums = np.where(p.tensor == LINE, overlap.sums(p, k, 2 * all_reduce(p, k, hidden, p.tp, one)), 0.0)
     routed = hidden * (p.active - p.shared) / np.where(p.sp > 0, p.tp, 1.0)
     inner = np.where(p.ep <= p.dp * p.cp, p.tp, 1.0)  # else ep takes ranks of tp too
