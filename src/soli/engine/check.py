@@ -232,7 +232,8 @@ def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
         return True
     try:
         with kept.unchanged(engine.model):
-            for a, b in [(0, rows // 2), (rows // 2, rows)][: 1 + rows % 2]:
+            # as many forwards on each rank: where rows are apart, some have an odd number of them
+            for a, b in [(0, rows // 2), (rows // 2, rows)][: 1 + rows % 2 * (engine.plan.pieces == 1)]:
                 _run(engine, take(data, a, b), b - a, part=True)
     except SoliError:
         raise
