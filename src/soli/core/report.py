@@ -61,7 +61,7 @@ def install_hook(rank: int) -> None:
 
 def _users_own(error: BaseException | None) -> str:
     """Of an error and those that were on their way before it, the newest that the program's own code raised, and where."""
-    while error is not None and not is_users((traceback.extract_tb(error.__traceback__) or traceback.extract_stack())[-1].filename):
+    while error is not None and not any(is_users(frame.filename) for frame in traceback.extract_tb(error.__traceback__)[-1:]):
         error = error.__context__
     return "" if error is None else f"{type(error).__name__}: {error}, at {user_line(error.__traceback__)}"
 

@@ -55,7 +55,7 @@ HALF = 1e-4
 @dataclass(frozen=True)
 class Sum:
     """A loss; where gradients were asked for, of it: the sum of |gradient x weight| (what rounding a loss bears, even one near 0), the
-    gradient along a direction, and the sum of the sizes that this is of. `moved`: what such a pass changes of what the model keeps."""
+    gradient along a direction, and the sum of the sizes that this is of. `moved`: the buffers that such a pass changes."""
 
     total: float = 0.0
     size: float = 0.0
@@ -201,7 +201,7 @@ def _explain(engine: Engine, found: list[Sum]) -> None:
         if moved := sorted(whole.moved - parts[-1].moved) if max(engine.plan.pieces, engine.plan.runs) > 1 else []:
             what = "the forward changes what the model keeps where gradients are taken, and not without them"
             fix = "change it in every training forward (module.training), or between steps; or run with dp=1 and no accumulate, microbatches or recompute"
-            raise SoliError(what, got=listed(moved), allowed="buffers and attributes that change in every training forward, or in none", fix=fix)
+            raise SoliError(what, got=listed(moved), allowed="buffers that change in every training forward, or in none", fix=fix)
         if whole.total - whole.total != 0:
             continue  # not finite: the step itself reports it
         if engine.plan.pieces > 1:
