@@ -181,7 +181,9 @@ def test_a_batch_that_was_not_trained_on_is_the_first_of_a_resumed_run(tmp_path:
 def test_batches_that_are_trained_on_in_other_forms_are_not_read_again(tmp_path: Path, kind: str) -> None:
     engine, whole = engine_for("dp=1"), read(engine_for("dp=1").batches(DATA, 6))
     other = engine.batches(DATA, 6, shuffle=False, name="looked at")
-    for part in islice(engine.batches(DATA, 6), 2):
+    stream = engine.batches(DATA, 6)
+    engine.step(next(stream))
+    for part in islice(stream, 2):
         if kind == "evaluated":
             engine.forward_backward(part)
             engine.evaluate(other)
@@ -191,7 +193,7 @@ def test_batches_that_are_trained_on_in_other_forms_are_not_read_again(tmp_path:
     engine.save(tmp_path / "c")
     again = engine_for("dp=1")
     again.load(tmp_path / "c")
-    assert alike(read(again.batches(DATA, 6)), whole[2:])
+    assert alike(read(again.batches(DATA, 6)), whole[3:])
 
 
 def test_a_checkpoint_of_before_a_stream_began_takes_it_back_to_its_begin(tmp_path: Path) -> None:

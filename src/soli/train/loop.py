@@ -196,10 +196,10 @@ def _counting(batches: Iterable[Any], done: Callable[[int], None]) -> Iterator[A
 def _finish(job: _Job, seconds: float) -> dict[str, Any]:
     """The whole validation loss, the sample, the picture and the summary."""
     loss = _evaluate(job, job.validation)
-    steps, size, bits = job.engine.step_count, job.tokens.validation.bytes, job.bits(loss)
+    steps, size, per_byte = job.engine.step_count, job.tokens.validation.bytes, job.bits(loss)
     known = [(row["step"], row["loss"], row["bits_per_byte"]) for row in rundir.read_metrics(job.folder) if row["kind"] == "validation"]
-    if (steps, loss, bits) not in known:  # a run that was through is resumed
-        job.log.look(steps, loss, len(job.validation), bits)
+    if (steps, loss, per_byte) not in known:  # a run that was through is resumed
+        job.log.look(steps, loss, len(job.validation), per_byte)
     weights = job.engine.global_state_dict()  # every rank calls it
     summary = {
         "steps": steps,
@@ -209,7 +209,7 @@ def _finish(job: _Job, seconds: float) -> dict[str, Any]:
         "model": asdict(job.model),
         "seed": job.config.run.seed,
         "bytes_per_token": None if size is None else size / job.validation.targets,
-        "validation": {"nats_per_token": loss, "bits_per_byte": bits},
+        "validation": {"nats_per_token": loss, "bits_per_byte": per_byte},
         "unigram": {"nats_per_token": job.unigram, "bits_per_byte": job.bits(job.unigram)},
         "tokens_of_validation": job.validation.targets,
     }
