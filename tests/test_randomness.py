@@ -315,6 +315,34 @@ def test_draws_of_others_are_refused_where_ranks_would_differ(draw: Callable[[],
         draw()
 
 
+ORDERS: dict[str, tuple[Callable[[int], torch.Tensor], bool]] = {
+    "rows": (lambda rows: torch.rand(rows).argsort(), False),
+    "rows, by dim": (lambda rows: torch.sort(torch.randn(rows, 3), dim=0).indices[:, 0], False),
+    "rows, of some": (lambda rows: torch.rand(3, rows).topk(1, -1).indices[:, 0].expand(3)[:rows], False),
+    "the largest": (lambda rows: torch.rand(rows, 1).argmax(0).expand(rows), False),
+    "within rows": (lambda rows: torch.rand(rows, 3).argsort(-1)[:, 0], True),
+    "within rows, by name": (lambda rows: torch.argsort(input=torch.rand(3, rows), dim=0)[0], True),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("apart", [True, False])
+def test_an_order_of_rows_that_is_drawn_is_refused_where_rows_are_apart(name: str, apart: bool) -> None:
+    order, allowed = ORDERS[name]
+    model = nn.Linear(8, 8).double()
+    model.forward = lambda x: x[order(len(x)) % len(x)]
+    randomness = Randomness(model, 0)
+    randomness.apart = apart
+    for rows in (6, 3):
+        with randomness.probe(rows):
+            model(X[:rows])
+    if allowed or not apart:
+        randomness.finish_probe()
+        return
+    with pytest.raises(SoliError, match=r"rows depend on each other: the random numbers .* put in order"):
+        randomness.finish_probe()
+
+
 def test_a_module_made_later_takes_no_name_of_one_that_is_gone() -> None:
     """BigBird replaces its attention in its first forward. Addresses are used again."""
     model = nn.Sequential(nn.Sequential(nn.Dropout(0.5)), nn.Identity())

@@ -147,9 +147,7 @@ class Selection:
     fixes: int  # among the labelled commits
 
 
-def selection(
-    labels: Iterable[Label], population: Mapping[str, int], chosen: Collection[tuple[str, str]], *, strict: bool = True
-) -> Selection:
+def selection(labels: Iterable[Label], population: Mapping[str, int], chosen: Collection[tuple[str, str]], *, strict: bool = True) -> Selection:
     """Of the rules that chose these commits, which need not be those of the day when the samples were drawn.
 
     `population`: how many commits each sample was drawn from, and so stands for: a labelled commit counts for population / drawn

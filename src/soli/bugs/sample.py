@@ -51,9 +51,5 @@ def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list
     if unknown := [f"{repo} {hash_[:10]}" for _, repo, hash_ in all_ if (repo, hash_) not in texts]:
         got = f"{mined} lacks {len(unknown)}: {', '.join(unknown[:3])} ..."
         raise SoliError("commits were drawn that this file does not have", got=got, fix="the file that they were drawn from, or another --sample")
-    diffs = {
-        (repo, hash_): diff
-        for repo, path in where.items()
-        for hash_, diff in patches(path, [h for _, r, h in all_ if r == repo], LINES).items()
-    }
+    diffs = {(repo, hash_): diff for repo, path in where.items() for hash_, diff in patches(path, [h for _, r, h in all_ if r == repo], LINES).items()}
     return [Item(repo, hash_, sample, *texts[repo, hash_], diffs[repo, hash_]) for sample, repo, hash_ in all_]

@@ -119,10 +119,7 @@ def _announce(engine: Engine, cut: stages.Stages, trace: watch.Trace) -> None:
     """One line with the stages, and one with what the bubble costs."""
     plan, count = engine.plan, schedules.microbatches(engine.plan)
     ends = [*cut.starts[1:], len(trace.calls)]
-    runs = [
-        f"{trace.calls[a].unit}..{trace.calls[b - 1].unit}" if b - a > 1 else trace.calls[a].unit
-        for a, b in zip(cut.starts, ends, strict=True)
-    ]
+    runs = [f"{trace.calls[a].unit}..{trace.calls[b - 1].unit}" if b - a > 1 else trace.calls[a].unit for a, b in zip(cut.starts, ends, strict=True)]
     whole = sum(cut.costs) or 1.0
     text = " | ".join(f"{run} {cost / whole:.0%}" for run, cost in zip(runs, cut.costs, strict=True))
     share = table.bubble(plan)

@@ -126,11 +126,7 @@ def check_loss(engine: Engine, sample: Sample) -> None:
     Blocks are checked one by one in float64 (check.py); this looks at what stands between and around them too.
     """
     data = to_device(sample.data, engine.device) if sample.rows else None
-    with (
-        between.modes_kept(engine.model),
-        effects.undone(engine.model, engine.plan),
-        engine.randomness.probe(max(sample.rows, 1), learn=False),
-    ):
+    with between.modes_kept(engine.model), effects.undone(engine.model, engine.plan), engine.randomness.probe(max(sample.rows, 1), learn=False):
         between.training(engine.model)
         sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")

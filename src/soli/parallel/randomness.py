@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.frames import owner
@@ -48,7 +49,9 @@ _REFUSED = {attrgetter(path)(torch): name for path, name in table(__package__, "
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
 _FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 BACKWARD = {Tensor.backward, torch.autograd.backward}
-_HANDLED = {Tensor.register_hook, _sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *draws.FILLS, *_REFUSED, *recurrent.FUNCTIONS}
+_ORDERS = {getattr(place, name): at for name, at in (("sort", 1), ("argsort", 1), ("topk", 2), ("argmax", 1), ("argmin", 1)) for place in (torch, Tensor)}
+"""What puts numbers in order, or finds the first, and which argument says along which dim."""
+_HANDLED = {Tensor.register_hook, _sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *draws.FILLS, *_REFUSED, *_ORDERS, *recurrent.FUNCTIONS}
 """Of all that a mode is asked about, which is every call of torch's."""
 
 
@@ -78,6 +81,8 @@ class Randomness:
         self._dims: dict[tuple[bool, Key], int] = {}  # of an evaluation, or not
         self._inner: set[tuple[bool, Key]] = set()  # where rows change fastest in such a dim, a multiple of them
         self._uneven = set[str]()  # modules that draw as often as there are rows, where all of them are on each rank
+        self._numbers = WeakIdKeyDictionary()  # what was drawn in a probe, and by which call
+        self._ordered: set[tuple[Key, int]] = set()  # dims that numbers are put in order along
         # what lies at each place of a dim of rows
         self._marks: dict[tuple[int, Key, int], tuple[Tensor, float, bool]] = {}
         self._logs: list[tuple[int, dict[Key, tuple[int, ...]]]] = []
@@ -182,6 +187,9 @@ class Randomness:
             raise on_all_ranks(what, fix="draw for all rows at once, in every forward, and select afterwards")
         for key in shapes.keys() & others.keys():
             dim = _batch_dim(shapes[key], rows, others[key], other_rows)
+            if self.apart and (key, dim) in self._ordered:
+                what = f"rows depend on each other: the random numbers that {key[0] or 'the model'} draws for them are put in order"
+                raise on_all_ranks(what, fix="draw an order of rows before the step and pass it in the batch, or use a plan that keeps a step's rows in one part")
             if dim is not None:
                 self._dims[evaluating, key] = dim
                 if dim != NO_ROWS and key in self._drew and self._turned(key, dim, rows, other_rows):
@@ -293,11 +301,18 @@ class Randomness:
             self._probing[key], self._draws = shape, True
             self._drew.add(key)
             middle = sum((*numbers, *more.values())) // 2 if how == "random_" else {"uniform_": 0.5, "normal_": 0.0}.get(how, 1.0)
-            return torch.full(shape, middle, dtype=like.dtype, device=like.device)
+            found = torch.full(shape, middle, dtype=like.dtype, device=like.device)
+            self._numbers[found] = key
+            return found
         self._known(key)
         if like.is_meta:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         return self._filled(key, shape, lambda part, g: getattr(part, how)(*numbers, generator=g, **more), like)
+
+    def order(self, x: Tensor, dim: int | None) -> None:
+        """In a probe: x is put in order along `dim`."""
+        if x in self._numbers:
+            self._ordered.add((self._numbers[x], (-1 if dim is None else dim) % (x.dim() or 1)))
 
     def _known(self, key: Key) -> None:
         assert self._now is not None, "only inside begin()"
@@ -342,6 +357,8 @@ class _Mode(TorchFunctionMode):
         made = func in draws.INITS and isinstance((*args, *kwargs.values())[0], nn.Parameter)  # of a module that is made here
         if func in draws.FILLS and self.randomness._now is not None and not given and not made:
             return draws.answered(self.randomness, func, args, dict(kwargs))
+        if (at := _ORDERS.get(func)) is not None:
+            self.randomness.order(args[0] if args else kwargs["input"], kwargs.get("dim", args[at] if len(args) > at else -1))
         if func is _sdpa:
             return attention(self.randomness, *args, **kwargs)
         if func is _attention_function:
@@ -364,15 +381,8 @@ def backward_of(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) 
     create = bool(kwargs.get("create_graph", args[1] if len(args) > 1 else False))
     retain = kwargs.get("retain_graph", args[0] if args else None)
     inputs = kwargs.get("inputs") or ()
-    run_backward(
-        outputs,
-        starts,
-        create if retain is None else retain,
-        create,
-        (inputs,) if isinstance(inputs, Tensor) else tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    over, retain = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), create if retain is None else retain
+    run_backward(outputs, starts, retain, create, over, allow_unreachable=True, accumulate_grad=True)
 
 
 def _dropped(
