@@ -418,6 +418,37 @@ def test_which_labels_a_model_counts_is_found_out(pool: Pool, plan: str, shifted
 
 @pytest.mark.parametrize("said", [True, False])
 def test_labels_that_tell_nothing_are_not_held_against_a_model(pool: Pool, said: bool) -> None:
-    """A head of zeros has one loss for all labels; where no first label counts, both ways count the same."""
+    """A head of zeros has one loss for all labels."""
     assert pool.run(labelled, True, said, "dp=2", 0.0, ranks=2) == [""] * 2
-    assert pool.run(labelled, True, said, "dp=2", 1.0, 1, ranks=2) == [""] * 2
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("said", [True, False])
+def test_a_wrong_choice_is_found_out_where_no_first_label_counts_yet(shifted: bool, said: bool) -> None:
+    """Those of a later batch may, and were counted wrong from there on."""
+    for plan in ("dp=1", "dp=1,accumulate=2"):
+        text = labelled(shifted, said, plan, first=1)
+        assert f"from_model(shifted={shifted})" in text if shifted != said else not text, text
+
+
+class Writing(nn.Module):
+    """Doubles its batch in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.mul_(2))
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=1,accumulate=2"])
+def test_checks_leave_a_batch_as_it_was_that_the_forward_writes_into(plan: str) -> None:
+    """It was doubled by each of them before it was trained on."""
+    x, y = torch.arange(12.0, dtype=torch.float64).reshape(4, 3), torch.ones(4, 1, dtype=torch.float64)
+    model = Writing().double()
+    wanted, start = (model.layer(2 * x) - y).square().mean(), x.clone()
+    engine = parallelize(model, losses.mse("y"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    assert torch.allclose(engine.step({"x": x, "y": y}), wanted, rtol=1e-13, atol=0)
+    assert torch.equal(x, 2 * start)

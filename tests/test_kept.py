@@ -536,6 +536,36 @@ def test_a_flag_that_the_first_forward_sets_is_there_for_the_second_microbatch(k
         assert "changes what the model keeps, and" in refusal(kind, plan)
 
 
+class Rebound(Plain):
+    """Gives the name of a buffer to another tensor: a buffer, a part of one, a weight, as rotary embeddings do that follow the length."""
+
+    def __init__(self, to: str) -> None:
+        super().__init__()
+        self.to = to
+        self.register_buffer("table", torch.arange(1.0, 1 + 2 * DIM * DIM).reshape(2 * DIM, DIM) / DIM)
+        self.register_buffer("used", torch.ones(DIM, DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.used = {"buffer": self.table[:DIM], "weight": self.layers[1].weight.detach()}[self.to]
+        return super().forward(tokens) + 0.1 * self.used.sum()
+
+
+@pytest.mark.parametrize("to", ["buffer", "weight"])
+def test_a_buffer_that_becomes_another_tensor_is_put_back_and_not_written_into(to: str) -> None:
+    """What it had held before was copied into the other one."""
+    model, alone = Rebound(to).double(), Rebound(to).double()
+    alone.load_state_dict(model.state_dict())
+    engine = parallelize(model, losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for batch in (tokens_of(n, i) for i, n in enumerate((8, 9, 7))):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(alone(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
+        loss.backward()
+        optimizer.step()
+        assert torch.allclose(engine.step(batch), loss, rtol=1e-12, atol=0)
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(model.state_dict().values(), alone.state_dict().values(), strict=True))
+
+
 def test_what_the_first_rows_set_for_good_is_seen(pool: Pool) -> None:
     assert error_of(Fitted, "dp=1") < BOUND
     for plan in ("dp=2", "dp=2,zero=3"):

@@ -113,11 +113,13 @@ class FromModel:
         return torch.where(count > 0, mean * count, mean.new_zeros(())), count
 
     def with_others(self, batch: Any, end: int | None) -> Any:
-        """The batch with another label, one that is in it, wherever one of the first `end` counts. None: there is none."""
+        """The batch with another label, one that is in it, at the first `end` places of each row, whether they count or not; None: at all that
+        count. None where there is none."""
         wanted = _entry(batch, self.labels)
         there = wanted[wanted != self.ignore].unique()
-        if wanted.dim() < 2 or len(there) < 2 or bool((wanted[:, :end] == self.ignore).all()):
+        if wanted.dim() < 2 or not len(there):
             return None
         part, others = wanted[:, :end], wanted.clone()
-        others[:, :end] = part.where(part == self.ignore, there[0].where(part != there[0], there[1]))
-        return {**batch, self.labels: others}
+        new = there[0].where(part != there[0], there[-1])
+        others[:, :end] = part.where(part == self.ignore, new) if end is None else new
+        return None if others.equal(wanted) else {**batch, self.labels: others}

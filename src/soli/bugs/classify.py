@@ -48,9 +48,7 @@ class Classified:
     said: str = ""
 
 
-def classify(
-    repos: Sequence[Path], mined: Path, rules: Path | None = None, endpoint: Endpoint | None = None, at_most: int = 1000
-) -> Classified:
+def classify(repos: Sequence[Path], mined: Path, rules: Path | None = None, endpoint: Endpoint | None = None, at_most: int = 1000) -> Classified:
     """Every fix of these histories. SoliError where a history was not mined, or is not whole."""
     made, where = classifier(rules), histories(repos)
     with store.opened(mined) as base:
@@ -64,9 +62,7 @@ def classify(
         return _summary(base, looked, asked, nonsense, said)
 
 
-def looked_at(
-    base: sqlite3.Connection, repo: str, path: Path, hashes: Sequence[str]
-) -> Iterator[tuple[str, dict[str, str], dict[str, int]]]:
+def looked_at(base: sqlite3.Connection, repo: str, path: Path, hashes: Sequence[str]) -> Iterator[tuple[str, dict[str, str], dict[str, int]]]:
     """What rules see of each of these commits, and how often each kind of edit is made."""
     for hash_, changed in changes(path, hashes):
         key = (repo, hash_)

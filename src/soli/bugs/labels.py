@@ -79,9 +79,7 @@ def write(path: Path, labels: Iterable[Label]) -> None:
             table.writerow(vars(one))
 
 
-def draw(
-    base: sqlite3.Connection, seed: int, counts: Mapping[str, int], of: Collection[str]
-) -> tuple[dict[str, list[tuple[str, str]]], dict[str, int]]:
+def draw(base: sqlite3.Connection, seed: int, counts: Mapping[str, int], of: Collection[str]) -> tuple[dict[str, list[tuple[str, str]]], dict[str, int]]:
     """Repository and hash of so many commits of each sample, uniformly, and how many each stands for. `of`: repositories to draw from.
 
     The same seed, file and counts give the same ones (Python's Mersenne twister).

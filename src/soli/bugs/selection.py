@@ -17,9 +17,7 @@ from soli.core.errors import Problem, SoliError, raise_all
 PLACES = ("subject", "tag", "body", "kinds", "parents")
 OTHER, UNNAMED = "other", "a rule without a name"
 TAG = re.compile(r"^(?:ADLR/megatron-lm!\d+ - )?(?:\[([^\]]{1,40})\]|([\w/ -]{1,24})(?:\([^)]*\))?!?:(?=\s))")
-PULL = re.compile(
-    r"\(#(\d+)\)\s*$|\((?:!|GH-)(\d+)\)\s*$|^ADLR/megatron-lm!(\d+)\b|^Merge (?:pull request|branch).*?#(\d+)"
-)
+PULL = re.compile(r"\(#(\d+)\)\s*$|\((?:!|GH-)(\d+)\)\s*$|^ADLR/megatron-lm!(\d+)\b|^Merge (?:pull request|branch).*?#(\d+)")
 CLOSES = re.compile(r"\b(?:close[sd]?|fix(?:e[sd])?|resolve[sd]?)\s*:?\s+(?:[\w.-]+/[\w.-]+)?#(\d+)", re.I)
 
 

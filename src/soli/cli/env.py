@@ -70,10 +70,7 @@ def _torch(problems: list[str]) -> dict[str, Any]:
     if not devices:
         why = "torch finds no device" if torch.version.cuda else "this torch is built without it"
         problems.append(f"CUDA: {why}")
-    facts: dict[str, Any] = {
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, {torch.get_num_threads()} threads",
-        "devices": devices or ["cpu"],
-    }
+    facts: dict[str, Any] = {"torch": f"{torch.__version__}, CUDA {torch.version.cuda}, {torch.get_num_threads()} threads", "devices": devices or ["cpu"]}
     if not dist.is_available():
         problems.append("this torch is built without torch.distributed: one rank only")
         return facts

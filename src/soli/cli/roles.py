@@ -67,10 +67,7 @@ def _show(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, eve
     for name, role in found.items():
         shown = name if every else re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name, count=1)
         kinds.setdefault((shown, sizes[name], role.kind, _cut(role)), []).append(name)
-    rows = [
-        [shown, str(len(names)), " x ".join(map(str, shape)), kind, cut, found[names[0]].why]
-        for (shown, shape, kind, cut), names in kinds.items()
-    ]
+    rows = [[shown, str(len(names)), " x ".join(map(str, shape)), kind, cut, found[names[0]].why] for (shown, shape, kind, cut), names in kinds.items()]
     show(("weight", "of", "shape", "role", "cut", "why"), [], rows, wide=None if sys.stdout.isatty() else 200)
     numel = {name: math.prod(shape) for name, shape in sizes.items()}
     whole = sum(numel.values())

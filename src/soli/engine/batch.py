@@ -7,7 +7,8 @@ into microbatches; sizes differ by at most one row, so a ragged batch trains as 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -153,6 +154,19 @@ def need_tensors(batch: Any, part: Part, times: int) -> None:
             what = "the batch has lists with one entry a row, which are not taken apart with the rows"
             fix = "give torch.tensor(...) or a numpy array of them, or leave them out of the batch"
             raise on_all_ranks(what, got=listed(lists), fix=fix)
+
+
+@contextmanager
+def unwritten(batch: Any) -> Iterator[None]:
+    """What a forward writes into the batch is as before afterwards: checks run it more than once."""
+    held = [(x, x.clone(), x._version) for x in tree_leaves(batch) if isinstance(x, Tensor) and not x.is_inference()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x, before, version in held:
+                if x._version != version:
+                    x.copy_(before)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -14,7 +14,7 @@ from soli.core.errors import Problem, listing
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine import between, effects
-from soli.engine.batch import Caller, Part, few, part_of, take, to_device
+from soli.engine.batch import Caller, Part, few, part_of, take, to_device, unwritten
 from soli.engine.differentiating import Differentiating
 from soli.losses import LossFn
 from soli.parallel.randomness import Randomness
@@ -101,6 +101,7 @@ class Runner:
             Differentiating(self.plan) if alike is None or alike.looking else nullcontext(),
             alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving),
             randomness.probe(self.rows),
+            unwritten(self.data),
             around(randomness) if around is not None else nullcontext(),
         ):
             if training:

@@ -14,7 +14,7 @@ from soli.core.axes import REPLICATE, SHARD, TP
 from soli.core.errors import failure, listed, on_all_ranks
 from soli.core.events import events
 from soli.engine import between, effects
-from soli.engine.batch import Part, part_of, to_device
+from soli.engine.batch import Part, part_of, to_device, unwritten
 from soli.engine.contract import depth, rounding, total_and_count
 from soli.engine.layout import Runner
 from soli.mesh.collectives import Axis, all_reduce, raise_together
@@ -126,7 +126,8 @@ def check_loss(engine: Engine, sample: Sample) -> None:
     Blocks are checked one by one in float64 (check.py); this looks at what stands between and around them too.
     """
     data = to_device(sample.data, engine.device) if sample.rows else None
-    with between.modes_kept(engine.model), effects.undone(engine.model, engine.plan), engine.randomness.probe(max(sample.rows, 1), learn=False):
+    undone = effects.undone(engine.model, engine.plan)
+    with between.modes_kept(engine.model), undone, engine.randomness.probe(max(sample.rows, 1), learn=False), unwritten(data):
         between.training(engine.model)
         sums = torch.tensor(engine.forward_only(data), dtype=torch.float64)
     all_reduce(sums, engine.mesh["pp"], label="loss and count of the last stage")

@@ -384,9 +384,7 @@ def barrier(axis: Axis, *, label: str = "barrier") -> None:
     all_reduce(torch.zeros(1), axis, label=label)
 
 
-def _in_place(
-    collective: Callable[..., Any], tensor: Tensor, axis: Axis, label: str, wait: bool, written: bool = True, **options: Any
-) -> Pending:
+def _in_place(collective: Callable[..., Any], tensor: Tensor, axis: Axis, label: str, wait: bool, written: bool = True, **options: Any) -> Pending:
     """One of torch's collectives that leaves its result where its argument is. `written`: whether this rank has one."""
     if axis.size == 1:
         return NOTHING

@@ -108,14 +108,16 @@ OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class Snapshot(dict[str, Value]):
-    """Values by name, the attributes that each module had, and its hooks: transformers' models put on some in their first forward."""
+    """Values by name, the attributes that each module had, and its hooks: transformers' models put on some in their first forward. Buffers
+    themselves: a forward may give one the name of another (`self.used = self.first`)."""
 
     attributes: dict[nn.Module, set[str]]
     hooks: dict[nn.Module, list[dict[int, Any]]]
+    buffers: dict[nn.Module, dict[str, Tensor]]
 
     def __or__(self, other: dict[str, Value]) -> Snapshot:  # type: ignore[override]
         made = Snapshot({**self, **other})
-        made.hooks, made.attributes = self.hooks, self.attributes
+        made.hooks, made.attributes, made.buffers = self.hooks, self.attributes, self.buffers
         return made
 
 
@@ -125,6 +127,7 @@ def values(model: nn.Module, weights: Collection[str] = ()) -> Snapshot:
     found = Snapshot({name: _copy(value) for name, value in (*_named(model), *named)})
     found.hooks = {module: [hooks.copy() for hooks in _hooks(module)] for module in model.modules()}
     found.attributes = {module: set(vars(module)) for module in model.modules()}
+    found.buffers = {module: {key: x for key, x in module._buffers.items() if x is not None} for module in model.modules()}
     return found
 
 
@@ -136,7 +139,7 @@ def changed(model: nn.Module, before: dict[str, Value]) -> dict[str, Value]:
 
 def in_state(model: nn.Module, values: dict[str, Value]) -> dict[str, Value]:
     """Those of the values that are in buffers and parameters, and in no attribute."""
-    state = {name for name, _ in (*model.named_buffers(), *model.named_parameters())}
+    state = {name for name, _ in (*_buffers(model), *model.named_parameters())}
     return {name: value for name, value in values.items() if name in state}
 
 
@@ -148,8 +151,12 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
             if hooks.keys() != had.keys():
                 hooks.clear()
                 hooks.update(had)
+    for module, buffers in before.buffers.items():
+        for key, x in buffers.items():
+            if isinstance(now := module._buffers.get(key), Tensor) and now.shape == x.shape:
+                module._buffers[key] = x
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # of a weight that is cut the part that is here
-        for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        for name, tensor in (*_buffers(model), *model.named_parameters()):
             old = before.get(name)
             if isinstance(old, Tensor) and old.shape == tensor.shape:
                 tensor.copy_(old)
@@ -206,10 +213,15 @@ def _inside(x: Any, seen: set[int], tuples: bool) -> Iterator[Tensor]:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Value]]:
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta or comparable(buffer))
+    yield from ((name, buffer) for name, buffer in _buffers(model) if buffer.is_meta or comparable(buffer))
     for path, module in model.named_modules():
         for key, value in _attributes(module):
             yield name_in(path, key), value
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Under each name that one has."""
+    return ((name_in(path, key), x) for path, module in model.named_modules() for key, x in module._buffers.items() if x is not None)
 
 
 def name_in(path: str, key: str) -> str:

@@ -385,15 +385,7 @@ def backward_of(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) 
     run_backward(outputs, starts, retain, create, over, allow_unreachable=True, accumulate_grad=True)
 
 
-def _dropped(
-    randomness: Randomness,
-    func: Any,
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-    **more: bool,
-) -> Tensor:
+def _dropped(randomness: Randomness, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **more: bool) -> Tensor:
     """Element by element, or whole channels: the mask covers the first two dims of [N, C, ...] then."""
     alike = input.dim() - 2 if func in _FEATURES else 0
     shape = (*input.shape[: input.dim() - alike], *(1,) * alike)

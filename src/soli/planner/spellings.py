@@ -13,9 +13,7 @@ from soli.planner.hardware.devices import Device
 
 TABLES: dict[str, dict[str, Any]] = table(__package__, "spellings.toml")
 OTHER, NANOTRON, FSDP, DEEPSPEED, PYTORCH = "other", "nanotron", "fsdp", "deepspeed", "pytorch"
-DENIED = re.compile(
-    r"\b(?:no|non|not|without|w/o)[\s_-]+(?:yet\s+)?[a-z]+(?:\.[a-z]+)*(?:[\s_-]?\d\b)?|\b[a-z_.]+\d?[\s=:]+(?:off|false|disabled)\b"
-)
+DENIED = re.compile(r"\b(?:no|non|not|without|w/o)[\s_-]+(?:yet\s+)?[a-z]+(?:\.[a-z]+)*(?:[\s_-]?\d\b)?|\b[a-z_.]+\d?[\s=:]+(?:off|false|disabled)\b")
 """What is said not to be: "no offload", "fsdp off", "torch_compile=False"."""
 STAGE = re.compile(r"(?<![a-z])(?:zero|stage|z)(?:[\s_=:-]*(?:dp|stage))?[\s_=:-]*([0-3])(?![\da-z])|^([0-3])$")
 
@@ -29,9 +27,7 @@ CLOUD = re.compile(r"\d+|[pg]\d[a-z]{0,2}")
 
 WHOLE = re.compile(r"\bno_shard\b")
 """FSDP's word for what it does not share out, which is no denial of another word."""
-TECHNIQUE = re.compile(
-    r"^(?:ac\b|(?:use_)?remat(?:[\s_]?policy)?(?![a-z])|(?:(?:act|grad)[a-z]*[\s_-]*)?(?:checkpoint|ckpt|recomput)[a-z]*)[\s:=_,;(-]*"
-)
+TECHNIQUE = re.compile(r"^(?:ac\b|(?:use_)?remat(?:[\s_]?policy)?(?![a-z])|(?:(?:act|grad)[a-z]*[\s_-]*)?(?:checkpoint|ckpt|recomput)[a-z]*)[\s:=_,;(-]*")
 """A name of recomputation before what is said of it."""
 
 

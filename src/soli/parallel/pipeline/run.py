@@ -225,10 +225,7 @@ class Pipeline:
             for (name, requires), x in zip(following, values, strict=True)
         ]
         forms = [*known.shapes, *forward.forms]
-        header = [
-            [[_form_said(form) for form in call] for call in forms],
-            [[list(v.form[0]), _word(v.form[1]), _said(v.cuts)] for v in known.outgoing],
-        ]
+        header = [[[_form_said(form) for form in call] for call in forms], [[list(v.form[0]), _word(v.form[1]), _said(v.cuts)] for v in known.outgoing]]
         return [plain(x) for x in values], header
 
     def _known(self, stage: int, header: Any) -> Known:

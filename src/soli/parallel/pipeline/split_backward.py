@@ -45,9 +45,7 @@ class Rest:
     once: GraphExecGroup = field(default_factory=GraphExecGroup)
 
 
-def inputs_first(
-    outputs: list[Tensor], gradients: list[Tensor], inputs: list[Tensor], weights: list[nn.Parameter]
-) -> tuple[list[Tensor | None], Rest]:
+def inputs_first(outputs: list[Tensor], gradients: list[Tensor], inputs: list[Tensor], weights: list[nn.Parameter]) -> tuple[list[Tensor | None], Rest]:
     """The gradients of `inputs`, leaves of which some may need none, and what is left for `weights_later`."""
     ends = {get_gradient_edge(x).node for x in inputs if x.requires_grad}
     roots = [get_gradient_edge(x).node for x in outputs]

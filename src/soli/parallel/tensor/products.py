@@ -27,9 +27,7 @@ from soli.parallel.tensor.reads import first_by, keep_read, was_read
 from soli.parallel.tensor.split import Misfit, Split, agreed, origins_of
 
 
-def contraction(
-    run: Run, inputs: list[Tensor], letters: list[str], out: str, compute: Callable[..., Tensor]
-) -> tuple[Tensor, Split | None, bool]:
+def contraction(run: Run, inputs: list[Tensor], letters: list[str], out: str, compute: Callable[..., Tensor]) -> tuple[Tensor, Split | None, bool]:
     """The local result, how it is cut, and whether it is a part of a sum. `compute` takes the local inputs."""
     if run.finder is not None:
         run.finder.choose(inputs, letters, out)

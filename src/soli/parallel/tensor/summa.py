@@ -238,9 +238,7 @@ def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _gradients(
-    dy: Tensor, x: Tensor | None, w: Tensor | None, of_x: Split, of_w: Split, row: Axis, col: Axis
-) -> tuple[Tensor | None, Tensor | None]:
+def _gradients(dy: Tensor, x: Tensor | None, w: Tensor | None, of_x: Split, of_w: Split, row: Axis, col: Axis) -> tuple[Tensor | None, Tensor | None]:
     """dx [t, K_C] and dW [n, K_R] of dy [.., n]. Without W no dx is wanted, without x no dW."""
     rows = flat(dy)
     new, block = None if x is None else flat(x), None if w is None else alias(w)

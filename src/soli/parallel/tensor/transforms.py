@@ -111,7 +111,7 @@ def _followed(run: Run, x: Any) -> Any:
     """A whole tensor whose gradient will be looked at."""
     if not isinstance(x, Tensor) or not x.requires_grad or any_cut((x,), run.axis.name):
         return x
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():  # it is no hook of the program's
         same = x.view_as(x)
         same.register_hook(partial(_compare, run, run.calls))
         return marked(same, x.cuts) if type(x) is Cut else same
