@@ -60,6 +60,26 @@ def test_what_modules_save_of_their_own_comes_back(pool: Pool, tmp_path: Path) -
     assert pool.run(kept_by, "dp=2,zero=3", str(tmp_path / "two"), ranks=2) == [expected] * 2
 
 
+class Described(Named):
+    """A state_dict of its own with its options, as neuraloperator's models have."""
+
+    options = {"width": 4}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs) | {"options": self.options}
+
+
+def test_what_else_a_state_dict_has_is_said_not_to_be_saved(tmp_path: Path) -> None:
+    given = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2), "plan": "dp=1"}
+    engine, again = (parallelize(Described(), losses.mse("targets"), **given) for _ in range(2))
+    engine.step(BATCH)
+    assert engine.global_state_dict()["options"] == {"width": 4}
+    engine.save(tmp_path / "c")
+    assert [note["text"] for note in noted() if "is no tensor is not saved: options" in note["text"]]
+    again.load(tmp_path / "c")
+    assert torch.equal(again.step(BATCH), engine.step(BATCH))
+
+
 def test_what_modules_save_that_cannot_come_back_is_refused(tmp_path: Path) -> None:
     engine = keeping({"deep": torch.zeros(2)}, "dp=1")
     with pytest.raises(SoliError, match=r"state\['modules'\]\['_extra_state'\]\['deep'\] is not JSON"):

@@ -1337,6 +1337,59 @@ def test_values_that_are_no_numbers_are_no_parity() -> None:
         assert not worst <= BOUND, lost
 
 
+class Averaged(nn.Module):
+    """The mean of a row's words, of all that there are or of those that are no padding."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.masked, self.embed, self.head = masked, nn.Embedding(20, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        there = (tokens > 0).to(torch.float64)[..., None] if self.masked else torch.ones_like(tokens, dtype=torch.float64)[..., None]
+        return self.head((self.embed(tokens) * there).sum(1) / there.sum(1))
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    tokens = nn.utils.rnn.pad_sequence([sample.pop("tokens") for sample in samples], batch_first=True)  # and so not to be called twice on one
+    return {"tokens": tokens, "targets": tokens[:, 0] % 3}
+
+
+def rows_of_lengths() -> list[dict[str, Tensor]]:
+    return [{"tokens": torch.arange(1, n + 1)} for n in (3, 9, 4, 4, 11, 5, 3, 6, 7, 3, 3, 5, 8, 4, 10, 6)]
+
+
+def trained_padded(plan: str, masked: bool, stream: bool) -> list[float] | str:
+    engine = parallelize(Averaged(masked).double(), losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.5), plan=plan)
+    data = iter(rows_of_lengths()) if stream else rows_of_lengths()
+    found: list[float] = []
+    said = said_by(lambda: found.extend(float(engine.step(part)) for part in engine.batches(data, 8, collate=padded, shuffle=False)))
+    return found if said == "it ran" else said
+
+
+def evaluated_padded(plan: str, masked: bool) -> float | str:
+    engine = parallelize(Averaged(masked).double(), losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.5), plan=plan)
+    found: list[float] = []
+    said = said_by(lambda: found.append(engine.evaluate(engine.batches(rows_of_lengths(), 8, collate=padded, shuffle=False, name=None))))
+    return found[0] if said == "it ran" else said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_that_depend_on_what_they_are_padded_to_are_refused_where_each_rank_pads(pool: Pool, stream: bool) -> None:
+    """Each rank pads to its own longest: a mean over what is padded too was another one, without a word."""
+    alone = trained_padded("dp=1", True, stream)
+    for found in pool.run(trained_padded, "dp=2", True, stream, ranks=2):
+        assert found == pytest.approx(alone, rel=1e-13)
+    assert all("rows have another loss when they are collated" in said for said in pool.run(trained_padded, "dp=2", False, stream, ranks=2))
+    assert len(trained_padded("dp=1", False, stream)) == 2
+
+
+def test_an_evaluation_is_looked_at_in_the_same_way(pool: Pool) -> None:
+    alone = evaluated_padded("dp=1", True)
+    assert all(found == pytest.approx(alone, rel=1e-13) for found in pool.run(evaluated_padded, "dp=2", True, ranks=2))
+    assert all("rows have another loss when they are collated" in said for said in pool.run(evaluated_padded, "dp=2", False, ranks=2))
+
+
 def masked(samples: list[Tensor]) -> dict[str, Tensor]:
     rows = torch.stack(samples)
     return {"tokens": rows[:, :-1], "targets": torch.where(torch.rand(rows[:, 1:].shape) < 0.3, -100, rows[:, 1:])}
@@ -1440,6 +1493,30 @@ class Pictures(nn.Module):
     def forward(self, images: list[Tensor]) -> Tensor:
         x = torch.stack([image - image.new_tensor([0.4, 0.4, 0.5])[:, None, None] for image in images])
         return self.head(self.seen(x).relu().mean((2, 3)))
+
+
+class Masked(nn.Module):
+    """Its mask is as wide as the longest row (torchaudio's Conformer): rows of which none is the longest do not run alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        pad = torch.arange(int(lengths.max())) >= lengths[:, None]
+        assert pad.shape == x.shape[:2], "the mask is of another size"
+        return self.layer(x).masked_fill(pad[..., None], 0.0)
+
+
+def test_rows_of_which_some_do_not_run_alone_train_where_nothing_takes_them_apart() -> None:
+    """The second half was not tried before it was relied on."""
+    x, lengths = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(1)).double(), torch.tensor([6, 4, 5, 3])
+    model, loss = Masked().double(), lambda out, batch: (out.square().sum(), out.numel())
+    expected = model(x, lengths).square().mean()
+    engine = parallelize(model, loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+    assert abs(float(engine.step({"x": x, "lengths": lengths})) - float(expected)) < BOUND
+    assert any("does not run on a part of them: AssertionError: the mask is of another size" in note["text"] for note in noted()[-3:])
 
 
 def test_pictures_in_a_list_train_where_nothing_takes_them_apart() -> None:

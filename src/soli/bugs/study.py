@@ -96,9 +96,7 @@ def _day(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).date().isoformat()
 
 
-def _sizes(
-    base: sqlite3.Connection, paper: Mapping[str, Any], labels: Sequence[Label], population: Mapping[str, int] | None
-) -> dict[str, dict[str, Any]]:
+def _sizes(base: sqlite3.Connection, paper: Mapping[str, Any], labels: Sequence[Label], population: Mapping[str, int] | None) -> dict[str, dict[str, Any]]:
     """Of each definition of a size the share of SMALL lines or fewer: of all fixes by their message, each repository's, weighted, before the
     study; by their syntax too; by labels, of chosen and of rejected commits; and of those whose message calls them no fix."""
     sized = set(base.execute("SELECT repo, hash FROM size WHERE files"))

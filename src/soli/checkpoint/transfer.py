@@ -32,10 +32,7 @@ from soli.core.layout import Sharded, whole
 from soli.core.progress import Add, busy
 
 PREFIX = "model."
-PICKLE_FIX = (
-    "load it where you trust it and save it as safetensors: "
-    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
-)
+PICKLE_FIX = "load it where you trust it and save it as safetensors: safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
 
 
 def export(

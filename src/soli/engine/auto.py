@@ -98,9 +98,7 @@ class Auto:
         order = self._fitting()
         while order and not order[0].taken and not self._holds(order[0]):
             order = self._fitting()
-        if not order:
-            return self._none()
-        return Choice(Plan.parse(order[0].plan), self._ordered(), self.memory, self._lines(order, start))
+        return self._none() if not order else Choice(Plan.parse(order[0].plan), self._ordered(), self.memory, self._lines(order, start))
 
     def _need_room(self) -> None:
         """SoliError where what one step leaves to the next is too much, however it is cut: before what takes long."""

@@ -31,7 +31,8 @@ class Part:
     """A rank's own rows of a global batch, as `engine.batches` yields them.
 
     `data` is the pytree of the rows [start, stop) out of `total`; None where the rank has no row. `place`: where its stream
-    stood, which is the same on every rank.
+    stood, which is the same on every rank. `beside`: the same rows as a collate of the program's own makes them beside other ranks' rows, of a
+    first batch, where that is something else.
     """
 
     data: Any
@@ -39,6 +40,7 @@ class Part:
     stop: int
     total: int
     place: dict[str, Any] | None = None
+    beside: Any = None
 
     @property
     def rows(self) -> int:

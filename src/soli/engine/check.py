@@ -54,6 +54,11 @@ class FirstStep:
             self._losses = coupling.measured(engine, part_of(example, 1, 0))
             self.size = coupling.size_of(self._losses)
 
+    @property
+    def unseen(self) -> bool:
+        """Whether there is something to look at in a batch that comes."""
+        return self.modes is None or not self._evaluated
+
     def wanted(self, model: nn.Module, part: Part, ranks: int) -> bool:
         return part.total >= ranks and self.modes != _modes(model)
 
@@ -63,13 +68,19 @@ class FirstStep:
             return
         data, rows = to_device(part.data, engine.device), part.rows
         with kept.unchanged(engine.model), engine.loss_fn.unchanged():
-            _run(engine, data, rows)  # on all that the evaluation runs on: it need not run on fewer
+            whole = _run(engine, data, rows)  # on all that the evaluation runs on: it need not run on fewer
+            beside = _beside(engine, part, data, rows)
             draws = _anywhere(engine, engine.randomness.drawing, "whether an evaluation draws")
             if draws and rows > 1:
                 _in_parts(engine, data, rows)
             elif draws:
                 _run(engine, at(data, [0, 0]), 2)
-        finish = lambda: engine.randomness.finish_probe(evaluating=True)
+
+        def finish() -> None:
+            engine.randomness.finish_probe(evaluating=True)
+            if beside is not None:
+                _refuse_padding(engine, whole, beside, self.size * rows)
+
         raise_together(finish, engine.mesh.all, label="what an evaluation draws")
         self._evaluated = True
 
@@ -114,7 +125,8 @@ class FirstStep:
         if _anywhere(engine, bool(still), "whether a forward writes what was there"):
             changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
-        first = _counts_first(engine, data, rows, whole)
+        first, beside = _counts_first(engine, data, rows, whole), _beside(engine, part, data, rows)
+        kept.restore(model, before)
         changes.begin_alike += [*(kept.in_state(model, moved) if idle else moved)] if onward else []
         changes = changes.in_state(model) if idle else changes
         losses = self._losses
@@ -140,6 +152,8 @@ class FirstStep:
                 _explain(sums, [rows, cut, rows - cut], engine, size, doubled)
             if first is not None:
                 _refuse_shift(first)
+            if beside is not None:
+                _refuse_padding(engine, whole, beside, size)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
         coupling.check(engine, losses)
@@ -155,7 +169,7 @@ def _watched(engine: Engine, data: Any, rows: int, total: int) -> tuple[Effects,
             return effects, _run(engine, data, rows)
         except Exception as error:  # under zero=3 there may be nothing to write into, or to read
             effects.explain(engine.plan, engine.pipeline)
-            if isinstance(error, RuntimeError | IndexError) and rows < total:
+            if isinstance(error, RuntimeError | IndexError | ValueError | AssertionError) and rows < total:
                 error.add_note(
                     f"soli: on {rows} of the batch's {total} rows. If the model runs on all of them alone (plan dp=1), as on the "
                     "nodes of a graph, they are no rows that can be shared out: let a row be what is computed by itself (one graph)"
@@ -232,8 +246,7 @@ def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
         return True
     try:
         with kept.unchanged(engine.model):
-            # as many forwards on each rank: where rows are apart, some have an odd number of them
-            for a, b in [(0, rows // 2), (rows // 2, rows)][: 1 + rows % 2 * (engine.plan.pieces == 1)]:
+            for a, b in (0, rows // 2), (rows // 2, rows):
                 _run(engine, take(data, a, b), b - a, part=True)
     except SoliError:
         raise
@@ -284,6 +297,24 @@ def _counts_first(engine: Engine, data: Any, rows: int, whole: Loss) -> bool | N
         return True if moved and same(data) and first else None
     # that it moves nothing tells only where others move something: a head of zeros has one loss for all labels
     return False if moves(None) and first is False else None
+
+
+def _beside(engine: Engine, part: Part, data: Any, rows: int) -> Loss | None:
+    """The loss of rows that are collated with rows of other ranks; None where that makes nothing else of them."""
+    if not _anywhere(engine, part.beside is not None, "whether rows are collated otherwise beside others"):
+        return None
+    beside = data if part.beside is None else to_device(at(part.beside, [i % part.rows for i in range(rows)]), engine.device)
+    return _run(engine, beside, rows, learn=False)
+
+
+def _refuse_padding(engine: Engine, whole: Loss, beside: Loss, size: float) -> None:
+    if whole[1] == beside[1] and not abs(whole[0] - beside[0]) > rounding(engine, whole[1]) * (abs(whole[0]) + size):
+        return
+    what = "rows have another loss when they are collated with other rows: each rank collates its own, and pads them to its own longest"
+    got = f"{whole[0]:.9g} over {whole[1]:g} targets, and {beside[0]:.9g} over {beside[1]:g} beside rows of other ranks"
+    allowed = "rows that are computed alike whatever they are padded to (a mask), and a count of what is no padding"
+    fix = "pad to one length; or collate a global batch and give it to engine.step (for batch in DataLoader(dataset, N, collate_fn=collate))"
+    raise SoliError(what, got=got, allowed=allowed, fix=fix)
 
 
 def _anywhere(engine: Engine, here: bool, label: str) -> bool:

@@ -120,9 +120,7 @@ def _rows(engine: Engine, part: Part) -> int:
     return min(few(part, engine.plan), max(PAIR, min(ROWS, int(MUCH / (engine.numel * of_row + 1)))))
 
 
-def _totals(
-    engine: Engine, model: nn.Module, data: Any, rows: int, alike: tuple[effects.Unwritten, effects.Unwritten], gradients: bool = False
-) -> list[Sum]:
+def _totals(engine: Engine, model: nn.Module, data: Any, rows: int, alike: tuple[effects.Unwritten, effects.Unwritten], gradients: bool = False) -> list[Sum]:
     """Of all rows, of their two parts, the other way round, and with gradients of a larger loss. `alike`: passes without gradients, and with."""
     data = to_device(tree_map(wide, data), next(model.parameters()).device)
     turned, cut = at(data, list(range(rows))[::-1]), rows // 2

@@ -110,9 +110,7 @@ class Runner:
                 self.model.eval()
             return then(self.loss_fn(self.call(self.data), self.data))
 
-    def search(
-        self, ranks: int, sequence: bool, hints: dict[str, str], rows: int = 0, cube: bool = False
-    ) -> tuple[dict[str, Role], dict[str, check.Sample]]:
+    def search(self, ranks: int, sequence: bool, hints: dict[str, str], rows: int = 0, cube: bool = False) -> tuple[dict[str, Role], dict[str, check.Sample]]:
         """The roles, and what every block was called with."""
         with check.sampling(self.model) as samples:
             roles = Finder(self.model, ranks, hints, self.data, rows, cube).search(self.run, sequence)

@@ -50,7 +50,7 @@ def global_state(engine: Engine, optimizer: bool) -> dict[str, Tensor]:
     found |= {name: _whole(buffer) for name, buffer in _buffers(engine)} | _of_modules(engine)
     if engine.pipeline is not None:
         found = _from_stages(engine, found)
-    order = {name: found[name] for name in engine.model.state_dict(keep_vars=True)}
+    order = {name: found.get(name, value) for name, value in engine.model.state_dict(keep_vars=True).items()}
     return order | (_global_optimizer(engine) if optimizer else {})
 
 
@@ -85,7 +85,7 @@ def _buffers(engine: Engine) -> list[tuple[str, Tensor]]:
     """The persistent buffers: those that a state_dict of the model has."""
     parameters = {name for name, _ in engine.model.named_parameters(remove_duplicate=False)}
     rest = engine.model.state_dict(keep_vars=True)
-    return [(n, value) for n, value in rest.items() if n not in parameters and not f".{n}".endswith(EXTRA)]
+    return [(n, value) for n, value in rest.items() if n not in parameters and isinstance(value, Tensor) and not f".{n}".endswith(EXTRA)]
 
 
 def _of_modules(engine: Engine) -> dict[str, Any]:
@@ -264,6 +264,8 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
     if beside:
         what = "the optimizer keeps tensors that are no parameter's, and could not be brought back"
         raise on_all_ranks(what, got=listed(beside), allowed="numbers, text and None there", fix="keep them as states of a parameter")
+    if described := [n for n, x in engine.model.state_dict(keep_vars=True).items() if not isinstance(x, Tensor) and not f".{n}".endswith(EXTRA)]:
+        events.note(f"what the model's state_dict has that is no tensor is not saved: {listed(described)}", shown=engine.rank == 0)
     tensors = model_tensors(engine) | optimizer_tensors(engine, saving=True)
     if engine.mesh.leads:  # one for each place on dp
         tensors[f"{RNG}{engine.dp.index}"] = from_whole(rng.state())

@@ -225,9 +225,7 @@ def wire(axis: Axis, device: torch.device) -> torch.device:
 def send_later(tensor: Tensor, axis: Axis, to: int, label: str) -> Any:
     """For a batch of torch's: send `tensor` to rank number `to` of the axis."""
     _record("send", axis, tensor, label)
-    if axis.simulated:
-        return tensor
-    return dist.P2POp(dist.isend, tensor.to(wire(axis, tensor.device)), group=axis.group, group_peer=to)
+    return tensor if axis.simulated else dist.P2POp(dist.isend, tensor.to(wire(axis, tensor.device)), group=axis.group, group_peer=to)
 
 
 def receive_later(tensor: Tensor, axis: Axis, source: int, label: str) -> Any:

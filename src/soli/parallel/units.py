@@ -194,9 +194,7 @@ class Unit:
         if self.full is None:
             return False
         memory = slot.param.untyped_storage()
-        if self.gathered:
-            return bool(memory._cdata != self.full.untyped_storage()._cdata)
-        return memory.nbytes() > slot.param.element_size()
+        return bool(memory._cdata != self.full.untyped_storage()._cdata) if self.gathered else memory.nbytes() > slot.param.element_size()
 
     def parameter(self, slot: Slot) -> Sharded:
         """This rank's part of a parameter: views of live memory."""

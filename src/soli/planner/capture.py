@@ -276,9 +276,7 @@ def _real(follower: Follower, x: Tensor) -> Tensor:
     """A tensor of the meta device on the CPU: zeros where it is of whole numbers, which are looked at, else hollow."""
     if not x.is_meta:
         return x
-    if not x.is_floating_point():
-        return torch.zeros(x.shape, dtype=x.dtype)
-    return follower.mark(untouched(x.shape, x.contiguous().stride(), x.dtype))
+    return torch.zeros(x.shape, dtype=x.dtype) if not x.is_floating_point() else follower.mark(untouched(x.shape, x.contiguous().stride(), x.dtype))
 
 
 def _place(error: Exception) -> str:

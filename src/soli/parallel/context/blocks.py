@@ -104,9 +104,7 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 
 def _summed(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient [b, h, s, e] of what was repeated -> [b, g, s, e]."""
-    if grad.shape == x.shape:
-        return grad
-    return grad.unflatten(1, (x.shape[1], grad.shape[1] // x.shape[1])).sum(2, dtype=sums(grad.dtype))
+    return grad if grad.shape == x.shape else grad.unflatten(1, (x.shape[1], grad.shape[1] // x.shape[1])).sum(2, dtype=sums(grad.dtype))
 
 
 def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

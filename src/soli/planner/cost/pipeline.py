@@ -33,9 +33,7 @@ def spent(p: Points, inner: Array, first: Array, last: Array, send: Array, layer
     return m * np.maximum(longest, sending), np.where(one, 0.0, fill)
 
 
-def spent_otherwise(
-    p: Points, inner: Array, waits: Array, first: Array, last: Array, send: Array, layer: Array, sending: Amount = 0.0
-) -> tuple[Array, Array]:
+def spent_otherwise(p: Points, inner: Array, waits: Array, first: Array, last: Array, send: Array, layer: Array, sending: Amount = 0.0) -> tuple[Array, Array]:
     """`spent` of the schedules of schedules.py: the longest stage, and what ranks wait for there; twice as many borders in a V."""
     folded = in_a_v(p)
     last = last - p.fewer * layer
