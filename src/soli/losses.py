@@ -26,7 +26,8 @@ def _entry(batch: Any, key: str | int) -> Tensor:
         return batch[key]
     except (KeyError, IndexError, TypeError):
         has = ", ".join(map(str, batch)) if isinstance(batch, dict) else type(batch).__name__
-        raise on_all_ranks(f"the loss reads '{key}' and the batch has no such entry", got=has) from None
+        fix = "name one that it has, of what the loss is a mean of: soli.losses.from_model('start_positions', shifted=False), cross_entropy('targets')"
+        raise on_all_ranks(f"the loss reads '{key}' and the batch has no such entry", got=has, fix=fix) from None
 
 
 def _part(output: Any, name: str) -> Any:

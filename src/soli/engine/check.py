@@ -366,7 +366,8 @@ def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, dou
     allowed = "total(batch) = total(rows 1..k) + total(rows k+1..n)"
     if doubled:
         what = "the loss of a batch is not the sum of its rows' losses: something couples the rows"
-        fix = "batch statistics and in-batch negatives cannot be split; use losses and norms of single rows, or run with dp=1, tensor=1d and no accumulate or microbatches"
+        own = "from_model counts all labels but -100: say ignore=255 where the model leaves out another; else " if isinstance(engine.loss_fn.function, FromModel) else ""
+        fix = f"{own}batch statistics and in-batch negatives cannot be split; use losses and norms of single rows, or run with dp=1, tensor=1d and no accumulate or microbatches"
         raise SoliError(what, got=got, allowed=allowed, fix=fix)
     fix = "return the sum (reduction='sum') and the count; soli divides by the count of the global batch. If it is a sum, something couples the rows (in-batch negatives)"
     raise SoliError("the loss is a mean over the batch and not a sum", got=got, allowed=allowed, fix=fix, seen="wrong-scale")
