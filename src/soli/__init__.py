@@ -8,8 +8,6 @@ the same.
 Names are loaded on first use: `soli --help` and the launcher need no torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

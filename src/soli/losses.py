@@ -5,8 +5,6 @@ is one division, of two sums over the global batch, whatever the plan. Shapes: B
 V vocabulary, C classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

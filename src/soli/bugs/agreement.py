@@ -1,7 +1,5 @@
 """How far two labellers agree."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Mechanisms of bugs: what each is, how it shows, how it was fixed, and in which real commits (catalogue.toml)."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 from datetime import date

@@ -3,8 +3,6 @@
 A diff is read here and not by unidiff, which takes a folder whose name ends in " b" for two names.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ The rules are a linear model that can be read: every rule that matches adds its 
 softmax of the sums. Weights and priors were fitted to labels of development (benchmarks/bugs/fit.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ it is asked for.
 Verdicts go into the table `verdict` of the mined file (store.py). What is there already, by the same rules or model, stays.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A model behind an OpenAI-compatible endpoint that says what a fix is of. Its answer is words of the taxonomy, or none."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass, field

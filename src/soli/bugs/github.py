@@ -4,8 +4,6 @@ The file is JSON, a line each: what it is of; pull requests as they come; after 
 an export that was interrupted goes on there. A token is sent to the API alone, and over nothing but https or this machine.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

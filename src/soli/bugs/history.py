@@ -5,8 +5,6 @@ commit by commit takes many minutes. What is mined is data and never run: no hoo
 pager of the repository is used, and nothing is fetched.
 """
 
-from __future__ import annotations
-
 import codecs
 import os
 import secrets

@@ -1,7 +1,5 @@
 """How good rules that classify are, by labels: kappa, the confusion matrix, and of each word precision and recall."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ It listens on this machine alone, and every address has a token in it. It has no
 shown as text. A label is in the CSV file as soon as it is given; whoever goes on later begins with the first that is missing.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

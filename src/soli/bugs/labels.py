@@ -1,7 +1,5 @@
 """Labels of commits: a CSV file, a row for each commit and labeller, that says who or what made each; and how they agree."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sqlite3

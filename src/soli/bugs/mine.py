@@ -1,7 +1,5 @@
 """Mining: the commits of local git histories into one file, those that fix a bug among them, and why the others do not."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

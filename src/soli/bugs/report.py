@@ -1,7 +1,5 @@
 """The study as a page with plots and as Markdown: the same blocks, written twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files

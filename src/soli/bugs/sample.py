@@ -1,7 +1,5 @@
 """Commits to label: drawn at random once, and kept in a file with what each stands for, so that every labeller has the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path

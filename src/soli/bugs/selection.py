@@ -1,7 +1,5 @@
 """Which commits are fixes: rules that are data (selection.toml), each verdict with the rule that gave it."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tomllib

@@ -8,8 +8,6 @@ Sizes are views over the lines of files, so that every definition of a fix's siz
     all        added and deleted lines of every file, tests and documents too
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

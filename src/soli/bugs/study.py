@@ -4,8 +4,6 @@ Words are counted twice where labels are given: over all fixes by the rules' wor
 are of the fixes by their message: the rules on syntax know how large a commit is, and what they choose is small for that reason.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Symptoms, causes and strategies are those of arXiv 2506.10426 (its abstract and 
 public); `unknown` is a label too.
 """
 
-from __future__ import annotations
-
 from soli.core.tables import table
 
 UNKNOWN = "unknown"

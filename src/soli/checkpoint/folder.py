@@ -5,8 +5,6 @@ replaces an older `100`, that one is first renamed to `.100.replaced-<token>`; a
 two renames leaves only the latter, which `locate` then finds under its old name.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

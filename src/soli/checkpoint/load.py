@@ -1,7 +1,5 @@
 """Load: DCP's planner intersects what was saved with what this rank holds; soli checks and copies."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import defaultdict

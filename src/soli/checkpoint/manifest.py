@@ -11,8 +11,6 @@
 A chunk lies in its file under the key `name@offset,offset` (`key_of`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ Which becomes which is transformers' own table (its conversion_mapping.py), aske
 its loading and saving do; here one group of tensors at a time: those that become one another have their values made when one is written.
 """
 
-from __future__ import annotations
-
 import functools
 from copy import deepcopy
 from pathlib import Path

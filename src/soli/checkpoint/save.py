@@ -1,7 +1,5 @@
 """Save: DCP's planner decides which rank writes which box once; soli writes, agrees and commits."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -6,8 +6,6 @@ BaseException, which `except Exception` lets pass), warn on every save of a sing
 log what soli is about to report.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass, replace

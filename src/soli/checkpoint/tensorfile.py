@@ -5,8 +5,6 @@ second pass for the checksum; the format is an 8-byte length, a JSON header and 
 library's.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

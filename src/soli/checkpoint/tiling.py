@@ -1,7 +1,5 @@
 """Do boxes cover a tensor exactly: every element once?"""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

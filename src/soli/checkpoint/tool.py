@@ -1,7 +1,5 @@
 """What `soli checkpoint` shows and checks. Plain functions on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path

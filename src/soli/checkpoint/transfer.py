@@ -5,8 +5,6 @@ parameter it shares its values with ({alias: canonical}, both as the model names
 stored once, under the canonical name.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """`soli env`: this machine, what works on it, and what does not and why. Made to be pasted."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """One rank of a verb: python -m soli.cli.rank VERB JSON, the verb's module and the arguments of its `of_rank`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """A table of numbers on the terminal, as several verbs show one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -7,8 +7,6 @@ context parallelism alike, so replicate x shard = dp x cp, and cp is the faster 
 data parallelism to a parameter, and so they are part of replicate x shard too. In 3D grids stand in `depth`.
 """
 
-from __future__ import annotations
-
 from math import prod
 
 PP, REPLICATE, SHARD, CP, DEPTH, ROW, TP = "pp", "replicate", "shard", "cp", "depth", "row", "tp"

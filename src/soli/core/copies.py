@@ -4,8 +4,6 @@
 compute with the weights of the original.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from types import CellType, FunctionType

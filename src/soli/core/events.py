@@ -4,8 +4,6 @@ Kinds in use: `note` (something the user should know), `step`, `skip` (a step th
 `save`, `load`, `error`.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from contextlib import AbstractContextManager

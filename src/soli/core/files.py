@@ -1,7 +1,5 @@
 """Files that are whole, or as they were: a run may be killed at any moment."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whose code runs in a frame, and where a program is: its module and line."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from inspect import CO_OPTIMIZED

@@ -1,7 +1,5 @@
 """What a function of torch is called, what it writes into, and which tensors it is given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from typing import Any

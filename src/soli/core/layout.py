@@ -6,8 +6,6 @@ arbitrary elements of their flattened form; a flat range of a row-major tensor i
 intersection of boxes, the same for every plan.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A plot as text of SVG, for pages that need no other file."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

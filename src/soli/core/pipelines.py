@@ -1,7 +1,5 @@
 """Steps of a pipeline: the order of 1F1B and interleaved 1F1B (arXiv 2104.04473, 2.2), and when each step of any order runs."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 

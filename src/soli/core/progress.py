@@ -1,7 +1,5 @@
 """Word of what takes longer than two seconds, on stderr. What is quicker says nothing."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

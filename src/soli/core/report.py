@@ -5,8 +5,6 @@ which ranks had it. On its own, or under torchrun, a rank prints it; an error th
 printed by rank 0 alone.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """Tables that are part of soli: TOML files beside the code that reads them."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.resources import files
 from typing import Any

@@ -6,8 +6,6 @@ of them away for a block, as `pop_mode` and `push_mode` do without one; `functio
 know the shape of gamma draws on the meta device, which deferred initialisation asks for. `FLOPS` counts attention whose queries share keys; the counts of 2.11 refuse it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -10,8 +10,6 @@
    best of what was run twice more.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ The rows of the global batch are cut into one contiguous part for each rank of t
 into microbatches; sizes differ by at most one row, so a ragged batch trains as it is.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ the results are kept by a fingerprint of the hardware (SOLI_CACHE, or ~/.cache/s
 shapes that a program has, and kept beside.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

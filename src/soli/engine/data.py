@@ -5,8 +5,6 @@ position of a stream with a name is part of a checkpoint, so a resumed run goes 
 plan; and it is kept from call to call, so a loop that asks for an epoch at a time gets one after another.
 """
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

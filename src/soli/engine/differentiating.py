@@ -1,7 +1,5 @@
 """Models that take gradients in their forward: forces of an energy, penalties of a gradient."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from traceback import walk_stack

@@ -4,8 +4,6 @@ gradient that is no sum over rows.
 None of it shows in the losses of parts of a batch. Every operation of one forward is looked at, wherever it is called.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

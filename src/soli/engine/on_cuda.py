@@ -5,8 +5,6 @@ torch.autocast computes other functions in fp32 than on the CPU, by torch's own 
 through in 16 bits. The norm and the loss were measured on an H100 (benchmarks/results/gpu.md), the rest of the list was not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

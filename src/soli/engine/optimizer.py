@@ -4,8 +4,6 @@ It is always built on the plain model, so a factory may look at names' shapes to
 update is elementwise, a pipeline one that updates each parameter by itself (elementwise.py).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator

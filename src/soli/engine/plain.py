@@ -1,7 +1,5 @@
 """Options of an optimizer and states of a scheduler in values that JSON has, and back."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -5,8 +5,6 @@ its fullest moment, every operation with its shapes, every collective with its r
 pipeline. Nothing is computed and nothing is sent (planner/hollow.py, mesh/simulate.py).
 """
 
-from __future__ import annotations
-
 import gc
 import io
 from collections import deque

@@ -6,8 +6,6 @@ right for a meter and refused where losses depend on it. It is found in what the
 that it names, attributes, lists and dicts, of the program's own modules; not in iterators, and not in libraries.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import sysconfig

@@ -4,8 +4,6 @@ The engine draws nothing from it (dropout and the order of the data are function
 a user's own loop may. Each rank's is saved, so that a run under the same plan goes on with the same draws.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The bytes that a run takes: as the device's allocator counts them, or of the CPU the operating system."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What `p.grad` is between forward_backward() and update(): soli has the gradients in buffers of its own, and a program that clips,
 scales or reads them there would do nothing, without a word, where it found None."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

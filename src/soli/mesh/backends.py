@@ -1,7 +1,5 @@
 """Which backend CPU ranks talk over, and why; and of how many cores. Imports no torch: the launcher and `soli env` ask too."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

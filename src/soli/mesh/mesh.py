@@ -4,8 +4,6 @@ Groups are made here and not by torch's init_device_mesh, whose groups wait 30 m
 which takes the job's own group for an axis of all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta

@@ -9,8 +9,6 @@ reducer, FSDP2, DTensor, functional collectives, pipelining) are recorded inside
 dispatch mode costs microseconds on *every* operation, so it is not on by default.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -4,8 +4,6 @@ For rehearsing a plan (engine/rehearse.py): sums leave what they are given, what
 stage of a pipeline tells the next in words is kept, so that stages can be run one after another.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext

@@ -5,8 +5,6 @@ SLURM_PROCID and SLURM_NTASKS; without any of them the program runs on one devic
 made. A process group that the user made already is used as it is.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import re

@@ -3,8 +3,6 @@
 Shape letters: B windows, T positions, V vocabulary, C model width (dim), H query heads, G key heads, D width of a head.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 Shape letters: B images, P patches, C model width (dim), H heads, D width of a head, K classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """THE function: a plan applied to a model, one pass a line, each with the reason for its place."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -10,8 +10,6 @@ FSDP2's without resharding, zero=3 0.66 of FSDP2's (step-time-big, three rounds)
 On CUDA neither was measured yet.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator

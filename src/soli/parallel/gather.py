@@ -11,8 +11,6 @@ block (embeddings, heads, whatever is tied across blocks) is gathered once a ste
 Why not FSDP2: see parallel/data.py.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

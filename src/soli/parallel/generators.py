@@ -1,7 +1,5 @@
 """Random generators: the states of torch's and of others, and seeds that are hashes of what they are for."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator

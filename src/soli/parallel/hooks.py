@@ -5,8 +5,6 @@ Under soli they see parts: of one rank's rows, of one microbatch, of the loss's 
 of a weight that is cut is brought together for it: a mask, or the first rows, are of the whole one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -7,8 +7,6 @@ In the block each random operation is also run on a temporary tensor, so that th
 where it would stand after the eager one.
 """
 
-from __future__ import annotations
-
 import gc
 import zlib
 from collections.abc import Iterator

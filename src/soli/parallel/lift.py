@@ -4,8 +4,6 @@ Models from elsewhere compute their norms, softmaxes, rotary tables and losses i
 given; that noise (1e-8 after a few steps) would hide an error. Both sides of a proof run lifted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

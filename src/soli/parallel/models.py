@@ -1,7 +1,5 @@
 """What is seen of a model, before anything runs, that keeps it from a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ sums and the optimizer stay in float32, matrix products run in 16 bits. fp64 is 
 model in float64. fp16 needs a loss scale (`LossScale`).
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 

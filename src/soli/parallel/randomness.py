@@ -11,8 +11,6 @@ the calls are not looked at later, which took half as long as the smallest opera
 step in place of 80, and 57 by hand): that torch's generators are as before shows that it still draws nothing.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import weakref

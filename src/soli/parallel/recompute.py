@@ -17,8 +17,6 @@ GraphExecGroup makes it once for all; but what was read is let go of, and both h
 need. `holding` keeps it until the graph is gone.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Dropout between torch's recurrent layers, whose mask is one of rows (randomness.py): layers run one by one, which torch's function runs at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

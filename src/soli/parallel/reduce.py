@@ -10,8 +10,6 @@ Under sequence parallelism a norm's gradient on one rank of tp is a part of a su
 buffer; when the unit is complete they are summed over tp, all at once. Under tp a unit is sent when the next is complete.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

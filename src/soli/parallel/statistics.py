@@ -5,8 +5,6 @@ over the ranks while a forward runs: two small reductions a call forward, one ba
 parts what it learnt of the whole, so that what else couples rows is found all the same.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any

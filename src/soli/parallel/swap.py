@@ -4,8 +4,6 @@ torch.utils.swap_tensors refuses a tensor with weak references; recurrent module
 whether they must be flattened again). They are made anew: the parameters are the same objects afterwards.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

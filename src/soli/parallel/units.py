@@ -19,8 +19,6 @@ whole. Flat shards balance to the element, so a size that nothing divides costs 
 padding a unit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

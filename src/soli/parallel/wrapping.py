@@ -1,7 +1,5 @@
 """A module's forward inside one of ours, and out of it again."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import MethodType

@@ -4,8 +4,6 @@ A row of `layouts` lacks stages and shards, one of `stages` lacks shards. What i
 of each part of a cost, whether one plan can have it all or not.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

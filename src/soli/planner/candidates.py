@@ -1,7 +1,5 @@
 """The plans that `plan="auto"` chooses among, and what each becomes where memory is short."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from math import isqrt

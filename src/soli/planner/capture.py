@@ -5,8 +5,6 @@ in seconds. Each tensor is followed back to the products with weights that it co
 are then its queries, keys and values, and what reads its result is its output, whatever their names are.
 """
 
-from __future__ import annotations
-
 import math
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a cell of a table says: a number, a word that means nothing was said, or neither, which is a mistake."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Columns of a table by the names that others have for them (columns.toml), and those that nothing here reads."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache

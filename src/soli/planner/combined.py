@@ -1,7 +1,5 @@
 """Plans that a table has in one cell: "TP8 PP4 DP2", "tp=8,pp=4", "dp2tp4pp1", "FSDP", "3D (tp=4, pp=4)"."""
 
-from __future__ import annotations
-
 import re
 
 from soli.planner.cells import SILENT, text

@@ -6,8 +6,6 @@ MLP, or its experts. Some blocks may have an MLP where others have experts. What
 give as many parameters as the program has, or the model is refused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """What a search found, for people and for programs: the best plans, why the first, and why not another."""
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_left

@@ -6,8 +6,6 @@ eight of one source that take twice what is counted had all of torch's FSDP take
 (benchmarks/planner.py) and for what a machine measures of itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Ridge regression of measured over predicted time on the parts' shares (MacKay 19
 Gaussian noise): with three probes five factors are not determined, and those that no probe tells of stay at 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

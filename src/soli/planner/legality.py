@@ -3,8 +3,6 @@
 Pure: no process group, no tensor. What soli has not built yet stands here as data and is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import product

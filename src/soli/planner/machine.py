@@ -7,8 +7,6 @@ a pipeline          its actions one after another as they depend on each other; 
                     quicker while others wait
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable

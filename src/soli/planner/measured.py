@@ -9,8 +9,6 @@ layers.toml has such factors of published runs, by framework and generation: of 
 were run with, whose times agree, since only these tell a layer's time from the tables'. `make fit-planner` writes it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -6,8 +6,6 @@ Whether an MLP has a gate, and so a third matrix (Shazeer, arXiv 2002.05202), is
 say the same one. What a family's program does where a configuration does not say `tie_word_embeddings` is there too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What each program can run of what is searched; soli's own limits are those of `legality.BUILT`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from soli.core.errors import Problem

@@ -1,7 +1,5 @@
 """The planner's answer as one HTML page: the plans, why, and four pictures, three where the first plan's schedule is neither 1F1B nor interleaved, which is said. Nothing is fetched, nothing runs in it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from html import escape
 from typing import Any

@@ -1,7 +1,5 @@
 """Time and memory of rows of a table, each with its interval; from constants, and from steps that were measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

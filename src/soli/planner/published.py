@@ -1,7 +1,5 @@
 """Published models by name, where nothing else says their dimensions: published.toml has them, each with its source."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is known of a step that was rehearsed, rank by rank. Plain data; engine/rehearse.py makes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from soli.core.plan import Plan

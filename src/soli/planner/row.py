@@ -1,7 +1,5 @@
 """What one row of a table says: a point for the cost model, what was inferred where it is silent, and why it is refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from soli.planner.hardware.devices import Device

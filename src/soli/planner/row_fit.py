@@ -1,7 +1,5 @@
 """What a row leaves out so that it fits: whoever ran it had to make it fit as well."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import ceil
 

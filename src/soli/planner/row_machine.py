@@ -1,7 +1,5 @@
 """The devices of a row, what joins them, and in which type they multiply."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

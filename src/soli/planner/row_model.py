@@ -1,7 +1,5 @@
 """The model of a row, by its dimensions, its name or its number of parameters; and how it attends."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

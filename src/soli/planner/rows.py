@@ -5,8 +5,6 @@ columns.toml has. What a row leaves out is inferred where there is a usual answe
 what it says contradicts itself, the row is refused with every reason.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from math import ceil, gcd

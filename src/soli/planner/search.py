@@ -5,8 +5,6 @@ shard, as long as their bounds are below what was found. What is left out is slo
 bound says (Land and Doig 1960).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 

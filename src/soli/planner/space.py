@@ -8,8 +8,6 @@ A table has a column for each choice and a row a plan. A search goes down from l
 the best.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache

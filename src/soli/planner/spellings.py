@@ -1,7 +1,5 @@
 """How people write what a row says in words: sharding, recomputation, types, programs, devices. A word that nobody knows is None."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Questions the other way round: how many devices, how long a sequence, how large a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What rank 0 does for all: the others wait, however long it takes, and get its answer or its error."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

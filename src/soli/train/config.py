@@ -5,8 +5,6 @@ the start of the run; the resolved configuration lies in the run directory as `c
 a valid configuration.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -12,8 +12,6 @@ the split is the same on every machine and in every order, and two equal documen
     dataset   a Hugging Face dataset on disk (`Dataset.save_to_disk`); of a dictionary the split `train`
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sysconfig

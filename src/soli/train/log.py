@@ -1,7 +1,5 @@
 """What a run says: one line a step (or a bar on a terminal), metrics.jsonl, TensorBoard. Rank 0 only."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@
 and the token files. Everything that is printed and written is rank 0's.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator

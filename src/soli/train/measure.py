@@ -1,7 +1,5 @@
 """Losses in units that no tokenizer changes, and the loss of a model that knows nothing but frequencies."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

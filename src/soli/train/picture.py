@@ -1,7 +1,5 @@
 """The loss curve as a PNG."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

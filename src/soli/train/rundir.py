@@ -1,7 +1,5 @@
 """The run directory: its name, what is written into it once, and what a resumed run finds there."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """How long to train, how fast to learn, and when to look: arithmetic, no torch."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

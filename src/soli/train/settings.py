@@ -1,7 +1,5 @@
 """Read, check, override and write the configuration. Everything that is wrong is told at once."""
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib

@@ -5,8 +5,6 @@ grows with the square root of the compute (Hoffmann et al. 2022), and a GPT with
 12 * layers * dim^2 = 0.375 * dim^3 of them; so dim grows with units^(1/6), from 128 at one unit.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

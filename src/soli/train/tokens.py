@@ -4,8 +4,6 @@ One process does this; the others open what it wrote. The default corpus of abou
 one core: the tokenizer is trained on `tokenizer.sample_megabytes` of it, and everything is encoded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json

@@ -13,8 +13,6 @@ every token of a document, the first included, has something before it to be pre
 Shape letters: T positions of a window.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from dataclasses import dataclass

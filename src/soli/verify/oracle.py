@@ -3,8 +3,6 @@
 Only dropout is soli's own (law 4 makes it a function of position, which torch's is not).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

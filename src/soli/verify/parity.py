@@ -7,8 +7,6 @@ into updates of its own, so the elements whose gradients are all noise are compa
 with a handful of steps rounding stays far below BOUND; what is wrong is far above it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

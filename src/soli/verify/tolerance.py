@@ -5,8 +5,6 @@ along the longest path from an input to an updated parameter the roundings of al
 step starts from the error of the one before and adds its own.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

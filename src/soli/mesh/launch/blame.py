@@ -1,7 +1,5 @@
 """One report of a failed job: the first cause, then what became of the other ranks."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -5,8 +5,6 @@ One that calls torch.manual_seed and the like has what it says. numpy and torch 
 sets for them in os.environ still counts.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder

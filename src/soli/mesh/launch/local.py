@@ -5,8 +5,6 @@ lost. Here the launcher imports no torch, a failure ends the job within seconds,
 rank was first, with what, and where the others stood. On many hosts torchrun and Slurm work as they are.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -6,8 +6,6 @@ launcher ask for stacks before (or without) soli being imported. The script is t
 multiprocessing work. No torch here.
 """
 
-from __future__ import annotations
-
 import builtins
 import os
 import sys

@@ -6,8 +6,6 @@ order of its ranks, then that of the hosts, in theirs: it depends on where the r
 Shapes: n elements (b bytes) of a rank's tensor, N ranks, H hosts with L ranks here. Flat and contiguous.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -19,8 +19,6 @@ Plain loads and stores of aligned words are ordered on x86; elsewhere a lock, ta
 store may sink into a critical section, but what comes before one is seen before what comes after the next.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -7,8 +7,6 @@ and move 0.75 GB/s. torch has no other backend for CPU tensors without a compile
     torch.distributed.init_process_group("local")
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import zlib

@@ -5,8 +5,6 @@ have one order. Whatever breaks on one host is left in the store, where those of
 ten times a second.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Ranks share memory if they run under one kernel and see each other's processes; 
 as far as this backend goes. `SOLI_HOST` gives a rank's host a name of its own instead.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass

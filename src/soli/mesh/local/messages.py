@@ -4,8 +4,6 @@ A sender waits only while the channel is full; a receiver takes what comes and k
 asked for yet. Both are generators, so any number of them go on at once and no order of calls locks up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

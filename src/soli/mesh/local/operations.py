@@ -5,8 +5,6 @@ Reductions are those of sums.py, in the order of the ranks, whatever the size. D
 Shapes: n elements of a rank's tensor, N ranks. All tensors here are flat and contiguous.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

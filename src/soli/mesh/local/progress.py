@@ -5,8 +5,6 @@ collectives of a group, the messages to one rank) run one after the other, those
 side. Whoever waits for one advances all; while nobody waits, a thread does, so that `async_op=True` is that.
 """
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

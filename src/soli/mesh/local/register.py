@@ -1,7 +1,5 @@
 """Importing this makes torch.distributed know the backend `local`."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from soli.mesh.local.group import LocalGroup

@@ -6,8 +6,6 @@ it. `SOLI_LOCAL_FOLDER` names a folder for it instead, where /proc or memfd are 
 unlinked as soon as all ranks have mapped it.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

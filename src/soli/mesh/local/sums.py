@@ -4,8 +4,6 @@ So two runs agree bitwise, and so do all ranks, whatever the timing and the size
 are summed in float32 and rounded once. An average is the sum, divided (integers: rounded down).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

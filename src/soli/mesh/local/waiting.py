@@ -6,8 +6,6 @@ then half as often each time, at least every 100 ms; a wake-up that is lost cost
 a sleeper looks up every millisecond.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -7,8 +7,6 @@
 Legend: h heads, l queries, s keys, e size of a head
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

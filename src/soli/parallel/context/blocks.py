@@ -13,8 +13,6 @@ heads are repeated: the kernel's backward did not always know them.
     Legend: b batch, h heads of queries, g heads of keys, l queries, s keys, e head size of q and k, f head size of v
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

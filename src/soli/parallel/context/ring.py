@@ -13,8 +13,6 @@ Which positions a rank owns is free: with a causal mask, spans in zigzag give ea
     q and k, f head size of v; p ranks
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ round too, gets each rank's part, and ends at its owner. In both directions p - 
     Legend: l local queries, s local keys, S all keys in order of position, e and f head sizes
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

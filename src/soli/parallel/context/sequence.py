@@ -9,8 +9,6 @@ Under causal attention the first tokens are cheap and the last dear, so under `c
 each end (zigzag; Llama 3, arXiv 2407.21783, 3.3.2): of 2C pieces the ones numbered r and 2C - 1 - r.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

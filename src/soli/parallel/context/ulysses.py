@@ -9,8 +9,6 @@ may be another's too.
 Legend: H heads, L positions, E size of a head, C ranks; h, l what a rank has
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

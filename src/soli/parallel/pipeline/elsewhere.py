@@ -4,8 +4,6 @@ torch (2.11 to 2.13) writes nothing, and says nothing, where a tensor is changed
 of weights, kept by a program between steps, would stay as it began.
 """
 
-from __future__ import annotations
-
 from typing import Any, Never
 
 import torch

@@ -1,7 +1,5 @@
 """A custom autograd function between blocks, as one operation of a forward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import getattr_static

@@ -1,7 +1,5 @@
 """What a rank keeps of a model that is cut into stages: the parameters that its stages use."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -5,8 +5,6 @@ crosses, and of what earlier units returned) is sent along once for each shape o
 gradients (`forward_only`); evaluation is that forward too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress

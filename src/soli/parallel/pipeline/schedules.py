@@ -8,8 +8,6 @@ zbv          the same over two stages a rank that lie in a V (arXiv 2405.15362)
 dualpipev    forwards and backwards in pairs over the same V (DeepSeek's DualPipe, cut in half)
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -8,8 +8,6 @@ leads to what was received, and beside that to weights, is a border; the first h
 borders, the second goes on from there. Nodes are run once in each half, for the edges that half needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field

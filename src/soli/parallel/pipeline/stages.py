@@ -5,8 +5,6 @@ after each (stage 0 also the glue before the first). A value crosses the border 
 and is used from then on; a stage passes on what only later ones use.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 

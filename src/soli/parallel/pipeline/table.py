@@ -3,8 +3,6 @@
 The order is torch's own (`pipeline_order`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@ layer, a final norm, a head. What the model's own code does between their calls 
 runs on every stage. No list of attribute names: children of the outermost lists of modules are the blocks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Rules of norms and of scaled dot product attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

@@ -5,8 +5,6 @@ the real ranks. Outputs, gradients of the inputs and of every parameter must agr
 operation that a number passes, which is taken as the block's modules times its largest dim.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

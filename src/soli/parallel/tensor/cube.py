@@ -12,8 +12,6 @@ a 1D product does not fall at all. An axis may be of size 1, and the three may d
     D along `depth`; n, k this rank's block of W before its cut over D; e bytes of an element
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ that every operation of the model keeps, each decision with its reason.
 Layers of one kind (names that differ in numbers alone) are treated alike.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Cross-entropy over a cut vocabulary never sees a whole row of logits (Megatron-L
 exchange four numbers a token: the largest logit, the sum of exponentials, the target's logit, the sum for smoothing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

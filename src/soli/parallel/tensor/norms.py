@@ -8,8 +8,6 @@ token; one each for the root mean square alone.
     Legend: t tokens, h this rank's hidden size, H all of it
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

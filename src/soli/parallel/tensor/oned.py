@@ -6,8 +6,6 @@
 `finder.py` says which parameter is which; `cut.py` makes the model's own code run on the parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ other products of the same input (k and v beside q) come before it, sends that o
 weight meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ What is done element by element, or along dims that are not cut, is as right on 
 an index) would be of other numbers than the program means, and is refused; so it is of what was computed of a part, which is one too.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from itertools import product
 from typing import Any

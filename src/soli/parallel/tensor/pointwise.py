@@ -1,7 +1,5 @@
 """Rules of functions that work element by element, and of sums over dims."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

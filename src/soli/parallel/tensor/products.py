@@ -6,8 +6,6 @@ every rank has a part of the sum, which is added up, or scattered along the sequ
     Legend: b batch, s sequence, k summed, n new; any lower-case letter in an equation
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
 from dataclasses import replace

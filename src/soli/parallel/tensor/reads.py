@@ -5,8 +5,6 @@ read of it: a circle through autograd that Python's collector cannot see. A back
 counted targets has none, and would stay in memory for good. `forget` opens the circles of what is done with.
 """
 
-from __future__ import annotations
-
 from weakref import WeakValueDictionary
 
 import torch

@@ -1,7 +1,5 @@
 """Which rule answers which function of torch: by its name, which `torch`, `Tensor` and `F` share."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from functools import cache

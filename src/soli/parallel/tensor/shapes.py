@@ -1,7 +1,5 @@
 """Rules of functions that move elements without changing them: views, transposes, slices, joins."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, prod

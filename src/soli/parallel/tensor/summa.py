@@ -14,8 +14,6 @@ The next panel's broadcasts, and the sums of the panel before, are under way whi
     t, n, k: this rank's tokens, its new ones, and all of K; p a panel of K; e bytes of an element
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext

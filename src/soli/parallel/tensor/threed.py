@@ -8,8 +8,6 @@
 takes its part of them where a table is looked up or a product needs it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

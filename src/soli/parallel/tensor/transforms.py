@@ -7,8 +7,6 @@ beside cut ones (a weight, a scale) has to be the same on all ranks, and is not 
 autograd: that is looked at once for each call. In blocks the first step compares all gradients with those of the block whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial

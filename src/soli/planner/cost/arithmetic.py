@@ -4,8 +4,6 @@ Symbols: T tokens of a microbatch on a rank of cp, h hidden, a query heads of si
 s the sequence, V the vocabulary, t = tp, c = cp.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from soli.planner.cost import grids

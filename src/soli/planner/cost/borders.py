@@ -6,8 +6,6 @@ say it (offers.py). With r, the last product by a layer, S stages are n, n, ...,
     minimise max(n, last + r),  last = max(L - n (S - 1), 0):  n is beside (L + r) / S
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -8,8 +8,6 @@ ranks inside it has some of its ranks in one server and goes over the network wi
     reduce_scatter, all_gather: half of it.   all_to_all: (n-1)/n S / B + latency
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

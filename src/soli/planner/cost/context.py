@@ -6,8 +6,6 @@
 Volumes: docs/communication.md, 7. A ring's rounds are charged whole, though some hide behind what is computed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from soli.planner.cost.communication import all_to_all, gather

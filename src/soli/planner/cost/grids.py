@@ -10,8 +10,6 @@ A broadcast of S bytes takes as long as a gather that ends in S n/(n-1): as much
 2.5D does is 2D with more of dp: the same ranks, which is why no plan here is called so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -6,8 +6,6 @@ activations     bytes a token and layer, by what is recomputed (arXiv 2205.05198
                 here tensor by tensor so that grouped heads, gates and experts are counted as they are
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

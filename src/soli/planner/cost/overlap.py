@@ -7,8 +7,6 @@
 A pipeline's sends overlap in pipeline.py, whose fill counts those that do not. Rings of cp and experts' exchanges are waited for.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from soli.planner.cost.constants import Constants

@@ -8,8 +8,6 @@ comes before and after is one pass through the others. Where the last one is sho
 more than what that one is shorter, once a step.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from soli.planner.cost.points import GPIPE, INTERLEAVED, Amount, Array, Points

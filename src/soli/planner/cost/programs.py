@@ -1,7 +1,5 @@
 """What differs from program to program on the same device: which kernel attends, and how tokens get to their experts."""
 
-from __future__ import annotations
-
 import re
 
 from soli.core.tables import table

@@ -4,8 +4,6 @@ Of stages that are not alike the first is among the shorter ones (borders.py); w
 taken to have as many as it can. Where nothing is known, all but the last are the longest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

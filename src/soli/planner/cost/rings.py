@@ -8,8 +8,6 @@ A device's links differ in bandwidth L and latency l. With no other scale than t
 and F is read off the table. F never falls, and never grows faster than its argument: no better link is slower.
 """
 
-from __future__ import annotations
-
 import csv
 from functools import cache
 from importlib.resources import files

@@ -12,8 +12,6 @@ The last two have two stages a rank, of half the layers, in a V: the first and t
 of the orders that torch runs, with m >= 2 p and F <= B, where they equal a simulation event by event; papers count F = B = W.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """How programs keep parameters, gradients and the optimizer's state: bytes a parameter, counted from what they do."""
 
-from __future__ import annotations
-
 import re
 
 from soli.core.tables import table

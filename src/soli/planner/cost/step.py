@@ -1,7 +1,5 @@
 """A step: what is computed, sent and waited for, put together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -12,8 +12,6 @@ A file starts from a known device and says what is different, or describes a new
     net_gbits = 200        # a field of hardware/devices.toml
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

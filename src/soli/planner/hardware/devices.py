@@ -1,7 +1,5 @@
 """Accelerators as data: what each can at most. The table is devices.toml, one entry a device, each with its source."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache

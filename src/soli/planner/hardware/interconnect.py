@@ -5,8 +5,6 @@ device where it says that; else of an adapter that each device of a server has, 
 device's whole server. What is guessed so, and what is not understood, is said.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What joins devices, as data: links inside a server, networks between servers. The table is networks.toml."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import replace
 from functools import cache
