@@ -171,6 +171,9 @@ def test_the_nearest_plan_that_does_not_fit_says_what_it_lacks() -> None:
     said = whatif.explain.beyond(asked, best)
     lacks, limit = float(said.split("lacks ")[1].split()[0]), asked.limit / 1e9
     assert float(said.split("up to ")[1].split()[0]) == pytest.approx(limit + lacks, abs=0.11)
+    for less in (0.2, 0.5, 0.8):  # and none that is quicker lacks less
+        between = replace(asked, memory=(limit + less * lacks) * 1e9)
+        assert whatif.explain.answer(between, 1).best[0].step_time_s >= best.step_time_s * (1 - 5e-4)
     plan = said.split("does not fit, ")[1].split(", would")[0]
     fixed = whatif.explain.fixed_of(plan)
     assert "does not fit" in whatif.explain.why_not(asked, fixed)

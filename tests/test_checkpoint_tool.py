@@ -145,6 +145,11 @@ def test_refusals_say_why_and_leave_nothing(tmp_path: Path) -> None:
     text = message(export, source, tmp_path / "out", format="gguf", max_shard_bytes=0, config=tmp_path / "none")
     for part in ("unknown export format", "must hold something", "no such config"):
         assert part in text
+    (tmp_path / "config.json").write_text('{"hidden_size": 1024, "vocab_size": 6, "n_layer": 24}')
+    text = message(export, source, tmp_path / "out", format="hf", config=tmp_path / "config.json")
+    assert ("has its hidden_size" in text, "has its vocab_size" in text, "has its n_layer" in text) == (True, False, True)
+    (tmp_path / "config.json").write_text("[")
+    assert "is no object of JSON" in message(export, source, tmp_path / "out", format="hf", config=tmp_path / "config.json")
     save(tmp_path / "bare", {"rng.cpu": from_whole(torch.zeros(1))}, {})
     assert "no model tensors" in message(export, tmp_path / "bare", tmp_path / "out")
     (tmp_path / "file").touch()

@@ -88,12 +88,26 @@ def test_train_trains(tmp_path: Path) -> None:
     (run,) = [path for path in (tmp_path / "runs").iterdir() if (path / "summary.json").exists()]
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["ranks"]) == (3, 2)
-    done = soli("train", str(config), "--steps", "3", "--data", str(tmp_path / "none"))
+    for data in ("", str(tmp_path / "none")):
+        done = soli("train", str(config), "--steps", "3", "--data", data)
+        assert (done.returncode, done.stderr.count("soli: "), "there is no such data" in done.stderr) == (2, 1, True)  # before ranks are started
+    (tmp_path / "bad.txt").write_bytes(b"a rose \xff")
+    done = soli("train", str(config), "--steps", "3", "--data", str(tmp_path / "bad.txt"))
     assert done.returncode == 2
     assert done.stderr.count("soli: ") == 2  # where the logs are, and the report
-    assert str(tmp_path / "none") in done.stderr
+    assert f"{tmp_path / 'bad.txt'} is not UTF-8" in done.stderr
     assert "Traceback" not in done.stderr
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {run.name, "tokens"}  # no folder of a run that was none
+
+
+@pytest.mark.parametrize("arguments", [("hardware",), ("hardware", "--json"), ("plan", "llama-3-8b", "--cluster", "h100:8", "--global-batch", "64")])
+def test_an_output_that_is_full_or_closed_is_no_traceback(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "soli", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "soli: the output cannot be written: no space is left there\n")
+    closed = subprocess.Popen([sys.executable, "-m", "soli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    closed.stdout.close()
+    assert (closed.stderr.read(), closed.wait(60)) == ("", 1)
 
 
 def test_env_says_what_works_and_what_does_not() -> None:

@@ -196,8 +196,35 @@ def test_windows_of_a_configuration(said: dict[str, Any], window: int, share: fl
     assert any(f"{share:.0%} of its layers attend to {window} tokens" in one for one in inferred) == (window > 0)
 
 
+UNREADABLE: list[tuple[dict[str, Any], str]] = [
+    ({"intermediate_size": "14336"}, "intermediate_size is no size"),
+    ({"intermediate_size": -5}, "intermediate_size is no size"),
+    ({"head_dim": "256"}, "head_dim is no size"),
+    ({"num_key_value_heads": "8"}, "num_key_value_heads is no size"),
+    ({"num_local_experts": "8", "num_experts_per_tok": "2"}, "num_experts_per_tok is no size"),
+    ({"max_position_embeddings": "4096"}, "max_position_embeddings is no size"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings says neither"),
+    ({"layer_types": ["full_attention"] * 10}, "layer_types has 10 layers, and the model 32"),
+]
+
+
+@pytest.mark.parametrize(("said", "words"), UNREADABLE)
+def test_a_size_that_is_there_and_cannot_be_read_is_not_taken_as_not_there(tmp_path: Path, said: dict[str, Any], words: str) -> None:
+    """A mixture with "8" experts was planned as a dense model, without a word."""
+    with pytest.raises(SoliError) as refused:
+        read(tmp_path, **{"model_type": "mixtral", **DIMENSIONS, **said})
+    assert words in str(refused.value)
+
+
+def test_sizes_that_say_that_there_is_none_are_none_and_a_width_that_is_guessed_is_said(tmp_path: Path) -> None:
+    said = {name: x for name, x in DIMENSIONS.items() if name != "intermediate_size"}
+    model, inferred = read(tmp_path, **{"model_type": "gpt2", **said, "num_experts": 0, "max_position_embeddings": -1, "n_inner": None})
+    assert (model.experts, model.ffn, model.seq) == (0, 4 * model.hidden, 0)
+    assert f"ffn={model.ffn}, four times the width" in inferred
+
+
 def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_understood(tmp_path: Path) -> None:
-    kinds = ["full_attention", "sliding_attention"]
+    kinds = ["full_attention", "sliding_attention"] * 16
     assert read(tmp_path, model_type="llama", layer_types=kinds, embedding_size=4096, **DIMENSIONS)[0].layers == 32
 
 

@@ -430,9 +430,9 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ranks_that_are_told_to_end_may_save_first(tmp_path: Path, sent: signal.Signals, code: int) -> None:
-    """A terminal's Ctrl-C goes to all of them; a scheduler's SIGTERM to the launcher alone."""
+@pytest.mark.parametrize(("sent", "code", "all_of_them"), [(signal.SIGINT, 130, True), (signal.SIGINT, 130, False), (signal.SIGTERM, 143, False)])
+def test_ranks_that_are_told_to_end_may_save_first(tmp_path: Path, sent: signal.Signals, code: int, all_of_them: bool) -> None:
+    """A terminal's Ctrl-C goes to all of them; a scheduler's SIGTERM to the launcher alone, and so does `kill -INT`, of which no rank heard."""
     (tmp_path / "script.py").write_text(SAVES)
     job = subprocess.Popen(
         [*SOLI, "run", "-n", "2", "script.py"],
@@ -444,8 +444,10 @@ def test_ranks_that_are_told_to_end_may_save_first(tmp_path: Path, sent: signal.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_until(lambda: all((tmp_path / f"begun{rank}").exists() for rank in range(2)))
-    if sent == signal.SIGINT:
+    if all_of_them:
         os.killpg(job.pid, sent)
+    elif sent == signal.SIGINT:
+        job.send_signal(sent)
     else:
         for _ in range(2):  # a scheduler's second one is no other word
             job.send_signal(sent)
@@ -537,6 +539,7 @@ def test_a_missing_script_is_a_mistake(tmp_path: Path) -> None:
         ({"SOLI_DEADLINE": "abc"}, "the deadline is no number of seconds above 0\n    got     abc"),
         ({"SOLI_DEADLINE": "-1"}, "the deadline is no number of seconds above 0\n    got     -1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "some of a rank's variables but not MASTER_ADDR"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK is none of WORLD_SIZE ranks\n    got     RANK=2"),
     ],
 )
 def test_settings_of_a_rank_that_are_none_are_a_mistake(tmp_path: Path, setting: dict[str, str], said: str) -> None:

@@ -155,6 +155,9 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path) -> None:
     assert len(counted) > 1  # the last batch of an epoch has fewer
     done = train(killed, "--resume", str(killed / "runs" / "none"))
     assert (done.returncode, "there is no run to resume" in done.stderr) == (2, True)
+    (run / "checkpoints" / "000110" / "manifest.json").unlink()  # it went on from the one before, and stopped at step 110, where this was in its way
+    done = train(killed, "--resume", str(run), "--steps", "120")
+    assert (done.returncode, "later checkpoints are not whole" in done.stderr, "got     000110" in done.stderr) == (2, True, True), done.stderr
 
 
 def kill_all(launcher: int) -> None:

@@ -277,6 +277,11 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("said", "inferred"), [({"framework": "foo", "shard": "FSDP"}, "framework=fsdp, as its shard says"), ({"framework": "foo"}, "framework=any")])
+def test_a_framework_that_nobody_knows_is_said_to_be_taken_for_another(said: dict[str, str], inferred: str) -> None:
+    assert inferred in read({**ROW, "source": "x"} | said).inferred
+
+
 def test_words_of_the_optimizer_and_of_offloading_that_are_not_counted_are_said() -> None:
     row = read(ROW | {"optimizer": "Prodigy", "offload": "activations"})
     assert {"optimizer=Prodigy as Adam", "offload=activations takes no time"} <= set(row.inferred)

@@ -142,3 +142,17 @@ def test_due_counts_as_often_as_asked_and_at_the_end(steps: int, times: int) -> 
     assert len(days) == min(times, steps)
     assert days[-1] == steps
     assert [s for s in range(1, 8) if due(s, 7, 3, 99)] == [3, 6, 7]
+
+
+def test_what_is_wrong_by_itself_is_not_told_of_its_default_too(tmp_path: Path) -> None:
+    """0 steps stood in the place of -1, and were told to be too few."""
+    with pytest.raises(SoliError) as refused:
+        settings.load(None, {"run.steps": -1, "run.seed": 2**40})
+    assert [problem.what for problem in refused.value.problems] == ["run.steps is out of range", "run.seed is out of range"]
+    assert "0 to 2147483647" in str(refused.value)
+
+
+def test_a_list_of_tables_is_told_how_a_table_is_written(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('[[data]]\npath = "x"\n')
+    with pytest.raises(SoliError, match=r"put it under \[data\]"):
+        settings.load(tmp_path / "c.toml")

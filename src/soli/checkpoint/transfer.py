@@ -8,6 +8,7 @@ stored once, under the canonical name.
 import functools
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def export(
     manifest, place = read_manifest(path), locate(Path(path))
     raise_all(_export_problems(out, format, max_shard_bytes, config))
     tensors = _model_tensors(manifest)
+    raise_all(_config_problems(Path(config), tensors) if config is not None else ())
     files = sorted({chunk.file for saved in tensors.values() for chunk in saved.chunks})
     check_files(place, manifest, files)
     try:
@@ -91,6 +93,20 @@ def _export_problems(out: Path, format: str, max_shard_bytes: int, config: str |
         yield Problem("config.json goes with a folder", f"format {format}", fix="use format hf")
     if config is not None and not Path(config).is_file():
         yield Problem("there is no such config file", str(config))
+
+
+def _config_problems(config: Path, tensors: dict[str, Saved]) -> Iterator[Problem]:
+    """Sizes that a config.json says and no weight has: who reads both would get other weights, drawn at random."""
+    try:
+        said = dict(json.loads(config.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise SoliError(f"{config} is no object of JSON", got=str(error)) from error
+    sizes = {size for saved in tensors.values() for size in saved.shape}
+    places = {int(number) for name in tensors for number in re.findall(r"\.(\d+)\.", name)}
+    there = dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size"), sizes) | dict.fromkeys(("num_hidden_layers", "n_layer"), {n + 1 for n in places})
+    for key, known in there.items():
+        if isinstance(said.get(key), int) and said[key] not in known:
+            yield Problem(f"{config} is of another model: no weight has its {key}", str(said[key]), fix="give the config.json of the model that was trained")
 
 
 def _model_tensors(manifest: Manifest) -> dict[str, Saved]:

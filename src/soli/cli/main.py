@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from typing import Annotated
 
@@ -41,7 +43,17 @@ app.command("env")(env.env)
 def main() -> None:
     """The entry point: a SoliError is one screen and its exit code; under --json an object too, on the standard output."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:  # of the standard output: nobody reads it any more, or its disk is full
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
+            raise
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 what is left in it
+        if error.errno == errno.ENOSPC:
+            print("soli: the output cannot be written: no space is left there", file=sys.stderr)
+        sys.exit(1)
     except SoliError as error:
         if "--json" in sys.argv and sys.argv[1] != "run":  # whose words are its program's
             print(json.dumps({"error": error.to_json()}, indent=1))

@@ -198,7 +198,7 @@ def _bytes(text: str) -> float:
         return 0.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.I)
     if found is None or not float(found.group(1)):
-        raise SoliError("a memory is a number and its unit", got=text, allowed="70GB, 64GiB")
+        raise SoliError("a memory is a number and its unit", got=text, allowed="70GB, 64GiB: GB or GiB of a device")
     return float(found.group(1)) * (2**30 if "i" in found.group(2).lower() else 1e9)
 
 

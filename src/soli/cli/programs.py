@@ -54,7 +54,7 @@ def own(text: str) -> tuple[Any, Any, Any] | None:
 
     module = importlib.import_module(f"soli.models.{name}")
     config = getattr(module, f"{OWN[name]}Config")
-    usual = {field.name: field.default for field in fields(config) if field.type == "int"}
+    usual = {field.name: field.default for field in fields(config) if field.type is int}
     said = dict(_size(name, word, (*usual, "seq")) for word in words.split(",") if word)
     if lacking := [key for key, value in usual.items() if value is MISSING and key not in said]:
         fix = f"soli plan {name}:{','.join(f'{key}=N' for key in (*lacking, 'dim', 'layers', 'heads'))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from soli.core.errors import Problem, SoliError, raise_all
 from soli.core.plan import Plan
 from soli.mesh.launch.local import launch
 from soli.planner.legality import resolve
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def train(
@@ -39,18 +42,26 @@ def of_rank(config: str | None, resume: str | None, **named: object) -> None:
     """Run the loop."""
     from soli.train import loop
 
-    loop.main(Path(config) if config else None, resume=Path(resume) if resume else None, **named)
+    try:
+        loop.main(Path(config) if config else None, resume=Path(resume) if resume else None, **named)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        what, got = "a file of the run cannot be written", f"{error.filename or 'its folder'}: {error.strerror}"
+        raise SoliError(what, got=got, fix="make room, or run where there is some (run.folder, data.cache)") from error
 
 
 def check(ranks: int, config: Path | None, resume: Path | None, named: dict[str, Any]) -> None:
     """Raise one SoliError with all that is wrong with the settings, and with the plan for these ranks."""
     from soli.train import rundir
+    from soli.train.corpus import kind_of
 
     found: list[Problem] = []
     plan, batch = named["plan"], 0
     try:
         said = rundir.configuration(config, resume, named)
         plan, batch = said.run.plan, said.optim.batch
+        kind_of(said.data)
     except SoliError as error:
         found += error.problems
     try:

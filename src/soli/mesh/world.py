@@ -85,6 +85,8 @@ def _place() -> tuple[int, int, int, int]:
         fix = "start the program with `soli run -n N script.py` or torchrun, or unset all of them"
         raise_all(Problem(f"{what} {name}", got, fix=fix) for name in needed if name not in env)
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        if not 0 <= rank < size:
+            raise_all([Problem("RANK is none of WORLD_SIZE ranks", f"RANK={rank}, WORLD_SIZE={size}", f"0 to {size - 1}", fix)])
         return rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
     if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
         env.setdefault("MASTER_ADDR", _first_host(env["SLURM_JOB_NODELIST"]))

@@ -164,12 +164,14 @@ def beyond(task: Task, best: Choice) -> str:
         return quick if beyond_it else None
 
     least = bisect_left(MORE, True, key=lambda more: quicker(more) is not None)  # what more brings, yet more does
-    quick = quicker(MORE[least]) if least < len(MORE) else None
+    quick = nearer = quicker(MORE[least]) if least < len(MORE) else None
     if quick is None:
         return ""
+    while nearer is not None:  # of the plans with less than that one
+        quick, nearer = nearer, quicker(nearer.memory_high_gb * GB / task.limit - 1e-4)
     less = 1 - quick.step_time_s / best.step_time_s
     takes = f"{quick.step_time_s:.4g} s ({less:.1%} less), up to {quick.memory_high_gb:.1f} GB a device"
-    lacks = f"{quick.memory_high_gb - task.limit / GB:.1f} GB"
+    lacks = f"{quick.memory_high_gb - task.limit / GB:.3g} GB"
     return f"The nearest that is quicker and does not fit, {quick.plan}, would take {takes}, and lacks {lacks}"
 
 

@@ -98,7 +98,7 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
     file = path
     try:
         file = path / "config.json" if path.is_dir() else path
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         allowed = "a Hugging Face config.json, the directory that has one, FILE.py:NAME, or a published model's name"
         allowed += f" ({', '.join(near)})" if near else ""
@@ -118,7 +118,7 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
 def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
     numbers = {name: _number(said, keys) for name, keys in NAMES.items()}
     missing = () if said.get("is_encoder_decoder") else _missing(file, said, numbers)  # such name them twice, with prefixes
-    raise_all([*_strange(file, said, numbers["hidden"]), *missing])
+    raise_all([*_strange(file, said, numbers["hidden"]), *missing, *_unreadable(file, said)])
     raise_all(_contradictions(file, numbers))
     layers, hidden, heads, vocab = (numbers[name] or 0 for name in NEEDED)
     experts = 0 if said.get("is_moe") is False else numbers["experts"] or 0
@@ -155,8 +155,23 @@ def compressed(
 def _missing(file: Path, said: Mapping[str, Any], numbers: Mapping[str, int | None]) -> Iterator[Problem]:
     for name in (name for name in NEEDED if numbers[name] is None):
         there = ", ".join(f"{k}={json.dumps(said[k])}" for k in NAMES[name] if k in said) or ", ".join(k for k in said if isinstance(said[k], int))
-        allowed = " or ".join(NAMES[name]) + ", a whole number above 0"
+        allowed = " or ".join(NAMES[name]) + f", a whole number from 1 to {MOST - 1:,}"
         yield Problem(f"{file} does not say the model's {name}", got=there[:200], allowed=allowed, fix=TRACED)
+
+
+def _unreadable(file: Path, said: Mapping[str, Any]) -> Iterator[Problem]:
+    """Sizes beside the needed ones that are there and say no size: they would be taken as not there. 0 and -1 say that there is none."""
+    for key in (key for name, keys in NAMES.items() if name not in NEEDED for key in keys if key in said):
+        if not isinstance(said[key], list | dict) and said[key] not in (0, -1, False) and _number(said, [key]) is None:
+            allowed = f"a whole number from 1 to {MOST - 1:,}, without quotes; or without this key"
+            yield Problem(f"{file}: {key} is no size", got=json.dumps(said[key])[:80], allowed=allowed)
+    tied = said.get("tie_word_embeddings", False)
+    if not isinstance(tied, int):
+        yield Problem(f"{file}: tie_word_embeddings says neither", got=json.dumps(tied)[:80], allowed="true or false")
+    kinds = said.get("layer_types")
+    layers = _number(said, NAMES["layers"])
+    if isinstance(kinds, list) and kinds and layers and len(kinds) != layers:
+        yield Problem(f"{file}: layer_types has {len(kinds)} layers, and the model {layers}")
 
 
 def _usable(kind: str, said: Mapping[str, Any], positions: int) -> int:
@@ -241,6 +256,8 @@ def _inferred(kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | No
             f"{named} were compared with no program: each layer is taken as attention and an MLP with{'' if model.gated else 'out'} a gate, "
             f"and {'one table is the first and the last' if model.tied else 'the first table and the last are two'}"
         )
+    if numbers["ffn"] is None and numbers["expert_ffn"] is None:
+        found.append(f"ffn={model.ffn}, four times the width")
     if model.gated and numbers["kv_heads"] is None and model.kv_heads > 1:
         found.append(f"num_key_value_heads={model.kv_heads}, as many as heads")
     if model.experts and numbers["routed"] is None:

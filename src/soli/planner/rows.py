@@ -57,11 +57,12 @@ def read(row: Mapping[str, str]) -> Row:
     states = (spellings.sharding(text(row, name)) for name in ("shard", "zero"))
     if found.framework == spellings.DEEPSPEED and (said["tp"] or 1) > 1 and not any(one and one.zero == 3 for one in states):
         found.framework = DEEPSPEED  # beside Megatron: it splits no products by itself
-    found.plain = spellings.program(text(row, "framework"), text(row, "source")) == spellings.PYTORCH
+    named = spellings.program(text(row, "framework"), text(row, "source"))
+    found.plain = named == spellings.PYTORCH
     if found.framework == OLD and found.generation in FLASH_SINCE:  # which it never ran on
         found.framework = MEGATRON
-    if found.framework == spellings.OTHER:
-        found.inferred.append("framework=any")
+    if named == spellings.OTHER:
+        found.inferred.append("framework=any" if found.framework == spellings.OTHER else f"framework={found.framework}, as its shard says")
     told = told_by(row)
     spoken = spellings.affirmed(f"{called(row)}; {text(row, 'precision')}; {told}")
     if FULLY.search(spoken):  # programs are named by what they can as well

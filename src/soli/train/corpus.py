@@ -49,7 +49,7 @@ def kind_of(data: Data) -> str:
     if data.path == "stdlib":
         return "stdlib"
     path = Path(data.path)
-    if not path.exists():
+    if not data.path or not path.exists():
         allowed = "stdlib, or an existing file or folder"
         fix = nearest(data.path, ["stdlib", *map(str, path.parent.glob("*"))], "check data.path (--data)")
         raise SoliError("there is no such data", got=data.path, allowed=allowed, fix=fix)

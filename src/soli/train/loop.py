@@ -133,7 +133,7 @@ def _steps(job: _Job) -> float:
     took: list[float] = []
     start = last = time.perf_counter()
     if steps and engine.step_count >= steps:
-        log.say(f"the run has its {steps} steps already; --steps asks for more")
+        log.say(f"the run has {engine.step_count} steps already, and run.steps is {steps}; --steps asks for more")
         return 0.0
     log.skip()
     for batch in engine.batches(job.train, config.optim.batch, epochs=MANY_EPOCHS):

@@ -146,7 +146,11 @@ def configuration(config_path: Path | None, resume: Path | None, named: Mapping[
     if resume is not None:
         newest = latest(resume / "checkpoints")
         # what its own file says may have been edited since
-        began = read_manifest(newest).state["extra"].get("config") if newest else None
+        saved = read_manifest(newest).state if newest else {"extra": {}, "step": -1}
+        began, later = saved["extra"].get("config"), sorted(place.name for place in (resume / "checkpoints").glob("[0-9]*") if place.name.isdigit())
+        if odd := [name for name in later if newest and int(name) > saved["step"]]:
+            fix = f"remove them, and the run goes on from step {saved['step']}; or mend them"
+            raise on_all_ranks("later checkpoints are not whole, and in the way of those that this run would save", got=", ".join(odd), fix=fix)
         flat = lambda one: {**one["optim"], **one["model"], "seed": one["run"]["seed"]}
         then, now = flat(began or asdict(settings.load(start))), flat(asdict(config))
         what, differ = "a run that is resumed has the {} that it began with", [k for k in SAVED if then[k] != now[k]]

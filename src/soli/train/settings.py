@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields, replace
@@ -65,7 +66,8 @@ def _from_file(path: Path | None, problems: list[Problem]) -> Tables:
         if isinstance(entries, dict):
             tables[table] = {key: (value, str(path)) for key, value in entries.items()}
         else:
-            homes = [f"[{name}]" for name, one in get_type_hints(Config).items() if table in get_type_hints(one)]
+            known = get_type_hints(Config)
+            homes = [f"[{name}]" for name, one in known.items() if table in get_type_hints(one) or (name == table and isinstance(entries, list))]
             fix = f"put it under {' or '.join(homes)}" if homes else "put it under its table"
             problems.append(Problem(f"{table} stands outside a table", f"{table} = {entries!r} in {path}", "", fix))
     return tables
@@ -91,7 +93,8 @@ def _build(tables: Tables, problems: list[Problem]) -> Config:
                 good[key] = float(value) if hints[key] is float else value
         sections[table] = known[table](**good)
     config = replace(Config(), **sections)
-    problems += _together(config)
+    known_bad = [problem.what.split(" ")[0] for problem in problems]  # its default stands in its place
+    problems += [one for one in _together(config) if not any(name in one.what for name in known_bad)]
     return config
 
 
@@ -111,7 +114,7 @@ def _check(name: str, value: Any, kind: type, entry: Field[Any], place: str) -> 
         fix = nearest(str(value), choices, default, 0.5)
         return Problem(f"{name} is none of its choices", got, ", ".join(choices), fix)
     if number and not (math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)):
-        allowed = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
+        allowed = f"{low} or more" if high is None else f"{low} to {high}"
         return Problem(f"{name} is out of range", got, allowed, default)
     return None
 
@@ -126,6 +129,8 @@ def _together(config: Config) -> Iterator[Problem]:
         fits = False
     if not fits:
         yield Problem("run.folder is no folder", run.folder, "", "name another")
+    elif not os.access(next(place for place in (folder, *folder.parents) if place.exists()), os.W_OK):
+        yield Problem("run.folder cannot be written into", run.folder, "", "name another")
     if run.plan != "auto":
         try:
             Plan.parse(run.plan)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from soli.checkpoint.team import as_soli_error
 from soli.core.errors import SoliError
 from soli.core.progress import busy
 from soli.train.config import Config
@@ -185,7 +186,10 @@ def _survey(config: Config, say: Say) -> _Survey:
 def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: Say) -> None:
     """Train the tokenizer, encode both parts, and let the folder appear under its name when it is whole."""
     start = time.perf_counter()
-    home.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise as_soli_error(f"to make {home.parent}", error) from error
     with tempfile.TemporaryDirectory(prefix=f"{home.name}.", dir=home.parent, ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         tokenizer = load_tokenizer(given) if given else train_tokenizer(survey.sample, config.tokenizer.vocab)

@@ -44,7 +44,7 @@ class Device:
         return USABLE * self.memory
 
 
-NUMBERS = tuple(field.name for field in fields(Device) if field.type in ("float", "int") and field.default is MISSING)
+NUMBERS = tuple(field.name for field in fields(Device) if field.type in (float, int) and field.default is MISSING)
 """The fields that are numbers above 0, and that a device must have."""
 UNITS = {
     "tflops": (0.001, 1e5, "TFLOP/s"), "memory_gib": (0.1, 1e4, "GiB"), "memory_gbs": (1, 1e5, "GB/s"), "link_gbs": (0.001, 2e4, "GB/s"), "link_us": (0.01, 1e6, "microseconds"),
