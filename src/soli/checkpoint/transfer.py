@@ -103,9 +103,9 @@ def _config_problems(config: Path, tensors: dict[str, Saved]) -> Iterator[Proble
         raise SoliError(f"{config} is no object of JSON", got=str(error)) from error
     sizes = {size for saved in tensors.values() for size in saved.shape}
     places = {int(number) for name in tensors for number in re.findall(r"\.(\d+)\.", name)}
-    there = dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size"), sizes) | dict.fromkeys(("num_hidden_layers", "n_layer"), {n + 1 for n in places})
-    for key, known in there.items():
-        if isinstance(said.get(key), int) and said[key] not in known:
+    widths, depths = ("hidden_size", "n_embd", "d_model", "vocab_size"), ("num_hidden_layers", "n_layer")
+    for key in (*widths, *depths):
+        if isinstance(said.get(key), int) and (said[key] not in sizes if key in widths else said[key] - 1 not in places):
             yield Problem(f"{config} is of another model: no weight has its {key}", str(said[key]), fix="give the config.json of the model that was trained")
 
 

@@ -146,7 +146,7 @@ def configuration(config_path: Path | None, resume: Path | None, named: Mapping[
     if resume is not None:
         newest = latest(resume / "checkpoints")
         # what its own file says may have been edited since
-        saved = read_manifest(newest).state if newest else {"extra": {}, "step": -1}
+        saved: dict[str, Any] = read_manifest(newest).state if newest else {"extra": {}, "step": -1}
         began, later = saved["extra"].get("config"), sorted(place.name for place in (resume / "checkpoints").glob("[0-9]*") if place.name.isdigit())
         if odd := [name for name in later if newest and int(name) > saved["step"]]:
             fix = f"remove them, and the run goes on from step {saved['step']}; or mend them"
