@@ -352,8 +352,9 @@ def test_without_git(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_rules_that_cannot_be(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(text)
-    with pytest.raises(SoliError, match=said):
+    with pytest.raises(SoliError, match=said) as refused:
         rules(path)
+    assert str(path) in str(refused.value)
     with pytest.raises(SoliError, match="cannot be read"):
         rules(tmp_path / "none.toml")
 

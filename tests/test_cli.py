@@ -178,6 +178,7 @@ def test_checkpoint_verbs(tmp_path: Path) -> None:
         (["plan", "llama-3-70b"], "Missing option '--cluster'"),
         (["plan", "zero", "-n", "2"], "'zero' in the plan has no value"),
         (["bugs", "report", "--db", "none.db", "--out", __file__], "a file"),
+        (["bugs", "label", ".", "--labeller", " "], "a labeller has a name"),
     ],
 )
 def test_mistakes_have_exit_code_2_and_one_screen(arguments: list[str], words: str) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def written(own: str, path: Path | None) -> tuple[dict[str, Any], str]:
 def rules(path: Path | None = None) -> Rules:
     """soli's own, or a file's. SoliError with all that is wrong in it."""
     said, digest = written("selection.toml", path)
-    raise_all(_wrong(said))
+    raise_all(replace(one, what=f"{path or 'selection.toml'}: {one.what}") for one in _wrong(said))
     kinds = tuple((one.get("name", ""), re.compile(one["path"], re.I)) for one in said.get("kind", []))
     rule = lambda one: Rule(one.get("name", UNNAMED), one["where"], re.compile(one["match"], re.I), one["fix"], one["why"])
     return Rules(kinds, tuple(map(rule, said["rule"])), digest, tuple(map(str, said.get("left_out", []))))

@@ -176,6 +176,8 @@ def label(
         from soli.bugs import label_page
         from soli.bugs import labels as rows
         from soli.bugs import sample as of
+    if not labeller.strip():
+        raise SoliError("a labeller has a name", got=repr(labeller), fix="--labeller NAME: what two people say is compared")
     if labels.exists():
         rows.read(labels)  # what is wrong with it is said here, and not on the page
     before = sample.exists()

@@ -226,11 +226,11 @@ def assumed(task: Task) -> str:
     """On what measurements the constants and the intervals stand."""
     generation = task.cluster.device.generation
     name = next(one for one in reversed(chain(task.framework, generation)) if sets().get(one, {}).get("rows"))
-    unlike = ""
+    rows, unlike = sets()[name]["rows"], ""
     if name != f"{task.framework} {generation}":
         unlike = f", in the place of {task.framework}'s on {generation}, of which none were fitted"
     own = ", of memory soli's own" if task.framework == "soli" else ""
-    return f"constants are those of {sets()[name]['rows']:g} published runs ({name}){unlike}; intervals are those of all programs and devices{own}"
+    return f"constants are those of {rows:g} published {'run' if rows == 1 else 'runs'} ({name}){unlike}; intervals are those of all programs and devices{own}"
 
 
 def fixed_of(text: str) -> dict[str, float]:

@@ -34,7 +34,8 @@ def problems(plan: Plan, world: int) -> Iterator[Problem]:
             what = f"{world} ranks are no multiple of pp x cp x tp = {plan.model_ranks}"
             yield Problem(what, got=f"{plan} on {world} ranks")
     elif plan.dp * plan.model_ranks != world:
-        what = f"the plan takes {plan.dp * plan.model_ranks} ranks and {world} are there"
+        takes = plan.dp * plan.model_ranks
+        what = f"the plan takes {takes} {'rank' if takes == 1 else 'ranks'} and {world} are there"
         got = f"dp={plan.dp} x pp={plan.pp} x cp={plan.cp} x tp={plan.tp} = {plan.dp * plan.model_ranks}"
         yield Problem(what, got=got, allowed=f"degrees whose product is {world}")
     if plan.sp and plan.tp == 1:
