@@ -320,6 +320,10 @@ ORDERS: dict[str, tuple[Callable[[int], torch.Tensor], bool]] = {
     "rows, by dim": (lambda rows: torch.sort(torch.randn(rows, 3), dim=0).indices[:, 0], False),
     "rows, of some": (lambda rows: torch.rand(3, rows).topk(1, -1).indices[:, 0].expand(3)[:rows], False),
     "the largest": (lambda rows: torch.rand(rows, 1).argmax(0).expand(rows), False),
+    "rows, filled": (lambda rows: torch.empty(rows).uniform_().argsort(), False),
+    "the largest of all": (lambda rows: torch.rand(rows, 1).argmax().expand(rows), False),
+    "rows, by their largest": (lambda rows: torch.randn(rows, 1).max(0).indices.expand(rows), False),
+    "the largest within rows": (lambda rows: torch.rand(rows, 3).max(1).indices, True),
     "within rows": (lambda rows: torch.rand(rows, 3).argsort(-1)[:, 0], True),
     "within rows, by name": (lambda rows: torch.argsort(input=torch.rand(3, rows), dim=0)[0], True),
 }

@@ -111,14 +111,14 @@ class FromModel:
         # A mean over nothing is NaN; a microbatch without targets contributes zero.
         return torch.where(count > 0, mean * count, mean.new_zeros(())), count
 
-    def with_others(self, batch: Any, end: int | None) -> Any:
-        """The batch with another label, one that is in it, at the first `end` places of each row, whether they count or not; None: at all that
-        count. None where there is none."""
+    def with_others(self, batch: Any, end: int | None, counted: bool) -> Any:
+        """The batch with another label, one that is in it, at the first `end` places of each row that count, or not `counted`: at those that do
+        not. None where there is none."""
         wanted = _entry(batch, self.labels)
         there = wanted[wanted != self.ignore].unique()
         if wanted.dim() < 2 or not len(there):
             return None
         part, others = wanted[:, :end], wanted.clone()
         new = there[0].where(part != there[0], there[-1])
-        others[:, :end] = part.where(part == self.ignore, new) if end is None else new
+        others[:, :end] = part.where((part == self.ignore) == counted, new)
         return None if others.equal(wanted) else {**batch, self.labels: others}

@@ -27,6 +27,7 @@ from soli.checkpoint.save import save_with
 from soli.checkpoint.team import ALONE, as_soli_error
 from soli.checkpoint.tensorfile import Entry, headers, reading, room, write_file
 from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.events import events
 from soli.core.layout import Sharded, whole
 from soli.core.progress import Add, busy
 
@@ -54,7 +55,9 @@ def export(
     manifest, place = read_manifest(path), locate(Path(path))
     raise_all(_export_problems(out, format, max_shard_bytes, config))
     tensors = _model_tensors(manifest)
-    raise_all(_config_problems(Path(config), tensors) if config is not None else ())
+    if config is not None and (odd := _not_there(Path(config), tensors)):
+        text = f"{config} may be of another model, whose weights readers would draw at random: it says {', '.join(odd)}, and no weight has such a size"
+        events.note(text, shown=True)
     files = sorted({chunk.file for saved in tensors.values() for chunk in saved.chunks})
     check_files(place, manifest, files)
     try:
@@ -95,8 +98,8 @@ def _export_problems(out: Path, format: str, max_shard_bytes: int, config: str |
         yield Problem("there is no such config file", str(config))
 
 
-def _config_problems(config: Path, tensors: dict[str, Saved]) -> Iterator[Problem]:
-    """Sizes that a config.json says and no weight has: who reads both would get other weights, drawn at random."""
+def _not_there(config: Path, tensors: dict[str, Saved]) -> list[str]:
+    """Sizes that a config.json says and no weight has."""
     try:
         said = dict(json.loads(config.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -104,9 +107,8 @@ def _config_problems(config: Path, tensors: dict[str, Saved]) -> Iterator[Proble
     sizes = {size for saved in tensors.values() for size in saved.shape}
     places = {int(number) for name in tensors for number in re.findall(r"\.(\d+)\.", name)}
     widths, depths = ("hidden_size", "n_embd", "d_model", "vocab_size"), ("num_hidden_layers", "n_layer")
-    for key in (*widths, *depths):
-        if isinstance(said.get(key), int) and (said[key] not in sizes if key in widths else said[key] - 1 not in places):
-            yield Problem(f"{config} is of another model: no weight has its {key}", str(said[key]), fix="give the config.json of the model that was trained")
+    there = lambda key: said[key] in sizes if key in widths else said[key] - 1 in places
+    return [f"{key}={said[key]}" for key in (*widths, *depths) if isinstance(said.get(key), int) and not there(key)]
 
 
 def _model_tensors(manifest: Manifest) -> dict[str, Saved]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,6 +63,9 @@ def check(ranks: int, config: Path | None, resume: Path | None, named: dict[str,
         said = rundir.configuration(config, resume, named)
         plan, batch = said.run.plan, said.optim.batch
         kind_of(said.data)
+        folder = Path(said.run.folder)
+        if resume is None and not os.access(next(place for place in (folder, *folder.absolute().parents) if place.exists()), os.W_OK):
+            found.append(Problem("run.folder cannot be written into", str(folder), "", "name another"))
     except SoliError as error:
         found += error.problems
     try:

@@ -68,8 +68,6 @@ def stacks_on_request() -> None:
     """`soli run` asks a stuck rank for its stacks by a signal; they go to the file that it named."""
     if path := os.environ.get("SOLI_STACKS_FILE"):
         faulthandler.register(STACKS_SIGNAL, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115
-    if path := os.environ.get("SOLI_INTERRUPTS_FILE"):  # so that the launcher knows who has heard of an interrupt
-        faulthandler.register(signal.SIGINT, file=open(path, "w", encoding="utf-8"), all_threads=False, chain=True)  # noqa: SIM115
 
 
 SAY_SECONDS = 0.5

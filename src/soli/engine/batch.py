@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from soli.core.errors import Problem, listed, on_all_ranks, raise_all
 from soli.core.layout import even_parts
 from soli.core.plan import Plan
-from soli.parallel import partial
+from soli.parallel import kept, partial
 
 MODEL_INPUTS = "the model is called with those entries of the batch that its forward names, or all where it names none but **kwargs"
 
@@ -29,8 +29,7 @@ class Part:
     """A rank's own rows of a global batch, as `engine.batches` yields them.
 
     `data` is the pytree of the rows [start, stop) out of `total`; None where the rank has no row. `place`: where its stream
-    stood, which is the same on every rank. `beside`: the same rows as a collate of the program's own makes them beside other ranks' rows, of a
-    first batch, where that is something else.
+    stood, which is the same on every rank.
     """
 
     data: Any
@@ -38,7 +37,6 @@ class Part:
     stop: int
     total: int
     place: dict[str, Any] | None = None
-    beside: Any = None
 
     @property
     def rows(self) -> int:
@@ -159,14 +157,15 @@ def need_tensors(batch: Any, part: Part, times: int) -> None:
 @contextmanager
 def unwritten(batch: Any) -> Iterator[None]:
     """What a forward writes into the batch is as before afterwards: checks run it more than once."""
-    held = [(x, x.clone(), x._version) for x in tree_leaves(batch) if isinstance(x, Tensor) and not x.is_inference()]
+    plain = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_inference() and not kept.expanded(x)]
+    held = [(x, x.clone(), x._version, (x.size(), x.stride(), x.storage_offset())) for x in plain]
     try:
         yield
     finally:
         with torch.no_grad():
-            for x, before, version in held:
+            for x, before, version, form in held:
                 if x._version != version:
-                    x.copy_(before)
+                    x.as_strided_(*form).copy_(before)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
@@ -21,7 +22,7 @@ from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
 from soli.engine.effects import Effects, looked_at
 from soli.losses import FromModel
-from soli.mesh.collectives import all_reduce, extreme, raise_together
+from soli.mesh.collectives import all_reduce, extreme, gather_json, raise_together
 from soli.parallel import kept
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ Loss = tuple[float, float]
 MOVED = (
     "the model computes another loss when it is called again on the same rows: what it keeps in no buffer, number, tensor, list or dict of a module (in a "
     "global, a class's attribute, an object) was moved on by the calls of the first step's checks, and training begins from there; in these it is put back"
+)
+UNSURE = (
+    "no first label of a row counts in the rows that were looked at; made to count, the model's own loss {} it, and soli.losses.from_model(shifted={}) "
+    "was said: from the first batch on where one counts the loss would be another; say shifted={}, unless the model reads its masks from the labels"
 )
 LATER = 3
 """Forwards more after which what they left in attributes is looked at once again: a list may be read from the second entry on."""
@@ -54,11 +59,6 @@ class FirstStep:
             self._losses = coupling.measured(engine, part_of(example, 1, 0))
             self.size = coupling.size_of(self._losses)
 
-    @property
-    def unseen(self) -> bool:
-        """Whether there is something to look at in a batch that comes."""
-        return self.modes is None or not self._evaluated
-
     def wanted(self, model: nn.Module, part: Part, ranks: int) -> bool:
         return part.total >= ranks and self.modes != _modes(model)
 
@@ -68,19 +68,13 @@ class FirstStep:
             return
         data, rows = to_device(part.data, engine.device), part.rows
         with kept.unchanged(engine.model), engine.loss_fn.unchanged():
-            whole = _run(engine, data, rows)  # on all that the evaluation runs on: it need not run on fewer
-            beside = _beside(engine, part, data, rows)
+            _run(engine, data, rows)  # on all that the evaluation runs on: it need not run on fewer
             draws = _anywhere(engine, engine.randomness.drawing, "whether an evaluation draws")
             if draws and rows > 1:
                 _in_parts(engine, data, rows)
             elif draws:
                 _run(engine, at(data, [0, 0]), 2)
-
-        def finish() -> None:
-            engine.randomness.finish_probe(evaluating=True)
-            if beside is not None:
-                _refuse_padding(engine, whole, beside, self.size * rows)
-
+        finish = lambda: engine.randomness.finish_probe(evaluating=True)
         raise_together(finish, engine.mesh.all, label="what an evaluation draws")
         self._evaluated = True
 
@@ -125,8 +119,7 @@ class FirstStep:
         if _anywhere(engine, bool(still), "whether a forward writes what was there"):
             changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
             kept.restore(model, before)
-        first, beside = _counts_first(engine, data, rows, whole), _beside(engine, part, data, rows)
-        kept.restore(model, before)
+        first, sure = _counts_first(engine, data, rows, whole)
         changes.begin_alike += [*(kept.in_state(model, moved) if idle else moved)] if onward else []
         changes = changes.in_state(model) if idle else changes
         losses = self._losses
@@ -150,12 +143,13 @@ class FirstStep:
                 _refuse_memory()
             if parts:
                 _explain(sums, [rows, cut, rows - cut], engine, size, doubled)
-            if first is not None:
+            if first is not None and sure:
                 _refuse_shift(first)
-            if beside is not None:
-                _refuse_padding(engine, whole, beside, size)
 
         raise_together(verdict, engine.mesh.all, label="whether losses add up")
+        if first is not None and not sure:
+            events.note(UNSURE.format("counts" if first else "does not count", first, not first), shown=engine.rank == 0)
+        _say_padding(engine, part)
         coupling.check(engine, losses)
         if abs(again[0] - whole[0]) > rounding(engine, whole[1]) * (abs(whole[0]) + size):
             events.note(MOVED, shown=engine.rank == 0)
@@ -246,7 +240,8 @@ def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
         return True
     try:
         with kept.unchanged(engine.model):
-            for a, b in (0, rows // 2), (rows // 2, rows):
+            # as many forwards on each rank: where rows are apart, some have fewer of them
+            for a, b in [(0, rows // 2), (rows // 2, rows)][: 1 + (engine.plan.pieces == 1)]:
                 _run(engine, take(data, a, b), b - a, part=True)
     except SoliError:
         raise
@@ -271,50 +266,49 @@ def _left(model: nn.Module, written: set[str], before: list[torch.Tensor], chang
     return sorted((written | anew) - (moved.keys() - (kept.in_state(model, moved).keys() - again.keys())))
 
 
-def _counts_first(engine: Engine, data: Any, rows: int, whole: Loss) -> bool | None:
-    """Whether the model's own loss counts each row's first label, if it is not as was said. None: it is, or nothing tells."""
+def _counts_first(engine: Engine, data: Any, rows: int, whole: Loss) -> tuple[bool | None, bool]:
+    """Whether the model's own loss counts each row's first label, if it is not as was said. None: it is, or nothing tells. And whether that is
+    sure: where no first label counts, one that is made to count tells, but a model may read from labels what it masks."""
     loss = engine.loss_fn.function
     if not isinstance(loss, FromModel):
-        return None
+        return None, True
+    eps = torch.finfo(next((p.dtype for p in engine.model.parameters() if p.is_floating_point()), torch.float32)).eps
 
     def same(labels: Any) -> bool:
         with kept.unchanged(engine.model):
             total, count = _run(engine, labels, rows)
-        near = 4 * torch.finfo(next(engine.model.parameters()).dtype).eps * abs(total * whole[1])
+        near = 4 * eps * abs(total * whole[1])
         return kept.same((total, count), whole) or (count != whole[1] and abs(total * whole[1] - whole[0] * count) <= near)
 
-    def moves(end: int | None) -> bool | None:
+    def moves(end: int | None, counted: bool = True) -> bool | None:
         """Whether other labels make another loss."""
-        others = loss.with_others(data, end)
+        others = loss.with_others(data, end, counted)
         if not _anywhere(engine, others is not None, "whether there are other labels"):
             return None
         kept_same = same(data if others is None else others)
         return None if others is None else not kept_same
 
-    first = moves(1)
+    first, sure = moves(1), True
+    if not _anywhere(engine, first is not None, "whether a first label is looked at"):
+        first, sure = moves(1, counted=False), False
     if loss.shifted:
         moved = _anywhere(engine, bool(first), "whether a first label counts")
-        return True if moved and same(data) and first else None
+        return True if moved and same(data) and first else None, sure
     # that it moves nothing tells only where others move something: a head of zeros has one loss for all labels
-    return False if moves(None) and first is False else None
+    return False if moves(None) and first is False else None, sure
 
 
-def _beside(engine: Engine, part: Part, data: Any, rows: int) -> Loss | None:
-    """The loss of rows that are collated with rows of other ranks; None where that makes nothing else of them."""
-    if not _anywhere(engine, part.beside is not None, "whether rows are collated otherwise beside others"):
-        return None
-    beside = data if part.beside is None else to_device(at(part.beside, [i % part.rows for i in range(rows)]), engine.device)
-    return _run(engine, beside, rows, learn=False)
-
-
-def _refuse_padding(engine: Engine, whole: Loss, beside: Loss, size: float) -> None:
-    if whole[1] == beside[1] and not abs(whole[0] - beside[0]) > rounding(engine, whole[1]) * (abs(whole[0]) + size):
-        return
-    what = "rows have another loss when they are collated with other rows: each rank collates its own, and pads them to its own longest"
-    got = f"{whole[0]:.9g} over {whole[1]:g} targets, and {beside[0]:.9g} over {beside[1]:g} beside rows of other ranks"
-    allowed = "rows that are computed alike whatever they are padded to (a mask), and a count of what is no padding"
-    fix = "pad to one length; or collate a global batch and give it to engine.step (for batch in DataLoader(dataset, N, collate_fn=collate))"
-    raise SoliError(what, got=got, allowed=allowed, fix=fix)
+def _say_padding(engine: Engine, part: Part) -> None:
+    """Whether each rank's rows are of another size beyond their first dim: it collates its own, and pads them to its own longest. Collective."""
+    mine = [list(x.shape[1:]) for x in tree_leaves(part.data) if isinstance(x, torch.Tensor)]
+    others = gather_json(mine, engine.dp, label="sizes of the rows") if engine.dp.size > 1 else [mine]
+    if len({str(sizes) for sizes in others if sizes}) > 1:
+        text = (
+            "each rank collates rows of its own, and they are of other sizes on others (padded to its own longest): a mask and a count that leave "
+            "out what is padded make that the same, but a mean over it, a count of it and dropout's draws beside it are others than one process's: "
+            "to have these too pad to one length, or collate the global batch and give it to engine.step"
+        )
+        events.note(text, shown=engine.rank == 0)
 
 
 def _anywhere(engine: Engine, here: bool, label: str) -> bool:

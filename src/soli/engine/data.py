@@ -6,7 +6,7 @@ plan; and it is kept from call to call, so a loop that asks for an epoch at a ti
 """
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -21,13 +21,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from soli.core.errors import SoliError, listed, on_all_ranks
 from soli.core.events import events
 from soli.core.layout import even_parts
-from soli.engine.batch import Part, as_dict, take
-from soli.parallel import generators, kept
+from soli.engine.batch import Part, as_dict
+from soli.parallel import generators
 
 AHEAD = 1000
 """Batches that are remembered as given out and not trained on: who has more in hand reads them for something else."""
-OTHERS = 64
-"""Samples of other ranks that a first batch is collated with, to see whether that makes something else of it (padding to the longest)."""
 
 
 @dataclass
@@ -61,7 +59,6 @@ class Order:
     size: int = 0  # samples of an epoch; 0: nobody knows
     sample: str = ""  # a dataset's first, where ranks read rows of their own
     given: Any = None  # the dataset as the program gave it
-    looks: Callable[[], bool] = lambda: False  # whether what comes of a collate of the program's own is still to be looked at
 
     def place(self, epoch: int, batch: int, total: int) -> dict[str, Any]:
         """Where a batch stands, and in what."""
@@ -176,35 +173,14 @@ def _by_number(dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]
         drawing.epoch, drawing.seed = epoch, (seed := order.seed())
         # Its own numbers: a loader draws one from the program's generator, which a resumed run would do once more.
         own = torch.Generator().manual_seed(generators.hashed("loader", seed, epoch))
-        firsts = [*zip(spans, parts, strict=True)][:1]
-        beside = [tuple(_behind(indices[s:e].tolist(), a, b)) for (s, e), (a, b) in firsts if b > a and order.ranks > 1 and order.looks()]
-        samplers: list[Any] = [*beside, *(m for m in mine if m)]
+        samplers = [m for m in mine if m]
         loader = iter(DataLoader(drawing, batch_sampler=samplers, collate_fn=collate, num_workers=workers, generator=own))
-        more = next(loader) if beside else None
         for (start, stop), (a, b) in zip(spans, parts, strict=True):
             data = next(loader) if b > a else None
-            here, more = _advance(order, start + order.global_batch >= size), _other(more, data, b - a)
-            yield Part(data, a, b, stop - start, order.place(epoch, start // order.global_batch, stop - start), more)
-            more = None
+            here = _advance(order, start + order.global_batch >= size)
+            yield Part(data, a, b, stop - start, order.place(epoch, start // order.global_batch, stop - start))
             if _moved(order, here):
                 break
-
-
-def _behind(batch: list[Any], a: int, b: int) -> list[Any]:
-    """Those from a to b, and behind them some of the others."""
-    return [*batch[a:b], *batch[:a], *batch[b:]][: b - a + OTHERS]
-
-
-def _anew(samples: list[Any]) -> list[Any]:
-    """The same samples in other dicts and lists: a collate may take something out of them."""
-    return [tree_map(lambda x: x, sample) for sample in samples]
-
-
-def _other(beside: Any, data: Any, rows: int) -> Any:
-    """The rows as they are beside others; None where that is what they are, and of no tensors."""
-    found = take(beside, 0, rows)
-    pairs = [(a, b) for a, b in zip(tree_leaves(found), tree_leaves(data), strict=False) if isinstance(a, Tensor | np.ndarray)]
-    return None if all(kept.same(a, b) or (isinstance(a, np.ndarray) and np.array_equal(a, b)) for a, b in pairs) else found
 
 
 class _Drawing(Dataset[Any]):
@@ -215,17 +191,16 @@ class _Drawing(Dataset[Any]):
         self.dataset, self.seed, self.epoch = dataset, 0, 0
         self.drew, self.looked = False, ranks == 1
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
         if not self.drew:
             with generators.apart(0) as drew:
                 samples = self._read(numbers)
                 self.drew = drew()
             if not self.drew:
-                found = self._looked(samples, numbers[0])
-                return _anew(found) if isinstance(numbers, tuple) else found
+                return self._looked(samples, numbers[0])
         return [self._by_number(number) for number in numbers]
 
-    def _read(self, numbers: Sequence[int]) -> list[Any]:
+    def _read(self, numbers: list[int]) -> list[Any]:
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(numbers)) if many else [self.dataset[number] for number in numbers]
 
@@ -285,9 +260,7 @@ def _stream(stream: Iterable[Any], order: Order, collate: Callable[[list[Any]], 
             a, b = even_parts(len(batch), order.ranks)[order.index]
             place = order.place(epoch, order.position.batch, len(batch))
             here = _advance(order, not ahead)
-            beside = collate(_anew(_behind(batch, a, b))) if b > a and order.ranks > 1 and order.looks() else None
-            data = collate(batch[a:b]) if b > a else None
-            yield Part(data, a, b, len(batch), place, _other(beside, data, b - a))
+            yield Part(collate(batch[a:b]) if b > a else None, a, b, len(batch), place)
             batch = [] if _moved(order, here) else ahead
 
 

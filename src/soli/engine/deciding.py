@@ -165,5 +165,4 @@ def widened(batch: Any, plan: Plan) -> Any:
     if plan.precision != "fp64":
         return batch
     made = lambda x: x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else wide(x)
-    of_part = lambda part: replace(part, data=tree_map(made, part.data), beside=tree_map(made, part.beside))
-    return of_part(batch) if isinstance(batch, Part) else tree_map(made, batch)
+    return replace(batch, data=tree_map(made, batch.data)) if isinstance(batch, Part) else tree_map(made, batch)

@@ -422,8 +422,8 @@ class Engine:
             dataset, first = deciding.peek(dataset, min(global_batch, deciding.PEEKED), collate)
             self.decide(first, global_batch)
         position = self.positions.setdefault(name, Position()) if name is not None else Position()
-        dp, leads, looks = self.dp, self.rank == 0, lambda: collate is not None and self._first.unseen
-        order = Order(global_batch, lambda: self.seed, shuffle, epochs, dp.size, dp.index, position, name, leads, given=given, looks=looks)
+        dp, leads = self.dp, self.rank == 0
+        order = Order(global_batch, lambda: self.seed, shuffle, epochs, dp.size, dp.index, position, name, leads, given=given)
         return Stream(dataset, order, collate, workers)
 
     @noted

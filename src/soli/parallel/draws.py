@@ -41,7 +41,8 @@ def answered(randomness: Randomness, func: Any, args: Any, options: dict[str, An
     if func in WRITE:
         x: Tensor = args[0]
         with torch.no_grad() if begins else nullcontext():
-            return x.copy_(randomness.drawn(x, tuple(x.shape), how, *args[1:], **options))
+            drawn = randomness.drawn(x, tuple(x.shape), how, *args[1:], **options)
+            return randomness.followed(x.copy_(drawn), drawn)
     if func in MADE:
         return MADE[func](randomness, func, *args, **options)
     gradient = options.pop("requires_grad", False)

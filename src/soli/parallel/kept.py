@@ -75,7 +75,7 @@ def _given(x: Any, before: Any) -> Any:
         return before.give()
     if not isinstance(before, Tensor) or same(x, before):
         return x
-    if x.shape != before.shape or x.is_inference() or _expanded(x):
+    if x.shape != before.shape or x.is_inference() or expanded(x):
         return before.clone()
     with torch.no_grad():
         return x.copy_(before)
@@ -98,7 +98,7 @@ def extent(x: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * x.element_size() if x.numel() else begin
 
 
-def _expanded(x: Tensor) -> bool:
+def expanded(x: Tensor) -> bool:
     """Whether several of its elements lie in one place."""
     return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
 
@@ -196,7 +196,7 @@ def shift(model: nn.Module, names: Collection[str]) -> None:
     with torch.no_grad():
         for name, tensor in (*tensors(model), *model.named_parameters()):
             memory = tensor.untyped_storage()._cdata
-            if name in names and tensor.is_floating_point() and memory not in seen and not _expanded(tensor):
+            if name in names and tensor.is_floating_point() and memory not in seen and not expanded(tensor):
                 seen.add(memory)
                 tensor.add_(0.01 * (1 + tensor.abs()))
 

@@ -47,8 +47,9 @@ _REFUSED = {attrgetter(path)(torch): name for path, name in table(__package__, "
 _ELEMENTWISE = {F.dropout, torch.dropout, torch.dropout_}
 _FEATURES = {F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout}
 BACKWARD = {Tensor.backward, torch.autograd.backward}
-_ORDERS = {getattr(place, name): at for name, at in (("sort", 1), ("argsort", 1), ("topk", 2), ("argmax", 1), ("argmin", 1)) for place in (torch, Tensor)}
-"""What puts numbers in order, or finds the first, and which argument says along which dim."""
+_SORTING = {"sort": (1, -1), "argsort": (1, -1), "msort": (1, 0), "topk": (2, -1), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None), "max": (1, None), "min": (1, None)}
+_ORDERS = {getattr(place, name): how for name, how in _SORTING.items() for place in (torch, Tensor)}
+"""What puts numbers in order, or finds the first; which argument says along which dim, and what it is where none does (None: all)."""
 _HANDLED = {Tensor.register_hook, _sdpa, _attention_function, *BACKWARD, *_ELEMENTWISE, *_FEATURES, *draws.FILLS, *_REFUSED, *_ORDERS, *recurrent.FUNCTIONS}
 """Of all that a mode is asked about, which is every call of torch's."""
 
@@ -307,10 +308,16 @@ class Randomness:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         return self._filled(key, shape, lambda part, g: getattr(part, how)(*numbers, generator=g, **more), like)
 
-    def order(self, x: Tensor, dim: int | None) -> None:
-        """In a probe: x is put in order along `dim`."""
+    def followed(self, x: Tensor, drawn: Tensor) -> Tensor:
+        """x was filled with what was drawn."""
+        if drawn in self._numbers:
+            self._numbers[x] = self._numbers[drawn]
+        return x
+
+    def order(self, x: Tensor, dim: Any) -> None:
+        """In a probe: x is put in order along `dim`; None: all of it."""
         if x in self._numbers:
-            self._ordered.add((self._numbers[x], (-1 if dim is None else dim) % (x.dim() or 1)))
+            self._ordered |= {(self._numbers[x], d) for d in (range(x.dim()) if dim is None else [dim % (x.dim() or 1)] if isinstance(dim, int) else [])}
 
     def _known(self, key: Key) -> None:
         assert self._now is not None, "only inside begin()"
@@ -355,8 +362,9 @@ class _Mode(TorchFunctionMode):
         made = func in draws.INITS and isinstance((*args, *kwargs.values())[0], nn.Parameter)  # of a module that is made here
         if func in draws.FILLS and self.randomness._now is not None and not given and not made:
             return draws.answered(self.randomness, func, args, dict(kwargs))
-        if (at := _ORDERS.get(func)) is not None:
-            self.randomness.order(args[0] if args else kwargs["input"], kwargs.get("dim", args[at] if len(args) > at else -1))
+        if func in _ORDERS:
+            at, usual = _ORDERS[func]
+            self.randomness.order(args[0] if args else kwargs["input"], kwargs.get("dim", args[at] if len(args) > at else usual))
         if func is _sdpa:
             return attention(self.randomness, *args, **kwargs)
         if func is _attention_function:

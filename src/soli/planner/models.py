@@ -162,7 +162,8 @@ def _missing(file: Path, said: Mapping[str, Any], numbers: Mapping[str, int | No
 def _unreadable(file: Path, said: Mapping[str, Any]) -> Iterator[Problem]:
     """Sizes beside the needed ones that are there and say no size: they would be taken as not there. 0 and -1 say that there is none."""
     for key in (key for name, keys in NAMES.items() if name not in NEEDED for key in keys if key in said):
-        if not isinstance(said[key], list | dict) and said[key] not in (0, -1, False) and _number(said, [key]) is None:
+        endless = key in NAMES["seq"] and isinstance(said[key], int | float) and said[key] >= MOST  # transformers' word for no limit
+        if not endless and not isinstance(said[key], list | dict) and said[key] not in (0, -1, False) and _number(said, [key]) is None:
             allowed = f"a whole number from 1 to {MOST - 1:,}, without quotes; or without this key"
             yield Problem(f"{file}: {key} is no size", got=json.dumps(said[key])[:80], allowed=allowed)
     tied = said.get("tie_word_embeddings", False)
@@ -170,7 +171,7 @@ def _unreadable(file: Path, said: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(f"{file}: tie_word_embeddings says neither", got=json.dumps(tied)[:80], allowed="true or false")
     kinds = said.get("layer_types")
     layers = _number(said, NAMES["layers"])
-    if isinstance(kinds, list) and kinds and layers and len(kinds) != layers:
+    if isinstance(kinds, list) and kinds and layers and len(kinds) < layers:
         yield Problem(f"{file}: layer_types has {len(kinds)} layers, and the model {layers}")
 
 

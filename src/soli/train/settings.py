@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields, replace
@@ -129,8 +128,6 @@ def _together(config: Config) -> Iterator[Problem]:
         fits = False
     if not fits:
         yield Problem("run.folder is no folder", run.folder, "", "name another")
-    elif not os.access(next(place for place in (folder, *folder.parents) if place.exists()), os.W_OK):
-        yield Problem("run.folder cannot be written into", run.folder, "", "name another")
     if run.plan != "auto":
         try:
             Plan.parse(run.plan)

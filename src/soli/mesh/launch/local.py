@@ -43,8 +43,8 @@ LATE_SECONDS = 30.0
 """How long after the last rank that ended it is said where the others stand."""
 INTERRUPTED, TERMINATED = 130, 143
 _POLL_SECONDS = 0.02
-ERROR, STACKS, WAITS, HEARD = "SOLI_ERROR_FILE", "SOLI_STACKS_FILE", "SOLI_WAITS_FILE", "SOLI_INTERRUPTS_FILE"
-FILES = {ERROR: "error{}.json", STACKS: "stacks{}.txt", WAITS: "waits{}.json", HEARD: "interrupts{}.txt"}
+ERROR, STACKS, WAITS = "SOLI_ERROR_FILE", "SOLI_STACKS_FILE", "SOLI_WAITS_FILE"
+FILES = {ERROR: "error{}.json", STACKS: "stacks{}.txt", WAITS: "waits{}.json"}
 """What a rank writes for the launcher: the variables that name its files to it, and their names."""
 _PR_SET_PDEATHSIG = 1
 
@@ -341,8 +341,6 @@ def _interrupt(ranks: list[_Rank], signalled: signal.Signals | None) -> None:
         if signalled is not None:
             _send(ranks, signalled, 0.0)
         _wait(ranks, 1.0)
-        if signalled is None:  # of this process alone, as by `kill -INT`
-            _send([rank for rank in ranks if rank.file(HEARD).exists() and not rank.file(HEARD).stat().st_size], signal.SIGINT, 0.0)
         if _running(ranks):
             print(f"soli: ranks may take {ASKED_SECONDS:g} s to end; Ctrl-C ends them now", file=sys.stderr)
             _wait(ranks, ASKED_SECONDS)
