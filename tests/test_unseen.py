@@ -1382,6 +1382,44 @@ def test_ranks_that_pad_to_their_own_longest_say_so(pool: Pool) -> None:
     assert pool.run(trained_padded, "dp=2", False, (5,) * 16, ranks=2) == [(pytest.approx(even, rel=1e-13), False)] * 2
 
 
+def in_two_views(samples: list[Tensor]) -> dict[str, Tensor]:
+    rows = torch.stack(samples)
+    tokens = torch.cat([rows, rows.flip(1)])
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def twice(plan: str) -> tuple[list[float], str]:
+    engine, _ = engine_of(Plain, plan)
+    rows = list(torch.randint(29, (16, 7), generator=torch.Generator().manual_seed(0)))
+    found: list[float] = []
+    said = said_by(lambda: found.extend(float(engine.step(part)) for part in engine.batches(rows, 8, collate=in_two_views, shuffle=False)))
+    if said == "it ran":
+        found.append(engine.evaluate(engine.batches(rows, 8, collate=in_two_views, shuffle=False, name=None)))
+    return found, said
+
+
+def test_a_collate_that_drops_samples_trains_on_the_others() -> None:
+    rows = list(torch.randint(29, (8, 7), generator=torch.Generator().manual_seed(0)))
+    some = lambda samples: {"tokens": torch.stack(samples)[:3, :-1], "targets": torch.stack(samples)[:3, 1:]}
+    expected = engine_of(Plain, "dp=1")[0].step(some(rows))
+    for plan in ("dp=1", "dp=1,accumulate=2"):
+        engine, _ = engine_of(Plain, plan)
+        assert [engine.step(part) for part in engine.batches(rows, 8, collate=some, shuffle=False)] == [pytest.approx(float(expected), rel=1e-11)]
+
+
+def test_a_collate_that_makes_two_rows_of_a_sample_trains_on_both(pool: Pool) -> None:
+    """The second ones were left out, without a word, on one rank too."""
+    rows = list(torch.randint(29, (16, 7), generator=torch.Generator().manual_seed(0)))
+    engine, _ = engine_of(Plain, "dp=1")
+    expected = [float(engine.step(in_two_views(rows[i : i + 8]))) for i in (0, 8)]
+    expected.append(engine.evaluate([in_two_views(rows[i : i + 8]) for i in (0, 8)]))
+    for plan, ranks in (("dp=1", 1), ("dp=1,accumulate=2", 1), ("tp=2", 2)):
+        for found, said in pool.run(twice, plan, ranks=ranks) if ranks > 1 else [twice(plan)]:
+            assert said == "it ran"
+            assert found == pytest.approx(expected, rel=1e-11)
+    assert all("the collate makes other rows than samples" in said for _, said in pool.run(twice, "dp=2", ranks=2))
+
+
 def masked(samples: list[Tensor]) -> dict[str, Tensor]:
     rows = torch.stack(samples)
     return {"tokens": rows[:, :-1], "targets": torch.where(torch.rand(rows[:, 1:].shape) < 0.3, -100, rows[:, 1:])}

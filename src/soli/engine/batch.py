@@ -7,7 +7,7 @@ into microbatches; sizes differ by at most one row, so a ragged batch trains as 
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
-from soli.core.errors import Problem, listed, on_all_ranks, raise_all
+from soli.core.errors import Problem, SoliError, listed, on_all_ranks, raise_all
 from soli.core.layout import even_parts
 from soli.core.plan import Plan
 from soli.parallel import kept, partial
@@ -99,7 +99,15 @@ def as_dict(batch: Any) -> Any:
 def part_of(batch: Any, ranks: int, index: int, later: bool = False) -> Part:
     """The rows of a global batch that rank number `index` of the dp axis computes; none of some of a `later` one, as of a data loader's last."""
     if isinstance(batch, Part):
-        return batch
+        most = max((len(x) for x in tree_leaves(batch.data) if _has_rows(x)), default=0)
+        if most in (0, batch.rows) or (most < batch.rows and ranks > 1):
+            return batch
+        rows = rows_of(batch.data)  # a collate made more of its samples (two views of each: none is left out), or dropped some
+        if ranks == 1:
+            return replace(batch, start=0, stop=rows, total=rows)
+        what = "the collate makes other rows than samples, and which row of the global batch each is only the whole batch tells"
+        fix = "make them in the dataset (one sample for each row), or collate the global batch and give it to engine.step; dp=1 runs it as it is"
+        raise SoliError(what, got=f"{rows} rows for {batch.rows} samples", allowed="one row for each sample", fix=fix)
     total = rows_of(batch)
     if total < (1 if later else ranks):
         what = "the global batch has no rows" if later else "the first global batch has fewer rows than there are data-parallel ranks"
