@@ -219,9 +219,10 @@ def test_a_size_that_is_there_and_cannot_be_read_is_not_taken_as_not_there(tmp_p
 def test_sizes_that_say_that_there_is_none_are_none_and_a_width_that_is_guessed_is_said(tmp_path: Path) -> None:
     said = {name: x for name, x in DIMENSIONS.items() if name != "intermediate_size"}
     for endless in (-1, 10**30):
-        model, inferred = read(tmp_path, **{"model_type": "gpt2", **said, "num_experts": 0, "max_position_embeddings": endless, "n_inner": None})
+        model, inferred = read(tmp_path, **{"model_type": "llama", **said, "num_experts": 0, "max_position_embeddings": endless, "n_inner": None})
     assert (model.experts, model.ffn, model.seq) == (0, 4 * model.hidden, 0)
     assert f"ffn={model.ffn}, four times the width" in inferred
+    assert not any("four times" in one for one in read(tmp_path, **{"model_type": "gpt2", **said})[1])
 
 
 def test_layers_of_attention_over_windows_and_a_table_as_wide_as_the_model_are_understood(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def _watched(engine: Engine, data: Any, rows: int, total: int) -> tuple[Effects,
             return effects, _run(engine, data, rows)
         except Exception as error:  # under zero=3 there may be nothing to write into, or to read
             effects.explain(engine.plan, engine.pipeline)
-            if isinstance(error, RuntimeError | IndexError | ValueError | AssertionError) and rows < total:
+            if isinstance(error, RuntimeError | IndexError | AssertionError) and rows < total:
                 error.add_note(
                     f"soli: on {rows} of the batch's {total} rows. If the model runs on all of them alone (plan dp=1), as on the "
                     "nodes of a graph, they are no rows that can be shared out: let a row be what is computed by itself (one graph)"

@@ -257,7 +257,7 @@ def _inferred(kind: str, said: Mapping[str, Any], numbers: Mapping[str, int | No
             f"{named} were compared with no program: each layer is taken as attention and an MLP with{'' if model.gated else 'out'} a gate, "
             f"and {'one table is the first and the last' if model.tied else 'the first table and the last are two'}"
         )
-    if numbers["ffn"] is None and numbers["expert_ffn"] is None:
+    if numbers["ffn"] is None and numbers["expert_ffn"] is None and (model.gated or kind not in FAMILIES):  # others' own default, as GPT-2's
         found.append(f"ffn={model.ffn}, four times the width")
     if model.gated and numbers["kv_heads"] is None and model.kv_heads > 1:
         found.append(f"num_key_value_heads={model.kv_heads}, as many as heads")
