@@ -165,8 +165,9 @@ def test_no_fewer_servers_are_enough() -> None:
     assert choice.tokens_per_s == speeds[2]
 
 
-def test_the_nearest_plan_that_does_not_fit_says_what_it_lacks() -> None:
-    asked = task(cluster="h100:8x1", batch=64)
+@pytest.mark.parametrize("memory", [0.0, 70e9])
+def test_the_nearest_plan_that_does_not_fit_says_what_it_lacks(memory: float) -> None:
+    asked = replace(task(cluster="h100:8x1", batch=64), memory=memory)
     best = whatif.explain.answer(asked, 1).best[0]
     said = whatif.explain.beyond(asked, best)
     lacks, limit = float(said.split("lacks ")[1].split()[0]), asked.limit / 1e9

@@ -562,8 +562,8 @@ def test_a_buffer_that_becomes_another_tensor_is_put_back_and_not_written_into(t
         loss = nn.functional.cross_entropy(alone(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
         loss.backward()
         optimizer.step()
-        assert torch.allclose(engine.step(batch), loss, rtol=1e-12, atol=0)
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(model.state_dict().values(), alone.state_dict().values(), strict=True))
+        assert torch.allclose(engine.step(batch), loss, rtol=BOUND, atol=0)
+    assert all(torch.allclose(a, b, rtol=BOUND, atol=BOUND) for a, b in zip(model.state_dict().values(), alone.state_dict().values(), strict=True))
 
 
 def test_what_the_first_rows_set_for_good_is_seen(pool: Pool) -> None:
