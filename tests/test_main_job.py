@@ -141,8 +141,8 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path: Path) -> None:
     assert a["validation"] == b["validation"]
     assert (the_run(whole) / "sample.txt").read_text() == (run / "sample.txt").read_text()
     before = (run / "config.toml").read_text()
-    done = train(killed, "--resume", str(run), "--plan", "dp=2", "--seed", "9")
-    assert (done.returncode, "has the seed that it began with" in done.stderr) == (2, True)
+    done = train(killed, "--resume", str(run), "--plan", "dp=2", "--seed", "9", "--name", "other")
+    assert (done.returncode, *(f"has the {key} that it began with" in done.stderr for key in ("seed", "name"))) == (2, True, True), done.stderr
     assert (run / "config.toml").read_text() == before
     done = train(killed, "--resume", str(run), "--plan", "dp=2", "--steps", "110")
     assert done.returncode == 0, done.stderr  # on to more steps, under another plan

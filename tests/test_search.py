@@ -300,6 +300,7 @@ def config_of(**changes: object) -> str:
         (config_of(num_attention_heads=8192), "share a width of 64"),
         (config_of(num_hidden_layers=10**400), "layers"),
         (config_of(is_encoder_decoder=True), "'is_encoder_decoder', an encoder beside its decoder, are not understood"),
+        (config_of(model_type="mt5"), "'model_type', an encoder beside its decoder, are not understood"),
         (config_of(num_local_experts=2, num_experts_per_tok=4), "goes to 4 of 2 experts"),
     ],
 )

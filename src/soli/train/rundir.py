@@ -25,8 +25,8 @@ from soli.train.config import Config, Model
 from soli.train.tokens import Tokens
 
 CONFIG, METRICS, DATA = "config.toml", "metrics.jsonl", "data.json"
-SAVED = ("lr", "warmup", "floor", "beta1", "beta2", "weight_decay", "clip", *get_type_hints(Model), "seed")
-"""Settings of which a checkpoint is, or that it brings with it."""
+SAVED = ("lr", "warmup", "floor", "beta1", "beta2", "weight_decay", "clip", *get_type_hints(Model), "seed", "name")
+"""Settings of which a checkpoint is, or that it or its folder brings with it."""
 
 
 def create(config: Config) -> Path:
@@ -151,7 +151,7 @@ def configuration(config_path: Path | None, resume: Path | None, named: Mapping[
         if odd := [name for name in later if newest and int(name) > saved["step"]]:
             fix = f"remove them, and the run goes on from step {saved['step']}; or mend them"
             raise on_all_ranks("later checkpoints are not whole, and in the way of those that this run would save", got=", ".join(odd), fix=fix)
-        flat = lambda one: {**one["optim"], **one["model"], "seed": one["run"]["seed"]}
+        flat = lambda one: {**one["optim"], **one["model"], "seed": one["run"]["seed"], "name": one["run"]["name"]}
         then, now = flat(began or asdict(settings.load(start))), flat(asdict(config))
         what, differ = "a run that is resumed has the {} that it began with", [k for k in SAVED if then[k] != now[k]]
         raise_all(Problem(what.format(k), str(now[k]), str(then[k]), "start a new run") for k in differ)
