@@ -138,3 +138,6 @@ def test_agree_as_typed(tmp_path: Path) -> None:
     assert "there is no such file" in lacking.stderr
     assert not (tmp_path / "none.db").exists()
     assert "--db FILE" in run(str(LABELS / "labels.csv"), "--sample", "x").stderr
+    alone = tmp_path / "alone.csv"
+    alone.write_text("".join(line for line in (LABELS / "labels.csv").open() if ",A," in line or line.startswith("repo,")), encoding="utf-8")
+    assert run(str(alone)).stdout == "one labeller, A, of 460 commits: agreement is of two\n"

@@ -210,6 +210,8 @@ def agree(
     if as_json:
         print(_json({"pairs": pairs, "judged": judged, **({"selection": selected} if selected else {})}))
         return
+    if not pairs:
+        print(f"one labeller, {rows[0].labeller}, of {len({(row.repo, row.commit) for row in rows})} commits: agreement is of two")
     for pair in pairs:
         print(f"{pair.first} and {pair.second}: {pair.fix.count} commits, {len(pair.differ)} labelled differently")
         for name, one in {"is a fix": pair.fix, **pair.dimensions}.items():
