@@ -80,4 +80,4 @@ def test_show() -> None:
     assert json.loads(run("wrong-group", "--json").stdout)[0]["fixes"][0]["commit"] == fixes[0].commit
     wrong = run("wrong-grup")
     assert wrong.returncode == 2
-    assert "soli bugs show wrong-group" in wrong.stderr
+    assert "did you mean 'wrong-group'" in wrong.stderr

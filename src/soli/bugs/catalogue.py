@@ -1,11 +1,10 @@
 """Mechanisms of bugs: what each is, how it shows, how it was fixed, and in which real commits (catalogue.toml)."""
 
-import difflib
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, nearest
 from soli.core.tables import table
 
 
@@ -46,6 +45,5 @@ def mechanism(name: str) -> Mechanism:
     """One of them. SoliError with the nearest where there is none of this name."""
     known = mechanisms()
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        raise SoliError("there is no such mechanism", got=name, allowed=", ".join(known), fix=f"soli bugs show {near[0]}" if near else "")
+        raise SoliError("there is no such mechanism", got=name, allowed=", ".join(known), fix=nearest(name, known))
     return known[name]

@@ -139,9 +139,11 @@ def _wrong(name: str, known: tuple[str, ...], said: Any) -> Iterator[Problem]:
         if word not in known:
             yield Problem(f"{name} has no such word", got=word, allowed=", ".join(known))
             continue
-        if not (isinstance(one, dict) and isinstance(one.get("prior"), int | float)) or set(one) - {"prior", "rules"}:
-            yield Problem(f"{name} {word}: it has a prior, which is a number, and rules", got=repr(one)[:200])
-        for rule in one.get("rules", ()) if isinstance(one, dict) else ():
+        rules = one.get("rules", []) if isinstance(one, dict) else None
+        tables = isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules)
+        if not (tables and isinstance(one.get("prior"), int | float)) or set(one) - {"prior", "rules"}:
+            yield Problem(f"{name} {word}: it has a prior, which is a number, and rules, which are tables", got=repr(one)[:200])
+        for rule in rules if tables else ():
             yield from _wrong_rule(f"{name} {word}: {rule.get('name', 'a rule without a name')}", rule)
 
 

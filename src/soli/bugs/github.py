@@ -20,6 +20,7 @@ from typing import Any
 from soli.bugs import store
 from soli.bugs.endpoint import private
 from soli.core.errors import SoliError, blaming, failure
+from soli.core.files import write_whole
 from soli.core.progress import busy
 
 API = "https://api.github.com/graphql"
@@ -158,7 +159,7 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
         raise SoliError("this file holds another repository", got=f"{out}: {held}", fix="another --out")
     ends = [i for i, line in enumerate(lines) if line.startswith('{"cursor": "')]
     kept = lines[: ends[-1] + 1 if ends else 1]
-    out.write_text("".join(kept), encoding="utf-8")
+    write_whole(out, "".join(kept))
     return json.loads(kept[-1])["cursor"] if ends else None, sum(line.startswith('{"number": ') for line in kept)
 
 

@@ -5,17 +5,14 @@ shown as text. A label is in the CSV file as soon as it is given; whoever goes o
 """
 
 import fcntl
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from jinja2 import Environment, StrictUndefined
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -26,6 +23,7 @@ from soli.bugs.catalogue import mechanisms
 from soli.bugs.labels import FIX, Label
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import SoliError
+from soli.core.page import template
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'",
@@ -50,11 +48,9 @@ class Item:
 
 def application(items: Sequence[Item], path: Path, labeller: str, token: str) -> Starlette:
     """The page of one labeller: `path` holds everybody's labels, and is written after each."""
-    pages = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     root = f"/{token}"
     words = {"dimensions": DIMENSIONS, "fix_words": FIX, "mechanisms": mechanisms()}
-    text = files(__package__).joinpath("label_page.html").read_text(encoding="utf-8")
-    template = pages.from_string(text, globals={"root": root, "labeller": labeller, **words})
+    pages = template(__package__, "label_page.html", root=root, labeller=labeller, **words)
 
     def known() -> list[Label]:
         return labels.read(path) if path.exists() else []
@@ -63,7 +59,7 @@ def application(items: Sequence[Item], path: Path, labeller: str, token: str) ->
         return labels.by_labeller(rows).get(labeller, {})
 
     def page(name: str, status: int = 200, **said: Any) -> Response:
-        return HTMLResponse(template.render(said, page=name), status, HEADERS)
+        return HTMLResponse(pages.render(said, page=name), status, HEADERS)
 
     def start(request: Request) -> Response:
         done = mine(known())
@@ -136,9 +132,7 @@ def keep(path: Path, told: Label) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = labels.read(path) if path.exists() else []
         kept = [one for one in known if (one.repo, one.commit, one.labeller) != (told.repo, told.commit, told.labeller)]
-        beside = path.with_name(f"{path.name}.new")
-        labels.write(beside, [*kept, told])
-        os.replace(beside, path)
+        labels.write(path, [*kept, told])
 
 
 async def _form(request: Request) -> dict[str, str] | None:

@@ -1,6 +1,7 @@
 """Labels of commits: a CSV file, a row for each commit and labeller, that says who or what made each; and how they agree."""
 
 import csv
+import io
 import json
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping
@@ -17,6 +18,7 @@ from soli.bugs.agreement import Kappa, kappa
 from soli.bugs.catalogue import mechanisms
 from soli.bugs.taxonomy import DIMENSIONS
 from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.files import write_whole
 
 FIX = ("yes", "no", "unsure")
 SAMPLES = ("fix", "rest")
@@ -69,12 +71,12 @@ def read(path: Path) -> list[Label]:
 
 
 def write(path: Path, labels: Iterable[Label]) -> None:
-    """As `read` reads them, in one order."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, NAMES, lineterminator="\n")
-        table.writeheader()
-        for one in sorted(labels, key=lambda one: (one.sample, one.repo, one.commit, one.labeller)):
-            table.writerow(vars(one))
+    """As `read` reads them, in one order; the whole file or, where that fails, nothing."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, NAMES, lineterminator="\n")
+    table.writeheader()
+    table.writerows(map(vars, sorted(labels, key=lambda one: (one.sample, one.repo, one.commit, one.labeller))))
+    write_whole(path, text.getvalue())
 
 
 def draw(base: sqlite3.Connection, seed: int, counts: Mapping[str, int], of: Collection[str]) -> tuple[dict[str, list[tuple[str, str]]], dict[str, int]]:

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment
 
 from soli.bugs.agreement import Share, bounded, percent
 from soli.bugs.judging import ALL, Judged
@@ -15,7 +13,7 @@ from soli.bugs.mine import SMALL
 from soli.bugs.store import SURE
 from soli.bugs.study import LINES
 from soli.bugs.taxonomy import DIMENSIONS
-from soli.core.picture import svg
+from soli.core.page import svg, template
 
 Said = Mapping[str, Any]  # what study.py finds
 Selected = Mapping[str, Selection] | None
@@ -64,9 +62,7 @@ def markdown(said: Said, judged: Sequence[Judged] = (), selected: Selected = Non
 
 def page(said: Said, judged: Sequence[Judged] = (), selected: Selected = None) -> str:
     """The report as one HTML page. Nothing is fetched, nothing runs in it."""
-    pages = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = pages.from_string(files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
-    return template.render(blocks=blocks(said, judged, selected), svg=svg, long=LONG) + "\n"
+    return template(__package__, "report.html").render(blocks=blocks(said, judged, selected), svg=svg, long=LONG) + "\n"
 
 
 def _markdown(block: Heading | Table | str) -> str:

@@ -10,6 +10,7 @@ from soli.bugs.changes import patches
 from soli.bugs.label_page import Item
 from soli.bugs.mine import histories
 from soli.core.errors import SoliError
+from soli.core.files import write_whole
 
 LINES = 400  # of a diff that a person is shown
 
@@ -33,7 +34,7 @@ def drawn(path: Path, mined: Path, seed: int, counts: dict[str, int], repos: Col
         "seed": seed, "population": population, "drawn": counts, "rules": sorted({rules for *_, rules in heads}),
         "heads": {repo: head for repo, head, _ in heads}, "commits": commits,
     }  # fmt: skip
-    path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(said, indent=1) + "\n")
     return said
 
 

@@ -107,6 +107,8 @@ def _wrong(said: dict[str, Any]) -> Iterator[Problem]:
         if not isinstance(one.get("fix"), bool) or not one.get("why"):
             yield Problem(f"{name}: a rule says whether it is a fix, and why", allowed="fix = true or false, why = '...'")
         yield from unfit(one.get("match"), f"{name}: 'match'")
+    if not isinstance(said.get("left_out", []), list):
+        yield Problem("'left_out' is a list of names", got=repr(said["left_out"])[:80])
     if not lists["rule"] or lists["rule"][-1].get("match"):
         yield Problem("the last rule must decide on whatever is left", fix="match = ''")
 

@@ -94,7 +94,7 @@ def check_files(place: Path, manifest: Manifest, names: list[str], *, shown: boo
         raise SoliError(found, exit_code=FAILURE)
 
 
-def damage(file: Path, entry: FileEntry, done: Add = lambda _: None) -> list[Problem]:
+def damage(file: Path, entry: FileEntry, done: Add) -> list[Problem]:
     """What is wrong with a file of a checkpoint: missing, another size, another content."""
     fix = "take another copy of this checkpoint, or an earlier one (soli train: move this one away, and the newest that is left is taken)"
     if not file.is_file():

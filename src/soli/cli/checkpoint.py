@@ -1,7 +1,5 @@
 """`soli checkpoint`: show, check, export, import."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

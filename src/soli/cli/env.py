@@ -72,8 +72,11 @@ def _torch(problems: list[str]) -> dict[str, Any]:
     if not dist.is_available():
         problems.append("this torch is built without torch.distributed: one rank only")
         return facts
-    backend, why = cpu_backend()
-    facts["CPU ranks talk over"] = f"{backend} ({why})"
+    try:
+        backend, why = cpu_backend()
+        facts["CPU ranks talk over"] = f"{backend} ({why})"
+    except SoliError as error:
+        problems += [f"{one.what}: {one.got}" for one in error.problems]
     for name, there in (("local", True), ("gloo", dist.is_gloo_available())):
         facts[name] = _try(name, problems) if there else _missing(name, problems)
     facts["nccl"] = "built in" if dist.is_nccl_available() else _missing("nccl", problems)

@@ -1,7 +1,5 @@
 """`soli hardware`: the devices that are known, or what a cluster's text or file says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

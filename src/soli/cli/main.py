@@ -1,7 +1,5 @@
 """The command `soli`: one file a verb. Nothing here imports torch, so that help and mistakes are quick."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

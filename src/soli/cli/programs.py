@@ -1,6 +1,5 @@
 """A user's program as the commands take it: FILE.py:NAME, a function that returns a model, a batch and perhaps its loss."""
 
-import importlib
 import importlib.util
 import inspect
 import re

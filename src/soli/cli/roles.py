@@ -1,7 +1,5 @@
 """`soli roles`: what each weight of a model is to tensor parallelism, and why."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """`soli run`: a script as N ranks on this machine."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

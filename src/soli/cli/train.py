@@ -1,7 +1,5 @@
 """`soli train`: check everything that can be checked before a rank starts, then start them."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -43,16 +43,9 @@ class SoliError(Exception):
     """
 
     def __init__(
-        self,
-        what: str | Iterable[Problem],
-        *,
-        got: object = "",
-        allowed: object = "",
-        fix: str = "",
-        seen: str = "",
-        exit_code: int = MISTAKE,
-        everywhere: bool = False,
-    ) -> None:
+        self, what: str | Iterable[Problem], *, got: object = "", allowed: object = "", fix: str = "", seen: str = "",
+        exit_code: int = MISTAKE, everywhere: bool = False,
+    ) -> None:  # fmt: skip
         self.problems = tuple([Problem(what, str(got), str(allowed), fix, seen)] if isinstance(what, str) else what)
         self.exit_code, self.everywhere = exit_code, everywhere
         self.consequence = False  # True: another rank's failure is the likely cause of this one

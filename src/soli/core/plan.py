@@ -16,7 +16,7 @@ from math import isqrt, prod
 from typing import Any
 
 from soli.core.axes import DEPTH, PP, REPLICATE, ROW, SHARD, TP
-from soli.core.errors import Problem, nearest, raise_all
+from soli.core.errors import Problem, nearest, on_all_ranks, raise_all
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "tensor": ("1d", "2d", "2.5d", "3d"),
@@ -151,6 +151,8 @@ class Plan:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], known: Iterable[Problem] = ()) -> Plan:
         """`known`: problems that are told with those of the values."""
+        if not isinstance(data, Mapping):
+            raise on_all_ranks("a plan is an object of keys and values", got=repr(data)[:200], allowed='{"dp": 2, "zero": 3}')
         typed, problems = _from_pairs(dict(data))
         raise_all([*known, *problems, *_value_problems(typed)], everywhere=True)
         return cls(**typed)
@@ -225,6 +227,11 @@ def _read(key: str, value: Any, default: Any) -> Any:
 
 def _value_problems(values: dict[str, Any]) -> Iterator[Problem]:
     """What no plan may hold, whatever the world and whatever is built."""
+    kinds = {f.name: int if f.name == "dp" else type(f.default) for f in fields(Plan)}
+    odd = [key for key, value in values.items() if type(value) is not kinds[key] and (key, value) != ("dp", None)]
+    for key in odd:
+        yield Problem(f"'{key}' of the plan is of another type", got=repr(values[key]), allowed=kinds[key].__name__)
+    values = {key: value for key, value in values.items() if key not in odd}
     if values.get("rows", 0) < 0:
         yield Problem("'rows' of the plan is below 0", got=values["rows"], allowed="0, 1, 2, ...")
     for key in ("dp", "replicate", "tp", "depth", "cp", "pp", "chunks", "microbatches", "accumulate", "ep"):

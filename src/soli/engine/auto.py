@@ -96,6 +96,7 @@ class Auto:
         order = self._fitting()
         while order and not order[0].taken and not self._holds(order[0]):
             order = self._fitting()
+        order = self._fitting()  # with what that run has told of the best
         return self._none() if not order else Choice(Plan.parse(order[0].plan), self._ordered(), self.memory, self._lines(order, start))
 
     def _need_room(self) -> None:
@@ -257,10 +258,10 @@ class Auto:
     def _vary(self) -> None:
         """Rehearse the variants of the layouts that are near the best, and of data parallelism."""
         order = {str(_layout(o)): o for o in reversed(self._fitting())}  # of each layout the best
-        near = sorted(order.items(), key=lambda one: one[1].measured or one[1].seconds)[:LAYOUTS]
-        limit = NEAR * min((o.measured or o.seconds for _, o in near), default=0.0)
+        near = sorted(order.items(), key=lambda one: one[1].time)[:LAYOUTS]
+        limit = NEAR * min((o.time for _, o in near), default=0.0)
         usual = [(name, o) for name, o in order.items() if _is_usual(o)]
-        near = [one for one in near if (one[1].measured or one[1].seconds) <= limit]
+        near = [one for one in near if one[1].time <= limit]
         new = [(name, o) for name, o in dict([*near, *usual]).items() if name not in self.varied]
         self.varied.update(name for name, _ in new)
         self._look([v for _, o in new for v in variants(Plan.parse(o.plan), self.world.size, self.rows)])
@@ -275,7 +276,7 @@ class Auto:
             return None
         best = min((o.measured for o in order if o.measured), default=0.0)
         # What anyone would have tried first; a collective may be so far from its calibration.
-        usual = [o for o in order if _is_usual(o) and (o.measured or o.seconds) <= CHANGED * best]
+        usual = [o for o in order if _is_usual(o) and o.time <= CHANGED * best]
         if usual and not any(o.measured for o in usual):
             return usual[0]
         if self.probes > 1 and number < self.probes and _layout(open_[0]) not in known:
@@ -334,7 +335,7 @@ class Auto:
     # --- answers --------------------------------------------------------------------------------------
 
     def _ordered(self) -> list[Option]:
-        return sorted(self.options.values(), key=lambda o: (bool(o.refused), o.measured or o.seconds))
+        return sorted(self.options.values(), key=lambda o: (bool(o.refused), o.time))
 
     def _fitting(self) -> list[Option]:
         return [option for option in self._ordered() if not option.refused]
@@ -358,11 +359,11 @@ class Auto:
         """The decision in three lines."""
         best = order[0]
         took = "nothing to choose"
-        if best.measured or best.seconds:
+        if best.time:
             how = "measured" if best.measured else "predicted"
-            took = f"{_seconds(best.measured or best.seconds)} a step {how}"
+            took = f"{_seconds(best.time)} a step {how}"
         others = [o for o in order[1:] if _layout(o) != _layout(best)][:3]
-        slower = lambda o: (o.measured or o.seconds) / (best.measured or best.seconds) - 1
+        slower = lambda o: o.time / best.time - 1
         beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
         refused = [o for o in self.options.values() if o.refused]
         notes = [*self.notes, *self._unrun()]

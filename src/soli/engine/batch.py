@@ -185,9 +185,8 @@ class Caller:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        parameters = inspect.signature(
-            getattr(model, "_orig_mod", model).forward
-        ).parameters  # torch.compile's has *args
+        plain = getattr(model, "_orig_mod", model)  # torch.compile's forward has *args
+        parameters = inspect.signature(plain.forward).parameters
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self.named = [name for name, p in parameters.items() if p.kind in kinds]
         rest = [p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
@@ -207,14 +206,7 @@ class Caller:
             return self.model(*args, **kwargs)
 
     def _problems(self, batch: dict[str, Any]) -> list[Problem]:
-        missing = [name for name in self.required if name not in batch]
-        got = ", ".join(map(str, batch))
-        return [
-            Problem(
-                f"the model's forward needs '{name}' and the batch has no such entry",
-                got=got,
-                allowed=", ".join(self.named),
-                fix=f"name the entries of the batch as the forward does ({MODEL_INPUTS})",
-            )
-            for name in missing
-        ]
+        got, allowed = ", ".join(map(str, batch)), ", ".join(self.named)
+        fix = f"name the entries of the batch as the forward does ({MODEL_INPUTS})"
+        what = "the model's forward needs '{}' and the batch has no such entry"
+        return [Problem(what.format(name), got, allowed, fix) for name in self.required if name not in batch]

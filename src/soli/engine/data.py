@@ -162,7 +162,7 @@ def _by_number(dataset: Dataset[Any], order: Order, collate: Callable[[list[Any]
         order.sample = drawing.first()
     while _goes_on(order):
         epoch, size = order.position.epoch, order.size
-        drawn = lambda: torch.Generator().manual_seed(order.seed() * 1_000_003 + order.position.epoch)
+        drawn = lambda: torch.Generator().manual_seed((order.seed() * 1_000_003 + order.position.epoch) & 2**64 - 1)
         indices = torch.randperm(size, generator=drawn()) if order.shuffle else torch.arange(size)
         starts = list(range(0, size, order.global_batch))[order.position.batch :]
         if not starts:

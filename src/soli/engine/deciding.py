@@ -54,6 +54,11 @@ class Option:
     reads: str = ""  # which layers read values, that a rehearsal takes for 0
     writes: str = ""  # buffers that a step changes: whether as one device would, only a run says
 
+    @property
+    def time(self) -> float:
+        """Seconds of a step: measured where it was run, else predicted."""
+        return self.measured or self.seconds
+
     def told(self) -> str:
         """What a run took beyond its rehearsal."""
         return f"{self.plan} took {size(self.taken)}, {size(self.taken - self.peak)} more than rehearsed"

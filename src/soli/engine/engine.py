@@ -91,6 +91,7 @@ def parallelize(
         "model is a module": (isinstance(model, nn.Module), model, "a torch.nn.Module"),
         "plan is a text or a Plan": (isinstance(plan, str | Plan), plan, "such as dp=2,zero=3"),
         "memory is of bytes that a rank may take": (memory is None or _above_0(memory), memory, "above 0"),
+        "seed is a whole number": (hasattr(seed, "__index__"), seed, "0, 1, 2, ..."),
         "clip is the largest norm of the gradient": (clip is None or _above_0(clip), clip, "above 0, or None: no clipping"),
     }
     raise_all((Problem(what, f"{x!r}"[:200], allowed) for what, (fine, x, allowed) in asked.items() if not fine), everywhere=True)
@@ -336,6 +337,7 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each parameter counted once."""
+        self._need_gradients("gradient_norm")
         return norm.gradient_norm(self) / (self._count * self._seed_scale)
 
     def update(self) -> None:
@@ -406,16 +408,9 @@ class Engine:
     # --- data and evaluation --------------------------------------------------------------------------
 
     def batches(
-        self,
-        dataset: Any,
-        global_batch: int,
-        *,
-        epochs: int | None = None,
-        shuffle: bool = True,
-        collate: Callable[[list[Any]], Any] | None = None,
-        workers: int = 0,
-        name: str | None = "train",
-    ) -> Iterator[Part]:
+        self, dataset: Any, global_batch: int, *, epochs: int | None = None, shuffle: bool = True,
+        collate: Callable[[list[Any]], Any] | None = None, workers: int = 0, name: str | None = "train",
+    ) -> Iterator[Part]:  # fmt: skip
         """This rank's part of each global batch, until so many epochs are through (None: this one). A named stream's position is kept and saved."""
         need_samples(given := dataset)
         if self._plan is None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from soli.core.axes import DEPTH, ROW, TP
-from soli.core.errors import failure
+from soli.core.errors import failure, listed
+from soli.core.report import named
 from soli.engine import withheld
-from soli.mesh.collectives import Axis, all_reduce
+from soli.mesh.collectives import Axis, all_reduce, gather_json
 
 if TYPE_CHECKING:
     from soli.engine.engine import Engine
@@ -47,13 +48,15 @@ def forget(engine: Engine) -> None:
 
 
 def refuse(engine: Engine) -> None:
-    """Raise: this step's gradient is not finite."""
+    """Raise: this step's gradient is not finite, and of which parameters on which ranks. Collective."""
     mine = lambda unit, slot: unit.owned_tensor(slot, unit.grad_shard, unit.low).pieces
     finite = lambda unit, slot: all(bool(t.isfinite().all()) for _, t in mine(unit, slot))
     bad = [s.name for u in engine.laid.reducer.units for s in u.slots if not finite(u, s)]
     forget(engine)
+    told = gather_json(bad, engine.mesh.all, label="gradients that are not finite")
+    ranks = named([rank for rank, names in enumerate(told) if names])
     what = f"the gradient of step {engine.step_count + 1} is not finite; nothing was updated"
-    got = f"in this rank's part of {', '.join(bad[:4]) or 'no parameter'}"
+    got = f"on {ranks}, of {listed(list(dict.fromkeys(name for names in told for name in names)))}"
     fix = "lower the learning rate, clip, or look for a division by zero in the backward of that module"
     raise failure(what, got=got, fix=fix, everywhere=True)
 

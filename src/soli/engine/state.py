@@ -154,7 +154,8 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
     shapes = _agreed_shapes(engine, local)
     slots, found = {s.name: (s, u) for u in engine.laid.units for s in u.slots}, {}
     for name, (shape, dtype) in shapes.items():
-        whole = torch.full(shape, 0 if shape else -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=engine.device)
+        least = -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+        whole = torch.full(shape, 0 if shape else least, dtype=dtype, device=engine.device)
         for box, piece in local[name].pieces if name in local else []:
             whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
         param = name.removeprefix("optimizer.").rpartition(".")[0]

@@ -184,15 +184,8 @@ def reduce(tensor: Tensor, axis: Axis, to: int, *, label: str = "", wait: bool =
 
 
 def all_to_all(
-    output: Tensor,
-    whole: Tensor,
-    axis: Axis,
-    received: list[int] | None = None,
-    sent: list[int] | None = None,
-    *,
-    label: str = "",
-    wait: bool = True,
-) -> Pending:
+    output: Tensor, whole: Tensor, axis: Axis, received: list[int] | None = None, sent: list[int] | None = None, *, label: str = "", wait: bool = True,
+) -> Pending:  # fmt: skip
     """Rank r of the axis gets `sent[r]` elements of `whole`, in order; `output` holds `received[r]` of each rank r.
 
     Both tensors are flat; without sizes every rank gets as much as every other.
@@ -253,7 +246,7 @@ def receive(tensor: Tensor, axis: Axis, source: int, *, label: str = "") -> None
     _begun(record, axis, True, begin, _copy_back(tensor, moved))
 
 
-def send_json(value: Any, axis: Axis, to: int, *, label: str = "") -> None:
+def send_json(value: Any, axis: Axis, to: int, *, label: str) -> None:
     """Send a JSON-able value. Small and rare things only."""
     if axis.simulated:
         axis.group.tell(value, axis.index, to)
@@ -263,7 +256,7 @@ def send_json(value: Any, axis: Axis, to: int, *, label: str = "") -> None:
     send(data, axis, to, label=label)
 
 
-def receive_json(axis: Axis, source: int, *, label: str = "") -> Any:
+def receive_json(axis: Axis, source: int, *, label: str) -> Any:
     """Receive what `send_json` sent."""
     if axis.simulated:
         return axis.group.told(source, axis.index)
@@ -290,7 +283,7 @@ def gather_json(value: Any, axis: Axis, *, label: str = "") -> list[Any]:
     return [json.loads(bytes(row[:size])) for row, size in rows]
 
 
-def raise_together(check: Callable[[], None], axis: Axis, *, label: str = "") -> None:
+def raise_together(check: Callable[[], None], axis: Axis, *, label: str) -> None:
     """Call `check`, which sends nothing itself, on every rank: a SoliError of one is raised on all. Collective.
 
     Where one rank alone stopped, the others would go on and wait for it.
@@ -339,7 +332,7 @@ class Failures:
 
 
 @contextmanager
-def ending(axes: Iterable[Axis], who: str, alike: int = 0) -> Iterator[None]:
+def ending(axes: Iterable[Axis], who: str, alike: int) -> Iterator[None]:
     """Around what a rank computes for others that wait: an error ends it on all of them now, with the words of the first. `alike`: so many
     ranks compute here, and send each other nothing; where each has an error none waits, and it ends nothing."""
     try:

@@ -88,10 +88,10 @@ def rings(mesh: Mesh, axis: Axis) -> tuple[Axis, Axis] | None:
     size = sizes.pop()
     if sizes or not 1 < size < axis.size:
         return None
-    number = {rank: (family[0], divmod(i, size)) for family in places for i, rank in enumerate(family)}
-    place = lambda i: lambda rank: (number[rank][0], number[rank][1][i])
-    inner = axis_by_key("cp inside a host", {}, mesh.all, place(0), mesh.world)
-    return inner, axis_by_key("cp between hosts", {}, mesh.all, place(1), mesh.world)
+    inside = {rank: (family[0], i // size) for family in places for i, rank in enumerate(family)}
+    between = {rank: (family[0], i % size) for family in places for i, rank in enumerate(family)}
+    inner = axis_by_key("cp inside a host", {}, mesh.all, inside.__getitem__, mesh.world)
+    return inner, axis_by_key("cp between hosts", {}, mesh.all, between.__getitem__, mesh.world)
 
 
 def all_ranks(world: World) -> Axis:

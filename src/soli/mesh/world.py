@@ -75,26 +75,39 @@ def _deadline(said: Any) -> float:
     raise on_all_ranks("the deadline is no number of seconds above 0", got=said, fix="mend SOLI_DEADLINE or deadline=")
 
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+OF_HOST = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+TEXTS = ("MASTER_ADDR", "SLURM_JOB_NODELIST")
+"""Of these variables those that are no numbers."""
+
+
 def _place() -> tuple[int, int, int, int]:
     """rank, world size, local rank, ranks on this host; from torchrun's or Slurm's variables."""
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
-        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        what = "the environment names some of a rank's variables but not"
-        got = ", ".join(f"{n}={env[n]}" for n in needed if n in env)
-        fix = "start the program with `soli run -n N script.py` or torchrun, or unset all of them"
-        raise_all(Problem(f"{what} {name}", got, fix=fix) for name in needed if name not in env)
+        _need(TORCHRUN, "start the program with `soli run -n N script.py` or torchrun, or unset all of them")
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
         if not 0 <= rank < size:
-            raise_all([Problem("RANK is none of WORLD_SIZE ranks", f"RANK={rank}, WORLD_SIZE={size}", f"0 to {size - 1}", fix)])
+            raise on_all_ranks("RANK is none of WORLD_SIZE ranks", got=f"RANK={rank}, WORLD_SIZE={size}", allowed=f"0 to {size - 1}")
         return rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+    if env.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in env:
+        _need(SLURM, "start the program with srun, which sets them, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
         env.setdefault("MASTER_ADDR", _first_host(env["SLURM_JOB_NODELIST"]))
         env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
         size = int(env["SLURM_NTASKS"])
         local_size = int(env.get("SLURM_NTASKS_PER_NODE", "0") or 0) or max(1, size // int(env["SLURM_NNODES"]))
         return int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), local_size
     return 0, 1, 0, 1
+
+
+def _need(names: tuple[str, ...], fix: str) -> None:
+    """SoliError where a launcher's variables are not all there, or one that is a number is none."""
+    env, what = os.environ, "the environment names some of a rank's variables but not"
+    got = ", ".join(f"{name}={env[name]}" for name in names if name in env)
+    raise_all((Problem(f"{what} {name}", got, fix=fix) for name in names if name not in env), everywhere=True)
+    odd = [name for name in (*names, *OF_HOST) if name not in TEXTS and not env.get(name, "0").isdecimal()]
+    raise_all((Problem(f"{name} is no number", env[name], fix=fix) for name in odd), everywhere=True)
 
 
 def _first_host(nodes: str) -> str:
@@ -107,12 +120,9 @@ def _first_host(nodes: str) -> str:
 
 def placed(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     """One GPU a rank over NCCL where there are enough; ranks that share GPUs over gloo; CPUs: see backends.py."""
-    wish = os.environ.get("SOLI_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
     backend, _ = cpu_backend()
-    if wish == "cpu":
+    if not torch.cuda.is_available():
         return torch.device("cpu"), backend
-    if wish != "cuda" or not torch.cuda.is_available():
-        raise on_all_ranks("SOLI_DEVICE names a device that is not here", got=wish, allowed="cpu, cuda")
     count = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)

@@ -50,6 +50,8 @@ class Bert(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
+        if config.dim % config.heads:
+            raise ValueError(f"dim {config.dim} does not divide into {config.heads} heads")
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.dim)
         self.positions = nn.Parameter(torch.zeros(config.context, config.dim))

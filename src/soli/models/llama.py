@@ -96,8 +96,8 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        if config.dim % config.heads or config.heads % config.groups:
-            raise ValueError(f"dim {config.dim}, {config.heads} heads and {config.groups} groups do not divide")
+        if config.dim % (2 * config.heads) or config.heads % config.groups:  # angles are of pairs
+            raise ValueError(f"dim {config.dim}, {config.heads} heads of an even width and {config.groups} groups do not divide")
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.dim)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.layers)])

@@ -46,6 +46,8 @@ class ViT(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        if config.dim % config.heads:
+            raise ValueError(f"dim {config.dim} does not divide into {config.heads} heads")
         if config.size % config.patch:
             raise ValueError(f"patches of {config.patch} do not tile an image of {config.size}")
         count = (config.size // config.patch) ** 2

@@ -85,11 +85,15 @@ class Gatherer:
                 del param.cuts
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
 
-    def begin_forward(self, training: bool) -> None:
+    def _begin_pass(self, phase: str) -> None:
         if self.phase != "idle":  # an error ended a pass, and what it left gathered may be of other weights by now
             self.end_pass()
         self._guard(False)
-        self.phase, self.keep_last, self._cursor, self._ran = "forward", training, 0, []
+        self.phase = phase
+
+    def begin_forward(self, training: bool) -> None:
+        self._begin_pass("forward")
+        self.keep_last, self._cursor, self._ran = training, 0, []
         for block in self.order:
             block.runs, block.first = 0, OVER
         self._issue(self.root)
@@ -106,10 +110,7 @@ class Gatherer:
 
     def hold_all(self) -> None:
         """Gather everything and keep it until `end_pass`: a pipeline's microbatches come and go in between."""
-        if self.phase != "idle":  # an error ended a pass, and what it left gathered may be of other weights by now
-            self.end_pass()
-        self._guard(False)
-        self.phase = "held"
+        self._begin_pass("held")
         for block in [self.root, *self.order]:
             self._issue(block)
         for block in [self.root, *self.order]:

@@ -316,8 +316,10 @@ class Randomness:
 
     def order(self, x: Tensor, dim: Any) -> None:
         """In a probe: x is put in order along `dim`; None: all of it."""
-        if x in self._numbers:
-            self._ordered |= {(self._numbers[x], d) for d in (range(x.dim()) if dim is None else [dim % (x.dim() or 1)] if isinstance(dim, int) else [])}
+        if x not in self._numbers or not isinstance(dim, int | None):
+            return
+        dims = range(x.dim()) if dim is None else [dim % (x.dim() or 1)]
+        self._ordered |= {(self._numbers[x], d) for d in dims}
 
     def _known(self, key: Key) -> None:
         assert self._now is not None, "only inside begin()"
@@ -400,16 +402,9 @@ def _dropped(randomness: Randomness, func: Any, input: Tensor, p: float = 0.5, t
 
 
 def attention(
-    randomness: Randomness,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    randomness: Randomness, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """scaled_dot_product_attention; with dropout it is written out, as torch's own is on the CPU.
 
     In a probe too: what is cut after it, and so what crosses to another stage, is then as in training.

@@ -1,12 +1,11 @@
 """The planner's answer as one HTML page: the plans, why, and four pictures, three where the first plan's schedule is neither 1F1B nor interleaved, which is said. Nothing is fetched, nothing runs in it."""
 
 from dataclasses import replace
-from html import escape
 from typing import Any
 
 import numpy as np
 
-from soli.core.picture import svg
+from soli.core.page import svg, template
 from soli.core.pipelines import order, played
 from soli.planner import explain
 from soli.planner.cost.points import INTERLEAVED
@@ -20,10 +19,6 @@ KINDS = {
     "parameters": "#4c72b0", "gradients": "#8da9d6", "optimizer": "#c5d3ec", "activations": "#dd8452", "logits": "#f0c2a4", "gathered": "#55a868", "workspace": "#bbbbbb",
 }  # fmt: skip
 """Colors of memory.kinds."""
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff;overflow-wrap:anywhere}
-h1{font-size:1.4em}.wide{overflow-x:auto}
-table{overflow-wrap:normal;border-collapse:collapse;font-size:14px}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
-th:nth-child(2),td.plan{text-align:left}td.plan{font-family:monospace;min-width:18em}td:not(.plan){white-space:nowrap}figure{margin:2em 0}figcaption{color:#555}svg{max-width:100%;height:auto}"""
 
 
 def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple[str, ...] = ()) -> str:
@@ -37,30 +32,10 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
         ("Time against devices", "The best plan's step on fewer and on more servers, with its interval.", _devices),
         ("Time against memory", "The quickest plan whose upper bound fits, for each amount of memory.", _front),
     ]  # fmt: skip
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>{escape(head)}</title><style>{STYLE}</style><h1>{escape(head)}</h1>",
-        _table(answer),
-        f"<p>{escape(answer.seen)} {escape(answer.why)}.</p>",
-        f"<p>90% intervals: {escape(answer.assumed)}.</p>",
-        *(f"<p>Why not {escape(reason)}.</p>" for reason in reasons),
-        *([f"<p>Read from the model: {escape('; '.join(inferred))}.</p>"] if inferred else []),
-    ]
-    parts += [] if drawn else [f"<p>A step of the first plan is not drawn: {escape(str(plan_of(found.points, 0)))}.</p>"]
-    for title, caption, draw in figures:
-        picture = svg(lambda axes, draw=draw: draw(axes, task, answer, found))  # type: ignore[misc]
-        parts.append(f"<figure><h2>{escape(title)}</h2>{picture}<figcaption>{escape(caption)}</figcaption></figure>")
-    return "\n".join(parts) + "\n</html>\n"
-
-
-def _table(answer: explain.Answer) -> str:
-    titles = ("", "plan", *answer.best[0].cells)
-    rows = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
-    for number, one in enumerate(answer.best, 1):
-        said = "".join(f"<td>{cell}</td>" for cell in one.cells.values())
-        plan = escape(one.plan).replace(",", ",<wbr>")
-        rows.append(f"<tr><td>{number}</td><td class=plan>{plan}<br>{escape(one.note)}</td>{said}</tr>")
-    return "<div class=wide><table>" + "".join(rows) + "</table></div>"
+    pictures = [(title, svg(lambda axes, draw=draw: draw(axes, task, answer, found)), caption) for title, caption, draw in figures]  # type: ignore[misc]
+    left_out = "" if drawn else str(plan_of(found.points, 0))
+    said = {"answer": answer, "reasons": reasons, "inferred": inferred, "pictures": pictures, "left_out": left_out}
+    return template(__package__, "page.html").render(head=head, **said) + "\n"
 
 
 def _memory(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:

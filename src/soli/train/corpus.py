@@ -102,8 +102,8 @@ def read_text(path: Path) -> str:
     """The text of a file, or a SoliError that names the file and the byte that is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
-    except FileNotFoundError as error:
-        raise SoliError("there is no such file", got=path, fix="check data.path (--data)") from error
+    except OSError as error:
+        raise SoliError("the file cannot be read", got=f"{path}: {error.strerror}", fix="check data.path (--data), data.kind") from error
     except UnicodeDecodeError as error:
         got = f"byte 0x{error.object[error.start]:02x} at {error.start}"
         fix = "convert it (iconv), or leave it out by data.pattern"
@@ -139,7 +139,10 @@ def _folder(root: Path, data: Data) -> Iterator[Document]:
     if not root.is_dir():
         raise SoliError("there is no such folder", got=root, fix="check data.path (--data)")
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(root).parts)
-    files = sorted(path for path in root.glob(data.pattern) if path.is_file() and not hidden(path))
+    try:
+        files = sorted(path for path in root.glob(data.pattern) if path.is_file() and not hidden(path))
+    except (ValueError, NotImplementedError) as error:  # an absolute one, or "**" inside a name
+        raise SoliError("data.pattern is no pattern inside the folder", got=f"{data.pattern!r}: {error}", allowed="such as **/*.txt") from error
     if not files:
         raise SoliError("no file of the folder matches", got=f"{data.pattern} in {root}", fix="check data.pattern")
     for path in files:

@@ -103,8 +103,7 @@ def prepare(config: Config, cache: Path, say: Say) -> Tokens:
     given = Path(config.tokenizer.path) if config.tokenizer.path else None
     survey = _survey(config, say)
     key = hashlib.blake2b(survey.digest, digest_size=10)
-    for part in (config.data.validation, config.tokenizer.vocab, config.tokenizer.sample_megabytes):
-        key.update(repr(part).encode())
+    key.update(repr((config.data.validation, config.tokenizer.vocab, config.tokenizer.sample_megabytes)).encode())
     key.update(read_text(given).encode() if given else b"trained")
     home = cache / key.hexdigest()
     if not home.exists():
@@ -128,7 +127,7 @@ def _opened(path: Path, part: float) -> Tokens:
     validation = replace(whole, start=cut, bytes=None)
     if tokenizer:
         text = decode(load_tokenizer(tokenizer), validation.ids()[1:].tolist()).replace(END, "")
-        validation = replace(validation, bytes=len(text.encode("utf-8")))
+        validation = replace(validation, bytes=len(text.encode("utf-8")) or None)  # of nothing but ends there are no bits per byte
     return Tokens(replace(whole, stop=cut, bytes=None), validation, tokenizer, path.stem)
 
 

@@ -78,15 +78,15 @@ def open_tokens(path: Path) -> Span:
         problems.append(Problem(f"{beside}: dtype", repr(dtype), "uint16, uint32"))
     if not isinstance(vocab, int) or vocab < 1:
         problems.append(Problem(f"{beside}: vocab", repr(vocab), "how many ids there are, 1 or more"))
-    odd = [key for key in ("tokens", "bytes") if not isinstance(header.get(key, 0), int)]
-    problems += [Problem(f"{beside}: {key}", repr(header[key]), "a whole number") for key in odd]
+    odd = [key for key in ("tokens", "bytes") if not isinstance(header.get(key, 0), int) or header.get(key, 0) < 0]
+    problems += [Problem(f"{beside}: {key}", repr(header[key]), "a whole number, 0 or more") for key in odd]
     raise_all(problems)
     count, rest = divmod(size, DTYPES[dtype].itemsize)
     if rest or count != header.get("tokens", count) or count < 2:
         allowed = f"{header['tokens']} ids of {dtype}" if "tokens" in header else f"two ids of {dtype} or more"
         fix = "write both again"
         raise SoliError(f"{path} is not what {beside.name} says", got=f"{size} bytes", allowed=allowed, fix=fix)
-    span = Span(path, dtype, vocab, 0, count, header.get("bytes"))
+    span = Span(path, dtype, vocab, 0, count, header.get("bytes") or None)
     if (largest := int(span.ids().max())) >= vocab:
         raise SoliError(f"{path} holds an id outside its vocabulary", got=largest, allowed=f"below {vocab}")
     return span

@@ -222,14 +222,9 @@ def _start(rank: int, n: int, argv: list[str], meeting: dict[str, str], folder: 
     output: IO[str] | int | None = log.open("w", encoding="utf-8") if log else subprocess.PIPE if piped else None
     try:
         made.process = subprocess.Popen(
-            argv,
-            env=env,
-            stdout=output,
-            stderr=subprocess.STDOUT if log else output,
-            text=True,
-            errors="replace",
+            argv, env=env, stdout=output, stderr=subprocess.STDOUT if log else output, text=True, errors="replace",
             preexec_fn=_with_the_launcher(os.getpid()),
-        )
+        )  # fmt: skip
     except OSError as error:
         raise SoliError("the program cannot be started", got=f"{argv[0]}: {error.strerror}") from error
     finally:

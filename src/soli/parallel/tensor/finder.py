@@ -204,7 +204,7 @@ class Finder:
         from_batch = indices.untyped_storage().data_ptr() in self._given
         if wish == "replicated" or kind.replicated:
             self._replicate(name, kind.replicated or who)
-        elif self.rows and not self._kind(name).flat and self._table(weight, name, from_batch):
+        elif self.rows and not kind.flat and self._table(weight, name, from_batch):
             pass
         elif from_batch or id(weight) in self._tied or wish == "vocabulary":
             self._column(weight, name, 0, "vocabulary", who or "it looks up what the batch holds")

@@ -178,7 +178,7 @@ def pieces(run: Run, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]
     x, how, *rest = args if len(args) > 1 else (args[0], *named)
     dim = kwargs.get("dim", rest[0] if rest else 0) % x.dim()
     size = shape_of(x)[dim]
-    if getattr(func, "__name__", "") in ("chunk", "tensor_split"):
+    if getattr(func, "__name__", "") == "chunk":
         how = -(-size // how) if isinstance(how, int) else how
     sizes = [min(how, size - at) for at in range(0, size, how)] if isinstance(how, int) else list(how)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]

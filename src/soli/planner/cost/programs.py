@@ -73,7 +73,7 @@ def blocks(said: str, devices: float) -> bool:
     return found is not None and devices >= float(found[1] or 0)
 
 
-def attends(framework: str, generation: str, said: str = "") -> float:
+def attends(framework: str, generation: str, said: str) -> float:
     """Of a device's peak what the program's attention reaches alone, where it keeps no scores. `said`: what a row tells."""
     kernel = OWN if framework in (MEGATRON, TESTS) or tells("late", affirmed(said)) else SECOND
     if tells("early", said):
