@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import soli
 from soli.cli import programs
 from soli.cli.main import app
-from soli.cli.plan_search import read
+from soli.cli.plan_search import program_of, read
 from soli.core.errors import SoliError
 from soli.models.bert import Bert, BertConfig
 from soli.models.gpt import GPT, GPTConfig
@@ -359,7 +359,8 @@ def test_nothing_is_computed_and_no_memory_is_taken() -> None:
 
     _, batch, _ = programs.from_file(ROOT / "examples/plan_model.py", "llama_8b")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found, _ = read(f"{ROOT}/examples/plan_model.py:llama_8b")
+    file = f"{ROOT}/examples/plan_model.py:llama_8b"
+    found, _ = read(file, program_of(file))
     assert found == replace(OWN["llama"][2], name="llama_8b", seq=batch["tokens"].shape[1])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kilobytes
 
@@ -421,9 +422,9 @@ def test_a_file_that_is_wrong_is_said_to_be(name: str, said: str, tmp_path: Path
     file = tmp_path / "net.py"
     file.write_text(FILE, encoding="utf-8")
     with pytest.raises(SoliError, match=said):
-        read(f"{file}:{name}")
+        read(f"{file}:{name}", program_of(f"{file}:{name}"))
     with pytest.raises(SoliError, match="no such file"):
-        read(f"{tmp_path}/nothing.py:{name}")
+        program_of(f"{tmp_path}/nothing.py:{name}")
 
 
 def test_the_command_answers_all_its_questions_of_a_program(tmp_path: Path) -> None:

@@ -24,12 +24,9 @@ if TYPE_CHECKING:
     from soli.parallel.init import deferred
 
 _HOME = {
-    "Engine": "soli.engine.engine",
-    "parallelize": "soli.engine.engine",
-    "Plan": "soli.core.plan",
-    "SoliError": "soli.core.errors",
+    "Engine": "soli.engine.engine", "parallelize": "soli.engine.engine", "Plan": "soli.core.plan", "SoliError": "soli.core.errors",
     "deferred": "soli.parallel.init",
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

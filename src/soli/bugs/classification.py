@@ -72,16 +72,10 @@ def places(subject: str, body: str, of: list[Source], edits: Sequence[Edit], rul
     lines = [lines for kind, _, lines in of if kind in ("source", "build")]
     most = Counter(edit.what for edit in edits).most_common(1)
     return {
-        "subject": subject,
-        "body": body,
-        "paths": "\n".join(f"{kind} {path}" for kind, path, _ in of),
-        "kinds": " ".join(kinds),
-        "edits": "\n".join(map(str, edits)),
-        "most": most[0][0] if most else "",
-        "size": f"{sum(lines)} lines, {len(lines)} files",
-        "rule": rule,
+        "subject": subject, "body": body, "paths": "\n".join(f"{kind} {path}" for kind, path, _ in of), "kinds": " ".join(kinds),
+        "edits": "\n".join(map(str, edits)), "most": most[0][0] if most else "", "size": f"{sum(lines)} lines, {len(lines)} files", "rule": rule,
         "said": f"{rule}; {' '.join(kinds)}; {'no' if not edits else 'few' if len(edits) <= FEW else 'many'} edits; {subject}",
-    }
+    }  # fmt: skip
 
 
 def matches(hints: Hints, of: Mapping[str, str]) -> list[re.Match[str] | None]:
@@ -143,7 +137,7 @@ def _wrong(name: str, known: tuple[str, ...], said: Any) -> Iterator[Problem]:
         tables = isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules)
         if not (tables and isinstance(one.get("prior"), int | float)) or set(one) - {"prior", "rules"}:
             yield Problem(f"{name} {word}: it has a prior, which is a number, and rules, which are tables", got=repr(one)[:200])
-        for rule in rules if tables else ():
+        for rule in (rules or ()) if tables else ():
             yield from _wrong_rule(f"{name} {word}: {rule.get('name', 'a rule without a name')}", rule)
 
 

@@ -46,12 +46,10 @@ class Rules:
     def of(self, commit: Commit) -> Rule:
         """The rule that decides on a commit."""
         places = {
-            "subject": commit.subject,
-            "tag": tag(commit.subject),
-            "body": commit.body,
+            "subject": commit.subject, "tag": tag(commit.subject), "body": commit.body,
             "kinds": " ".join(sorted({self.kind(file.path) for file in commit.files})),
             "parents": " ".join(commit.parents) if len(commit.parents) > 1 else "",
-        }
+        }  # fmt: skip
         return next(rule for rule in self.rules if rule.match.search(places[rule.where]))
 
 

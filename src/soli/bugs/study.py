@@ -37,19 +37,13 @@ def study(mined: Path, labels: Sequence[Label] = (), population: Mapping[str, in
         stated = (one for question in paper["question"] for one in question["statements"])
         share = float(next(one["share"] for one in stated if one["kind"] == "share"))  # of small fixes
         said = {
-            "paper": {"source": paper["source"], "bugs": paper["bugs"], "share": share},
-            "labels": _made(labels),
-            "histories": _histories(base),
-            "sizes": _sizes(base, paper, labels, population),
-            "lines": {name: _lines(base, of) for name, of in KINDS.items()},
-            "words": {name: _words(base, name, labels) for name in DIMENSIONS},
-            "small": _small(base),
-            "together": _together(base),
-            "spread": {name: _spread(base, of) for name, of in KINDS.items()},
-            "syntax": {name: _syntax(base, of) for name, of in KINDS.items()},
+            "paper": {"source": paper["source"], "bugs": paper["bugs"], "share": share}, "labels": _made(labels), "histories": _histories(base),
+            "sizes": _sizes(base, paper, labels, population), "lines": {name: _lines(base, of) for name, of in KINDS.items()},
+            "words": {name: _words(base, name, labels) for name in DIMENSIONS}, "small": _small(base), "together": _together(base),
+            "spread": {name: _spread(base, of) for name, of in KINDS.items()}, "syntax": {name: _syntax(base, of) for name, of in KINDS.items()},
             "left": {name: store.column(base, f"SELECT total({of.replace('AND', 'AND NOT')}) FROM judged")[0] for name, of in KINDS.items()},
             "days": _days(base),
-        }
+        }  # fmt: skip
     said["questions"] = [_answered(question, said) for question in paper["question"]]
     return said
 

@@ -36,13 +36,8 @@ PICKLE_FIX = "load it where you trust it and save it as safetensors: safetensors
 
 
 def export(
-    path: str | Path,
-    out: str | Path,
-    *,
-    format: str = "safetensors",
-    max_shard_bytes: int = 5_000_000_000,
-    config: str | Path | None = None,
-) -> list[Path]:
+    path: str | Path, out: str | Path, *, format: str = "safetensors", max_shard_bytes: int = 5_000_000_000, config: str | Path | None = None,
+) -> list[Path]:  # fmt: skip
     """Write the model of a checkpoint as whole tensors; returns the files written.
 
     `format` "safetensors": `out` is one file. "hf": `out` is a folder with `model.safetensors`, or, above

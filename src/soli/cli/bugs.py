@@ -27,12 +27,10 @@ app = Typer(help="Bugs of distributed training, from the fixes of real framework
 
 @app.command("mine")
 def mine(
-    repos: Clones,
-    out: Annotated[Path, Option(help="The SQLite file; what is in it stays.")] = Path("bugs.db"),
+    repos: Clones, out: Annotated[Path, Option(help="The SQLite file; what is in it stays.")] = Path("bugs.db"),
     rules: Annotated[Path | None, Option(help="Rules of selection, as soli/bugs/selection.toml has them.")] = None,
-    issues: Annotated[list[Path] | None, Option(help="What soli bugs export wrote.")] = None,
-    as_json: AsJson = False,
-) -> None:
+    issues: Annotated[list[Path] | None, Option(help="What soli bugs export wrote.")] = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
     """Read git histories: every commit, whether it fixes a bug, why or why not, and how large it is."""
     from soli.bugs import github
     from soli.bugs.mine import mine as read
@@ -124,11 +122,9 @@ def show(name: Annotated[str, Argument(help="Such as wrong-group; left out: all 
 
 @app.command("report")
 def report(
-    out: Annotated[Path, Option(help="A folder: study.html, study.md, study.json.", show_default=False)],
-    db: Database = Path("bugs.db"),
-    labels: Annotated[Path | None, Option(help="Labels, to stand beside the rules and to judge them.")] = None,
-    sample: Sample = None,
-) -> None:
+    out: Annotated[Path, Option(help="A folder: study.html, study.md, study.json.", show_default=False)], db: Database = Path("bugs.db"),
+    labels: Annotated[Path | None, Option(help="Labels, to stand beside the rules and to judge them.")] = None, sample: Sample = None,
+) -> None:  # fmt: skip
     """The four questions of arXiv 2506.10426 asked of the mined fixes, beside what it states; with commits that are no fixes."""
     with needing("the report needs a package that is not installed", "bugs"):
         from soli.bugs import report as written
@@ -161,16 +157,13 @@ def report(
 
 @app.command("label")
 def label(
-    repos: Clones,
-    labeller: Annotated[str, Option(help="Who labels.", show_default=False)],
-    db: Database = Path("bugs.db"),
+    repos: Clones, labeller: Annotated[str, Option(help="Who labels.", show_default=False)], db: Database = Path("bugs.db"),
     labels: Annotated[Path, Option(help="The CSV file, everybody's.")] = Path("labels.csv"),
     sample: Annotated[Path, Option(help="The commits that were drawn; made if there is none.")] = Path("sample.json"),
     fixes: Annotated[int, Option(help="How many to draw of the fixes.", min=0)] = 150,
     rest: Annotated[int, Option(help="And of what the rules rejected though code was changed.", min=0)] = 0,
-    seed: Annotated[int, Option(help="Of the draw.")] = 0,
-    port: Annotated[int, Option(help="0: any that is free.", min=0, max=65535)] = 0,
-) -> None:
+    seed: Annotated[int, Option(help="Of the draw.")] = 0, port: Annotated[int, Option(help="0: any that is free.", min=0, max=65535)] = 0,
+) -> None:  # fmt: skip
     """A page on this machine to label commits on, for two people or more; soli bugs agree says how they agree."""
     with needing("the page needs packages that are not installed", "bugs"):
         from soli.bugs import label_page

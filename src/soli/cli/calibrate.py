@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    ranks: Ranks = 2,
-    fresh: Annotated[bool, Option("--fresh", help="Measure anew what was measured before.")] = False,
-    as_json: AsJson = False,
+    ranks: Ranks = 2, fresh: Annotated[bool, Option("--fresh", help="Measure anew what was measured before.")] = False, as_json: AsJson = False,
     backend: Backend = None,
-) -> None:
+) -> None:  # fmt: skip
     """Measure this machine with N ranks: products, memory, every collective by group and size, overlap, disk.
 
     It takes less than 20 seconds, and is kept by a fingerprint of the hardware in SOLI_CACHE, or ~/.cache/soli.

@@ -31,11 +31,9 @@ def check(path: Path) -> None:
 
 @app.command("export")
 def export(
-    path: Path,
-    out: Path,
-    form: Annotated[str, Option("--format", help="safetensors (one file) or hf (a folder).")] = "safetensors",
+    path: Path, out: Path, form: Annotated[str, Option("--format", help="safetensors (one file) or hf (a folder).")] = "safetensors",
     config: Annotated[Path | None, Option(help="A config.json to put beside the weights (hf).")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the model's weights for others."""
     from soli.checkpoint import transfer
 

@@ -42,17 +42,12 @@ def gather() -> dict[str, Any]:
     memory = psutil.virtual_memory()
     own, needed = _soli(problems)
     facts: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": processor() or "unknown",
-        "cores": f"{cores()} usable of {os.cpu_count()}",
-        "memory": f"{_gib(memory.total)}, {_gib(memory.available)} free",
-        "/dev/shm": _shm(problems),
-        "ulimit -n": _open_files(problems),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
-        "python": f"{platform.python_version()} at {sys.executable}",
-        "soli": own,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}", "processor": processor() or "unknown",
+        "cores": f"{cores()} usable of {os.cpu_count()}", "memory": f"{_gib(memory.total)}, {_gib(memory.available)} free",
+        "/dev/shm": _shm(problems), "ulimit -n": _open_files(problems), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+        "python": f"{platform.python_version()} at {sys.executable}", "soli": own,
         "packages": {name: _version(name, extra, problems) for name, extra in needed.items()},
-    }
+    }  # fmt: skip
     return facts | _torch(problems) | {"problems": problems}
 
 

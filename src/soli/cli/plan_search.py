@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich import box
 from typer import Argument, Option
 
-from soli.cli import programs
+from soli.cli import plan_rehearsed, programs
 from soli.cli.options import AsJson
 from soli.cli.tables import show
 from soli.core.errors import SoliError
@@ -63,25 +63,28 @@ def search(
     The best of all plans; one is offered if the upper bound of its memory is there. No GPU, weights or network.
     """
     from soli.planner import explain
+    from soli.planner.dimensions import UnknownError
     from soli.planner.hardware.clusters import read_cluster
     from soli.planner.task import Task
 
     if whatif and (html is not None or why_not):
         raise SoliError("--whatif answers its own questions", fix="ask --html and --why-not in a run without it")
     made = read_cluster(cluster)
-    known, inferred = read(model)
     usual = "bf16" if "bf16" in made.device.tflops else "fp16"
     names = (name.strip() for name in (precision or usual).split(","))
     asked = ",".join(_one_of("precision", name, tuple(explain.WORDS["precision"])) for name in names)
-    own = programs.named(model) is not None or model.partition(":")[0] in programs.OWN  # a program, which has its length
-    tokens = seq or (known.seq if own else min(known.seq or LONGEST, LONGEST))
+    program = program_of(model)
+    try:
+        known, inferred = read(model, program)
+    except UnknownError as error:
+        words = {"--seq": seq, "--whatif": whatif, "--why-not": why_not, "--html": html, "--framework": framework.removeprefix("soli")}
+        return plan_rehearsed.search(error, program, made, batch, asked, _bytes(memory), fix, count, as_json, [w for w, said in words.items() if said])
+    tokens = seq or (known.seq if program else min(known.seq or LONGEST, LONGEST))
     if not seq and not known.seq:
         inferred = (*inferred, f"it says no length: sequences are of {tokens} tokens, if --seq does not say otherwise")
     elif 0 < known.seq < tokens:
         inferred = (*inferred, f"it was made for sequences of {known.seq} tokens, and these have {tokens}")
-    task = Task(
-        known, made, batch, tokens, asked, _bytes(memory), framework=_one_of("framework", framework.replace("torchtitan", "fsdp"), FRAMEWORKS)
-    )  # fmt: skip
+    task = Task(known, made, batch, tokens, asked, _bytes(memory), framework=_one_of("framework", framework.replace("torchtitan", "fsdp"), FRAMEWORKS))
     fixed = explain.fixed_of(",".join(fix)) if fix else {}
     task = replace(task, fixed=fixed) if precision else task.with_fixed(fixed)  # which asks for a precision too
     said: dict[str, Any] = {
@@ -124,11 +127,15 @@ def _shown(task: Task, found: Answer, reasons: list[str]) -> None:
         print(f"Why not {reason}.")
 
 
-def read(text: str) -> tuple[Model, tuple[str, ...]]:
+def program_of(text: str) -> programs.Program | None:
+    """The model, the batch and the loss of FILE.py:NAME, or of one of soli's models; None: it names no program."""
+    named = programs.named(text)
+    return programs.from_file(*named) if named else programs.own(text)
+
+
+def read(text: str, program: programs.Program | None) -> tuple[Model, tuple[str, ...]]:
     """The dimensions of a model, and what of them was inferred: said by a configuration, or seen in a program's trace."""
-    program = programs.named(text)
-    made = programs.from_file(*program) if program else programs.own(text)
-    if made is None:
+    if program is None:
         from soli.planner.models import read_model
         from soli.planner.published import named, near
 
@@ -139,7 +146,7 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
     from soli.engine.batch import Caller, rows_of, take
     from soli.planner.dimensions import read_program
 
-    model, batch, loss_fn = made
+    model, batch, loss_fn = program
     rows_of(batch)
 
     def run(traced: Any, one: Any) -> None:
@@ -147,7 +154,7 @@ def read(text: str) -> tuple[Model, tuple[str, ...]]:
         if loss_fn is not None:
             loss_fn(output, one)
 
-    return read_program(program[1] if program else text, model, take(batch, 0, 1), run)
+    return read_program(text.rpartition(".py:")[2], model, take(batch, 0, 1), run)
 
 
 def _write(path: Path, task: Task, found: Answer, reasons: list[str], inferred: tuple[str, ...]) -> None:

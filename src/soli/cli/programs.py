@@ -13,6 +13,8 @@ from typing import Any
 
 from soli.core.errors import SoliError, blaming
 
+Program = tuple[Any, Any, Any]
+"""A model, a batch and its loss; None for the last where the model has its own."""
 RETURNS = "(model, batch) or (model, batch, loss_fn)"
 ROW = "return with the model a batch as its forward takes it: model, {'input_ids': torch.zeros(1, 4096, dtype=torch.int64)}"
 FORM = f"FILE.py:NAME, a function that returns {RETURNS}"
@@ -24,7 +26,7 @@ def named(text: str) -> tuple[Path, str] | None:
     return (Path(found[1]), found[2] or "") if found else None
 
 
-def from_file(path: Path, name: str) -> tuple[Any, Any, Any]:
+def from_file(path: Path, name: str) -> Program:
     """What the function of a file returns: the model, a batch and its loss (None: the model's own)."""
     module = _loaded(path)
     function = getattr(module, name, None) if name else None
@@ -42,7 +44,7 @@ SEQ = 2048
 """Tokens of a row where nobody says it."""
 
 
-def own(text: str) -> tuple[Any, Any, Any] | None:
+def own(text: str) -> Program | None:
     """One of soli's models without weights, a row for it and its loss, of "gpt:vocab=51200,dim=4096,layers=32,heads=32"; None: it names none."""
     name, _, words = text.partition(":")
     if name not in OWN:
@@ -104,7 +106,7 @@ def _failed(what: str, path: Path, error: Exception) -> SoliError:
     return SoliError(what, got=f"{at}{type(error).__name__}: {error}", fix="run the file by itself with Python")
 
 
-def _checked(name: str, result: Any) -> tuple[Any, Any, Any]:
+def _checked(name: str, result: Any) -> Program:
     from torch.nn import Module
 
     if not (isinstance(result, tuple) and len(result) in (2, 3)):

@@ -20,13 +20,11 @@ TOKENS, ROWS = 8, 2  # of the batch that is made for a transformers model
 
 
 def roles(
-    model: Annotated[str, Argument(help=FORMS)],
-    tp: Annotated[int, Option(help="Ranks of the tensor axis.")] = 2,
+    model: Annotated[str, Argument(help=FORMS)], tp: Annotated[int, Option(help="Ranks of the tensor axis.")] = 2,
     sp: Annotated[bool, Option("--sp", help="Cut the sequence too.")] = False,
     role: Annotated[list[str] | None, Option(help="PATTERN=ROLE, as parallelize(roles=...).")] = None,
-    every: Annotated[bool, Option("--all", help="Every weight, not one row for each kind.")] = False,
-    as_json: AsJson = False,
-) -> None:
+    every: Annotated[bool, Option("--all", help="Every weight, not one row for each kind.")] = False, as_json: AsJson = False,
+) -> None:  # fmt: skip
     """Find what each weight is to tensor parallelism: column, row, vocabulary or replicated, with the reason."""
     made, batch, loss_fn = _made(model)
     with blaming(_failed):

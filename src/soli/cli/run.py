@@ -13,12 +13,10 @@ from soli.mesh.launch.local import launch
 
 def run(
     script: Annotated[Path, Argument(help="A Python program that calls soli.parallelize.")],
-    arguments: Annotated[list[str] | None, Argument(help="Its arguments.")] = None,
-    ranks: Ranks = 1,
-    all_ranks: Annotated[bool, Option("--all-ranks", help="Show the output of every rank.")] = False,
-    backend: Backend = None,
+    arguments: Annotated[list[str] | None, Argument(help="Its arguments.")] = None, ranks: Ranks = 1,
+    all_ranks: Annotated[bool, Option("--all-ranks", help="Show the output of every rank.")] = False, backend: Backend = None,
     logs: Annotated[Path | None, Option(help="Folder for the output of ranks 1, 2, ...")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run a script as N ranks on this machine."""
     if not script.is_file() and str(script).startswith("-"):
         fix = "soli run --help names them; a plan stands in the script, what comes after the script is the script's"

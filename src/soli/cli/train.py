@@ -26,10 +26,8 @@ def train(
     data: Annotated[str | None, Option(help="Text, folder, .jsonl, dataset, token file.")] = None,
     name: Annotated[str | None, Option(help="Of the run directory.")] = None,
     resume: Annotated[Path | None, Option(help="A run directory to go on from.")] = None,
-    seed: Annotated[int | None, Option(help="Of everything random.")] = None,
-    ranks: Ranks = 2,
-    backend: Backend = None,
-) -> None:
+    seed: Annotated[int | None, Option(help="Of everything random.")] = None, ranks: Ranks = 2, backend: Backend = None,
+) -> None:  # fmt: skip
     """Train a GPT on text: Python's own standard library unless told otherwise."""
     named = {"plan": plan, "steps": steps, "minutes": minutes, "data": data, "name": name, "seed": seed}
     check(ranks, config, resume, named)

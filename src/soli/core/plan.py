@@ -19,12 +19,10 @@ from soli.core.axes import DEPTH, PP, REPLICATE, ROW, SHARD, TP
 from soli.core.errors import Problem, nearest, on_all_ranks, raise_all
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "tensor": ("1d", "2d", "2.5d", "3d"),
-    "context": ("ring", "ulysses", "scores"),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"),
-    "precision": ("fp32", "bf16", "fp16", "fp8", "fp64"),
+    "tensor": ("1d", "2d", "2.5d", "3d"), "context": ("ring", "ulysses", "scores"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"), "precision": ("fp32", "bf16", "fp16", "fp8", "fp64"),
     "offload": ("none", "optimizer", "parameters", "all"),
-}
+}  # fmt: skip
 SWITCHES = {"on": True, "true": True, "off": False, "false": False}
 V_SHAPED = ("zbv", "dualpipev")
 SPLIT_BACKWARD = ("zbh1", *V_SHAPED)

@@ -156,7 +156,7 @@ class Auto:
             try:
                 found = rehearse(self.program, plan)
             except Exception as error:  # any that the user's program may raise; it is told
-                self.looked_at[name] = Option(name, refused=_told(error))
+                self.looked_at[name] = Option(name, refused=in_a_line(error))
                 return self.looked_at[name]
             reads, writes = ", ".join(found.reads), ", ".join(found.writes)
             option = Option(name, peak=found.peak, states=found.states, reads=reads, writes=writes)
@@ -257,7 +257,7 @@ class Auto:
 
     def _vary(self) -> None:
         """Rehearse the variants of the layouts that are near the best, and of data parallelism."""
-        order = {str(_layout(o)): o for o in reversed(self._fitting())}  # of each layout the best
+        order = {str(layout_of(o)): o for o in reversed(self._fitting())}  # of each layout the best
         near = sorted(order.items(), key=lambda one: one[1].time)[:LAYOUTS]
         limit = NEAR * min((o.time for _, o in near), default=0.0)
         usual = [(name, o) for name, o in order.items() if _is_usual(o)]
@@ -270,8 +270,8 @@ class Auto:
         """What to run: data parallelism, in all its forms where plans are probed, and `probes` different layouts; then
         whatever may be the quickest, if it is to be tried."""
         order = self._fitting()
-        known = {_layout(o) for o in order if o.measured}
-        open_ = sorted((o for o in order if not o.measured), key=lambda o: _layout(o) in known)
+        known = {layout_of(o) for o in order if o.measured}
+        open_ = sorted((o for o in order if not o.measured), key=lambda o: layout_of(o) in known)
         if not open_:
             return None
         best = min((o.measured for o in order if o.measured), default=0.0)
@@ -279,7 +279,7 @@ class Auto:
         usual = [o for o in order if _is_usual(o) and o.time <= CHANGED * best]
         if usual and not any(o.measured for o in usual):
             return usual[0]
-        if self.probes > 1 and number < self.probes and _layout(open_[0]) not in known:
+        if self.probes > 1 and number < self.probes and layout_of(open_[0]) not in known:
             return open_[0]
         if not known:
             return order[0] if self._is_tried(order[0]) else None
@@ -297,7 +297,7 @@ class Auto:
             seconds, taken = trial(self.program, Plan.parse(option.plan), self.world, steps)
         except (SoliError, torch.OutOfMemoryError) as error:  # such as a block that computes something else
             fix = error.problems[0].fix if isinstance(error, SoliError) else ""
-            problem, seconds = Problem(_told(error), fix=fix), torch.inf
+            problem, seconds = Problem(in_a_line(error), fix=fix), torch.inf
             short = float(isinstance(error, torch.OutOfMemoryError))
         if seconds == torch.inf:
             gc.collect()  # with the error go the trial's groups, in which others may wait
@@ -362,7 +362,7 @@ class Auto:
         if best.time:
             how = "measured" if best.measured else "predicted"
             took = f"{_seconds(best.time)} a step {how}"
-        others = [o for o in order[1:] if _layout(o) != _layout(best)][:3]
+        others = [o for o in order[1:] if layout_of(o) != layout_of(best)][:3]
         slower = lambda o: o.time / best.time - 1
         beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
         refused = [o for o in self.options.values() if o.refused]
@@ -426,7 +426,7 @@ def _copied(program: Program) -> Any:
     return copies.deep((program.model, program.optimizer), memo)
 
 
-def _layout(option: Option) -> tuple[Any, ...]:
+def layout_of(option: Option) -> tuple[Any, ...]:
     plan = Plan.parse(option.plan)
     return plan.dp, plan.tp, plan.tensor, plan.cp, plan.pp
 
@@ -436,7 +436,7 @@ def _is_usual(option: Option) -> bool:
     return Plan.parse(option.plan).model_ranks == 1
 
 
-def _told(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
     """An error in a line."""
     if isinstance(error, SoliError):
         first = error.problems[0]

@@ -227,14 +227,11 @@ def _calls(axis: Axis, device: torch.device, size: int) -> dict[str, Callable[[]
     x, y, part = (torch.zeros(n, device=device) for n in (count * axis.size, count * axis.size, count))
     ahead, behind = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     return {
-        "all_reduce": lambda: collectives.all_reduce(x, axis),
-        "all_gather": lambda: collectives.all_gather(x, part, axis),
-        "reduce_scatter": lambda: collectives.reduce_scatter(part, x, axis),
-        "all_to_all": lambda: collectives.all_to_all(y, x, axis),
-        "broadcast": lambda: collectives.broadcast(x, axis),
-        "exchange": lambda: collectives.exchange(y, x, axis, ahead, behind),
+        "all_reduce": lambda: collectives.all_reduce(x, axis), "all_gather": lambda: collectives.all_gather(x, part, axis),
+        "reduce_scatter": lambda: collectives.reduce_scatter(part, x, axis), "all_to_all": lambda: collectives.all_to_all(y, x, axis),
+        "broadcast": lambda: collectives.broadcast(x, axis), "exchange": lambda: collectives.exchange(y, x, axis, ahead, behind),
         "send": lambda: _passed_on(x, y, axis),
-    }
+    }  # fmt: skip
 
 
 def _passed_on(sent: Tensor, received: Tensor, axis: Axis) -> None:

@@ -57,20 +57,10 @@ class Last:
 
 
 def parallelize(
-    model: nn.Module,
-    loss_fn: LossFn | None = None,
-    *,
-    optimizer: optimizers.Factory | torch.optim.Optimizer,
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-    clip: float | None = None,
-    plan: str | Plan = "auto",
-    seed: int = 0,
-    deadline: float | None = None,
-    roles: dict[str, str] | None = None,
-    example: Any = None,
-    rows: int | None = None,
-    memory: float | None = None,
-) -> Engine:
+    model: nn.Module, loss_fn: LossFn | None = None, *, optimizer: optimizers.Factory | torch.optim.Optimizer,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None, clip: float | None = None, plan: str | Plan = "auto", seed: int = 0,
+    deadline: float | None = None, roles: dict[str, str] | None = None, example: Any = None, rows: int | None = None, memory: float | None = None,
+) -> Engine:  # fmt: skip
     """Lay a plain model over all ranks of this job. Collective; the model's parameters are taken over.
 
     `loss_fn(output, batch) -> (total, count)`; left out, the model's own `output.loss` is used (Hugging

@@ -96,14 +96,11 @@ class Runner:
         left them. `alike`: what there is to look at in passes that are."""
         randomness = Randomness(self.model, self.seed)
         with (
-            torch.set_grad_enabled(gradients),
-            between.modes_kept(self.model),
+            torch.set_grad_enabled(gradients), between.modes_kept(self.model),
             Differentiating(self.plan) if alike is None or alike.looking else nullcontext(),
-            alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving),
-            randomness.probe(self.rows),
-            unwritten(self.data),
-            around(randomness) if around is not None else nullcontext(),
-        ):
+            alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving), randomness.probe(self.rows),
+            unwritten(self.data), around(randomness) if around is not None else nullcontext(),
+        ):  # fmt: skip
             if training:
                 between.training(self.model)
             else:

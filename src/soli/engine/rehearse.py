@@ -25,6 +25,7 @@ from soli.engine.batch import at, rows_of
 from soli.engine.elementwise import Cut
 from soli.engine.engine import Engine, problems
 from soli.engine.on_cuda import as_on
+from soli.engine.taken import give_back
 from soli.losses import LossFn
 from soli.mesh.record import Record, recorder
 from soli.mesh.simulate import Absent, NotYetError
@@ -51,7 +52,9 @@ class Program:
 def rehearse(program: Program, plan: Plan) -> Rehearsal:
     """The second step of a program under a resolved plan. SoliError where the plan or the program cannot be run."""
     parts = {0, plan.cp - 1}  # the first and the last part of a sequence are the longest, by how it is cut
-    return Rehearsal(plan, [run for part in sorted(parts) for run in _stages(program, plan, part)])
+    found = Rehearsal(plan, [run for part in sorted(parts) for run in _stages(program, plan, part)])
+    give_back()  # else 80 rehearsals of a T5 took 20 GB
+    return found
 
 
 def _stages(program: Program, plan: Plan, part: int) -> list[RankRun]:

@@ -284,20 +284,14 @@ def save(engine: Engine, path: Path, extra: dict[str, Any], overwrite: bool, wai
 def _state(engine: Engine, extra: dict[str, Any]) -> dict[str, Any]:
     groups = [{k: v for k, v in g.items() if k not in OF_RANK} for g in engine.optimizer.param_groups]
     return {
-        "step": engine.step_count,
-        "plan": str(engine.plan),
-        "seed": engine.seed,
-        "tied": engine.tied,
-        "groups": [{k: plain(v) for k, v in g.items()} for g in groups],
-        "members": engine._given.members(engine.optimizer),
-        "classes": _classes(engine),
-        "scheduler": numbered(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
+        "step": engine.step_count, "plan": str(engine.plan), "seed": engine.seed, "tied": engine.tied,
+        "groups": [{k: plain(v) for k, v in g.items()} for g in groups], "members": engine._given.members(engine.optimizer),
+        "classes": _classes(engine), "scheduler": numbered(engine.scheduler.state_dict()) if engine.scheduler is not None else None,
         "positions": {name: asdict(position) for name, position in resumed(engine.positions, engine.step_count > 0).items()},
         "loss_scale": asdict(engine.loss_scale) if engine.loss_scale is not None else None,
         "modules": {name: value for name, value in _of_modules(engine).items() if not isinstance(value, Tensor)},
-        "globals": numbered({key: x for key, x in engine.optimizer.state.items() if not isinstance(key, Tensor)}),
-        "extra": numbered(extra),
-    }
+        "globals": numbered({key: x for key, x in engine.optimizer.state.items() if not isinstance(key, Tensor)}), "extra": numbered(extra),
+    }  # fmt: skip
 
 
 def _classes(engine: Engine) -> dict[str, str]:

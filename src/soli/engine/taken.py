@@ -21,14 +21,12 @@ class Taken:
 
     def __init__(self, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.device, now = device, 0.0
-        gc.collect()
+        give_back()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             now = float(torch.cuda.memory_allocated(device))
         elif _CLEAR.exists():
-            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-                trim(0)  # what is free is given back, and counts when it is taken again
             _CLEAR.write_text("5")  # Linux, proc(5): the highest resident size is counted from here
             now = _status("VmRSS")
         self.beside = now - _held(model, optimizer)
@@ -37,6 +35,13 @@ class Taken:
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(self.device)) - self.beside
         return (_status("VmHWM") if _CLEAR.exists() else 0.0) - self.beside
+
+
+def give_back() -> None:
+    """What is free, of cycles too, goes back to the system, and counts when it is taken again: an allocator keeps it, in ever more pieces."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def is_beyond(taken: float, expected: float) -> bool:

@@ -126,13 +126,9 @@ def _lowered(randomness: Randomness, func: Any, input: Tensor, p: float = 0.5, t
 
 
 MADE: dict[Any, Any] = {
-    **dict.fromkeys(SLOPES, _sloped),
-    **dict.fromkeys(SELUS, _lowered),
-    **dict.fromkeys(CHOICES, _chosen),
-    **dict.fromkeys((torch.randint, torch.randint_like), _whole),
-    F.gumbel_softmax: _relaxed,
-    torch.normal: _shifted,
-}
+    **dict.fromkeys(SLOPES, _sloped), **dict.fromkeys(SELUS, _lowered), **dict.fromkeys(CHOICES, _chosen),
+    **dict.fromkeys((torch.randint, torch.randint_like), _whole), F.gumbel_softmax: _relaxed, torch.normal: _shifted,
+}  # fmt: skip
 """What is made of numbers that are drawn."""
 
 

@@ -25,6 +25,10 @@ BESIDE = 0.02
 LIKE = "a decoder or an encoder of like blocks, each of one attention and one MLP"
 
 
+class UnknownError(SoliError):
+    """A program that these dimensions do not describe."""
+
+
 Stack = list[str]
 """Names of blocks of one type, one after the other."""
 
@@ -249,7 +253,7 @@ def _check(made: Model, has: int) -> None:
     gives = made.parameters
     if abs(gives - has) <= NEAR * has:
         return
-    raise SoliError(
+    raise UnknownError(
         f"the dimensions that were found are not all of {made.name}",
         got=f"{has:,} parameters in the program, {gives:,.0f} by {made.layers} layers of {made.hidden}, "
         f"{made.heads} heads ({made.kv_heads} of keys) of {made.head_size}, an MLP of {made.ffn}"
@@ -259,12 +263,12 @@ def _check(made: Model, has: int) -> None:
     )
 
 
-def _no_stack(name: str, why: str) -> SoliError:
-    return SoliError(f"{name} is no transformer that the planner knows", got=why, allowed=LIKE, fix=MEASURED)
+def _no_stack(name: str, why: str) -> UnknownError:
+    return UnknownError(f"{name} is no transformer that the planner knows", got=why, allowed=LIKE, fix=MEASURED)
 
 
-def _odd(name: str, where: str, got: str, allowed: str) -> SoliError:
-    return SoliError(f"{name}: {where} is not understood", got=got, allowed=allowed, fix=MEASURED)
+def _odd(name: str, where: str, got: str, allowed: str) -> UnknownError:
+    return UnknownError(f"{name}: {where} is not understood", got=got, allowed=allowed, fix=MEASURED)
 
 
 def _said(own: dict[int, Product]) -> str:

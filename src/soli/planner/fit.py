@@ -58,12 +58,10 @@ def residuals_of(cost: Step, points: Points, measured: Measured) -> Array:
     over = np.log(cost.memory / points.capacity)
     sized = np.isfinite(measured.memories)
     off = [
-        np.log(cost.time / measured.times) / TIME_ERROR,
-        2 * np.arcsinh(np.log(cost.read / measured.memories) / MEMORY_ERROR / 2),
-        np.log(cost.states / measured.states) / MEMORY_ERROR,
-        np.where((measured.fits == 1) & ~sized, np.maximum(over, 0), 0.0) / MEMORY_ERROR,
+        np.log(cost.time / measured.times) / TIME_ERROR, 2 * np.arcsinh(np.log(cost.read / measured.memories) / MEMORY_ERROR / 2),
+        np.log(cost.states / measured.states) / MEMORY_ERROR, np.where((measured.fits == 1) & ~sized, np.maximum(over, 0), 0.0) / MEMORY_ERROR,
         np.where(measured.fits == 0, np.minimum(over, 0), 0.0) / MEMORY_ERROR,
-    ]
+    ]  # fmt: skip
     return np.nan_to_num(np.stack(off), nan=0.0)
 
 

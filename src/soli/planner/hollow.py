@@ -39,7 +39,15 @@ ALIASES = READS | _VIEWS
 """What is done to hollow tensors too: a value is 0, another view is one, of a tensor itself too."""
 _FLASH = "_scaled_dot_product_flash_attention"
 FLOPS = versions.FLOPS | {getattr(aten, f"{_FLASH}_for_cpu{way}"): versions.FLOPS[getattr(aten, _FLASH + way)] for way in ("", "_backward")}
-"""Of products, by their shapes: torch's own table, and attention on the CPU."""
+FLOPS |= {aten.mkldnn_rnn_layer: lambda *args, **_: recurrent(*args), aten.mkldnn_rnn_layer_backward: lambda *args, **_: 2 * recurrent(*args)}
+"""Of products, by their shapes: torch's own table, attention on the CPU, and an LSTM's layer."""
+
+
+def recurrent(x: Tensor, input_weight: Tensor, hidden_weight: Tensor, *_: Any) -> int:
+    """Flops of a recurrent layer's forward: of each step the input's product and the state's."""
+    return 2 * x.shape[0] * x.shape[1] * (input_weight.numel() + hidden_weight.numel())
+
+
 SMALL = 4096
 """Bytes up to which a hollow tensor is filled with zeros."""
 NORESERVE = 0x4000
@@ -61,6 +69,12 @@ class Call:
     def key(self) -> str:
         """What tells products apart."""
         return f"{self.name} {[list(shape) for shape in self.shapes]} {str(self.dtype).removeprefix('torch.')}"
+
+
+def _causal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a kernel of attention leaves out what a mask hides, half of its flops, which torch's table counts."""
+    said = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return bool(said.get("is_causal", False))
 
 
 class Tracker(TorchDispatchMode):
@@ -108,8 +122,8 @@ class Tracker(TorchDispatchMode):
         both = [*given, *made]
         if both and self.calls is not None:
             count = FLOPS.get(func.overloadpacket)
-            flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-            moved = sum(x.numel() * x.element_size() for x in both if not x.is_meta)
+            flops = int(count(*args, **kwargs, out_val=result)) // (1 + _causal(func, args, kwargs)) if count is not None else 0
+            moved = 0 if func in _VIEWS else sum(x.numel() * x.element_size() for x in both if not x.is_meta)
             shapes = tuple(tuple(x.shape) for x in given)
             self.calls.append(Call(func.name().partition("::")[2], shapes, both[0].dtype, flops, moved))
 

@@ -13,11 +13,8 @@ from soli.core.errors import Problem, SoliError, listing
 from soli.core.plan import SPLIT_BACKWARD, V_SHAPED, Plan, word
 
 BUILT: dict[str, tuple[object, ...]] = {
-    "ep": (1,),
-    "recompute": ("none", "selective", "full"),
-    "precision": ("fp32", "bf16", "fp16", "fp64"),
-    "offload": ("none",),
-}
+    "ep": (1,), "recompute": ("none", "selective", "full"), "precision": ("fp32", "bf16", "fp16", "fp64"), "offload": ("none",),
+}  # fmt: skip
 """The values that this version can honour; keys that are not here have no such limit."""
 
 
@@ -161,11 +158,8 @@ def nearest(plan: Plan, world: int) -> Plan:
         | (no_pipeline if degree["pp"] == 1 else {}) | ({"context": Plan.context} if degree["cp"] == 1 else {})
         for degree in degrees
         for sp, replicate, zero, schedule, grid in product(
-            {False, plan.sp},
-            divisors(world // (degree["tp"] * degree["pp"] * degree["cp"])),
-            {plan.zero, 0, 1},
-            {base["schedule"]} if plan.tensor == "1d" else {base["schedule"], "1f1b"},
-            _grids(plan, degree["tp"]),
+            {False, plan.sp}, divisors(world // (degree["tp"] * degree["pp"] * degree["cp"])), {plan.zero, 0, 1},
+            {base["schedule"]} if plan.tensor == "1d" else {base["schedule"], "1f1b"}, _grids(plan, degree["tp"]),
         )
     ]  # fmt: skip
 

@@ -37,6 +37,7 @@ class Machine:
     optimizer: float  # parameters/s of AdamW
     host: float  # bytes/s from the device to the host's memory
     disk: float  # bytes/s to the disk
+    issued: float = 0.0  # seconds in which a host launches an operation, where a device computes behind it
     products: dict[str, float] = field(default_factory=dict)  # Call.key -> seconds
     # "all_reduce 4x1" -> [bytes, seconds]
     collectives: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -47,13 +48,14 @@ class Machine:
 
     def operations(self, calls: Iterable[Call]) -> tuple[float, float]:
         """Seconds of products, and of all else."""
-        products = others = 0.0
-        for call, times in Counter(calls).items():
+        products, others, counted = 0.0, 0.0, Counter(calls)
+        for call, times in counted.items():
             if call.flops:
                 products += times * self.product(call)
             else:
                 others += times * (self.launch + call.bytes / self.stream)
-        return products, others
+        launching = self.issued * sum(counted.values())  # until then the device waits for its host
+        return products, max(others, launching - products)
 
     def collective(self, sent: Sent) -> float:
         """Seconds of one collective."""

@@ -66,12 +66,9 @@ def documents(data: Data) -> Iterator[Document]:
     Raises SoliError for a missing or empty source, a file that is not UTF-8, and a line that does not parse.
     """
     read = {
-        "stdlib": _stdlib,
-        "text": lambda: _pieces(Path(data.path)),
-        "folder": lambda: _folder(Path(data.path), data),
-        "jsonl": lambda: _lines(Path(data.path), data.field),
-        "dataset": lambda: _dataset(Path(data.path), data.field),
-    }[kind_of(data)]
+        "stdlib": _stdlib, "text": lambda: _pieces(Path(data.path)), "folder": lambda: _folder(Path(data.path), data),
+        "jsonl": lambda: _lines(Path(data.path), data.field), "dataset": lambda: _dataset(Path(data.path), data.field),
+    }[kind_of(data)]  # fmt: skip
     room = data.megabytes * 1e6 if data.megabytes else float("inf")
     any_text = False
     for document in read():

@@ -200,17 +200,11 @@ def _finish(job: _Job, seconds: float) -> dict[str, Any]:
         job.log.look(steps, loss, len(job.validation), per_byte)
     weights = job.engine.global_state_dict()  # every rank calls it
     summary = {
-        "steps": steps,
-        "seconds_of_steps": round(seconds, 2),
-        "ranks": job.world.size,
-        "plan": str(job.engine.plan),
-        "model": asdict(job.model),
-        "seed": job.config.run.seed,
-        "bytes_per_token": None if size is None else size / job.validation.targets,
+        "steps": steps, "seconds_of_steps": round(seconds, 2), "ranks": job.world.size, "plan": str(job.engine.plan), "model": asdict(job.model),
+        "seed": job.config.run.seed, "bytes_per_token": None if size is None else size / job.validation.targets,
         "validation": {"nats_per_token": loss, "bits_per_byte": per_byte},
-        "unigram": {"nats_per_token": job.unigram, "bits_per_byte": job.bits(job.unigram)},
-        "tokens_of_validation": job.validation.targets,
-    }
+        "unigram": {"nats_per_token": job.unigram, "bits_per_byte": job.bits(job.unigram)}, "tokens_of_validation": job.validation.targets,
+    }  # fmt: skip
     if not job.world.is_first:
         return summary
     rows = rundir.read_metrics(job.folder)

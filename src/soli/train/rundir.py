@@ -63,12 +63,9 @@ def begin(folder: Path, config: Config, tokens: Tokens) -> None:
     not the data that it began with.
     """
     data = {
-        "key": tokens.key,
-        "vocab": tokens.train.vocab,
-        "train": str(tokens.train.path),
-        "validation": str(tokens.validation.path),
+        "key": tokens.key, "vocab": tokens.train.vocab, "train": str(tokens.train.path), "validation": str(tokens.validation.path),
         "tokens": [len(tokens.train), len(tokens.validation)],
-    }
+    }  # fmt: skip
     record, env = folder / DATA, "env.json"
     if record.exists():
         before = json.loads(record.read_text(encoding="utf-8"))
@@ -89,20 +86,11 @@ def begin(folder: Path, config: Config, tokens: Tokens) -> None:
 def environment() -> dict[str, Any]:
     """What the run ran on, for env.json."""
     return {
-        "command": sys.argv,
-        "folder": os.getcwd(),
-        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "soli": SOLI,
-        "revision": revision(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "platform": platform.platform(),
-        "host": platform.node(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "command": sys.argv, "folder": os.getcwd(), "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "soli": SOLI,
+        "revision": revision(), "python": platform.python_version(), "torch": str(torch.__version__), "cuda": torch.version.cuda,
+        "platform": platform.platform(), "host": platform.node(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-    }
+    }  # fmt: skip
 
 
 def revision() -> str | None:

@@ -32,11 +32,9 @@ def run(script: str, arguments: list[str]) -> None:
     code = compile(path.read_bytes(), script, "exec", dont_inherit=True)
     namespace = vars(sys.modules["__main__"])
     known = {
-        "__name__": "__main__",
-        "__file__": str(path),
-        "__builtins__": builtins,
+        "__name__": "__main__", "__file__": str(path), "__builtins__": builtins,
         **dict.fromkeys(("__spec__", "__package__", "__loader__", "__cached__", "__doc__")),
-    }
+    }  # fmt: skip
     namespace.clear()  # the names of this file too: from here on only what is local
     namespace.update(known)
     exec(code, namespace)

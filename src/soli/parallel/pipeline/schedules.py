@@ -21,13 +21,9 @@ logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRI
 
 
 SCHEDULES: dict[str, Any] = {
-    "gpipe": torchs.ScheduleGPipe,
-    "1f1b": torchs.Schedule1F1B,
-    "interleaved": torchs.ScheduleInterleaved1F1B,
-    "zbh1": torchs.ScheduleInterleavedZeroBubble,
-    "zbv": torchs.ScheduleZBVZeroBubble,
-    "dualpipev": torchs.ScheduleDualPipeV,
-}
+    "gpipe": torchs.ScheduleGPipe, "1f1b": torchs.Schedule1F1B, "interleaved": torchs.ScheduleInterleaved1F1B,
+    "zbh1": torchs.ScheduleInterleavedZeroBubble, "zbv": torchs.ScheduleZBVZeroBubble, "dualpipev": torchs.ScheduleDualPipeV,
+}  # fmt: skip
 
 
 def rank_of_stages(plan: Plan) -> list[int]:

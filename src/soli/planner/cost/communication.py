@@ -149,11 +149,9 @@ def sums(p: Points, k: Constants, dense: Array, experts: Array, tables: Array) -
     """Half of an all_reduce is a reduce_scatter, and the other half what ZeRO gathers."""
     size = p.summed
     return Sums(
-        scattered=_gather(p, k, dense * size, experts * size),
-        gathered=_gather(p, k, dense * p.weight, experts * p.weight) + _turns(p, k),
-        tables=gather(p, k, tables * (p.weight + size), p.shards, p.tp),
-        across=_across(p, k, dense * size, experts * size),
-    )
+        scattered=_gather(p, k, dense * size, experts * size), gathered=_gather(p, k, dense * p.weight, experts * p.weight) + _turns(p, k),
+        tables=gather(p, k, tables * (p.weight + size), p.shards, p.tp), across=_across(p, k, dense * size, experts * size),
+    )  # fmt: skip
 
 
 def of_gradients(p: Points, summed: Sums) -> Array:
