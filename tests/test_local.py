@@ -250,24 +250,6 @@ def test_other_calls(pool: Pool, ranks: int) -> None:
     assert pool.run(others, ranks=ranks) == [(True,) * 6] * ranks
 
 
-def from_any_source():
-    ours, _ = groups()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if rank:
-        dist.send(torch.full((3,), float(rank)), 0, group=ours, tag=7)
-        return None
-    got = {}
-    for _ in range(size - 1):
-        tensor = torch.empty(3)
-        source = dist.recv(tensor, group=ours, tag=7)
-        got[source] = float(tensor[0])
-    return got
-
-
-def test_receive_from_any_source(pool: Pool) -> None:
-    assert pool.run(from_any_source, ranks=4)[0] == {1: 1.0, 2: 2.0, 3: 3.0}
-
-
 def overlapping():
     """Several groups at once, asynchronous, waited for in another order than issued."""
     ours, _ = groups()

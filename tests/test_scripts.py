@@ -153,8 +153,8 @@ def with_a_criterion(plan: str) -> str:
 
 def test_parameters_that_the_loss_alone_has_are_refused_where_nobody_sums_their_gradients(pool: Pool) -> None:
     assert with_a_criterion("dp=1") == "it ran"
-    for plan in ("dp=2", "zero=3", "pp=2,microbatches=2"):
-        assert any("1 parameters that are not the model's" in t for t in pool.run(with_a_criterion, plan, ranks=2))
+    for plan in ("dp=2", "zero=3", "pp=2,microbatches=2", "tp=2", "cp=2"):
+        assert any("1 tensors that are not the model's parameters" in t for t in pool.run(with_a_criterion, plan, ranks=2))
 
 
 def weighted(plan: str) -> tuple[str, float]:

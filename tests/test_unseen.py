@@ -1568,3 +1568,176 @@ def test_pictures_in_a_list_train_where_nothing_takes_them_apart() -> None:
         plain.step()
         assert abs(float(engine.step(batch)) - float(expected.detach())) < BOUND
     assert any("does not run on a part of them" in note["text"] for note in noted()[-3:])
+
+
+class OfNoRow(nn.Module):
+    """A classifier that returns a weight of its own too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(x), self.layers[0].weight
+
+
+def of_classes(output: Any, batch: Any) -> tuple[Tensor, int]:
+    """Rows weighed by how often their class is in the batch."""
+    each = F.cross_entropy(output[0], batch["y"], reduction="none")
+    return (each * (batch["kind"][:, None] == batch["kind"]).sum(1)).sum(), len(each)
+
+
+def once_if_any(output: Any, batch: Any) -> tuple[Tensor, int]:
+    """A term that a batch has once, where one of its rows asks for it."""
+    total = F.cross_entropy(output[0], batch["y"], reduction="sum")
+    return (total + output[1].square().sum() if batch["asks"].any() else total), len(batch["y"])
+
+
+def coupled_by_a_key(loss_fn: Any, plan: str) -> str:
+    generator = torch.Generator().manual_seed(1)
+    batch = {"x": torch.randn(8, 6, generator=generator).double(), "y": torch.arange(8) % 4, "kind": torch.arange(8), "asks": torch.arange(8) % 4 == 0}
+    engine = parallelize(OfNoRow(), loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    return said_by(engine.step, batch)
+
+
+@pytest.mark.parametrize("loss_fn", [of_classes, once_if_any])
+@pytest.mark.parametrize("plan", ["dp=1,accumulate=2", "dp=1,pp=1"])
+def test_rows_that_halves_do_not_show_to_be_coupled(loss_fn: Any, plan: str) -> None:
+    """Keys that are in the batch once couple the same rows given twice."""
+    said = coupled_by_a_key(loss_fn, plan)
+    assert ("rows that are there twice have not twice their loss" in said) == ("accumulate" in plan), said
+
+
+@pytest.mark.parametrize("loss_fn", [of_classes, once_if_any])
+def test_rows_that_no_rank_shows_to_be_coupled(pool: Pool, loss_fn: Any) -> None:
+    assert any("rows that are there twice have not twice their loss" in said for said in pool.run(coupled_by_a_key, loss_fn, "dp=2", ranks=2))
+
+
+def with_a_leaf(plan: str) -> list[str]:
+    """SAC's log_alpha: a tensor that trains, and is no parameter; and one that is made in the loss, to take a gradient of."""
+    log_alpha = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    inner = losses.cross_entropy("targets")
+
+    def own(output: Any, batch: Any) -> Any:
+        total, count = inner(output, batch)
+        return total + (log_alpha.exp() * output.detach().mean((1, 2)).sum()).sum(), count
+
+    def made_there(output: Any, batch: Any) -> Any:
+        total, count = inner(output, batch)
+        return total + torch.zeros(1, dtype=torch.float64, requires_grad=True).sum(), count
+
+    said = []
+    for loss_fn in (own, made_there):
+        engine, batches = engine_of(Plain, plan, loss_fn=loss_fn)
+        said.append([said_by(engine.step, batches[i]) for i in range(3)][-1])
+    return said
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "cp=2", "tp=2"])
+def test_tensors_that_train_and_are_no_parameters(pool: Pool, plan: str) -> None:
+    for own, made_there in pool.run(with_a_leaf, plan, ranks=2):
+        assert "1 tensors that are not the model's parameters" in own
+        assert made_there == "it ran"
+
+
+class AsArray(nn.Module):
+    """Takes what tells active positions as arrays are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(29, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 29)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        active = torch.as_tensor(x[..., 0] > 0, dtype=torch.float64) + torch.asarray(x[..., 1] > 0, dtype=torch.float64)
+        return self.head(x * (1 + active.mean(1)[:, None, None]))
+
+
+def as_arrays(plan: str) -> list[float]:
+    tokens = torch.randint(0, 29, (3, 8, 8), generator=torch.Generator().manual_seed(1))
+    engine = parallelize(AsArray().double(), losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    return [float(engine.step({"tokens": some, "targets": some})) for some in tokens]
+
+
+def test_tensors_that_are_taken_for_arrays_are_whole(pool: Pool) -> None:
+    expected = as_arrays("dp=1")
+    for plan in ("cp=2", "tp=2,sp=on"):
+        for found in pool.run(as_arrays, plan, ranks=2):
+            assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < BOUND
+
+
+class Correlated(nn.Module):
+    """Keeps a conjugated tensor for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = torch.fft.rfft(self.q(x), dim=1), torch.fft.rfft(self.k(x), dim=1)
+        return x + torch.fft.irfft(q * k.conj(), n=x.shape[1], dim=1) / 8
+
+
+class Fixed(nn.Module):
+    """A fixed point, whose gradient is implicit: autograd.grad in a hook, of a graph that was made for it (Bai et al. 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(8, 8)
+        self.weight.weight.data.mul_(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = lambda z: torch.tanh(self.weight(z) + x)
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(60):
+                z = f(z)
+        z = f(z)
+        if z.requires_grad:
+            z0 = z.detach().requires_grad_()
+            with torch.enable_grad():
+                f0 = f(z0)
+
+            def implicit(grad: Tensor) -> Tensor:
+                y = grad
+                for _ in range(60):
+                    y = torch.autograd.grad(f0, z0, y, retain_graph=True)[0] + grad
+                return y
+
+            z.register_hook(implicit)
+        return z
+
+
+@pytest.mark.parametrize(("block", "plan"), [(Correlated, "dp=1,recompute=full"), (Correlated, "dp=1,accumulate=2,recompute=full"), (Fixed, "dp=1"), (Fixed, "dp=1,accumulate=2")])
+def test_conjugated_tensors_and_implicit_gradients(block: type[nn.Module], plan: str) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.ModuleList([block()])[0], nn.Linear(8, 2)).double()
+
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(4, 6, 5, generator=generator).double(), torch.randn(4, 6, 2, generator=generator).double()) for _ in range(3)]
+    plain, loss = made(), lambda out, batch: ((out - batch[1]).square().sum(), out.numel())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = parallelize(made(), loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    for x, y in data:
+        total, count = loss(plain(x), (x, y))
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        assert abs(float(engine.step((x, y))) - float(total.detach()) / count) < BOUND
+
+
+def lazy(plan: str) -> str:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
+    return said_by(lambda _: parallelize(model, losses.mse(1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan), None)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2"])
+def test_parameters_without_a_shape_are_refused_alike(pool: Pool, plan: str) -> None:
+    assert all("parameters have no shape yet" in said for said in pool.run(lazy, plan, ranks=2))

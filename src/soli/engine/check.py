@@ -8,6 +8,7 @@ changes meanwhile are told from those that it builds once (kept.py).
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,8 @@ class FirstStep:
         self.modes: list[bool] | None = None
         self._losses: list[coupling.Sum] | None = None
         self.size = 0.0  # what a loss is of, where its terms cancel
-        self.loss_seen = False  # whether what it trains was looked at
+        self.loss_seen, self.seen_at = 0, -1  # in how many steps what it trains was looked at, and in which one
+        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._evaluated = False
 
     def before(self, engine: Engine, example: Any) -> None:
@@ -127,11 +129,12 @@ class FirstStep:
             losses = coupling.measured(engine, part)
             self.size = coupling.size_of(losses)
         size = self.size * rows
-        apart, doubled, again = bool(parts) and not _adds_up(sums, engine, size), True, whole if engine.mesh.all.simulated else _run(engine, data, rows)
+        apart, split = bool(parts) and not _adds_up(sums, engine, size), engine.plan.pieces > 1
+        again = whole if engine.mesh.all.simulated else _run(engine, data, rows)
         kept.restore(model, before)
-        if _anywhere(engine, apart, "whether losses do not add up"):
-            doubled = _doubled(engine, data, cut, sums[1]) if parts else True
-            kept.restore(model, before)
+        twice = 2 * whole[0], 2 * whole[1]
+        if (_anywhere(engine, apart, "whether losses do not add up") or split) and parts and not engine.mesh.all.simulated:
+            twice = _run(engine, at(data, [*range(rows)] * 2), 2 * rows, part=split, learn=False)
         kept.restore(model, start)
 
         def verdict() -> None:
@@ -139,10 +142,10 @@ class FirstStep:
             effects.explain(engine.plan, engine.pipeline)
             changes.explain(engine.plan)
             engine.loss_fn.explain(engine.plan)
-            if apart and not kept.same(again, whole) and engine.plan.pieces > 1:
+            if apart and not kept.same(again, whole) and split:
                 _refuse_memory()
             if parts:
-                _explain(sums, [rows, cut, rows - cut], engine, size, doubled)
+                _explain(sums, [rows, cut, rows - cut], engine, size, twice)
             if first is not None and sure:
                 _refuse_shift(first)
 
@@ -322,12 +325,6 @@ def _adds_up(sums: list[Loss], engine: Engine, size: float) -> bool:
     return abs(whole - first - second) <= rounding(engine, count) * (abs(first) + abs(second) + size)
 
 
-def _doubled(engine: Engine, data: Any, rows: int, first: Loss) -> bool:
-    """Whether the loss of the first rows doubles where each of them is there twice. A mean stays as it is; the statistics of a batch norm do too."""
-    twice, _ = _run(engine, at(data, [*range(rows), *range(rows)]), 2 * rows)
-    return not abs(twice - first[0]) < abs(twice - 2 * first[0])  # what is no number of few rows is no mean
-
-
 def _refuse_memory() -> None:
     what = "the model computes another loss when it is called again on the same rows"
     allowed = "a forward that depends on its rows and weights, and on buffers and numbers of its modules"
@@ -341,8 +338,10 @@ def _refuse_shift(first: bool) -> None:
     raise on_all_ranks(f"the model's own loss {counts}", got=f"soli.losses.from_model(shifted={first})", fix=fix)
 
 
-def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, doubled: bool) -> None:
+def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, twice: Loss) -> None:
+    """`twice`: of all rows, each of which is there twice. A mean stays as it is then; the statistics of a batch norm do too."""
     (whole, count), (first, count1), (second, count2) = sums
+    doubled = not abs(twice[0] - whole) < abs(twice[0] - 2 * whole)  # what is no number of few rows is no mean
     if whole - whole != 0:
         return  # not finite: the step itself reports it
     if abs(count - count1 - count2) > (rounding(engine, count) * count if count % 1 else 0):
@@ -353,6 +352,11 @@ def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, dou
         fix = "a count of 1 usually means a mean: return the sum and the number of counted targets"
         raise SoliError(what, got=got, allowed="the number of targets that were counted", fix=fix)
     if _adds_up(sums, engine, size):
+        if engine.plan.pieces > 1 and not _adds_up([twice, sums[0], sums[0]], engine, size):
+            what = "rows that are there twice have not twice their loss: something couples those that have a key in common, or is there once a batch"
+            got = f"{whole:.6g} for {rows[0]} rows, {twice[0]:.6g} for them and the same again"
+            fix = "weigh rows by what they or the model have (class weights of the dataset, not of the batch), add to every row its part of such a term; or run with dp=1, tensor=1d and no accumulate or microbatches"
+            raise SoliError(what, got=got, allowed="a loss that is the sum of its rows' losses", fix=fix)
         return
     if doubled and engine.plan.pieces == 1:
         return  # rows may depend on each other where all of them are on one device

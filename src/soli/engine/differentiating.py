@@ -33,7 +33,7 @@ class Differentiating(TorchFunctionMode):
         if self.plan.model_ranks > 1 or self.plan.zero == 3:
             what = "the forward or its loss takes gradients itself (torch.autograd.grad, torch.func), and each rank has a part of what they go through"
             raise on_all_ranks(what, got=str(self.plan), allowed="data parallelism with zero=0, 1 or 2")
-        if not own_graph and not torch.is_grad_enabled():
+        if not own_graph and not torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:  # a backward has a graph, and no mode
             what = "the forward takes gradients itself (torch.autograd.grad), and in evaluation and in the first step's checks there is no graph to take them of"
             raise on_all_ranks(what, fix="compute what is differentiated, and the gradients, under torch.enable_grad()")
 

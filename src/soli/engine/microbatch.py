@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +53,21 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
     return value, count
 
 
-def _need_own(engine: Engine, total: Tensor) -> None:
-    """SoliError where the loss trains parameters that are not the model's: nobody sums their gradients."""
-    own = {id(p) for p in engine.model.parameters()}
+def _need_own(engine: Engine, total: Tensor, data: Any) -> None:
+    """SoliError where the loss trains parameters that are not the model's: nobody sums their gradients. Looked at in two steps: a leaf that is no
+    parameter may be made in the forward, to take a gradient of, and then it is not there in the second."""
+    first = engine._first
+    if total.grad_fn is None or first.loss_seen > 1 or (first.loss_seen and engine.step_count == first.seen_at):
+        return
+    own = {id(x) for x in (*engine.model.parameters(), *tree_leaves(data))}
     leaves = [getattr(node, "variable", None) for node in children_first([total.grad_fn])]
-    strange = sum(isinstance(leaf, nn.Parameter) and id(leaf) not in own for leaf in leaves)
+    others = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own}
+    strange = sum(isinstance(leaf, nn.Parameter) or (key in first.leaves and first.leaves[key]() is leaf) for key, leaf in others.items())
     if strange:
-        what = f"the loss trains {strange} parameters that are not the model's: no rank sums their gradients, which are of its own rows"
+        what = f"the loss trains {strange} tensors that are not the model's parameters: no rank sums their gradients, which are of what it has itself"
         fix = "make the criterion a module of the model, whose forward returns what it makes; its options can be a parameter group's"
         raise on_all_ranks(what, allowed="parameters of the model that soli.parallelize was given", fix=fix)
+    first.leaves, first.seen_at, first.loss_seen = {key: ref(leaf) for key, leaf in others.items()}, engine.step_count, first.loss_seen + 1
 
 
 def _together(engine: Engine) -> bool:
@@ -74,9 +81,8 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
     On a grid others wait in the backward for this rank's part of their products, and norms of the batch for its sums: zeros go back instead.
     """
     total, count = total_and_count(engine.loss_fn(output, data))
-    if engine.plan.pieces > 1 and total.grad_fn is not None and not engine._first.loss_seen:
-        _need_own(engine, total)
-        engine._first.loss_seen = True
+    if engine.world > 1 or engine.plan.pieces > 1:
+        _need_own(engine, total, data)
     if engine.mesh.all.simulated and torch.is_grad_enabled():
         count = count or 1.0  # other rows have targets
     elif not count and not total.is_meta and torch.isfinite(total) and total != 0:

@@ -98,7 +98,7 @@ def apart(engine: Engine, given: Iterable[tuple[str, Tensor]], axis: Axis, least
 
 def _weighed(x: Tensor) -> Tensor:
     """Some elements, each by its place."""
-    flat = torch.view_as_real(x.detach()).reshape(-1) if x.is_complex() else x.detach().reshape(-1)
+    flat = torch.view_as_real(x.detach().resolve_conj()).reshape(-1) if x.is_complex() else x.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // ELEMENTS)].double().nan_to_num(1.0, 2.0, -2.0).cpu()
     return some * torch.arange(1, len(some) + 1)
 

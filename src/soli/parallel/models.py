@@ -48,7 +48,7 @@ def problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         yield Problem(what, got=f"{listed(norms)}, plan {plan}", allowed=allowed, fix=fix)
     if not lazy:
         yield from hooks.problems(model)
-    if max(plan.zero, plan.tp - 1, plan.pp - 1) > 0 and (shared := _shared(model)):
+    if not lazy and max(plan.zero, plan.tp - 1, plan.pp - 1) > 0 and (shared := _shared(model)):
         what = "tensors lie in the memory of weights that train, which zero, tp and pp put elsewhere: they would keep the values of now"
         allowed = "one name for each memory; a weight itself may be in as many places as you like"
         fix = "read the weight where it is used (self.weight.detach() in the forward), clone() what is to stay as it is, or run with zero=0, tp=1, pp=1"

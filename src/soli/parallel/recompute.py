@@ -57,7 +57,7 @@ class _Some:
         each = max(int(PLACES ** (1 / max(x.dim(), 1))), 1)
         some = x.detach()[tuple(slice(None, None, max(-(-n // each), 1)) for n in x.shape)]
         self.bound = torch.finfo(x.dtype).eps ** 0.5 if x.is_floating_point() or x.is_complex() else 0.0
-        self.some = (torch.view_as_real(some) if x.is_complex() else some).to(torch.float64, copy=True).nan_to_num()
+        self.some = (torch.view_as_real(some.resolve_conj()) if x.is_complex() else some).to(torch.float64, copy=True).nan_to_num()
 
     def __eq__(self, other: object) -> bool:
         if other is None:  # of a step that was not looked at, or of none

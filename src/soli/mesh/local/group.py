@@ -189,18 +189,6 @@ class LocalGroup(_Base):
         work.source.append(source)
         return work
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        if len(self._here) < self.ranks:
-            got = f"a group of {self.ranks} ranks, {len(self._here)} of them here"
-            fix = "name the source, or take SOLI_BACKEND=gloo"
-            raise SoliError("the local backend receives from any source only inside one host", got=got, fix=fix)
-        flat, back = _target(tensors[0])
-        found: list[int] = []
-        steps = messages.receive_any(self._inboxes, tag, _bytes(flat), zlib.crc32(str(flat.dtype).encode()), found)
-        work = self._issue((id(self), "any"), steps, tensors, back, None)
-        work.source = found
-        return work
-
     # --- c10d's other names, and coalescing -----------------------------------------------------------
 
     allreduce_coalesced = allreduce

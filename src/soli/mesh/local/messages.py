@@ -4,7 +4,6 @@ A sender waits only while the channel is full; a receiver takes what comes and k
 asked for yet. Both are generators, so any number of them go on at once and no order of calls locks up.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +71,6 @@ class Inbox:
         self.expected.append(wanted)
         return wanted
 
-    def offers(self, tag: int) -> bool:
-        """Whether a message with this tag has come that nobody has asked for."""
-        if any(m.tag == tag and not m.claimed for m in self.aside):
-            return True
-        base, words = self.board.channel(self.source, self.board.rank), self.board.words
-        if self.current is not None or words[base + WRITTEN] == words[base + READ]:
-            return False
-        head = base + HEADS + 4 * (words[base + READ] % CELLS)
-        return bool(words[head + TAG] == tag) and not any(m.tag == tag for m in self.expected)
-
     def poll(self) -> None:
         """Take every cell that is there, as long as somebody waits for something."""
         board, words = self.board, self.board.words
@@ -127,14 +116,3 @@ def receive(inbox: Inbox, message: Message, data: Tensor, checksum: int) -> Any:
         if not message.complete:
             yield
     inbox.take(message, data, checksum)
-
-
-def receive_any(inboxes: Sequence[Inbox], tag: int, data: Tensor, checksum: int, found: list[int]) -> Any:
-    """The first message with this tag from any rank; its source is put into `found`."""
-    while True:
-        for inbox in inboxes:
-            if inbox.offers(tag):
-                found.append(inbox.source)
-                yield from receive(inbox, inbox.expect(tag, data, checksum), data, checksum)
-                return
-        yield

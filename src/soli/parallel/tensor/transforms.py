@@ -37,7 +37,16 @@ def seen() -> ExitStack:
     patched.enter_context(patch.object(apis, "vmap_impl", _vmap))
     patched.enter_context(patch.object(functions, "unwrap_dead_wrappers", _given))
     patched.enter_context(patch.object(PlainFunction, "apply", classmethod(_called)))
+    for name in ("as_tensor", "asarray"):  # which take a cut tensor's memory for an array's, and ask nobody
+        patched.enter_context(patch.object(torch, name, partial(_of_tensor, getattr(torch, name))))
     return patched
+
+
+def _of_tensor(make: Any, x: Any, *args: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    """as_tensor and asarray, of a tensor that is one already."""
+    if type(x) is not Cut or args or kwargs.get("copy"):
+        return make(x, *args, dtype=dtype, device=device, **kwargs)
+    return x.to(device=device, dtype=dtype)
 
 
 def vmap(x: Tensor) -> Tensor:
