@@ -85,7 +85,8 @@ def read(row: Mapping[str, str]) -> Row:
         found.inferred.append(f"ep={point['ep']:g}")
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
     told, optimizer = f"{told}; {text(row, 'shard')}; {text(row, 'precision')}", text(row, "optimizer")
-    point["fused"] = float("fused" in spellings.affirmed(optimizer) and "unfused" not in optimizer.lower())
+    usual = "titan" in text(row, "framework").lower() and re.fullmatch(r"adamw?|", optimizer.strip(), re.I)  # torchtitan's Optimizer.implementation
+    point["fused"] = float(bool(usual) or ("fused" in spellings.affirmed(optimizer) and "unfused" not in optimizer.lower()))
     kept = spellings.meant("moments", optimizer.lower())
     if not SILENT.fullmatch(optimizer) and kept is None:
         found.inferred.append(f"optimizer={optimizer} as Adam")

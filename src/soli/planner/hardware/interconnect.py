@@ -13,6 +13,8 @@ from soli.planner.hardware.devices import Device
 from soli.planner.hardware.networks import networks
 
 RATE = re.compile(r"(\d+(?:\.\d+)?)[ -]?([TGtg])(?:(B/s|Bps)|b(?:its?)?(?:/s|ps|E|e)?|BE|)(?![A-Za-z])")
+RACK, TRAY = 16, 4
+"""Above so many devices that NVLink joins they are a rack's, and a server, which has the adapters that are counted, is a tray of these (NVIDIA GB200 NVL72)."""
 MOST = 4.0
 """How often the usual a device's rate can be: what is more is its server's."""
 WORDS = table(__package__, "interconnect.toml")
@@ -68,6 +70,7 @@ def _between(clause: str, device: Device) -> tuple[float, bool]:
     """Gbit/s of a device to other servers, 0 where none is said; and whether nothing of it is guessed."""
     if _has("denied", clause) and not RATE.search(clause):
         return 0.0, True
+    node = device.node if device.node <= RACK else TRAY
     clause, named = re.sub(WORDS["link_rate"], "", clause, flags=re.I), _named("named", clause)
     rate = next((m for m in RATE.finditer(clause) if m[0][-1] not in "GgT" or _has("between", clause)), None)
     glued = _has("glued", clause)
@@ -77,14 +80,14 @@ def _between(clause: str, device: Device) -> tuple[float, bool]:
         gbits = float(glued[1]) if glued else named.get("net_gbits", named.get("server_gbits", 0.0))
     count = _has("count", clause)
     if count and not _has("device", clause):
-        return gbits * float(count[1] or count[2]) / device.node, True
+        return gbits * float(count[1] or count[2]) / node, True
     if _has("server", clause) or _has("device", clause):
-        return gbits / (1.0 if _has("device", clause) else device.node), True
+        return gbits / (1.0 if _has("device", clause) else node), True
     whole = _has("shared", clause) or "server_gbits" in named
     if not whole and not glued:
         unnamed = not _has("between", clause) and gbits != device.net_gbits
-        whole = unnamed or gbits == device.net_gbits * device.node or gbits > MOST * device.net_gbits
-    return gbits / (device.node if whole else 1.0), False
+        whole = unnamed or gbits == device.net_gbits * node or gbits > MOST * device.net_gbits
+    return gbits / (node if whole else 1.0), False
 
 
 def _link(clause: str, device: Device) -> float:
