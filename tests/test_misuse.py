@@ -20,6 +20,7 @@ from soli import losses, parallelize
 from soli.bugs.classification import classifier
 from soli.bugs.github import _begun
 from soli.bugs.selection import rules
+from soli.cli.train import check
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.engine import auto
@@ -224,3 +225,20 @@ def test_rules_that_are_no_tables(rule: str, tmp_path: Path) -> None:
     file.write_text(f'{head}left_out = "abc"\n{rest.partition("]")[2]}', encoding="utf-8")
     with pytest.raises(SoliError, match="'left_out' is a list of names"):
         rules(file)
+
+
+def test_names_that_are_too_long_and_a_type_that_is_no_text(tmp_path: Path) -> None:
+    for command, said in ((["plan", "x" * 300, "--cluster", "h100", "--global-batch", "8"], "the model cannot be read"), (["train", "--data", "x" * 300], "there is no such data")):
+        done = subprocess.run([sys.executable, "-m", "soli", *command], capture_output=True, text=True)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    np.ones(8, dtype="<u2").tofile(tmp_path / "a.bin")
+    (tmp_path / "a.json").write_text(json.dumps({"dtype": ["uint16"], "vocab": 64}))
+    with pytest.raises(SoliError, match="uint16, uint32"):
+        tokens._opened(tmp_path / "a.bin", 0.05)
+
+
+def test_the_main_job_takes_what_parallelize_takes() -> None:
+    named = dict.fromkeys(("plan", "steps", "minutes", "data", "name", "seed"))
+    check(2, None, None, named | {"plan": "auto=probe"})
+    with pytest.raises(SoliError, match="auto=some"):
+        check(2, None, None, named | {"plan": "auto=some"})

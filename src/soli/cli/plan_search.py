@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -140,7 +141,7 @@ def read(text: str, program: programs.Program | None) -> tuple[Model, tuple[str,
         from soli.planner.published import named, near
 
         path = Path(text)
-        if not path.exists() and (known := named(text)):
+        if not os.path.exists(path) and (known := named(text)):
             return known, (f"its dimensions are those of the published {known.name}",)
         return read_model(path, near(text))
     from soli.engine.batch import Caller, rows_of, take

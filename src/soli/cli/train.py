@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 def train(
     config: Annotated[Path | None, Argument(help="A TOML file; without one the main job runs.")] = None,
-    plan: Annotated[str | None, Option(help='Such as "dp=2,zero=3", or auto.')] = None,
+    plan: Annotated[str | None, Option(help='Such as "dp=2,zero=3", auto, or auto=probe.')] = None,
     steps: Annotated[int | None, Option(help="Optimizer steps.")] = None,
     minutes: Annotated[float | None, Option(help="Wall clock, where steps are not said.")] = None,
     data: Annotated[str | None, Option(help="Text, folder, .jsonl, dataset, token file.")] = None,
@@ -65,7 +65,7 @@ def check(ranks: int, config: Path | None, resume: Path | None, named: dict[str,
     except SoliError as error:
         found += error.problems
     try:
-        dp = 1 if plan in (None, "auto") else resolve(Plan.parse(plan), ranks).dp or 1
+        dp = 1 if plan in (None, "auto", "auto=probe") else resolve(Plan.parse(plan), ranks).dp or 1
         if 0 < batch < dp:
             what = "optim.batch is smaller than the number of data-parallel ranks"
             found.append(Problem(what, f"batch {batch}, dp={dp}", f"{dp} or more"))

@@ -60,7 +60,7 @@ class Optim:
 class Run:
     name: str = setting("", "ends the name of the run directory; empty: what the data is called")
     folder: str = setting("runs", "where run directories are made")
-    plan: str = setting("auto", "how to split: auto, or a plan such as dp=2,zero=3")
+    plan: str = setting("auto", "how to split: auto, auto=probe, or a plan such as dp=2,zero=3")
     seed: int = setting(0, "weights, dropout, order of the data, sample", low=0, high=2**31 - 1)
     minutes: float = setting(2.2, "wall clock of the whole command; decides `steps` if that is 0", low=0)
     steps: int = setting(0, "optimizer steps; 0: as many as fit into `minutes`", low=0)

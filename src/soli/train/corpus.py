@@ -14,6 +14,7 @@ the split is the same on every machine and in every order, and two equal documen
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def kind_of(data: Data) -> str:
     if data.path == "stdlib":
         return "stdlib"
     path = Path(data.path)
-    if not data.path or not path.exists():
+    if not data.path or not os.path.exists(path):
         allowed = "stdlib, or an existing file or folder"
         fix = nearest(data.path, ["stdlib", *map(str, path.parent.glob("*"))], "check data.path (--data)")
         raise SoliError("there is no such data", got=data.path, allowed=allowed, fix=fix)

@@ -128,7 +128,7 @@ def _together(config: Config) -> Iterator[Problem]:
         fits = False
     if not fits:
         yield Problem("run.folder is no folder", run.folder, "", "name another")
-    if run.plan != "auto":
+    if run.plan not in ("auto", "auto=probe"):
         try:
             Plan.parse(run.plan)
         except SoliError as error:

@@ -74,7 +74,7 @@ def open_tokens(path: Path) -> Span:
     header = header if isinstance(header, dict) else {}
     dtype, vocab, size = header.get("dtype", ""), header.get("vocab", 0), path.stat().st_size
     problems = []
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         problems.append(Problem(f"{beside}: dtype", repr(dtype), "uint16, uint32"))
     if not isinstance(vocab, int) or vocab < 1:
         problems.append(Problem(f"{beside}: vocab", repr(vocab), "how many ids there are, 1 or more"))
