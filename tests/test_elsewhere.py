@@ -116,6 +116,30 @@ def test_a_recurrent_layer_has_flops() -> None:
     assert [call.flops for call in calls if "rnn" in call.name] == [forward, 2 * forward]
 
 
+class Attends(nn.Module):
+    """One attention, and a product of three dims without a bias, whose result is a view of what torch made."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal, self.inner, self.head = causal, nn.Linear(16, 16, bias=False), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return self.head(F.scaled_dot_product_attention(heads, heads, heads, is_causal=self.causal).transpose(1, 2).flatten(2).mean(1))
+
+
+def test_half_of_attention_is_computed_under_a_mask_and_views_move_nothing() -> None:
+    flops = {}
+    for causal in (True, False):
+        made = standing(Attends(causal), {"x": torch.zeros(1, 32, 16), "targets": torch.zeros(1, dtype=torch.int64)}, LOSS)
+        calls = rehearse(replace(made, batch=elsewhere._repeated(made.batch, 4)), Plan(dp=1)).ranks[0].calls
+        flops[causal] = sum(call.flops for call in calls if "attention" in call.name)
+        views = [call.bytes for call in calls if call.name == "_unsafe_view"]
+        assert views
+        assert not any(views)
+    assert flops[False] == 2 * flops[True] > 0
+
+
 @pytest.mark.parametrize("field", ["memory_gbs", "link_gbs", "net_gbits"])
 def test_a_quicker_device_is_never_slower(field: str) -> None:
     made, cluster = program(size=64, width=256), read_cluster("h100:2x2")
