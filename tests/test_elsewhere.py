@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import soli
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
+from soli.core.progress import busy
 from soli.engine import elsewhere
 from soli.engine.elsewhere import Elsewhere, reasons, standing
 from soli.engine.rehearse import Program, rehearse
@@ -25,6 +26,7 @@ from soli.planner.hardware.clusters import Cluster, read_cluster
 from soli.planner.hollow import Call
 from soli.planner.legality import resolve
 from soli.planner.promised import HOST, _sizes, promised, step_seconds
+from soli.planner.rehearsal import RankRun, Rehearsal, Sent
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import gpu
@@ -141,10 +143,25 @@ def test_half_of_attention_is_computed_under_a_mask_and_views_move_nothing() -> 
 
 
 @pytest.mark.parametrize("field", ["memory_gbs", "link_gbs", "net_gbits"])
-def test_a_quicker_device_is_never_slower(field: str) -> None:
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_quicker_device_is_never_slower(field: str, zero: int) -> None:
     made, cluster = program(size=64, width=256), read_cluster("h100:2x2")
     faster = replace(cluster, device=replace(cluster.device, **{field: 2 * getattr(cluster.device, field)}))
-    assert seconds_of(made, 2048, "dp=4,precision=bf16", faster) < seconds_of(made, 2048, "dp=4,precision=bf16", cluster)
+    plan = f"dp=4,zero={zero},precision=bf16"
+    assert seconds_of(made, 2048, plan, faster) < seconds_of(made, 2048, plan, cluster)
+
+
+def test_what_is_gathered_takes_as_long_as_it_is_said_to() -> None:
+    """Half of a sum of as many bytes (Patarasuk and Yuan 2009), in the same places."""
+    at = lambda operation: promised_of(operation, 2**26)
+    assert at("all_gather") == pytest.approx(at("all_reduce") / 2)
+    assert at("reduce_scatter") == pytest.approx(at("all_reduce") / 2)
+    assert at("send") > 0
+
+
+def promised_of(operation: str, size: int) -> float:
+    run = RankRun(0, 0, 0, 0, [], [Sent(operation, (0, 1, 2, 3), size, False)], [])
+    return promised(read_cluster("h100:2x2"), Rehearsal(Plan(dp=4), [run]))["waited"]
 
 
 # --- the search -------------------------------------------------------------------------------------------
@@ -171,6 +188,13 @@ def test_what_is_left_out_is_not_quicker(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found[0].seconds >= best.seconds / 1.05
 
 
+def test_where_gradients_take_longest_ways_to_cut_the_model_are_looked_at() -> None:
+    asked = looked("h100:1x2@ethernet-10", 2, made=program(size=4, width=512, depth=4))
+    found = asked.search()
+    assert asked.slower == 0
+    assert Plan.parse(found[0].plan).pp == 2
+
+
 def test_what_does_not_fit_becomes_lighter_and_fits() -> None:
     made = program(size=64, width=256)
     usual = looked("h100:2", 64, made=made)._taking(Plan(dp=2, precision="bf16"))
@@ -178,6 +202,12 @@ def test_what_does_not_fit_becomes_lighter_and_fits() -> None:
     best = looked("h100:2", 64, limit, made).search()[0]
     assert not best.refused
     assert HEADROOM * best.peak <= limit
+    alone = looked("h100:2", 64, limit, made)
+    with busy("rehearsing") as add:
+        lighter = alone._light_enough(Plan(dp=2, precision="bf16"), add)
+    assert lighter is not None
+    assert not lighter.refused
+    assert Plan.parse(lighter.plan).accumulate > 1  # no state that is shared out is enough
     nothing = looked("h100:2", 64, 1e4, made).search()
     assert all("a device, and" in option.refused for option in nothing if "cuts nothing" not in option.refused)
 
