@@ -91,10 +91,6 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"sp": "=tp", "tp": "1", "dp": "32"}, {"sp": 0}),
         ({"framework": "torchtitan"}, {"flash": 1}),
         ({"framework": "torchtitan", "attn_backend": "unfused"}, {"flash": 0}),
-        ({"framework": "torchtitan"}, {"fused": 1}),
-        ({"framework": "torchtitan", "optimizer": "AdamW"}, {"fused": 1}),
-        ({"framework": "torchtitan", "optimizer": "AdamW (foreach)"}, {"fused": 0}),
-        ({"framework": "PyTorch FSDP"}, {"fused": 0}),
         ({"notes": "distributed_fused_adam, unfused permutation"}, {"flash": 0}),  # says nothing of attention
         ({"notes": "fused attention"}, {"flash": 1}),
         ({"framework": "torchtitan", "notes": "unfused adam"}, {"flash": 1}),

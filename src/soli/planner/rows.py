@@ -85,7 +85,7 @@ def read(row: Mapping[str, str]) -> Row:
         found.inferred.append(f"ep={point['ep']:g}")
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
     told, optimizer = f"{told}; {text(row, 'shard')}; {text(row, 'precision')}", text(row, "optimizer")
-    point["fused"] = _fused(row, optimizer)
+    point["fused"] = float("fused" in spellings.affirmed(optimizer) and "unfused" not in optimizer.lower())
     kept = spellings.meant("moments", optimizer.lower())
     if not SILENT.fullmatch(optimizer) and kept is None:
         found.inferred.append(f"optimizer={optimizer} as Adam")
@@ -114,12 +114,6 @@ def read(row: Mapping[str, str]) -> Row:
         found.inferred += _uncounted(said, point)
         fitted(found)
     return found
-
-
-def _fused(row: Mapping[str, str], optimizer: str) -> float:
-    """Whether one kernel updates a parameter: as it is said, and where nothing is by torchtitan, whose Optimizer.implementation is "fused"."""
-    usual = "titan" in text(row, "framework").lower() and re.fullmatch(r"adamw?|", optimizer.strip(), re.I)
-    return float(bool(usual) or ("fused" in spellings.affirmed(optimizer) and "unfused" not in optimizer.lower()))
 
 
 def read_measured(row: Mapping[str, str]) -> Row:
