@@ -7,7 +7,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,7 +58,7 @@ def program(size: int = 32, **sizes: int) -> Program:
 
 def looked(cluster: str, rows: int, memory: float = 0.0, made: Program | None = None) -> Elsewhere:
     at = read_cluster(cluster)
-    return Elsewhere(made or program(), at, rows, memory or at.device.usable, ("bf16",), lambda plan: True)
+    return Elsewhere(made or program(), at, rows, memory or at.device.usable, ("bf16",), {})
 
 
 def seconds_of(made: Program, rows: int, plan: str, cluster: Cluster) -> float:
@@ -219,10 +221,50 @@ def test_what_cuts_nothing_is_refused_and_said_once() -> None:
     assert [option for option in found if not option.refused]
 
 
+def planned(model: nn.Module, batch: dict, loss_fn: Any, cluster: str = "h100:2", **fixed: Any) -> list[str]:
+    """The plans of a program, or why there are none."""
+    at = read_cluster(cluster)
+    found = Elsewhere(standing(model, batch, loss_fn), at, 8, at.device.usable, (fixed.get("precision", "bf16"),), fixed).search()
+    return [option.plan for option in found if not option.refused] or [option.refused for option in found]
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cells(x)[0])
+
+
+def test_batches_and_losses_as_people_have_them() -> None:
+    viewed = lambda out, batch: (F.cross_entropy(out.view(-1, 5), batch["y"].view(-1), reduction="sum"), batch["y"].numel())
+    entries = {"x": np.zeros((1, 6, 4), dtype=np.float32), "y": torch.ones(1, 6, dtype=torch.int64), "name": "text"}
+    assert "dp=2,zero=1,precision=bf16" in planned(Cells(), entries, viewed)
+    with pytest.raises(SoliError, match="the batch has no row"):
+        planned(Cells(), {"x": torch.zeros(0, 6, 4), "y": torch.ones(0, 6, dtype=torch.int64)}, viewed)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "plan"),
+    [({"zero": 3}, "dp=2,zero=3,precision=bf16"), ({"precision": "fp32"}, "dp=2"), ({"recompute": "full"}, "dp=2,recompute=full,precision=bf16"),
+     ({"accumulate": 2}, "dp=2,accumulate=2,precision=bf16"), ({"tp": 2, "dp": 1}, "dp=1,tp=2,precision=bf16")],
+)  # fmt: skip
+def test_what_is_fixed_is_had(fixed: dict[str, Any], plan: str) -> None:
+    found = planned(Net(64), {"images": torch.zeros(1, 3, 8, 8), "targets": torch.zeros(1, dtype=torch.int64)}, LOSS, **fixed)
+    assert plan in found
+    assert all(getattr(Plan.parse(one), name) == value for one in found for name, value in fixed.items())
+
+
+def test_what_is_not_built_is_not_offered() -> None:
+    found = planned(Net(64), {"images": torch.zeros(1, 3, 8, 8), "targets": torch.zeros(1, dtype=torch.int64)}, LOSS, precision="fp8")
+    assert all("'precision=fp8' is not built yet" in why for why in found)
+
+
 # --- the command ------------------------------------------------------------------------------------------
 
 FILE = """
-import torch
+import soli, torch
 from test_elsewhere import LOSS, Net
 
 def net():
@@ -232,6 +274,10 @@ def net():
 
 def lossless():
     return net()[:2]
+
+def normed():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 8), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8, 10))
+    return model, (torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)), soli.losses.cross_entropy(1)
 """
 
 
@@ -261,6 +307,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "leave out --why-not" in refused.stderr
     assert "return its loss too" in refused.stderr
     assert asked_of(file, f"{file}:net", "--fix", "dp=3").returncode == 2
+    of_two = asked_of(file, f"{file}:normed")  # whose norm has no one row
+    assert (of_two.returncode, "1   dp=4" in of_two.stdout) == (0, True), of_two.stderr
 
 
 def test_a_model_that_trains_nothing_is_refused() -> None:

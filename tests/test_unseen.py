@@ -9,6 +9,7 @@ import math
 import random
 import subprocess
 import sys
+import warnings
 from collections import UserDict
 from collections.abc import Sequence
 from typing import Any
@@ -1594,6 +1595,11 @@ def once_if_any(output: Any, batch: Any) -> tuple[Tensor, int]:
     return (total + output[1].square().sum() if batch["asks"].any() else total), len(batch["y"])
 
 
+def each_once(output: Any, batch: Any) -> tuple[Tensor, int]:
+    """A mean over kinds: its sum adds up, and its count where a kind is in one half alone."""
+    return F.cross_entropy(output[0], batch["y"], reduction="sum"), len(batch["kind"].unique())
+
+
 def coupled_by_a_key(loss_fn: Any, plan: str) -> str:
     generator = torch.Generator().manual_seed(1)
     batch = {"x": torch.randn(8, 6, generator=generator).double(), "y": torch.arange(8) % 4, "kind": torch.arange(8), "asks": torch.arange(8) % 4 == 0}
@@ -1601,7 +1607,7 @@ def coupled_by_a_key(loss_fn: Any, plan: str) -> str:
     return said_by(engine.step, batch)
 
 
-@pytest.mark.parametrize("loss_fn", [of_classes, once_if_any])
+@pytest.mark.parametrize("loss_fn", [of_classes, once_if_any, each_once])
 @pytest.mark.parametrize("plan", ["dp=1,accumulate=2", "dp=1,pp=1"])
 def test_rows_that_halves_do_not_show_to_be_coupled(loss_fn: Any, plan: str) -> None:
     """Keys that are in the batch once couple the same rows given twice."""
@@ -1612,6 +1618,38 @@ def test_rows_that_halves_do_not_show_to_be_coupled(loss_fn: Any, plan: str) -> 
 @pytest.mark.parametrize("loss_fn", [of_classes, once_if_any])
 def test_rows_that_no_rank_shows_to_be_coupled(pool: Pool, loss_fn: Any) -> None:
     assert any("rows that are there twice have not twice their loss" in said for said in pool.run(coupled_by_a_key, loss_fn, "dp=2", ranks=2))
+
+
+class SizedByTheBatch(nn.Module):
+    """Its first states are as many as a batch's rows: it does not run on more."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3)
+        self.register_buffer("first", torch.zeros(1, rows, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cells(x, self.first[:, : len(x)].contiguous())[0][:, -1])
+
+
+def sized_by_the_batch(plan: str, rows: int) -> float:
+    batch = {"x": torch.randn(rows, 5, 4, generator=torch.Generator().manual_seed(1)).double(), "targets": torch.arange(rows) % 3}
+    engine = parallelize(SizedByTheBatch(rows).double(), losses.cross_entropy("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    return [float(engine.step(batch)) for _ in range(2)][-1]
+
+
+@pytest.mark.parametrize("rows", [7, 3, 2])
+def test_no_check_runs_more_rows_than_the_batch_has(pool: Pool, rows: int) -> None:
+    expected = sized_by_the_batch("dp=1", rows)
+    for plan in ("dp=2", "dp=2,zero=3"):
+        for found in pool.run(sized_by_the_batch, plan, rows, ranks=2):
+            assert abs(found - expected) < BOUND
+
+
+def test_tensors_that_train_beside_the_model_alone_are_told_of() -> None:
+    assert with_a_leaf("dp=1") == ["it ran", "it ran"]
+    assert sum("1 tensors that are not the model's parameters: their gradients are of its sum" in note["text"] for note in noted()[-4:]) == 1
 
 
 def with_a_leaf(plan: str) -> list[str]:
@@ -1655,7 +1693,10 @@ class AsArray(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = x + block(x).tanh()
-        active = torch.as_tensor(x[..., 0] > 0, dtype=torch.float64) + torch.asarray(x[..., 1] > 0, dtype=torch.float64)
+        active = torch.as_tensor(x[..., 0] > 0, dtype=torch.float64) + torch.asarray(obj=x[..., 1] > 0, dtype=torch.float64, copy=True)
+        active = active + torch.as_tensor(data=x[..., 2] > 0).double() + torch.as_tensor(x[..., 3], dtype=torch.float64)
+        with warnings.catch_warnings(action="ignore"):
+            active = active + torch.tensor(x[..., 4], dtype=torch.float64) + torch.tensor([1.0, 2.0]).sum()
         return self.head(x * (1 + active.mean(1)[:, None, None]))
 
 

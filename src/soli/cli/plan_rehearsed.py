@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from soli.planner.hardware.clusters import Cluster
 
 LOSS = "loss(output, batch) -> (sum, count), such as soli.losses.cross_entropy('targets')"
-GB = 1e9
-CANNOT = 5
 TOLD = "GB of a device, and with what allocators take beside. Of a step: products, communication that nothing hides, waiting in the pipeline; the rest are other operations and the host."
 
 
@@ -24,6 +22,8 @@ def search(
     why: SoliError, program: Any, cluster: "Cluster", batch: int, precision: str, memory: float, fix: list[str] | None, count: int, as_json: bool, asked: list[str]
 ) -> None:  # fmt: skip
     """Print the best plans and why others cannot be. `asked`: options that only formulas answer; SoliError where there are any, or no loss."""
+    from torch import nn
+
     from soli.engine.elsewhere import Elsewhere, reasons, standing
     from soli.engine.taken import HEADROOM
     from soli.planner.cost.constants import spread_of
@@ -32,37 +32,36 @@ def search(
     without += [f"return its loss too: {programs.RETURNS}, {LOSS}"] if program[2] is None else []
     if without:
         raise SoliError([Problem(p.what, p.got, p.allowed, f"its plans can be rehearsed: {'; and '.join(without)}") for p in why.problems])
-    fixed = [(word.partition("=")[0].strip(), Plan.parse(word)) for words in fix or [] for word in words.split(",") if word.strip()]
-    wanted = lambda plan: all(getattr(plan, name) == getattr(said, name) for name, said in fixed)
+    words = [word for text in fix or [] for word in text.split(",") if word.strip()]
+    fixed = {name: getattr(Plan.parse(word), name) for word in words for name in [word.partition("=")[0].strip()]}
     made = standing(*program)
-    looked = Elsewhere(made, cluster, batch, memory or cluster.device.usable, tuple(precision.split(",")), wanted)
+    looked = Elsewhere(made, cluster, batch, memory or cluster.device.usable, tuple(fixed.get("precision", precision).split(",")), fixed)
     found = looked.search()
     best, spread = [option for option in found if not option.refused], spread_of("soli")
     if not best:
-        raise SoliError(f"no plan of this program is known to run on {cluster}", got="; ".join(reasons(found))[:2000] or "none is as --fix says", fix="more devices, a smaller --global-batch, or another --fix")
-    words, cannot = [problem.got for problem in why.problems], list(reasons(found))
+        raise SoliError(f"no plan of this program is known to run on {cluster}", got="; ".join(reasons(found))[:2000] or "none is as --fix says", fix="more devices, a smaller --global-batch, or another --fix" if any(option.peak for option in found) else "")
+    words, cannot = [problem.got for problem in why.problems], reasons(found)
     parameters, rows = sum(p.numel() for p in made.model.parameters()), [_row(option, batch, spread, HEADROOM) for option in best[:count]]
-    left_out = [f"{looked.slower} layouts that cut the model, none of which can be 5% quicker"] if looked.slower else []
-    left_out += [f"{looked.left} layouts that cut it further, which take long to rehearse: --fix asks for them"] if looked.left else []
-    reads = next((option.reads for option in best if option.reads), "")
+    left_out = ((looked.slower, "that cut the model, none of which can be 5% quicker"), (looked.left, "that cut it further, which take long to rehearse: --fix asks for them"))
+    noted = [f"Left out: {number} layouts {why}" for number, why in left_out if number]
+    if any(isinstance(module, nn.GRU | nn.RNN) for module in made.model.modules()):
+        noted.append("GRU and RNN layers are timed by their steps, of which a GPU makes one kernel: they take less")
+    if reads := next((option.reads for option in best if option.reads), ""):
+        noted.append(f"Layers read values, which a rehearsal takes for 0: {reads[:300]}")
     if as_json:
         said = {"parameters": parameters, "cluster": str(cluster), "devices": cluster.size, "global_batch": batch, "rehearsed": words, "best": rows}
-        print(json.dumps({**said, "left_out": left_out, "cannot": cannot, "reads": reads}, indent=1, allow_nan=False))
+        print(json.dumps({**said, "noted": noted, "cannot": cannot}, indent=1, allow_nan=False))
         return
     print(f"{parameters:,} parameters, {batch} rows a step, on {cluster} ({cluster.size} devices): rehearsed, as no formulas describe it ({'; '.join(words)})")
     titles = ("step s", "from", "to", "rows/s", "GB", "up to", "products", "exposed", "bubble")
     show([" " * 2], titles, ([str(i), *_cells(row)] for i, row in enumerate(rows, 1)), box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    print(TOLD)
-    lines = [f"  {number:<3} {row['plan']}" for number, row in enumerate(rows, 1)]
-    lines += [f"Left out: {one}." for one in left_out] + [f"Cannot be: {one}." for one in cannot[:CANNOT]]
-    lines += [f"Cannot be either: {len(cannot) - CANNOT} more (--json)."] if len(cannot) > CANNOT else []
-    lines += [f"Layers read values, which a rehearsal takes for 0: {reads[:300]}."] if reads else []
-    print("\n".join(lines))
+    plans = (f"  {number:<3} {row['plan']}" for number, row in enumerate(rows, 1))
+    print("\n".join([TOLD, *plans, *(f"{one}." for one in noted), *(f"Cannot be: {one}." for one in cannot)]))
 
 
 def _row(option: "Option", batch: int, spread: dict[str, float], headroom: float) -> dict[str, Any]:
     times = {f"time_{end}_s": option.seconds * spread[f"time_{end}"] for end in ("low", "high")}
-    memory = {"memory_gb": option.peak / GB, "memory_high_gb": headroom * option.peak / GB}
+    memory = {"memory_gb": option.peak / 1e9, "memory_high_gb": headroom * option.peak / 1e9}
     return {"plan": option.plan, "step_time_s": option.seconds, **times, "rows_per_s": batch / option.seconds, **memory, "parts_s": option.parts}
 
 

@@ -105,7 +105,8 @@ def search(
         print(json.dumps(said, indent=1, allow_nan=False))
         return
     if whatif:
-        print("\n".join(f"{one['answer']}\n  {_short(one['choice'])}" for one in said["whatif"]))
+        short = "{plan}: {step_time_s:.4g} s a step, up to {memory_high_gb:.1f} GB".format_map
+        print("\n".join(f"{one['answer']}\n  {short(one['choice'])}" for one in said["whatif"]))
         print(f"{said['assumed']}.")
     else:
         _shown(task, found, reasons)
@@ -145,7 +146,7 @@ def read(text: str, program: programs.Program | None) -> tuple[Model, tuple[str,
             return known, (f"its dimensions are those of the published {known.name}",)
         return read_model(path, near(text))
     from soli.engine.batch import Caller, rows_of, take
-    from soli.planner.dimensions import read_program
+    from soli.planner.dimensions import UnknownError, read_program
 
     model, batch, loss_fn = program
     rows_of(batch)
@@ -155,7 +156,13 @@ def read(text: str, program: programs.Program | None) -> tuple[Model, tuple[str,
         if loss_fn is not None:
             loss_fn(output, one)
 
-    return read_program(text.rpartition(".py:")[2], model, take(batch, 0, 1), run)
+    name = text.rpartition(".py:")[2]
+    try:
+        return read_program(name, model, take(batch, 0, 1), run)
+    except SoliError as error:  # a norm of the batch may not have one row
+        if isinstance(error, UnknownError) or rows_of(batch) < 2:
+            raise
+        return read_program(name, model, take(batch, 0, 2), run)
 
 
 def _write(path: Path, task: Task, found: Answer, reasons: list[str], inferred: tuple[str, ...]) -> None:
@@ -188,10 +195,6 @@ def _whatif(task: Task, question: str) -> dict[str, Any]:
     taken = tokens / choice.tokens_per_s / 86400
     text = f"{tokens:.3g} tokens in {days:g} days: {nodes * task.cluster.device.node} devices ({nodes} servers), {taken:.3g} days."
     return told(text, choice, nodes=nodes, days=taken)
-
-
-def _short(choice: dict[str, Any]) -> str:
-    return f"{choice['plan']}: {choice['step_time_s']:.4g} s a step, up to {choice['memory_high_gb']:.1f} GB"
 
 
 def _one_of(what: str, said: str, known: tuple[str, ...]) -> str:

@@ -60,9 +60,10 @@ def find(model: Any, batch: Any, loss_fn: Any, tp: int, sp: bool, hints: dict[st
 def _show(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, every: bool) -> None:
     """The roles, layers of one kind in one row."""
     kinds: dict[Any, list[str]] = {}
+    said = lambda split: "" if split is None else f"dim {split.dim}: {' + '.join(map(str, split.parts))} in {split.atoms}"
     for name, role in found.items():
         shown = name if every else re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name, count=1)
-        kinds.setdefault((shown, sizes[name], role.kind, _cut(role)), []).append(name)
+        kinds.setdefault((shown, sizes[name], role.kind, said(role.split)), []).append(name)
     rows = [[shown, str(len(names)), " x ".join(map(str, shape)), kind, cut, found[names[0]].why] for (shown, shape, kind, cut), names in kinds.items()]
     show(("weight", "of", "shape", "role", "cut", "why"), [], rows, wide=None if sys.stdout.isatty() else 200)
     numel = {name: math.prod(shape) for name, shape in sizes.items()}
@@ -70,10 +71,6 @@ def _show(found: dict[str, Any], sizes: dict[str, tuple[int, ...]], tp: int, eve
     cut_count = sum(numel[name] for name, role in found.items() if role.split is not None)
     share, held = cut_count / max(whole, 1), whole - cut_count + cut_count // tp
     print(f"{cut_count:,} of {whole:,} parameters ({share:.0%}) are cut over tp={tp}; a rank holds about {held:,}")
-
-
-def _cut(role: Any) -> str:
-    return "" if role.split is None else f"dim {role.split.dim}: {' + '.join(map(str, role.split.parts))} in {role.split.atoms}"
 
 
 def _as_dict(role: Any, shape: tuple[int, ...]) -> dict[str, Any]:

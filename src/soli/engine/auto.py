@@ -361,7 +361,7 @@ class Auto:
         took = "nothing to choose"
         if best.time:
             how = "measured" if best.measured else "predicted"
-            took = f"{_seconds(best.time)} a step {how}"
+            took = (f"{best.time:.3g} s" if best.time >= 1 else f"{best.time * 1e3:.3g} ms") + f" a step {how}"
         others = [o for o in order[1:] if layout_of(o) != layout_of(best)][:3]
         slower = lambda o: o.time / best.time - 1
         beside = ", ".join(f"{o.plan} {slower(o):+.0%}" for o in others if best.seconds) or "nothing else"
@@ -443,7 +443,3 @@ def in_a_line(error: Exception) -> str:
         return f"{first.what} ({first.got})" if first.got else first.what
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
-
-
-def _seconds(count: float) -> str:
-    return f"{count:.3g} s" if count >= 1 else f"{count * 1e3:.3g} ms"

@@ -132,9 +132,11 @@ class FirstStep:
         apart, split = bool(parts) and not _adds_up(sums, engine, size), engine.plan.pieces > 1
         again = whole if engine.mesh.all.simulated else _run(engine, data, rows)
         kept.restore(model, before)
-        twice = 2 * whole[0], 2 * whole[1]
+        twice: list[tuple[Loss, Loss]] = []
         if (_anywhere(engine, apart, "whether losses do not add up") or split) and parts and not engine.mesh.all.simulated:
-            twice = _run(engine, at(data, [*range(rows)] * 2), 2 * rows, part=split, learn=False)
+            for i in (0, 1 - rows % 2):  # never more rows than ran, and as many forwards on each rank
+                twice.append((sums[i + 1], _run(engine, at(data, [*range(*parts[i])] * 2), 2 * cut, part=split, learn=False)))
+                kept.restore(model, before)
         kept.restore(model, start)
 
         def verdict() -> None:
@@ -338,10 +340,10 @@ def _refuse_shift(first: bool) -> None:
     raise on_all_ranks(f"the model's own loss {counts}", got=f"soli.losses.from_model(shifted={first})", fix=fix)
 
 
-def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, twice: Loss) -> None:
-    """`twice`: of all rows, each of which is there twice. A mean stays as it is then; the statistics of a batch norm do too."""
+def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, twice: list[tuple[Loss, Loss]]) -> None:
+    """`twice`: of a part's rows, and of these where each is there twice. A mean stays as it is then; the statistics of a batch norm do too."""
     (whole, count), (first, count1), (second, count2) = sums
-    doubled = not abs(twice[0] - whole) < abs(twice[0] - 2 * whole)  # what is no number of few rows is no mean
+    doubled = not (twice and abs(twice[0][1][0] - first) < abs(twice[0][1][0] - 2 * first))  # what is no number of few rows is no mean
     if whole - whole != 0:
         return  # not finite: the step itself reports it
     if abs(count - count1 - count2) > (rounding(engine, count) * count if count % 1 else 0):
@@ -352,9 +354,10 @@ def _explain(sums: list[Loss], rows: list[int], engine: Engine, size: float, twi
         fix = "a count of 1 usually means a mean: return the sum and the number of counted targets"
         raise SoliError(what, got=got, allowed="the number of targets that were counted", fix=fix)
     if _adds_up(sums, engine, size):
-        if engine.plan.pieces > 1 and not _adds_up([twice, sums[0], sums[0]], engine, size):
-            what = "rows that are there twice have not twice their loss: something couples those that have a key in common, or is there once a batch"
-            got = f"{whole:.6g} for {rows[0]} rows, {twice[0]:.6g} for them and the same again"
+        odd = [(one, two) for one, two in twice if not _adds_up([two, one, one], engine, size) or abs(two[1] - 2 * one[1]) > rounding(engine, count) * count]
+        if odd and engine.plan.pieces > 1:
+            what = "rows that are there twice have not twice their loss, or count: something couples those that have a key in common, or is there once a batch"
+            got = "{:.6g} of {:.6g} counted; for these rows and the same again {:.6g} of {:.6g}".format(*odd[0][0], *odd[0][1])
             fix = "weigh rows by what they or the model have (class weights of the dataset, not of the batch), add to every row its part of such a term; or run with dp=1, tensor=1d and no accumulate or microbatches"
             raise SoliError(what, got=got, allowed="a loss that is the sum of its rows' losses", fix=fix)
         return

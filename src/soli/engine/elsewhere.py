@@ -5,10 +5,10 @@ decoder. Of each layout the lightest form that it needs is looked at (planner/ca
 Microbatches but the first and the last do the same, so that a step of two and one of three tell those of any number.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -17,7 +17,7 @@ from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.core.progress import Add, busy
 from soli.engine.auto import LAYOUTS, in_a_line, layout_of
-from soli.engine.batch import take
+from soli.engine.batch import rows_of, take
 from soli.engine.deciding import Option, size
 from soli.engine.rehearse import Program, rehearse
 from soli.engine.taken import HEADROOM
@@ -25,6 +25,7 @@ from soli.losses import LossFn
 from soli.planner.candidates import bases, lighter, variants
 from soli.planner.hardware.clusters import Cluster
 from soli.planner.hollow import untouched
+from soli.planner.legality import problems
 from soli.planner.promised import promised, step_seconds
 from soli.planner.rehearsal import Rehearsal
 
@@ -36,14 +37,14 @@ OPERATIONS = 300_000
 
 @dataclass
 class Elsewhere:
-    """A search: of a program, on a cluster, with so many rows a step, in so many bytes of a device; `wanted`: of which plans."""
+    """A search: of a program, on a cluster, with so many rows a step, in so many bytes of a device; `fixed`: what each plan has."""
 
     program: Program
     cluster: Cluster
     rows: int
     memory: float
     precisions: tuple[str, ...]
-    wanted: Callable[[Plan], bool]
+    fixed: dict[str, Any]
     found: dict[str, Option] = field(default_factory=dict)
     looked_at: dict[str, Option] = field(default_factory=dict)
     never: dict[tuple[str, int], str] = field(default_factory=dict)  # degrees that the program cannot be cut by, and why
@@ -53,7 +54,9 @@ class Elsewhere:
 
     def search(self) -> list[Option]:
         """Plans that were looked at, the quickest first, those that cannot be last."""
-        first = [plan for plan in bases(self.cluster.size, self.rows, grids=False) if plan.tp <= self.cluster.device.node]
+        first = bases(self.cluster.size, self.rows, grids="tensor" in self.fixed)
+        fixed = {name: value for name, value in self.fixed.items() if name not in ("dp", "tp", "cp", "pp", "tensor", "sp")}
+        first = [plan.with_(**fixed) for plan in first if "tp" in self.fixed or plan.tp <= self.cluster.device.node]
         with busy("rehearsing plans", unit="rehearsed") as add:
             for plan in sorted(first, key=lambda plan: plan.model_ranks):
                 if all(map(self._is_near, self.precisions)):
@@ -91,12 +94,15 @@ class Elsewhere:
                 self.found.setdefault(option.plan, option)
 
     def _light_enough(self, plan: Plan, add: Add) -> Option | None:
+        if odd := problems(plan, self.cluster.size):
+            return Option(str(plan), refused=f"{odd[0].what} ({odd[0].got})")
         cut = {axis: getattr(plan, axis) for axis in ("tp", "cp", "pp") if getattr(plan, axis) > 1}
         if why := next((why for (axis, by), why in self.never.items() if cut.get(axis, 1) % by == 0), ""):
             return Option(str(plan), refused=why)
         last: Option | None = None
-        for one in filter(self.wanted, (plan, *lighter(plan, self.cluster.size, self.rows))):
-            if last and _least(last, one) > self.memory:
+        wanted = lambda plan: all(getattr(plan, name) == value for name, value in self.fixed.items())
+        for one in filter(wanted, (plan, *lighter(plan, self.cluster.size, self.rows))):
+            if last and last.peak and _least(last, one) > self.memory:
                 continue
             add(1)
             option = self._rehearsed(one)
@@ -106,7 +112,7 @@ class Elsewhere:
                 if len(cut) == 1:
                     self.never[next(iter(cut.items()))] = option.refused
                 return option
-            last = option if option.peak else last
+            last = option
         return last
 
     def _rehearsed(self, plan: Plan) -> Option:
@@ -151,14 +157,15 @@ def _least(known: Option, plan: Plan) -> float:
 
 
 def _repeated(row: Any, rows: int) -> Any:
-    """A batch of so many times one row, in that row's memory."""
-    return tree_map(lambda x: x.expand(rows, *x.shape[1:]) if isinstance(x, Tensor) and x.dim() else x, row)
+    """A batch of so many times one row."""
+    many = lambda x: x.expand(rows, *x.shape[1:]).contiguous() if x.any() else x.new_zeros(rows, *x.shape[1:])  # zeros take no memory before they are read
+    return tree_map(lambda x: many(x) if isinstance(x, Tensor) and x.dim() else x, row)
 
 
 def standing(model: nn.Module, batch: Any, loss_fn: LossFn) -> Program:
     """The program, whose tensors may be of the meta device: weights take addresses then and no memory, others are zeros. Of the batch one row."""
     made: dict[int, nn.Parameter] = {}
-    stand = lambda x: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else x
+    stand = lambda x: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else torch.as_tensor(x) if isinstance(x, np.ndarray) else x
     weight = lambda p: nn.Parameter(untouched(p.shape, p.contiguous().stride(), p.dtype), p.requires_grad)
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -166,16 +173,12 @@ def standing(model: nn.Module, batch: Any, loss_fn: LossFn) -> Program:
                 module._parameters[name] = made.setdefault(id(param), weight(param))
         module._buffers |= {name: stand(buffer) for name, buffer in module._buffers.items()}
     trained = [param for param in model.parameters() if param.requires_grad]
-    if not trained:
-        raise SoliError("the model has no parameter that is trained")
+    if not trained or not rows_of(batch):
+        raise SoliError("the batch has no row" if trained else "the model has no parameter that is trained")
     return Program(model, torch.optim.AdamW(trained, foreach=True), loss_fn, tree_map(stand, take(batch, 0, 1)), backend="nccl", device="cuda")
 
 
-def reasons(options: list[Option]) -> Iterator[str]:
+def reasons(options: list[Option]) -> list[str]:
     """Why plans cannot be: each reason, with its first plan and how many more have it."""
-    plans: dict[str, list[str]] = {}
-    for option in options:
-        if option.refused:
-            plans.setdefault(option.refused, []).append(option.plan)
-    for why, some in plans.items():
-        yield f"{some[0]}{f' and {len(some) - 1} more' if len(some) > 1 else ''}: {why}"
+    plans = {why: [o.plan for o in options if o.refused == why] for why in dict.fromkeys(o.refused for o in options if o.refused)}
+    return [f"{some[0]}{f' and {len(some) - 1} more' if len(some) > 1 else ''}: {why}" for why, some in plans.items()]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from soli.core.errors import SoliError, on_all_ranks
+from soli.core.events import events
 from soli.engine.batch import Part, to_device
 from soli.engine.contract import total_and_count
 from soli.parallel import recompute
@@ -53,20 +54,22 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
     return value, count
 
 
-def _need_own(engine: Engine, total: Tensor, data: Any) -> None:
-    """SoliError where the loss trains parameters that are not the model's: nobody sums their gradients. Looked at in two steps: a leaf that is no
+def _need_own(engine: Engine, total: Tensor, count: float, data: Any) -> None:
+    """SoliError where the loss trains parameters that are not the model's: nobody sums their gradients; a note where nobody has to. Looked at in two steps: a leaf that is no
     parameter may be made in the forward, to take a gradient of, and then it is not there in the second."""
     first = engine._first
     if total.grad_fn is None or first.loss_seen > 1 or (first.loss_seen and engine.step_count == first.seen_at):
         return
-    own = {id(x) for x in (*engine.model.parameters(), *tree_leaves(data))}
+    own = {id(x) for x in (*engine.model.parameters(), *engine.model.buffers(), *tree_leaves(data))}
     leaves = [getattr(node, "variable", None) for node in children_first([total.grad_fn])]
     others = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own}
     strange = sum(isinstance(leaf, nn.Parameter) or (key in first.leaves and first.leaves[key]() is leaf) for key, leaf in others.items())
-    if strange:
+    if strange and (engine.world > 1 or engine.plan.pieces > 1):
         what = f"the loss trains {strange} tensors that are not the model's parameters: no rank sums their gradients, which are of what it has itself"
-        fix = "make the criterion a module of the model, whose forward returns what it makes; its options can be a parameter group's"
+        fix = "make the criterion a module of the model, whose forward returns what it makes (its options can be a parameter group's); or requires_grad_(False) where nobody trains them"
         raise on_all_ranks(what, allowed="parameters of the model that soli.parallelize was given", fix=fix)
+    if strange and count != 1 and first.loss_seen:
+        events.note(f"the loss trains {strange} tensors that are not the model's parameters: their gradients are of its sum, {count:g} times those of its mean", shown=True)
     first.leaves, first.seen_at, first.loss_seen = {key: ref(leaf) for key, leaf in others.items()}, engine.step_count, first.loss_seen + 1
 
 
@@ -81,8 +84,7 @@ def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
     On a grid others wait in the backward for this rank's part of their products, and norms of the batch for its sums: zeros go back instead.
     """
     total, count = total_and_count(engine.loss_fn(output, data))
-    if engine.world > 1 or engine.plan.pieces > 1:
-        _need_own(engine, total, data)
+    _need_own(engine, total, count, data)
     if engine.mesh.all.simulated and torch.is_grad_enabled():
         count = count or 1.0  # other rows have targets
     elif not count and not total.is_meta and torch.isfinite(total) and total != 0:

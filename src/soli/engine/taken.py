@@ -40,8 +40,7 @@ class Taken:
 def give_back() -> None:
     """What is free, of cycles too, goes back to the system, and counts when it is taken again: an allocator keeps it, in ever more pieces."""
     gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
 
 def is_beyond(taken: float, expected: float) -> bool:

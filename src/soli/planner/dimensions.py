@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from soli.core.errors import SoliError
-from soli.planner.capture import MEASURED, Attention, Product, Trace, capture
+from soli.planner.capture import MEASURED, Product, Trace, capture
 from soli.planner.models import Model
 
 NEAR = 0.03
@@ -174,7 +174,7 @@ def _heads(name: str, trace: Trace, stack: Stack, block: str, hidden: int) -> He
     kv_heads, more = divmod(sum(own[n].goes[1] for n in made_of) - heads * one.width, 2 * one.width)
     known = out is not None and own[out].goes == (heads * one.width, hidden) and all(own[n].goes[0] == hidden for n in made_of)
     if out is None or not known or rest or more or kv_heads < 1 or heads % kv_heads:
-        raise _odd(name, f"attention in {block}", _said(own), _of_attention(one, hidden))
+        raise _odd(name, f"attention in {block}", _said(own), f"queries, keys and values of heads of {one.width}, each made by one product of {hidden}, and one after them")
     return Heads(heads, kv_heads, one.width, 0, seq, one.flash, one.both_ways, frozenset({*made_of, out}))
 
 
@@ -190,10 +190,6 @@ def _before(own: dict[int, Product], numbers: list[int]) -> set[int]:
     while more := {n for i in found for kind, n in own[i].reads if kind == "product" and n in own} - found:
         found |= more
     return found
-
-
-def _of_attention(one: Attention, hidden: int) -> str:
-    return f"queries, keys and values of heads of {one.width}, each made by one product of {hidden}, and one after them"
 
 
 def _mlp(name: str, trace: Trace, block: str, hidden: int, heads: Heads) -> Mlp:
