@@ -138,7 +138,6 @@ class Elsewhere:
         need = HEADROOM * option.peak
         return option if need <= self.memory else replace(option, refused=f"{size(need)} a device, and {size(self.memory)} are there")
 
-
     def _need_cut(self, plan: Plan, found: Rehearsal, rows: int) -> None:
         """SoliError where ranks of tp or cp compute what one would alone: as many products as without them."""
         if plan.cp * plan.tp > 1 and plan.model_ranks in (plan.cp, plan.tp):

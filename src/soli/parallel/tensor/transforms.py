@@ -38,16 +38,15 @@ def seen() -> ExitStack:
     patched.enter_context(patch.object(functions, "unwrap_dead_wrappers", _given))
     patched.enter_context(patch.object(PlainFunction, "apply", classmethod(_called)))
     for name in ("as_tensor", "asarray", "tensor"):  # which take a cut tensor's memory for an array's, and ask nobody
-        patched.enter_context(patch.object(torch, name, partial(_of_tensor, getattr(torch, name))))
+        patched.enter_context(patch.object(torch, name, partial(_of_tensor, name == "tensor", getattr(torch, name))))
     return patched
 
 
-def _of_tensor(make: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_tensor(anew: bool, make: Any, *args: Any, **kwargs: Any) -> Any:
     """as_tensor, asarray and tensor, of a tensor that is one already."""
     x = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     if type(x) is not Cut:
         return make(*args, **kwargs)
-    anew = make.__name__ == "tensor"
     found = (x.detach() if anew else x).to(dtype=kwargs.get("dtype"), device=kwargs.get("device"), copy=bool(anew or kwargs.get("copy")))
     return found.requires_grad_() if kwargs.get("requires_grad") else found
 
