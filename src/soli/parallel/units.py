@@ -248,13 +248,13 @@ def named_once(model: nn.Module) -> list[Named]:
     return [(tuple(names), param) for param, names in found.items()]
 
 
-def buckets(params: list[Named], size: Callable[[nn.Parameter], float]) -> list[list[Named]]:
-    """Cut parameters, of so many elements each, into runs of one dtype and at most BUCKET_BYTES bytes (one larger parameter is its own)."""
+def buckets(params: list[Named], size: Callable[[nn.Parameter], float], limit: int = BUCKET_BYTES) -> list[list[Named]]:
+    """Cut parameters, of so many elements each, into runs of one dtype and at most `limit` bytes (one larger parameter is its own)."""
     runs: list[list[Named]] = []
     filled = 0.0
     for names, param in params:
         nbytes = size(param) * param.element_size()
-        if not runs or runs[-1][0][1].dtype != param.dtype or filled + nbytes > BUCKET_BYTES:
+        if not runs or runs[-1][0][1].dtype != param.dtype or filled + nbytes > limit:
             runs.append([])
             filled = 0.0
         runs[-1].append((names, param))

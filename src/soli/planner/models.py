@@ -238,6 +238,8 @@ def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Pr
     keys |= {key: "a table of another width" for key in NARROW if hidden and said.get(key, hidden) != hidden}
     own = lambda x: isinstance(x, list) and x.count(x[0]) != len(x)
     keys |= {key: "a size of each layer's own" for names in NAMES.values() for key in names if said.get(key) and own(said[key])}
+    if list(keys.values()).count(keys.get("model_type", "")) > 1:  # another key says it too
+        del keys["model_type"]
     if _shared(said) is None:
         keys["shared_expert_intermediate_size"] = "a shared expert of another width"
     if said.get("attn_type") == "multiquery_attention":
