@@ -21,7 +21,7 @@ from soli.core.plan import Plan
 from soli.core.progress import busy
 from soli.engine import elsewhere
 from soli.engine.elsewhere import Elsewhere, reasons, standing
-from soli.engine.rehearse import Program, rehearse
+from soli.engine.rehearse import Program, rehearse, widened
 from soli.engine.taken import HEADROOM
 from soli.planner.cost.constants import spread_of
 from soli.planner.hardware.clusters import Cluster, read_cluster
@@ -29,6 +29,7 @@ from soli.planner.hollow import Call
 from soli.planner.legality import resolve
 from soli.planner.promised import HOST, _sizes, promised, step_seconds
 from soli.planner.rehearsal import RankRun, Rehearsal, Sent
+from soli.verify.parity import BOUND
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import gpu
@@ -62,7 +63,7 @@ def looked(cluster: str, rows: int, memory: float = 0.0, made: Program | None = 
 
 
 def seconds_of(made: Program, rows: int, plan: str, cluster: Cluster) -> float:
-    batch = elsewhere._repeated(made.batch, rows)
+    batch = widened(made.batch, rows)
     return step_seconds(cluster, promised(cluster, rehearse(replace(made, batch=batch), resolve(Plan.parse(plan), cluster.size))))
 
 
@@ -90,9 +91,9 @@ def test_steps_that_an_h100_took() -> None:
 
 def test_small_operations_take_as_long_as_their_launches() -> None:
     made, cluster = program(size=4, width=8), read_cluster("h100:1")
-    found = rehearse(replace(made, batch=elsewhere._repeated(made.batch, 2)), Plan(dp=1, precision="bf16"))
+    found = rehearse(replace(made, batch=widened(made.batch, 2)), Plan(dp=1, precision="bf16"))
     parts = promised(cluster, found)
-    assert parts["products"] + parts["others"] == pytest.approx(HOST * len(found.ranks[0].calls))
+    assert parts["products"] + parts["others"] == pytest.approx(HOST * len(found.ranks[0].calls), rel=BOUND)
 
 
 def test_sizes_of_products() -> None:
@@ -115,7 +116,7 @@ def test_a_recurrent_layer_has_flops() -> None:
             return self.lstm(x)[0].mean(1)
 
     made = standing(Recurrent(), {"x": torch.zeros(1, 7, 16), "targets": torch.zeros(1, dtype=torch.int64)}, LOSS)
-    calls = rehearse(replace(made, batch=elsewhere._repeated(made.batch, 3)), Plan(dp=1)).ranks[0].calls
+    calls = rehearse(replace(made, batch=widened(made.batch, 3)), Plan(dp=1)).ranks[0].calls
     forward = 2 * 7 * 3 * 4 * 32 * (16 + 32)
     assert [call.flops for call in calls if "rnn" in call.name] == [forward, 2 * forward]
 
@@ -136,7 +137,7 @@ def test_half_of_attention_is_computed_under_a_mask_and_views_move_nothing() -> 
     flops = {}
     for causal in (True, False):
         made = standing(Attends(causal), {"x": torch.zeros(1, 32, 16), "targets": torch.zeros(1, dtype=torch.int64)}, LOSS)
-        calls = rehearse(replace(made, batch=elsewhere._repeated(made.batch, 4)), Plan(dp=1)).ranks[0].calls
+        calls = rehearse(replace(made, batch=widened(made.batch, 4)), Plan(dp=1)).ranks[0].calls
         flops[causal] = sum(call.flops for call in calls if "attention" in call.name)
         views = [call.bytes for call in calls if call.name == "_unsafe_view"]
         assert views
@@ -156,8 +157,8 @@ def test_a_quicker_device_is_never_slower(field: str, zero: int) -> None:
 def test_what_is_gathered_takes_as_long_as_it_is_said_to() -> None:
     """Half of a sum of as many bytes (Patarasuk and Yuan 2009), in the same places."""
     at = lambda operation: promised_of(operation, 2**26)
-    assert at("all_gather") == pytest.approx(at("all_reduce") / 2)
-    assert at("reduce_scatter") == pytest.approx(at("all_reduce") / 2)
+    assert at("all_gather") == pytest.approx(at("all_reduce") / 2, rel=BOUND)
+    assert at("reduce_scatter") == pytest.approx(at("all_reduce") / 2, rel=BOUND)
     assert at("send") > 0
 
 
@@ -173,9 +174,9 @@ def promised_of(operation: str, size: int) -> float:
 def test_three_microbatches_tell_those_of_any_number(plan: str) -> None:
     asked, made = looked("h100:2", 64), Plan.parse(plan)
     option = asked._taking(made)
-    whole = rehearse(replace(asked.program, batch=elsewhere._repeated(asked.program.batch, 64)), made)
+    whole = rehearse(replace(asked.program, batch=widened(asked.program.batch, 64)), made)
     assert option.peak == whole.peak
-    assert option.parts == pytest.approx(promised(asked.cluster, whole), rel=1e-9)
+    assert option.parts == pytest.approx(promised(asked.cluster, whole), rel=BOUND)
 
 
 def test_what_is_left_out_is_not_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +240,7 @@ class Cells(nn.Module):
 
 def test_batches_and_losses_as_people_have_them() -> None:
     viewed = lambda out, batch: (F.cross_entropy(out.view(-1, 5), batch["y"].view(-1), reduction="sum"), batch["y"].numel())
-    entries = {"x": np.zeros((1, 6, 4), dtype=np.float32), "y": torch.ones(1, 6, dtype=torch.int64), "name": "text"}
+    entries = {"x": torch.zeros(1, 6, 4), "y": torch.ones(1, 6, dtype=torch.int64), "of": np.ones((1, 2)), "name": "text"}
     assert "dp=2,zero=1,precision=bf16" in planned(Cells(), entries, viewed)
     with pytest.raises(SoliError, match="the batch has no row"):
         planned(Cells(), {"x": torch.zeros(0, 6, 4), "y": torch.ones(0, 6, dtype=torch.int64)}, viewed)
@@ -295,7 +296,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done.returncode, said["devices"], said["parameters"]) == (0, 4, sum(p.numel() for p in Net().parameters()))
     best = said["best"][0]
     assert best["time_low_s"] < best["step_time_s"] < best["time_high_s"]
-    assert best["rows_per_s"] == pytest.approx(64 / best["step_time_s"])
+    assert best["rows_per_s"] == pytest.approx(64 / best["step_time_s"], rel=BOUND)
     assert resolve(Plan.parse(best["plan"]), 4)
     shown = asked_of(file, f"{file}:net", "--fix", "tp=2,dp=2")
     assert shown.returncode == 0, shown.stderr

@@ -8,7 +8,6 @@ Microbatches but the first and the last do the same, so that a step of two and o
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -19,7 +18,7 @@ from soli.core.progress import Add, busy
 from soli.engine.auto import LAYOUTS, in_a_line, layout_of
 from soli.engine.batch import rows_of, take
 from soli.engine.deciding import Option, size
-from soli.engine.rehearse import Program, rehearse
+from soli.engine.rehearse import Program, rehearse, widened
 from soli.engine.taken import HEADROOM
 from soli.losses import LossFn
 from soli.planner.candidates import bases, lighter, variants
@@ -128,7 +127,7 @@ class Elsewhere:
     def _taking(self, plan: Plan) -> Option:
         each = -(-self.rows // plan.accumulate)
         counts = (2, 3) if plan.accumulate > 3 else (plan.accumulate,)
-        runs = [rehearse(replace(self.program, batch=_repeated(self.program.batch, each * n)), plan.with_(accumulate=n)) for n in counts]
+        runs = [rehearse(replace(self.program, batch=widened(self.program.batch, each * n)), plan.with_(accumulate=n)) for n in counts]
         self._need_cut(plan, runs[0], each)
         self.operations += sum(len(run.calls) for found in runs for run in found.ranks)
         first, last = (promised(self.cluster, runs[i]) for i in (0, -1))
@@ -141,7 +140,7 @@ class Elsewhere:
     def _need_cut(self, plan: Plan, found: Rehearsal, rows: int) -> None:
         """SoliError where ranks of tp or cp compute what one would alone: as many products as without them."""
         if plan.cp * plan.tp > 1 and plan.model_ranks in (plan.cp, plan.tp):
-            alone = rehearse(replace(self.program, batch=_repeated(self.program.batch, rows)), Plan(dp=plan.dp, precision=plan.precision))
+            alone = rehearse(replace(self.program, batch=widened(self.program.batch, rows)), Plan(dp=plan.dp, precision=plan.precision))
             flops = lambda one: sum(call.flops for call in one.ranks[0].calls)
             if flops(found) >= flops(alone):
                 raise SoliError(f"{'cp' if plan.cp > 1 else 'tp'}={plan.model_ranks} cuts nothing of this program")
@@ -155,16 +154,10 @@ def _least(known: Option, plan: Plan) -> float:
     return HEADROOM * (known.states + (known.peak - known.states) * before.accumulate / plan.accumulate)
 
 
-def _repeated(row: Any, rows: int) -> Any:
-    """A batch of so many times one row."""
-    many = lambda x: x.expand(rows, *x.shape[1:]).contiguous() if x.any() else x.new_zeros(rows, *x.shape[1:])  # zeros take no memory before they are read
-    return tree_map(lambda x: many(x) if isinstance(x, Tensor) and x.dim() else x, row)
-
-
 def standing(model: nn.Module, batch: Any, loss_fn: LossFn) -> Program:
     """The program, whose tensors may be of the meta device: weights take addresses then and no memory, others are zeros. Of the batch one row."""
     made: dict[int, nn.Parameter] = {}
-    stand = lambda x: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else torch.as_tensor(x) if isinstance(x, np.ndarray) else x
+    stand = lambda x: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else x
     weight = lambda p: nn.Parameter(untouched(p.shape, p.contiguous().stride(), p.dtype), p.requires_grad)
     for module in model.modules():
         for name, param in module._parameters.items():

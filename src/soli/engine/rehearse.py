@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from soli.core.axes import DEPTH, REPLICATE, ROW, SHARD, TP, coordinates
 from soli.core.errors import raise_all
@@ -139,5 +140,7 @@ def unseen() -> Iterator[None]:
 
 
 def widened(batch: Any, rows: int) -> Any:
-    """A batch of so many rows, those that there are again and again."""
-    return at(batch, (torch.arange(rows) % rows_of(batch)).tolist())
+    """A batch of so many rows, those that there are again and again. Zeros take no memory before they are read."""
+    places = (torch.arange(rows) % rows_of(batch)).tolist()
+    blank = lambda x: isinstance(x, torch.Tensor) and x.dim() and not x.any()
+    return tree_map(lambda x: x.new_zeros(rows, *x.shape[1:]) if blank(x) else at(x, places), batch)
