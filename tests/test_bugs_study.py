@@ -12,8 +12,7 @@ import pytest
 from soli.bugs import report, store
 from soli.bugs.agreement import confusion
 from soli.bugs.classify import classify
-from soli.bugs.judging import ALL, judge
-from soli.bugs.labels import write
+from soli.bugs.labels import ALL, judge_words, write
 from soli.bugs.mine import mine, share
 from soli.bugs.study import _share_checked, compared, study
 from soli.bugs.taxonomy import DIMENSIONS
@@ -154,7 +153,7 @@ def test_rules_are_judged_by_labels(classified: Path) -> None:
         for repo, hash_, subject in keys
         for who in "AB"
     ]  # fmt: skip
-    found = {(one.dimension, one.labeller): one for one in judge(labels, db)}
+    found = {(one.dimension, one.labeller): one for one in judge_words(labels, db)}
     a = found["symptom", "A"]
     assert a.words == ("crash", "hang")
     assert a.matrix == ((2, 0), (1, 0))
@@ -217,7 +216,7 @@ def test_where_every_commit_is_a_fix_there_is_no_control_group(classified: Path)
     assert "nan" not in report.markdown(said)
     assert report.page(said).count("<svg") == 10
     with pytest.raises(SoliError, match="none of these labels is of a fix that this file has"):
-        judge([replace(ONE, commit="9" * 40)], classified / "bugs.db")
+        judge_words([replace(ONE, commit="9" * 40)], classified / "bugs.db")
 
 
 def test_markdown_and_page_say_the_same(classified: Path) -> None:

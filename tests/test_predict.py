@@ -176,6 +176,14 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"framework": "torchtune", "notes": "parameters, gradients and both Adam moments in bf16"}, {"moments": 4}),
         ({"framework": "torchtune", "notes": "AdamW states in bf16"}, {"moments": 8}),  # a copy in fp32 beside them
         ({"framework": "Megatron-LM", "optimizer": "Adam, fp8 moments, no master weights"}, {"gradient": 4, "moments": 2}),
+        ({"framework": "Megatron-LM", "optimizer": "Adam, bf16 gradients and moments"}, {"gradient": 2, "moments": 8}),
+        ({"framework": "Megatron-LM", "optimizer": "Adam, fp32 gradients and moments"}, {"gradient": 4, "moments": 12}),
+        ({"framework": "DeepSpeed", "shard": "zero3", "notes": "pure bf16"}, {"weight": 2, "moments": 12}),  # ZeRO copies them in fp32
+        ({"framework": "DeepSpeed", "shard": "zero3", "notes": "pure bf16 (bf16_master_weights_and_grads)"}, {"weight": 2, "moments": 4}),
+        ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "capacity factor 1.25, tokens dropped"}, {"active": 10}),
+        ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "capacity_factor=1.25, padded"}, {"active": 10}),
+        ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "capacity factor 1.25, unpadded"}, {"active": 8}),
+        ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "dropless"}, {"active": 8}),
         ({"framework": "Megatron-LM", "notes": "int16 master remainder, bf16 main grads"}, {"gradient": 2, "summed": 2, "moments": 10}),
         ({"framework": "DeepSpeed", "shard": "zero3", "offload": "parameters and optimizer"}, {"offload": 2}),
         ({"framework": "DeepSpeed", "shard": "ZeRO-3 + offload of parameters and optimizer"}, {"offload": 2}),

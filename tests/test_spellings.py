@@ -102,7 +102,7 @@ def test_switches_types_and_programs() -> None:
         ("RTX A5000", "rtx-a5000", 0), ("NVIDIA RTX 6000 Ada", "rtx-6000-ada", 0), ("RTX 4060 Ti", "rtx-4060-ti", 0), ("RTX 5090", "rtx-5090", 0),
         ("MI250X (one GCD)", "mi250x", 0), ("AMD Instinct MI210", "mi210", 0), ("MI100", "mi100", 0), ("RTX 4070", "rtx-4070", 0),
         ("RTX 2080 Ti", "rtx-2080-ti", 0), ("GeForce RTX 2080Ti", "rtx-2080-ti", 0), ("2080 Ti", "rtx-2080-ti", 0), ("Titan RTX 24GB", "titan-rtx", 24),
-        ("Quadro RTX 8000", "quadro-rtx-8000", 0), ("RTX 8000 48GB", "quadro-rtx-8000", 48), ("Quadro RTX 6000", "quadro-rtx-6000", 0), ("RTX 3080", "rtx-3080", 0),
+        ("Quadro RTX 8000", "quadro-rtx-8000", 0), ("RTX 8000 48GB", "quadro-rtx-8000", 48), ("Quadro RTX 6000", "quadro-rtx-6000", 0), ("RTX 6000-24GB", "quadro-rtx-6000", 24), ("RTX 3080", "rtx-3080", 0),
         ("RTX 3090 Ti", "rtx-3090-ti", 0), ("RTX 3090", "rtx-3090", 0), ("RTX 4090D", "rtx-4090-d", 0), ("RTX 4090 D", "rtx-4090-d", 0), ("NVIDIA A30", "a30", 0),
         ("Tesla P100", "p100", 0), ("B100", "b100", 0), ("AMD Instinct MI300A", "mi300a", 0),
     ],

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from soli.bugs.agreement import Share, bounded, percent
-from soli.bugs.judging import ALL, Judged
-from soli.bugs.labels import Selection
+from soli.bugs.labels import ALL, Judged, Selection
 from soli.bugs.mine import SMALL
 from soli.bugs.store import SURE
 from soli.bugs.study import LINES

@@ -128,7 +128,6 @@ def report(
     """The four questions of arXiv 2506.10426 asked of the mined fixes, beside what it states; with commits that are no fixes."""
     with needing("the report needs a package that is not installed", "bugs"):
         from soli.bugs import report as written
-    from soli.bugs import judging
     from soli.bugs import labels as of
     from soli.bugs.study import study
 
@@ -138,7 +137,7 @@ def report(
         raise SoliError("a sample says what labels stand for, and there are none", fix="--labels FILE")
     rows = of.read(labels) if labels else []
     said = study(db, rows, of.population(sample) if sample else None)
-    judged = judging.judge(rows, db) if rows else []
+    judged = of.judge_words(rows, db) if rows else []
     selected = of.judged(rows, sample, db) if rows and sample else {}
     texts = {
         "study.md": written.markdown(said, judged, selected),
@@ -190,7 +189,6 @@ def agree(
     as_json: AsJson = False,
 ) -> None:
     """How labellers agree, where they do not, and how good the rules are that chose the fixes and gave them words."""
-    from soli.bugs import judging
     from soli.bugs import labels as of
     from soli.bugs.agreement import bounded
 
@@ -198,7 +196,7 @@ def agree(
         raise SoliError("rules are judged by what was drawn and what they chose", fix="--db FILE, which soli bugs mine wrote")
     rows = of.read(labels)
     pairs = of.pairs(rows)
-    judged = judging.judge(rows, db) if db is not None else []
+    judged = of.judge_words(rows, db) if db is not None else []
     selected = of.judged(rows, sample, db) if sample is not None and db is not None else {}
     if as_json:
         print(_json({"pairs": pairs, "judged": judged, **({"selection": selected} if selected else {})}))

@@ -163,12 +163,12 @@ def need_tensors(batch: Any, part: Part, times: int) -> None:
 
 
 @contextmanager
-def unwritten(batch: Any) -> Iterator[None]:
-    """What a forward writes into the batch is as before afterwards: checks run it more than once."""
+def unwritten(batch: Any) -> Iterator[Any]:
+    """Its tensors in dicts and lists of their own; what a forward writes into them is as before afterwards: checks run it more than once."""
     plain = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_inference() and not kept.expanded(x)]
     held = [(x, x.clone(), x._version, (x.size(), x.stride(), x.storage_offset())) for x in plain]
     try:
-        yield
+        yield tree_map(lambda x: x, batch)
     finally:
         with torch.no_grad():
             for x, before, version, form in held:

@@ -23,7 +23,7 @@ from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
 from soli.engine.effects import Effects, looked_at
 from soli.losses import FromModel
-from soli.mesh.collectives import all_reduce, extreme, gather_json, raise_together
+from soli.mesh.collectives import all_gather, all_reduce, extreme, gather_json, raise_together
 from soli.parallel import kept
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class FirstStep:
         start, objects = kept.values(model), [x for _, x in kept.tensors(model)]
         rows = few(part, engine.plan)
         data = to_device(take(part.data, 0, rows), engine.device)
-        data, rows = (data, rows) if rows > 1 else (at(data, [0, 0]), 2)  # two at least
+        data, rows = (_two(engine, data), 2) if _anywhere(engine, rows < 2, "whether a rank has one row") else (data, rows)
         # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
         cut, (effects, whole) = rows // 2, _watched(engine, data, rows, part.total)
         weights = {} if engine.plan.zero == 3 else effects.before  # there they are gone by now
@@ -159,6 +159,19 @@ class FirstStep:
         if abs(again[0] - whole[0]) > rounding(engine, whole[1]) * (abs(whole[0]) + size):
             events.note(MOVED, shown=engine.rank == 0)
         self.modes = _modes(model)
+
+
+def _two(engine: Engine, data: Any) -> Any:
+    """This rank's first row and the next rank's, as a row alone shows nothing of what couples it. Where others have other sizes, its own twice. Collective."""
+    data, dp = at(data, [0, 0]), engine.dp
+    leaves = [x for x in tree_leaves(data) if isinstance(x, torch.Tensor) and x.dim() and x.numel()]
+    forms = [f"{x.dtype} {tuple(x.shape)}" for x in leaves]
+    if all(other == forms for other in gather_json(forms, dp, label="forms of a row")) and not dp.simulated:
+        for x in leaves:
+            mine = x[0].contiguous().view(-1).view(torch.uint8)
+            all_gather(whole := mine.new_empty(dp.size * mine.numel()), mine, dp, label="a row of the next rank")
+            x[1] = whole.view(dp.size, -1)[(dp.index + 1) % dp.size].view(x.dtype).view(x[1].shape)
+    return data
 
 
 def _watched(engine: Engine, data: Any, rows: int, total: int) -> tuple[Effects, Loss]:

@@ -446,7 +446,7 @@ class Engine:
         total, count = 0.0, 0.0
         if data is not None:
             with self.computing():
-                found, count = microbatch.loss(self, self._call(data), data)
+                found, count = microbatch.loss(self, data)
             total = float(found) if count else 0.0
         gatherer.end_forward()
         gatherer.end_pass()

@@ -99,13 +99,13 @@ class Runner:
             torch.set_grad_enabled(gradients), between.modes_kept(self.model),
             Differentiating(self.plan) if alike is None or alike.looking else nullcontext(),
             alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving), randomness.probe(self.rows),
-            unwritten(self.data), around(randomness) if around is not None else nullcontext(),
+            unwritten(self.data) as data, around(randomness) if around is not None else nullcontext(),
         ):  # fmt: skip
             if training:
                 between.training(self.model)
             else:
                 self.model.eval()
-            return then(self.loss_fn(self.call(self.data), self.data))
+            return then(self.loss_fn(self.call(data), data))
 
     def search(self, ranks: int, sequence: bool, hints: dict[str, str], rows: int = 0, cube: bool = False) -> tuple[dict[str, Role], dict[str, check.Sample]]:
         """The roles, and what every block was called with."""

@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
@@ -40,7 +40,7 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
         if piece.rows:
             data = to_device(piece.data, engine.device)
             with engine.randomness.forward(), engine.computing():
-                total, count = loss(engine, engine._call(data), data)
+                total, count = loss(engine, data)
         gatherer.end_forward()
         gatherer.begin_backward()
         engine.randomness.backward()
@@ -78,11 +78,12 @@ def _together(engine: Engine) -> bool:
     return engine.plan.together or engine.statistics.active
 
 
-def loss(engine: Engine, output: Any, data: Any) -> tuple[Tensor, float]:
-    """Total and count. Without counted targets there is no gradient: the total may be 0/0, and nobody differentiates it.
+def loss(engine: Engine, data: Any) -> tuple[Tensor, float]:
+    """Total and count; dicts and lists of the batch are the call's own, to put into and take out of. Without counted targets there is no gradient: the total may be 0/0, and nobody differentiates it.
 
     On a grid others wait in the backward for this rank's part of their products, and norms of the batch for its sums: zeros go back instead.
     """
+    output = engine._call(data := tree_map(lambda x: x, data))
     total, count = total_and_count(engine.loss_fn(output, data))
     _need_own(engine, total, count, data)
     if engine.mesh.all.simulated and torch.is_grad_enabled():

@@ -139,7 +139,7 @@ def _announce(engine: Engine, cut: stages.Stages, trace: watch.Trace) -> None:
 def build(engine: Engine, cutting: Cutting) -> Pipeline:
     """This rank's stages, once the model is laid over the ranks."""
     watch.watch_units(cutting.units)  # around what recomputes them: a unit of another stage is not entered
-    loss = lambda data: microbatch.loss(engine, engine._call(data), data)
+    loss = lambda data: microbatch.loss(engine, data)
     return Pipeline(
         engine.model, engine.plan, engine.mesh["pp"], engine.device, cutting, engine.laid.reducer, engine.randomness,
         loss, engine.computing, engine.again, lambda rows: _together(engine, rows),

@@ -7,6 +7,7 @@ stage of a pipeline tells the next in words is kept, so that stages can be run o
 import json
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -50,21 +51,12 @@ class Absent:
         return self._counts[sender, to]
 
 
-class Held:
-    """What torch's schedules have of messages under way: their memory stays until they are waited for and dropped."""
-
-    def __init__(self, tensors: list[Any]) -> None:
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        """Nobody is waited for."""
-
-
 def holding(group: Any) -> AbstractContextManager[object]:
     """Within, torch's schedules hold what they would send over an absent group."""
     if not isinstance(group, Absent):
         return nullcontext()
-    held = lambda tensors, desc=None: [Held(tensors)] if tensors else []
+    # What torch has of messages under way: their memory stays until they are waited for, by nobody, and dropped.
+    held = lambda tensors, desc=None: [SimpleNamespace(tensors=tensors, wait=lambda: None)] if tensors else []
     by_peer = lambda tensors, desc=None: {0: held(tensors)} if tensors else {}  # gpipe's
     where = "torch.distributed.pipelining.schedules"  # by name: its import takes two seconds
     return patch.multiple(where, _batch_p2p=held, _sorted_batch_p2p=by_peer)

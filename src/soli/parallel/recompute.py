@@ -38,7 +38,7 @@ from soli.core.plan import SPLIT_BACKWARD, Plan
 from soli.parallel import generators, wrapping
 from soli.parallel.keep import contexts, differs
 from soli.parallel.tensor import reads
-from soli.parallel.tensor.cut import levels
+from soli.parallel.tensor.cut import levels, marked
 from soli.parallel.units import blocks
 
 LOOKS = [False]
@@ -157,7 +157,7 @@ class _Given:
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.block, self.weights, self.called = block, _weights(block), False
         self.drawn = generators.held() if generators.OTHERS[0] else None  # torch's checkpoint keeps the states of its own alone
-        self.tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        self.tensors = {i: getattr(x, "cuts", {}) for i, x in enumerate(args) if isinstance(x, torch.Tensor)}  # a program's own hooks on what is saved lose how they are cut
         self.args = [None if i in self.tensors else x for i, x in enumerate(args)]
         self.kwargs = kwargs
         self.then = _as_they_are(self.args, kwargs)
@@ -169,8 +169,8 @@ class _Given:
         args, kwargs = list(self.args), self.kwargs
         # Made again with what its lists had then: the model may have gone on to fill them.
         self.args, self.kwargs = _as_they_are(*self.then)
-        for i, x in zip(self.tensors, tensors, strict=True):
-            args[i] = x
+        for (i, cuts), x in zip(self.tensors.items(), tensors, strict=True):
+            args[i] = marked(x, cuts) if type(x) is torch.Tensor else x
         if _weights(self.block) != self.weights:
             what = "a block has other weights when it is recomputed in backward than it had in the forward"
             allowed = "a block that computes with its own parameters"

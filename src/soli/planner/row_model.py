@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from soli.planner.cells import SILENT, text, true
-from soli.planner.columns import COLUMNS
+from soli.planner.columns import COLUMNS, told_by
 from soli.planner.cost.programs import MEGATRON, TESTS, WORDS, tells
 from soli.planner.models import Model, compressed
 from soli.planner.published import named, plain_name
@@ -53,7 +53,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         found.inferred.append(f"layers={layers:g}, hidden={hidden:g} of {total:g}B parameters")
     heads = found.assumed(said, "heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
     kv_heads = said["kv_heads"] or heads
-    experts, active, shared = _experts(said, name, found)
+    experts, active, shared = _experts(said, name, found, WORDS["padded"].search(told_by(row).lower()))
     seq = said["seq"]
     if seq is None and model:
         seq = float(model.seq)
@@ -135,10 +135,9 @@ def of_model(model: Model) -> Said:
     return found
 
 
-def _experts(said: Said, name: str, found: Row) -> tuple[float, float, float]:
-    """Experts of a layer, those that a token goes to, and of these those that each token goes to."""
-    told = MOE.search(name)
-    parts = [float(part or 0) for part in told.groups()] if told else [0.0, 0.0, 0.0]
+def _experts(said: Said, name: str, found: Row, padded: re.Match[str] | None) -> tuple[float, float, float]:
+    """Experts of a layer, those that a token goes to, slots kept free for it included, and of these those that each token goes to."""
+    parts = [float(part or 0) for part in told.groups()] if (told := MOE.search(name)) else [0.0, 0.0, 0.0]
     experts = said["experts"] if said["experts"] is not None else parts[0]
     if not experts:
         if re.search(r"(?<![a-z])moe(?![a-z])|mixture|mixtral", name, re.I):
@@ -149,7 +148,7 @@ def _experts(said: Said, name: str, found: Row) -> tuple[float, float, float]:
     if not routed:
         routed = 2.0
         found.inferred.append("topk=2")
-    return experts, routed + shared, shared
+    return experts, routed * float(padded[1] if padded else 1) + shared, shared
 
 
 def _shape_of(parameters: float, layers: float | None, hidden: float | None, stages: float) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from soli.core.errors import on_all_ranks
 from soli.mesh.collectives import Axis, Pending, all_gather, all_reduce, reduce_scatter
@@ -151,7 +152,8 @@ def reduce(x: Tensor, axis: Axis, *, fresh: bool = False) -> Tensor:
     """The sum over the axis. `fresh`: a product that nobody else has or saved, which may be summed in place."""
 
     def there(x: Tensor) -> Tensor:
-        own = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        saved = any(isinstance(mode, torch.utils.checkpoint._CachingTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())  # by a policy of the program's
+        own = x if fresh and x.is_contiguous() and not saved else x.clone(memory_format=torch.contiguous_format)
         all_reduce(own, axis, label="output of a row")
         return own
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from soli.planner.cost import overlap, rings
+from soli.planner.cost import overlap, rings, schedules
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import FULL, LINE, Amount, Array, Points
-from soli.planner.cost.schedules import in_a_v
 
 
 def inside(p: Points, n: Array, inner: Array) -> Array:
@@ -177,7 +176,7 @@ def sending(p: Points, k: Constants) -> Array:
     """Seconds of the network that a microbatch takes of the rank that sends the most to other servers, forward and backward, whatever is
     computed meanwhile: to both of its neighbours, unless one is beside it or it has but one; and as often as the rank has stages."""
     once = (2 * p.tp * p.cp * p.dp <= p.node) | (p.pp == 2)
-    times = np.where(in_a_v(p), 2.0, p.chunks) * np.where(once, 1.0, 2.0)
+    times = np.where(schedules.in_a_v(p), 2.0, p.chunks) * np.where(once, 1.0, 2.0)
     return np.where(_borders(p) > 0, times * _sent_part(p) / (p.net * k.net_share), 0.0)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from soli.planner.cost.communication import all_reduce, gather
+from soli.planner.cost import communication
 from soli.planner.cost.constants import Constants
 from soli.planner.cost.points import CUBE, GRID, Array, Points
 
@@ -45,7 +45,7 @@ def of_layer(p: Points, k: Constants) -> tuple[Array, Array]:
         some, constants = p.take(at), k.take(at)
         # a norm's, a token: of what it reads, then of what the mean leaves
         sums = some.tokens * 4.0 * some.columns / some.tp
-        norms = 4 * all_reduce(some, constants, sums, some.columns, np.ones_like(some.tp))
+        norms = 4 * communication.all_reduce(some, constants, sums, some.columns, np.ones_like(some.tp))
         one, other = of(some, constants)
         forward[at], backward[at] = one + norms, other + norms
     return forward, backward
@@ -81,15 +81,15 @@ def _of_cube(p: Points, k: Constants) -> tuple[Array, Array]:
     q, one, forward, backward = p.columns, np.ones_like(p.tp), np.zeros_like(p.tp), np.zeros_like(p.tp)
     for summed, width, count, ends in products(p):
         over_x, over_y = (q, one) if ends else (one, q)
-        x = gather(p, k, p.number * p.tokens * summed / q**2, q, over_x)
-        w = gather(p, k, p.number * summed * width / q**2, q, q**2)
-        y = gather(p, k, p.number * p.tokens * width / q**2, q, over_y)
+        x = communication.gather(p, k, p.number * p.tokens * summed / q**2, q, over_x)
+        w = communication.gather(p, k, p.number * summed * width / q**2, q, q**2)
+        y = communication.gather(p, k, p.number * p.tokens * width / q**2, q, over_y)
         forward, backward = forward + count * (x + w + y), backward + count * (2 * (x + w) + y)
     return forward, backward
 
 
 def _broadcast(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Array:
-    return gather(p, k, size * n / np.maximum(n - 1, 1.0), n, inner)
+    return communication.gather(p, k, size * n / np.maximum(n - 1, 1.0), n, inner)
 
 
 def shapes(tp: int) -> list[tuple[float, int, int]]:

@@ -47,7 +47,7 @@ def _pure(framework: str, told: str) -> bool:
     """Whether all that is kept has 16 bits."""
     mixed = tells("mixed", told)
     loaded = (tells("loaded", told) and not (mixed and tells("upcast", told))) or (tells("narrowly", told) and not mixed)
-    return tells("pure", told) or (framework == "fsdp" and loaded)
+    return (tells("pure", told) and not tells("copied", f"{framework}; {told}")) or (framework == "fsdp" and loaded)
 
 
 def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, float], float, float]:
