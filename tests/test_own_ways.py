@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.test_kept import DIM, Normal, Plain, case_of, error_of
@@ -55,6 +56,37 @@ def test_rows_of_other_ranks_show_what_couples_one_row_a_rank(pool: Pool, loss_f
             assert said == ["it ran"] * 2
         else:
             assert all("something couples the rows" in words for words in said), said
+
+
+class Measured(Plain):
+    """It asks that lengths, which are no tensor, be those of its rows."""
+
+    def forward(self, tokens: Tensor, lengths: Any) -> Tensor:
+        if (tokens != 0).sum(1).tolist() != [int(n) for n in lengths]:
+            raise ValueError("these lengths are not those of the rows")
+        return super().forward(tokens)
+
+
+def with_lengths(streamed: bool) -> str:
+    engine, batches = engine_of(Measured, "dp=2")
+    tokens = batches[0]["tokens"][:2].clamp(min=1)
+    tokens[1, 3:] = 0
+    batch = {"tokens": tokens, "targets": batches[0]["targets"][:2], "lengths": np.array([6, 3])}
+    if not streamed:
+        return said_by(engine.step, batch)
+    samples = [{name: x[i] for name, x in batch.items()} for i in range(2)]
+    stream = engine.batches(samples, 2, shuffle=False, collate=beside_arrays)
+    return said_by(engine.step, next(iter(stream)))
+
+
+def beside_arrays(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    found = {name: torch.stack([one[name] for one in samples]) for name in ("tokens", "targets")}
+    return found | {"lengths": np.array([one["lengths"] for one in samples])}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_are_exchanged_with_all_that_is_of_them(pool: Pool, streamed: bool) -> None:
+    assert pool.run(with_lengths, streamed, ranks=2) == ["it ran"] * 2
 
 
 def test_rows_of_other_lengths_are_not_exchanged(pool: Pool) -> None:
@@ -113,15 +145,37 @@ class Converted(Normal):
         return nn.SyncBatchNorm(DIM)
 
 
+class Acting(nn.SyncBatchNorm):
+    """A norm with an activation, by a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class OfItsOwn(Normal):
+    def layer(self) -> nn.Module:
+        return Acting(DIM)
+
+
+class Followed(Normal):
+    """The same in two modules."""
+
+    def layer(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(DIM), nn.ReLU())
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
-def test_synchronised_norms_are_the_engines(pool: Pool, plan: str) -> None:
-    expected = pytest.approx(losses_of(Normal, "dp=1"), rel=BOUND)
-    assert pool.run(losses_of, Converted, plan, ranks=2) == [expected] * 2
+@pytest.mark.parametrize(("kind", "plain"), [(Converted, Normal), (OfItsOwn, Followed)])
+def test_synchronised_norms_are_the_engines(pool: Pool, kind: type, plain: type, plan: str) -> None:
+    expected = pytest.approx(losses_of(plain, "dp=1"), rel=BOUND)
+    assert pool.run(losses_of, kind, plan, ranks=2) == [expected] * 2
 
 
 def losses_of(kind: type[nn.Module], plan: str) -> list[float]:
     engine, batches = engine_of(kind, plan)
-    return [float(engine.step(batch)) for batch in batches]
+    found = [float(engine.step(batch)) for batch in batches]
+    assert not [name for module in engine.copy_model().modules() for name in vars(module) if name == "forward"]
+    return found
 
 
 # --- blocks that are computed again ---------------------------------------------------------------------------

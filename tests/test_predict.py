@@ -184,6 +184,15 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "capacity_factor=1.25, padded"}, {"active": 10}),
         ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "capacity factor 1.25, unpadded"}, {"active": 8}),
         ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "dropless"}, {"active": 8}),
+        *[
+            ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": words}, {"active": 8})
+            for words in ("capacity factor 1.25, not padded", "capacity factor 1.25 (no tokens dropped)", "eval capacity factor 2, padded", "capacity factor 4, sequences padded", "capacity factor 0, padded")
+        ],
+        *[
+            ({"framework": "Megatron-LM", "notes": words}, {"moments": 12})
+            for words in ("bf16 gradients and optimizer states in fp32", "bf16 training and optimizer states sharded over dp", "fp8 GEMMs and Adam states in fp32")
+        ],
+        ({"framework": "DeepSpeed", "shard": "zero3", "notes": "pure bf16, no master weights"}, {"moments": 4}),
         ({"framework": "Megatron-LM", "notes": "int16 master remainder, bf16 main grads"}, {"gradient": 2, "summed": 2, "moments": 10}),
         ({"framework": "DeepSpeed", "shard": "zero3", "offload": "parameters and optimizer"}, {"offload": 2}),
         ({"framework": "DeepSpeed", "shard": "ZeRO-3 + offload of parameters and optimizer"}, {"offload": 2}),

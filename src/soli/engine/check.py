@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.engine import coupling
-from soli.engine.batch import Part, at, few, part_of, take, to_device, unwritten
+from soli.engine.batch import Part, at, few, part_of, rows_of, take, to_device, unwritten
 from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
 from soli.engine.effects import Effects, looked_at
@@ -162,15 +162,16 @@ class FirstStep:
 
 
 def _two(engine: Engine, data: Any) -> Any:
-    """This rank's first row and the next rank's, as a row alone shows nothing of what couples it. Where others have other sizes, its own twice. Collective."""
-    data, dp = at(data, [0, 0]), engine.dp
+    """This rank's first row and the next rank's, as a row alone shows nothing of what couples it. Where others have other sizes, or other things than tensors, its own: two, or one twice. Collective."""
+    own, data, dp = take(data, 0, 2), at(data, [0, 0]), engine.dp
     leaves = [x for x in tree_leaves(data) if isinstance(x, torch.Tensor) and x.dim() and x.numel()]
-    forms = [f"{x.dtype} {tuple(x.shape)}" for x in leaves]
-    if all(other == forms for other in gather_json(forms, dp, label="forms of a row")) and not dp.simulated:
-        for x in leaves:
-            mine = x[0].contiguous().view(-1).view(torch.uint8)
-            all_gather(whole := mine.new_empty(dp.size * mine.numel()), mine, dp, label="a row of the next rank")
-            x[1] = whole.view(dp.size, -1)[(dp.index + 1) % dp.size].view(x.dtype).view(x[1].shape)
+    forms = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) and x.dim() else repr(x.tolist() if hasattr(x, "tolist") else x) for x in tree_leaves(data)]
+    if not all(other == forms for other in gather_json(forms, dp, label="forms of a row")) or dp.simulated:
+        return own if rows_of(own) > 1 else data
+    for x in leaves:
+        mine = x[0].contiguous().view(-1).view(torch.uint8)
+        all_gather(whole := mine.new_empty(dp.size * mine.numel()), mine, dp, label="a row of the next rank")
+        x[1] = whole.view(dp.size, -1)[(dp.index + 1) % dp.size].view(x.dtype).view(x[1].shape)
     return data
 
 

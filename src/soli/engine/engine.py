@@ -37,7 +37,7 @@ from soli.parallel.context import sequence
 from soli.parallel.data import DataParallel, agree_on_weights
 from soli.parallel.pipeline.run import Pipeline
 from soli.parallel.randomness import Randomness
-from soli.parallel.statistics import Statistics
+from soli.parallel.statistics import Statistics, alone
 from soli.parallel.tensor.cut import Run, running
 from soli.parallel.units import named_once
 from soli.planner.legality import resolve
@@ -225,14 +225,14 @@ class Engine:
         """Around the model and its loss: cut tensors are logical ones, and the plan's precision holds."""
         looks, casts = looking(self.plan, self.step_count), precision.computing(self.plan, self.device)
         torch.clear_autocast_cache()  # of a program's own autocast around a step: casts of another forward are of another graph
-        with running(self._levels()), casts, looks, self.statistics.computing():
+        with running(self._levels()), casts, looks, self.statistics.computing(), alone():
             yield
         torch.clear_autocast_cache()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around a backward, which may recompute: torch's checkpoint restores the precision itself."""
-        with running(self._levels()), self.statistics.computing(), recompute.explained():
+        with running(self._levels()), self.statistics.computing(), alone(), recompute.explained():
             yield
 
     def _levels(self) -> list[Run]:

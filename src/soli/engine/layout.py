@@ -18,6 +18,7 @@ from soli.engine.batch import Caller, Part, few, part_of, take, to_device, unwri
 from soli.engine.differentiating import Differentiating
 from soli.losses import LossFn
 from soli.parallel.randomness import Randomness
+from soli.parallel.statistics import alone
 from soli.parallel.tensor import check, oned
 from soli.parallel.tensor.finder import Finder, Role, hinted
 
@@ -99,7 +100,7 @@ class Runner:
             torch.set_grad_enabled(gradients), between.modes_kept(self.model),
             Differentiating(self.plan) if alike is None or alike.looking else nullcontext(),
             alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving), randomness.probe(self.rows),
-            unwritten(self.data) as data, around(randomness) if around is not None else nullcontext(),
+            unwritten(self.data) as data, alone(), around(randomness) if around is not None else nullcontext(),
         ):  # fmt: skip
             if training:
                 between.training(self.model)

@@ -7,7 +7,6 @@ parts what it learnt of the whole, so that what else couples rows is found all t
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -44,6 +43,11 @@ def can(plan: Plan) -> bool:
     return plan.model_ranks * plan.accumulate == 1 and plan.recompute == "none"
 
 
+def alone() -> AbstractContextManager[object]:
+    """Within, torch's synchronised norms compute as one process's: they would sum by themselves, on CUDA alone."""
+    return patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
+
+
 class Statistics:
     """`axis`: the ranks that have the other rows, over a group of its own: sums of gradients are sent meanwhile. Nothing is done where rows stay together, or no norm is of them."""
 
@@ -53,8 +57,6 @@ class Statistics:
         self.axis = mesh.another(mesh.dp) if mesh is not None and self.active else Axis("alone")
         self._whole: list[Known] = []  # of the calls of a check's newest forward on all of its rows
         self._learns, self._repeats = False, iter(self._whole)  # in a check
-        for norm in filter(lambda m: isinstance(m, nn.SyncBatchNorm), model.modules()):
-            norm.forward = MethodType(nn.BatchNorm1d.forward, norm)  # one process's: it would sum by itself, on CUDA alone
 
     def computing(self) -> AbstractContextManager[object]:
         """Around a forward."""

@@ -28,7 +28,7 @@ def of_states(framework: str, precision: str = "bf16", pipeline: bool = True, sa
     copy, width = found["moments"] - ADAM, 4.0
     if precision in ("fp32", "tf32", "fp64"):
         found, copy = found | KEPT["full_width"], 0.0
-    elif tells("true", full := f"{told}; {optimizer.lower()}") or (_pure(framework, full) and not tells("beside", full)):
+    elif tells("true", full := f"{told}; {optimizer.lower()}") or ((_pure(framework, full) or (tells("pure", full) and tells("unmastered", said.lower()))) and not tells("beside", full)):
         found, copy, width = found | KEPT["half_width"], 0.0, 2.0
     elif copy:
         found, copy, width = _told(found, copy, f"{said}; {optimizer}".lower())
