@@ -166,9 +166,10 @@ def _two(engine: Engine, data: Any) -> Any:
     own, data, dp = take(data, 0, 2), at(data, [0, 0]), engine.dp
     leaves = [x for x in tree_leaves(data) if isinstance(x, torch.Tensor) and x.dim() and x.numel()]
     forms = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) and x.dim() else repr(x.tolist() if hasattr(x, "tolist") else x) for x in tree_leaves(data)]
-    if not all(other == forms for other in gather_json(forms, dp, label="forms of a row")) or dp.simulated:
+    if not all(other == forms for other in gather_json(forms, dp, label="forms of a row")):
+        events.note("a rank has one row, and the others' have other sizes or other things than tensors: what couples rows is not seen in it; a first batch of two rows a rank shows it", shown=engine.rank == 0)
         return own if rows_of(own) > 1 else data
-    for x in leaves:
+    for x in leaves if not dp.simulated else ():
         mine = x[0].contiguous().view(-1).view(torch.uint8)
         all_gather(whole := mine.new_empty(dp.size * mine.numel()), mine, dp, label="a row of the next rank")
         x[1] = whole.view(dp.size, -1)[(dp.index + 1) % dp.size].view(x.dtype).view(x[1].shape)

@@ -58,8 +58,7 @@ def holding(group: Any) -> AbstractContextManager[object]:
     # What torch has of messages under way: their memory stays until they are waited for, by nobody, and dropped.
     held = lambda tensors, desc=None: [SimpleNamespace(tensors=tensors, wait=lambda: None)] if tensors else []
     by_peer = lambda tensors, desc=None: {0: held(tensors)} if tensors else {}  # gpipe's
-    where = "torch.distributed.pipelining.schedules"  # by name: its import takes two seconds
-    return patch.multiple(where, _batch_p2p=held, _sorted_batch_p2p=by_peer)
+    return patch.multiple("torch.distributed.pipelining.schedules", _batch_p2p=held, _sorted_batch_p2p=by_peer)  # by name: its import takes two seconds
 
 
 def answering(group: Any, rank: int, size: int) -> AbstractContextManager[object]:
