@@ -201,7 +201,8 @@ def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: f
             said = str(error) or type(error).__name__
             continue
         errors = told.get("errors") if isinstance(told, dict) else None
-        errors = [one if isinstance(one, dict) else {"message": one} for one in (errors if isinstance(errors, list) else [errors]) if one]
+        each = errors if isinstance(errors, list) else [errors]
+        errors = [one if isinstance(one, dict) else {"message": one} for one in each if one]
         if any(one.get("type") == "RATE_LIMITED" for one in errors):
             said = _messages(errors)
             _wait(sent)

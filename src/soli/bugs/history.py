@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 
 FIELDS = ("%H", "%P", "%at", "%ct", "%B")
 MARK, PART, END = (f"{sign}{secrets.token_hex(8)}" for sign in "\x1e\x1f\x1d")
@@ -59,10 +59,8 @@ def git(path: Path, *words: str, stdin: int = subprocess.DEVNULL) -> subprocess.
     environment |= dict.fromkeys(("GIT_CONFIG_GLOBAL", "GIT_GRAFT_FILE"), os.devnull)
     environment |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     call = ["git", "--no-pager", *SAFE, "-c", f"safe.directory={path.resolve()}", "-C", str(path), *words]
-    try:
+    with blaming(lambda _: SoliError("git is not installed", fix="apt install git, or what your system has for it"), FileNotFoundError):
         return subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=stdin, env=environment)
-    except FileNotFoundError as error:
-        raise SoliError("git is not installed", fix="apt install git, or what your system has for it") from error
 
 
 def asked(path: Path, *words: str) -> tuple[int, str, str]:

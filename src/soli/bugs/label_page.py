@@ -22,7 +22,7 @@ from soli.bugs import labels
 from soli.bugs.catalogue import mechanisms
 from soli.bugs.labels import FIX, Label
 from soli.bugs.taxonomy import DIMENSIONS
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 from soli.core.page import template
 
 HEADERS = {
@@ -79,8 +79,7 @@ def application(items: Sequence[Item], path: Path, labeller: str, token: str) ->
                 keep(path, told)
                 return RedirectResponse(f"{root}/", 303, HEADERS)
         done = len({(one.repo, one.commit) for one in items} & set(mine(known())))
-        status = 422 if wrong else 200
-        return page("commit", status, number=number, count=len(items), done=done, item=item, told=told, wrong=wrong)
+        return page("commit", 422 if wrong else 200, number=number, count=len(items), done=done, item=item, told=told, wrong=wrong)
 
     def agreement(request: Request) -> Response:
         rows = known()
@@ -105,10 +104,8 @@ def serve(items: Sequence[Item], path: Path, labeller: str, port: int) -> None:
     token = secrets.token_urlsafe(24)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with blaming(lambda error: SoliError("this port cannot be had", got=f"{port}: {error.strerror}", fix="--port 0: any that is free"), OSError):
             listening.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise SoliError("this port cannot be had", got=f"{port}: {error.strerror}", fix="--port 0: any that is free") from error
         listening.listen()
         print(f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/", flush=True)
         print(f"{len(items)} commits; labels go to {path}. Ctrl-C ends it.", flush=True)

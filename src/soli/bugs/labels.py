@@ -18,7 +18,7 @@ from soli.bugs.agreement import Kappa, confusion, kappa
 from soli.bugs.catalogue import mechanisms
 from soli.bugs.mine import share
 from soli.bugs.taxonomy import DIMENSIONS
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, SoliError, blaming, raise_all
 from soli.core.files import write_whole
 
 FIX = ("yes", "no", "unsure")
@@ -53,11 +53,9 @@ NAMES = tuple(field.name for field in fields(Label))
 
 def read(path: Path) -> list[Label]:
     """The rows of a file. SoliError with every row that is no label."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file, strict=True))
-    except (OSError, csv.Error, UnicodeDecodeError) as error:
-        raise SoliError("the labels cannot be read", got=f"{path}: {error}") from error
+    unread = lambda error: SoliError("the labels cannot be read", got=f"{path}: {error}")
+    with blaming(unread, OSError, csv.Error, UnicodeDecodeError), path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file, strict=True))
     if not rows or tuple(rows[0]) != NAMES:
         raise SoliError("this is no table of labels", got=f"{path}: {', '.join(rows[0]) if rows else 'no rows'}", allowed=", ".join(NAMES))
     odd = [number for number, row in enumerate(rows, 2) if None in row or None in row.values()]
@@ -177,12 +175,11 @@ def selection(labels: Iterable[Label], population: Mapping[str, int], chosen: Co
 
 def population(sample: Path) -> dict[str, int]:
     """How many commits each sample was drawn from, as a file says that `soli bugs label` wrote."""
-    try:
+    allowed = '{"population": {"fix": 2651, "rest": 8504}}'
+    silent = lambda error: SoliError("this does not say what was drawn from", got=f"{sample}: {error!r}", allowed=allowed)
+    with blaming(silent, OSError, ValueError, KeyError, TypeError):
         said = json.loads(sample.read_text(encoding="utf-8"))["population"]
         return {name: int(said[name]) for name in SAMPLES}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        allowed = '{"population": {"fix": 2651, "rest": 8504}}'
-        raise SoliError("this does not say what was drawn from", got=f"{sample}: {error!r}", allowed=allowed) from error
 
 
 def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Selection]:

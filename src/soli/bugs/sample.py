@@ -9,7 +9,7 @@ from soli.bugs import labels, store
 from soli.bugs.changes import patches
 from soli.bugs.label_page import Item
 from soli.bugs.mine import histories
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 from soli.core.files import write_whole
 
 LINES = 400  # of a diff that a person is shown
@@ -18,12 +18,11 @@ LINES = 400  # of a diff that a person is shown
 def drawn(path: Path, mined: Path, seed: int, counts: dict[str, int], repos: Collection[Path]) -> dict[str, Any]:
     """What the file says; if there is none, what is drawn now of these histories, which is kept in it."""
     if path.exists():
-        try:
+        wrong = lambda error: SoliError("this holds no commits that were drawn", got=f"{path}: {error!r}", fix="another --sample")
+        with blaming(wrong, OSError, ValueError, KeyError, TypeError):
             said = json.loads(path.read_text(encoding="utf-8"))
             if not all(isinstance(said["commits"][name], list) for name in labels.SAMPLES):
                 raise ValueError("no lists of commits")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SoliError("this holds no commits that were drawn", got=f"{path}: {error!r}", fix="another --sample") from error
         return dict(said)
     with store.opened(mined) as base:
         heads = base.execute("SELECT repo, head, rules FROM history ORDER BY repo").fetchall()
@@ -50,5 +49,6 @@ def items(said: Mapping[str, Any], mined: Path, repos: Collection[Path]) -> list
     if unknown := [f"{repo} {hash_[:10]}" for _, repo, hash_ in all_ if (repo, hash_) not in texts]:
         got = f"{mined} lacks {len(unknown)}: {', '.join(unknown[:3])} ..."
         raise SoliError("commits were drawn that this file does not have", got=got, fix="the file that they were drawn from, or another --sample")
-    diffs = {(repo, hash_): diff for repo, path in where.items() for hash_, diff in patches(path, [h for _, r, h in all_ if r == repo], LINES).items()}
+    of = lambda repo: [hash_ for _, other, hash_ in all_ if other == repo]
+    diffs = {(repo, hash_): diff for repo, path in where.items() for hash_, diff in patches(path, of(repo), LINES).items()}
     return [Item(repo, hash_, sample, *texts[repo, hash_], diffs[repo, hash_]) for sample, repo, hash_ in all_]

@@ -66,9 +66,8 @@ def differences(manifest: Manifest, wanted: Forms, ignore: Callable[[str], bool]
             got = f"saved {saved.shape} {dtype_name(saved.dtype)}"
             allowed = f"asked for {shape} {dtype_name(dtype)}"
             found.append(Problem(f"{name} has another shape or dtype in the checkpoint", got, allowed))
-    for name in manifest.tensors:
-        if name not in wanted and not (ignore is not None and ignore(name)):
-            found.append(Problem(f"{name} is in the checkpoint, and nobody asks for it"))
+    unasked = (name for name in manifest.tensors if name not in wanted and not (ignore is not None and ignore(name)))
+    found += [Problem(f"{name} is in the checkpoint, and nobody asks for it") for name in unasked]
     if found:
         fix = "load with the model and the optimizer that saved it; for some of its weights: soli checkpoint export"
         found[-1] = replace(found[-1], fix=fix)

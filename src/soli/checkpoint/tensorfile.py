@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from soli.core.errors import SoliError, failure
+from soli.core.errors import SoliError, blaming, failure
 from soli.core.progress import Add
 from soli.core.tables import table
 
@@ -116,11 +116,9 @@ def checksum(path: Path, done: Add = lambda _: None) -> str:
 @contextmanager
 def reading(path: Path) -> Iterator[Any]:
     """An open safetensors file (`get_tensor`, `keys`); what is no such file is a SoliError that names it."""
-    try:
-        with safe_open(path, framework="pt") as handle:
-            yield handle
-    except SafetensorError as error:
-        raise failure(f"{path} is not a readable safetensors file", got=str(error)) from error
+    unread = lambda error: failure(f"{path} is not a readable safetensors file", got=error)
+    with blaming(unread, SafetensorError), safe_open(path, framework="pt") as handle:
+        yield handle
 
 
 def headers(path: Path) -> Forms:

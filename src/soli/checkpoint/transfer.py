@@ -26,7 +26,7 @@ from soli.checkpoint.published import converted
 from soli.checkpoint.save import save_with
 from soli.checkpoint.team import ALONE, as_soli_error
 from soli.checkpoint.tensorfile import Entry, headers, reading, room, write_file
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, SoliError, blaming, raise_all
 from soli.core.events import events
 from soli.core.layout import Sharded, whole
 from soli.core.progress import Add, busy
@@ -55,7 +55,7 @@ def export(
         events.note(text, shown=True)
     files = sorted({chunk.file for saved in tensors.values() for chunk in saved.chunks})
     check_files(place, manifest, files)
-    try:
+    with blaming(functools.partial(as_soli_error, f"writing {out}"), OSError):
         out.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             aside = tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent)
@@ -75,8 +75,6 @@ def export(
                 written = [""]  # the file itself
             os.rename(partial, out)
         flush(out.parent)
-    except OSError as error:
-        raise as_soli_error(f"writing {out}", error) from error
     return [out / name for name in written]
 
 
@@ -95,10 +93,8 @@ def _export_problems(out: Path, format: str, max_shard_bytes: int, config: str |
 
 def _not_there(config: Path, tensors: dict[str, Saved]) -> list[str]:
     """Sizes that a config.json says and no weight has."""
-    try:
+    with blaming(lambda error: SoliError(f"{config} is no object of JSON", got=error), ValueError, TypeError):
         said = dict(json.loads(config.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise SoliError(f"{config} is no object of JSON", got=str(error)) from error
     sizes = {size for saved in tensors.values() for size in saved.shape}
     places = {int(number) for name in tensors for number in re.findall(r"\.(\d+)\.", name)}
     widths, depths = ("hidden_size", "n_embd", "d_model", "vocab_size"), ("num_hidden_layers", "n_layer")
@@ -205,11 +201,10 @@ def _refused(source: Path, pickles: list[str]) -> SoliError:
 
 def _indexed(index: Path) -> dict[str, Path]:
     """Tensor name -> file, as the index says, checked against the files."""
-    try:
+    no_index = lambda error: SoliError(f"{index} is no index", got=f"{type(error).__name__}: {error}")
+    with blaming(no_index, ValueError, KeyError, TypeError, AttributeError):
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SoliError(f"{index} is no index", got=f"{type(error).__name__}: {error}") from error
     problems = []
     held: dict[str, str] = {}
     for file in sorted(set(names.values())):

@@ -51,9 +51,7 @@ def classify(
     repos: Clones,
     db: Database = Path("bugs.db"),
     rules: Annotated[Path | None, Option(help="Rules, as soli/bugs/classification.toml has them.")] = None,
-    endpoint: Annotated[
-        str, Option(help="An OpenAI-compatible one, such as http://127.0.0.1:8000/v1; its key is in OPENAI_API_KEY.")
-    ] = "",
+    endpoint: Annotated[str, Option(help="An OpenAI-compatible one, such as http://127.0.0.1:8000/v1; its key is in OPENAI_API_KEY.")] = "",
     model: Annotated[str, Option(help="To ask there where the rules are not sure.")] = "",
     at_most: Annotated[int, Option(help="Commits to ask the model of.", min=1)] = 1000,
     as_json: AsJson = False,
@@ -183,9 +181,7 @@ def label(
 def agree(
     labels: Annotated[Path, Argument(help="The CSV file.", show_default=False)],
     sample: Sample = None,
-    db: Annotated[
-        Path | None, Option(help="What was mined and classified: its rules are judged by the labels.")
-    ] = None,
+    db: Annotated[Path | None, Option(help="What was mined and classified: its rules are judged by the labels.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """How labellers agree, where they do not, and how good the rules are that chose the fixes and gave them words."""

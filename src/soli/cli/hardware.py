@@ -23,9 +23,7 @@ CAPTION = (
 
 
 def hardware(
-    cluster: Annotated[
-        str, Argument(help="Such as h100:8x64 or mine.toml. Without one: every device that is known.")
-    ] = "",
+    cluster: Annotated[str, Argument(help="Such as h100:8x64 or mine.toml. Without one: every device that is known.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """The devices that are known, or one cluster as it was understood.

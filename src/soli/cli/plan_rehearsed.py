@@ -39,8 +39,10 @@ def search(
     found = looked.search()
     best, spread = [option for option in found if not option.refused], spread_of("soli")
     if not best:
-        raise SoliError(f"no plan of this program is known to run on {cluster}", got="; ".join(reasons(found))[:2000] or "none is as --fix says", fix="more devices, a smaller --global-batch, or another --fix" if any(option.peak for option in found) else "")
-    words, cannot = [problem.got for problem in why.problems], reasons(found)
+        got = "; ".join(reasons(found))[:2000] or "none is as --fix says"
+        more = "more devices, a smaller --global-batch, or another --fix" if any(option.peak for option in found) else ""
+        raise SoliError(f"no plan of this program is known to run on {cluster}", got=got, fix=more)
+    rehearsed, cannot = [problem.got for problem in why.problems], reasons(found)  # for what formulas lack
     parameters, rows = sum(p.numel() for p in made.model.parameters()), [_row(option, batch, spread, HEADROOM) for option in best[:count]]
     left_out = ((looked.slower, "that cut the model, none of which can be 5% quicker"), (looked.left, "that cut it further, which take long to rehearse: --fix asks for them"))
     noted = [f"Left out: {number} layouts {why}" for number, why in left_out if number]
@@ -49,10 +51,10 @@ def search(
     if reads := next((option.reads for option in best if option.reads), ""):
         noted.append(f"Layers read values, which a rehearsal takes for 0: {reads[:300]}")
     if as_json:
-        said = {"parameters": parameters, "cluster": str(cluster), "devices": cluster.size, "global_batch": batch, "rehearsed": words, "best": rows}
+        said = {"parameters": parameters, "cluster": str(cluster), "devices": cluster.size, "global_batch": batch, "rehearsed": rehearsed, "best": rows}
         print(json.dumps({**said, "noted": noted, "cannot": cannot}, indent=1, allow_nan=False))
         return
-    print(f"{parameters:,} parameters, {batch} rows a step, on {cluster} ({cluster.size} devices): rehearsed, as no formulas describe it ({'; '.join(words)})")
+    print(f"{parameters:,} parameters, {batch} rows a step, on {cluster} ({cluster.size} devices): rehearsed, as no formulas describe it ({'; '.join(rehearsed)})")
     titles = ("step s", "from", "to", "rows/s", "GB", "up to", "products", "exposed", "bubble")
     show([" " * 2], titles, ([str(i), *_cells(row)] for i, row in enumerate(rows, 1)), box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     plans = (f"  {number:<3} {row['plan']}" for number, row in enumerate(rows, 1))

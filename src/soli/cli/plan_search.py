@@ -15,7 +15,7 @@ from typer import Argument, Option
 from soli.cli import plan_rehearsed, programs
 from soli.cli.options import AsJson
 from soli.cli.tables import show
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 
 if TYPE_CHECKING:
     from soli.planner.explain import Answer, Choice
@@ -37,25 +37,14 @@ def search(
     model: Annotated[str, Argument(help=MODELS)],
     cluster: Annotated[str, Option(help="Such as h100:8x64, or a file (soli hardware --help).")],
     batch: Annotated[int, Option("--global-batch", min=1, help="Sequences a step.")],
-    seq: Annotated[
-        int, Option(min=0, help="Tokens of a sequence; 0: the model's own, 8192 at most; of a program, its batch's.")
-    ] = 0,
-    precision: Annotated[
-        str, Option(help="bf16, fp16, fp8, or several: bf16,fp8; else bf16 where the device has it.")
-    ] = "",
+    seq: Annotated[int, Option(min=0, help="Tokens of a sequence; 0: the model's own, 8192 at most; of a program, its batch's.")] = 0,
+    precision: Annotated[str, Option(help="bf16, fp16, fp8, or several: bf16,fp8; else bf16 where the device has it.")] = "",
     memory: Annotated[str, Option(help="Of a device, such as 70GB; else all that it has.")] = "",
     fix: Annotated[Words, Option(help="What every plan must have: tp=8,recompute=full. Any number of times.")] = None,
-    why_not: Annotated[
-        Words, Option(help="Ask why the best plan is not such a one: tp=8. Any number of times.")
-    ] = None,
-    framework: Annotated[
-        str, Option(help="Whose program runs it: soli, megatron, megatron-deepspeed, deepspeed, fsdp (torchtitan).")
-    ] = "soli",
+    why_not: Annotated[Words, Option(help="Ask why the best plan is not such a one: tp=8. Any number of times.")] = None,
+    framework: Annotated[str, Option(help="Whose program runs it: soli, megatron, megatron-deepspeed, deepspeed, fsdp (torchtitan).")] = "soli",
     count: Annotated[int, Option(min=1, help="Plans that are shown.")] = 10,
-    whatif: Annotated[
-        Words,
-        Option(help="seq: the longest sequence; model: the largest model; tokens=15e12,days=10: how many devices."),
-    ] = None,
+    whatif: Annotated[Words, Option(help="seq: the longest sequence; model: the largest model; tokens=15e12,days=10: how many devices.")] = None,
     html: Annotated[Path | None, Option(help="Write the answer with pictures to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -168,10 +157,8 @@ def read(text: str, program: programs.Program | None) -> tuple[Model, tuple[str,
 def _write(path: Path, task: Task, found: Answer, reasons: list[str], inferred: tuple[str, ...]) -> None:
     from soli.planner.page import page
 
-    try:
+    with blaming(lambda error: SoliError("the page cannot be written", got=f"{path}: {error.strerror}"), OSError):
         path.write_text(page(task, found, reasons, inferred), encoding="utf-8")
-    except OSError as error:
-        raise SoliError("the page cannot be written", got=f"{path}: {error.strerror}") from error
 
 
 def _whatif(task: Task, question: str) -> dict[str, Any]:

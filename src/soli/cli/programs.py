@@ -63,12 +63,9 @@ def own(text: str) -> Program | None:
     seq = said.pop("seq", said.get("context", SEQ))
     if "context" in usual:
         said.setdefault("context", seq)
-    try:
+    with blaming(lambda error: SoliError(f"{name} cannot have these sizes", got=f"{text}: {error}"), ValueError), torch.device("meta"):
         sizes = config(**said)
-        with torch.device("meta"):
-            model = getattr(module, OWN[name])(sizes)
-    except ValueError as error:
-        raise SoliError(f"{name} cannot have these sizes", got=f"{text}: {error}") from error
+        model = getattr(module, OWN[name])(sizes)
     if name == "vit":
         rows: dict[str, Any] = {"images": torch.zeros(1, sizes.channels, sizes.size, sizes.size)}
         rows["targets"] = torch.zeros(1, dtype=torch.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ParamSpec
 
@@ -89,23 +89,20 @@ def raise_all(problems: Iterable[Problem], *, everywhere: bool = False) -> None:
 
 
 @contextmanager
-def needing(what: str, extra: str) -> Iterator[None]:
-    """Around imports of what only some who install soli have. `what`: the problem, where it is not there."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise SoliError(what, got=str(error), fix=f"pip install 'soli[{extra}]'") from error
-
-
-@contextmanager
-def blaming(failed: Callable[[Exception], SoliError]) -> Iterator[None]:
-    """Around code that is not soli's: `failed` says how what it raises is told."""
+def blaming(failed: Callable[[Any], SoliError], *kinds: type[Exception]) -> Iterator[None]:
+    """Around code that is not soli's: `failed` says how what it raises is told. `kinds`: of these alone."""
+    kinds = kinds or (Exception,)
     try:
         yield
     except SoliError:
         raise
-    except Exception as error:
+    except kinds as error:
         raise failed(error) from error
+
+
+def needing(what: str, extra: str) -> AbstractContextManager[None]:
+    """Around imports of what only some who install soli have. `what`: the problem, where it is not there."""
+    return blaming(lambda error: SoliError(what, got=error, fix=f"pip install 'soli[{extra}]'"), ModuleNotFoundError)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "", least: float = 0.6) -> str:

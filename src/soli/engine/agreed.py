@@ -95,8 +95,7 @@ class Agreement:
             pipelined.agree_on_use(engine)
         totals, counts = mine[:2]
         shift = 0 if engine.pipeline is None else engine.pipeline.last_rank - engine.rank  # losses are its
-        bad = [f"rank {r + shift}" for r, t in zip(engine.dp.ranks, totals.tolist(), strict=True) if t - t != 0]
-        if bad:
+        if bad := [f"rank {r + shift}" for r, t in zip(engine.dp.ranks, totals.tolist(), strict=True) if t - t != 0]:
             norm.refuse_loss(engine, bad, totals)
         counted = float(counts.sum()) or float(engine.mesh.all.simulated)
         if not counted:

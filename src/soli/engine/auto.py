@@ -342,8 +342,7 @@ class Auto:
 
     def _none(self) -> Choice:
         """What is done where no plan is known to fit: an error, or data parallelism where nothing could be rehearsed."""
-        large = [o for o in self.options.values() if o.peak and o.plan not in self.broken]
-        if large:
+        if large := [o for o in self.options.values() if o.peak and o.plan not in self.broken]:
             run = [o for o in large if o.refused in self.beyond]  # what others would take beside their rehearsal is not known
             nearest = min(run or large, key=self._need)
             told = [f"{o.plan} took {size(o.taken)}" if o.taken else o.refused for o in sorted(run, key=self._need)]

@@ -46,8 +46,7 @@ class Part:
 def rows_of(batch: Any) -> int:
     """The number of rows of a batch: the length of dim 0, which its tensors agree on."""
     leaves, _ = tree_flatten_with_path(batch)
-    sparse = [_path(path) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout != torch.strided]
-    if sparse:
+    if sparse := [_path(path) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout != torch.strided]:
         what = "the batch has sparse tensors, whose rows cannot be taken apart"
         fix = "give their indices and values, padded to the same number a row, and make them in the forward; or to_dense()"
         raise on_all_ranks(what, got=listed(sparse), fix=fix)
@@ -142,8 +141,7 @@ def need_tensors(batch: Any, part: Part, times: int) -> None:
     """Raises SoliError where a batch has lists of one number, text or list a row: they are not taken apart as its rows are, over ranks and `times` microbatches."""
     rows = part.rows if isinstance(batch, Part) else part.total
     leaves = tree_flatten_with_path(part.data)[0]
-    closed = [f"{_path(path)}: {type(x).__name__}" for path, x in leaves if _hides(x, rows)]
-    if closed:
+    if closed := [f"{_path(path)}: {type(x).__name__}" for path, x in leaves if _hides(x, rows)]:
         what = "the batch has objects whose tensors nobody finds: they are neither taken apart nor moved"
         fix = "give a dict or tuple of their tensors (of a mapping: dict(it); of a dataclass: vars(it)), in the collate of engine.batches too"
         raise on_all_ranks(what, got=listed(closed), fix=fix)

@@ -71,12 +71,10 @@ class Given:
             fix = "change the model before soli.parallelize, or write into the parameters that are there"
             yield Problem(what, got=listed(strange), fix=fix)
             return
-        other = [name for (name, p), was in zip(now.items(), self.frozen, strict=True) if p.requires_grad != was]
-        if other:
+        if other := [name for (name, p), was in zip(now.items(), self.frozen, strict=True) if p.requires_grad != was]:
             fix = "set requires_grad before soli.parallelize; or save, build the model again, change and parallelize that, and load"
             yield Problem("a parameter was frozen or unfrozen after soli.parallelize", got=listed(other), fix=fix)
-        hooked = [name for name, param in now.items() if hooks(param) != self.hooks[name]]
-        if hooked:
+        if hooked := [name for name, param in now.items() if hooks(param) != self.hooks[name]]:
             what = "hooks on gradients were put on or taken off after soli.parallelize, and were not looked at"
             yield Problem(what, got=listed(hooked), fix="register them before soli.parallelize")
         yield from _replaced(engine)
@@ -84,10 +82,7 @@ class Given:
 
     def _optimizer(self, engine: Engine) -> Iterator[Problem]:
         """What was changed of the optimizer since the model was laid over the ranks."""
-        if self.optimizer is None:
-            return
-        plan = engine.plan
-        if plan.zero == 0 and plan.tp == 1 and plan.pp == 1:
+        if self.optimizer is None or (engine.plan.zero == 0 and engine.plan.tp * engine.plan.pp == 1):
             return
         made, params = self.optimizer
         if engine.optimizer is not made or params != _ids(made):
@@ -95,7 +90,7 @@ class Given:
             got = "another optimizer" if engine.optimizer is not made else f"{len(_ids(made))} parameters, {len(params)} before"
             fix = "give soli.parallelize all parameters that are to train at any time: a group's lr may be 0 until then"
             yield Problem(what, got=got, fix=fix)
-        yield from optimizers.hooked(engine.optimizer, plan)
+        yield from optimizers.hooked(engine.optimizer, engine.plan)
 
     def laid(self, optimizer: Any) -> None:
         """The model lies on the ranks, and the optimizer has their parts."""
@@ -128,8 +123,7 @@ def _replaced(engine: Engine) -> Iterator[Problem]:
     if engine.parallel is None or not engine.plan.zero:
         return
     zero = engine.plan.zero
-    names = [slot.names[0] for unit in engine.laid.units for slot in unit.slots if unit.lost(slot)]
-    if names:
+    if names := [slot.names[0] for unit in engine.laid.units for slot in unit.slots if unit.lost(slot)]:
         what = f"the data of parameters was replaced after soli.parallelize, and under zero={zero} their values lie in a buffer that ranks share"
         fix = f"do it before soli.parallelize, use zero=0, or write in place{' under zero=2' * (zero == 3)}"
         yield Problem(what, got=listed(names), fix=fix)

@@ -9,6 +9,7 @@ changes meanwhile are told from those that it builds once (kept.py).
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,67 +77,33 @@ class FirstStep:
                 _in_parts(engine, data, rows)
             elif draws:
                 _run(engine, at(data, [0, 0]), 2)
-        finish = lambda: engine.randomness.finish_probe(evaluating=True)
-        raise_together(finish, engine.mesh.all, label="what an evaluation draws")
+        raise_together(lambda: engine.randomness.finish_probe(evaluating=True), engine.mesh.all, label="what an evaluation draws")
         self._evaluated = True
 
     def check(self, engine: Engine, part: Part) -> None:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
-        model = engine.model
+        model, simulated = engine.model, engine.mesh.all.simulated
         start, objects = kept.values(model), [x for _, x in kept.tensors(model)]
-        rows = few(part, engine.plan)
-        data = to_device(take(part.data, 0, rows), engine.device)
-        data, rows = (_two(engine, data), 2) if _anywhere(engine, rows < 2, "whether a rank has one row") else (data, rows)
-        # The second part differs from the whole in its number of rows, so shapes tell the batch dim.
-        cut, (effects, whole) = rows // 2, _watched(engine, data, rows, part.total)
+        data, rows = _looked_at(engine, part)
+        effects, whole = _watched(engine, data, rows, part.total)
         weights = {} if engine.plan.zero == 3 else effects.before  # there they are gone by now
         if engine.pipeline is not None:
             engine.pipeline.written = set(weights)
         start |= weights
-        before, changes = kept.values(model, weights), kept.Changes(weights)
-        moved = kept.changed(model, start)
-        aside = len(moved) > len(kept.in_state(model, moved))
-        parts = [(0, cut), (cut, rows)] if _in_parts(engine, data, rows) else []
-        idle, onward = False, False
-        if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
-            changes.once.append(moved)  # two parts of one size are alike to what counts rows
-            for a, b in parts:
-                kept.restore(model, start)
-                _run(engine, take(data, a, b), b - a, part=True)
-                changes.once.append(kept.changed(model, start))
-            kept.restore(model, before)
-            engine.randomness.forget()
-            whole = _run(engine, data, rows)  # the losses are compared from the same values
-            onward = engine.plan.runs > 1 and _begins_otherwise(engine, data, rows, start, whole)
-            kept.restore(model, before)
-        if _anywhere(engine, aside, "whether a forward changes attributes"):
-            idle = _idle(engine, data, rows, start, before, whole, parts[-1:])
-            kept.restore(model, before)
-        sums = [whole]
-        for a, b in parts:
-            sums.append(_run(engine, take(data, a, b), b - a, part=True))
-            changes.again.append(kept.changed(model, before))
-            kept.restore(model, before)
-        still = _left(model, effects.written | weights.keys(), objects, changes) if engine.plan.runs > 1 else []
-        if _anywhere(engine, bool(still), "whether a forward writes what was there"):
-            changes.begin_alike = _remembered(engine, data, rows, still, start, before, whole)
-            kept.restore(model, before)
-        first, sure = _counts_first(engine, data, rows, whole)
-        changes.begin_alike += [*(kept.in_state(model, moved) if idle else moved)] if onward else []
-        changes = changes.in_state(model) if idle else changes
+        before, moved = kept.values(model, weights), kept.changed(model, start)
+        look = Look(engine, data, rows, _in_parts(engine, data, rows), start, before, moved, whole)
+        changes, sums = _changes(look, kept.Changes(weights), effects.written | weights.keys(), objects)
+        first, sure = _counts_first(look)
         losses = self._losses
         if losses is None:
             losses = coupling.measured(engine, part)
             self.size = coupling.size_of(losses)
-        size = self.size * rows
-        apart, split = bool(parts) and not _adds_up(sums, engine, size), engine.plan.pieces > 1
-        again = whole if engine.mesh.all.simulated else _run(engine, data, rows)
-        kept.restore(model, before)
-        twice: list[tuple[Loss, Loss]] = []
-        if (_anywhere(engine, apart, "whether losses do not add up") or split) and parts and not engine.mesh.all.simulated:
-            for i in (0, 1 - rows % 2):  # never more rows than ran, and as many forwards on each rank
-                twice.append((sums[i + 1], _run(engine, at(data, [*range(*parts[i])] * 2), 2 * cut, part=split, learn=False)))
-                kept.restore(model, before)
+        size, split = self.size * rows, engine.plan.pieces > 1
+        apart = bool(look.parts) and not _adds_up(sums, engine, size)
+        again = look.whole if simulated else look.run()
+        look.back()
+        doubted = _anywhere(engine, apart, "whether losses do not add up") or split
+        twice = _twice(look, sums, split) if doubted and look.parts and not simulated else []
         kept.restore(model, start)
 
         def verdict() -> None:
@@ -144,10 +111,10 @@ class FirstStep:
             effects.explain(engine.plan, engine.pipeline)
             changes.explain(engine.plan)
             engine.loss_fn.explain(engine.plan)
-            if apart and not kept.same(again, whole) and split:
+            if apart and not kept.same(again, look.whole) and split:
                 _refuse_memory()
-            if parts:
-                _explain(sums, [rows, cut, rows - cut], engine, size, twice)
+            if look.parts:
+                _explain(sums, [rows, rows // 2, rows - rows // 2], engine, size, twice)
             if first is not None and sure:
                 _refuse_shift(first)
 
@@ -156,16 +123,49 @@ class FirstStep:
             events.note(UNSURE.format("counts" if first else "does not count", first, not first), shown=engine.rank == 0)
         _say_padding(engine, part)
         coupling.check(engine, losses)
-        if abs(again[0] - whole[0]) > rounding(engine, whole[1]) * (abs(whole[0]) + size):
+        total, count = look.whole
+        if abs(again[0] - total) > rounding(engine, count) * (abs(total) + size):
             events.note(MOVED, shown=engine.rank == 0)
         self.modes = _modes(model)
+
+
+@dataclass
+class Look:
+    """The rows that are looked at, and what a first forward of them found."""
+
+    engine: Engine
+    data: Any
+    rows: int
+    parts: list[tuple[int, int]]  # its halves; none where the model does not run on them
+    start: kept.Snapshot  # what was kept before any forward, and weights that one changes
+    before: kept.Snapshot  # the same after the first
+    moved: dict[str, kept.Value]  # what that changed
+    whole: Loss  # of all rows
+
+    def run(self, learn: bool = True) -> Loss:
+        return _run(self.engine, self.data, self.rows, learn=learn)
+
+    def run_part(self, a: int, b: int, learn: bool = True) -> Loss:
+        return _run(self.engine, take(self.data, a, b), b - a, part=True, learn=learn)
+
+    def back(self) -> None:
+        """What is kept is as the first forward left it."""
+        kept.restore(self.engine.model, self.before)
+
+
+def _looked_at(engine: Engine, part: Part) -> tuple[Any, int]:
+    """The rows that are looked at, two or more, and how many they are. Collective."""
+    rows = few(part, engine.plan)
+    data = to_device(take(part.data, 0, rows), engine.device)
+    return (_two(engine, data), 2) if _anywhere(engine, rows < 2, "whether a rank has one row") else (data, rows)
 
 
 def _two(engine: Engine, data: Any) -> Any:
     """This rank's first row and the next rank's, as a row alone shows nothing of what couples it. Where others have other sizes, or other things than tensors, its own: two, or one twice. Collective."""
     own, data, dp = take(data, 0, 2), at(data, [0, 0]), engine.dp
     leaves = [x for x in tree_leaves(data) if isinstance(x, torch.Tensor) and x.dim() and x.numel()]
-    forms = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) and x.dim() else repr(x.tolist() if hasattr(x, "tolist") else x) for x in tree_leaves(data)]
+    plain = lambda x: x.tolist() if hasattr(x, "tolist") else x
+    forms = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) and x.dim() else repr(plain(x)) for x in tree_leaves(data)]
     if not all(other == forms for other in gather_json(forms, dp, label="forms of a row")):
         events.note("a rank has one row, and the others' have other sizes or other things than tensors: what couples rows is not seen in it; a first batch of two rows a rank shows it", shown=engine.rank == 0)
         return own if rows_of(own) > 1 else data
@@ -191,54 +191,104 @@ def _watched(engine: Engine, data: Any, rows: int, total: int) -> tuple[Effects,
             raise
 
 
-def _begins_otherwise(engine: Engine, data: Any, rows: int, start: kept.Snapshot, whole: Loss) -> bool:
-    """Whether a first forward is another one: a flag that a step's first microbatch sets is there for the second."""
-    kept.restore(engine.model, start)
-    return not kept.same(_run(engine, data, rows), whole)
+def _changes(look: Look, changes: kept.Changes, written: set[str], objects: list[torch.Tensor]) -> tuple[kept.Changes, list[Loss]]:
+    """What forwards change of what the model keeps, and the losses of all rows and of each part. Collective.
+
+    `written`: what the first forward was seen to write into. `objects`: the tensors that were kept before it.
+    """
+    engine, model, moved = look.engine, look.engine.model, look.moved
+    onward, idle, aside = False, False, len(moved) > len(kept.in_state(model, moved))
+    if _anywhere(engine, bool(moved), "whether a forward changes what is kept"):
+        onward = _from_start(look, changes)
+    if _anywhere(engine, aside, "whether a forward changes attributes"):
+        idle = _idle(look)
+        look.back()
+    sums = [look.whole]
+    for part in look.parts:
+        sums.append(look.run_part(*part))
+        changes.again.append(kept.changed(model, look.before))
+        look.back()
+    still = _left(model, written, objects, changes) if engine.plan.runs > 1 else []
+    if _anywhere(engine, bool(still), "whether a forward writes what was there"):
+        changes.begin_alike = _remembered(look, still)
+        look.back()
+    if onward:
+        changes.begin_alike += kept.in_state(model, moved) if idle else moved
+    return changes.in_state(model) if idle else changes, sums
 
 
-def _idle(engine: Engine, data: Any, rows: int, start: kept.Snapshot, before: kept.Snapshot, whole: Loss, parts: list[tuple[int, int]]) -> bool:
+def _from_start(look: Look, changes: kept.Changes) -> bool:
+    """Note what each part changes from the start, as all rows did, and take the whole's loss from what that left. Whether it is another one
+    from the start: a flag that a step's first microbatch sets is there for the second."""
+    model, onward = look.engine.model, False
+    changes.once.append(look.moved)  # two parts of one size are alike to what counts rows
+    for part in look.parts:
+        kept.restore(model, look.start)
+        look.run_part(*part)
+        changes.once.append(kept.changed(model, look.start))
+    look.back()
+    look.engine.randomness.forget()
+    look.whole = look.run()  # the losses are compared from the same values
+    if look.engine.plan.runs > 1:
+        kept.restore(model, look.start)
+        onward = not kept.same(look.run(), look.whole)
+    look.back()
+    return onward
+
+
+def _idle(look: Look) -> bool:
     """Whether nothing comes of attributes, as of results that a module keeps for others to look at: the loss is the same with what was in
     them before any forward, and with what several left; of a part of the rows too, which may have set what the first rows set for ever."""
-    model, alone = engine.model, list[Loss]()
-    for a, b in parts:
-        alone = [_run(engine, take(data, a, b), b - a, part=True, learn=False)]
-        kept.restore(model, start | kept.in_state(model, before))
-        alone.append(_run(engine, take(data, a, b), b - a, part=True, learn=False))
-        kept.restore(model, before)
-    kept.restore(model, start | kept.in_state(model, before))
-    first = kept.same(_run(engine, data, rows, learn=False), whole)
-    kept.restore(model, before)
+    model, alone = look.engine.model, list[Loss]()
+    in_state = kept.in_state(model, look.before)
+    for part in look.parts[-1:]:
+        alone = [look.run_part(*part, learn=False)]
+        kept.restore(model, look.start | in_state)
+        alone.append(look.run_part(*part, learn=False))
+        look.back()
+    kept.restore(model, look.start | in_state)
+    first = kept.same(look.run(learn=False), look.whole)
+    look.back()
     for _ in range(LATER):
-        _run(engine, data, rows, learn=False)
-    kept.restore(model, kept.values(model) | kept.in_state(model, before))
-    return kept.same(_run(engine, data, rows, learn=False), whole) and first and kept.same(alone[:1], alone[1:])
+        look.run(learn=False)
+    kept.restore(model, kept.values(model) | in_state)
+    return kept.same(look.run(learn=False), look.whole) and first and kept.same(alone[:1], alone[1:])
 
 
-def _remembered(engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot, before: kept.Snapshot, whole: Loss) -> list[str]:
+def _remembered(look: Look, names: list[str]) -> list[str]:
     """Of what a forward wrote and left as it was, what it would not have left so: where it begins with other values, others come of it, and of
     these others again. Attributes that move no loss are for others to look at."""
-    model = engine.model
+    engine, model = look.engine, look.engine.model
     aside = sorted(set(names) - kept.in_state(model, dict.fromkeys(names)).keys())
     count = int(extreme(len(aside), engine.mesh.all, "max", label="attributes that a forward writes"))
-    alone = [_shifted(engine, data, rows, aside[i : i + 1], start) for i in range(count)]
-    idle = {name for name, loss in zip(aside, alone, strict=False) if kept.same(loss, whole)}
+    alone = [_shifted(look, aside[i : i + 1]) for i in range(count)]
+    idle = {name for name, loss in zip(aside, alone, strict=False) if kept.same(loss, look.whole)}
     names = [name for name in names if name not in idle]
-    _shifted(engine, data, rows, names, start)
-    now = kept.changed(model, start)
-    moved = [name for name in names if name in now and not kept.same(now[name], before[name])]
+    _shifted(look, names)
+    now = kept.changed(model, look.start)
+    moved = [name for name in names if name in now and not kept.same(now[name], look.before[name])]
     if not _anywhere(engine, bool(moved), "whether a forward goes on changing what it left"):
         return []
     left = kept.values(model, names)  # what is only brought to a form (a triangle, a norm) stays as it is from then on
-    _run(engine, data, rows)
+    look.run()
     return [name for name in kept.changed(model, left) if name in moved]
 
 
-def _shifted(engine: Engine, data: Any, rows: int, names: list[str], start: kept.Snapshot) -> Loss:
+def _shifted(look: Look, names: list[str]) -> Loss:
     """The loss where these begin with other values."""
-    kept.restore(engine.model, start)
-    kept.shift(engine.model, names)
-    return _run(engine, data, rows)
+    kept.restore(look.engine.model, look.start)
+    kept.shift(look.engine.model, names)
+    return look.run()
+
+
+def _twice(look: Look, sums: list[Loss], split: bool) -> list[tuple[Loss, Loss]]:
+    """The losses of a part's rows, and of these where each is there twice. `split`: the plan takes rows apart."""
+    found = []
+    for i in (0, 1 - look.rows % 2):  # never more rows than ran, and as many forwards on each rank
+        twice = at(look.data, [*range(*look.parts[i])] * 2)
+        found.append((sums[i + 1], _run(look.engine, twice, look.rows // 2 * 2, part=split, learn=False)))
+        look.back()
+    return found
 
 
 def _modes(model: nn.Module) -> list[bool]:
@@ -253,15 +303,16 @@ def _run(engine: Engine, data: Any, rows: int, part: bool = False, learn: bool =
     return total, count
 
 
-def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
-    """Whether the model runs on the first half of its rows alone, and on the second, where there is one more: a graph's nodes do not, nor a
-    picture's channels. SoliError where the plan has to take them apart."""
+def _in_parts(engine: Engine, data: Any, rows: int) -> list[tuple[int, int]]:
+    """Where the two halves of the rows begin and end; none where the model does not run on the first alone, and on the second, where there is
+    one more: on a graph's nodes, or a picture's channels. SoliError where the plan has to take them apart."""
+    halves = [(0, rows // 2), (rows // 2, rows)]  # the second has other rows than the whole, so shapes tell the batch dim
     if engine.mesh.all.simulated:  # what comes of shapes is found where they are run
-        return True
+        return halves
     try:
         with kept.unchanged(engine.model):
             # as many forwards on each rank: where rows are apart, some have fewer of them
-            for a, b in [(0, rows // 2), (rows // 2, rows)][: 1 + (engine.plan.pieces == 1)]:
+            for a, b in halves[: 1 + (engine.plan.pieces == 1)]:
                 _run(engine, take(data, a, b), b - a, part=True)
     except SoliError:
         raise
@@ -273,8 +324,8 @@ def _in_parts(engine: Engine, data: Any, rows: int) -> bool:
             raise SoliError("the model does not run on a part of the batch's rows", got=said, allowed=allowed, fix=fix) from error
         text = f"the loss was not checked to be a sum over rows, as the model does not run on a part of them: {said}"
         events.note(text, shown=engine.rank == 0)
-        return False
-    return True
+        return []
+    return halves
 
 
 def _left(model: nn.Module, written: set[str], before: list[torch.Tensor], changes: kept.Changes) -> list[str]:
@@ -286,9 +337,10 @@ def _left(model: nn.Module, written: set[str], before: list[torch.Tensor], chang
     return sorted((written | anew) - (moved.keys() - (kept.in_state(model, moved).keys() - again.keys())))
 
 
-def _counts_first(engine: Engine, data: Any, rows: int, whole: Loss) -> tuple[bool | None, bool]:
+def _counts_first(look: Look) -> tuple[bool | None, bool]:
     """Whether the model's own loss counts each row's first label, if it is not as was said. None: it is, or nothing tells. And whether that is
     sure: where no first label counts, one that is made to count tells, but a model may read from labels what it masks."""
+    engine, data, whole = look.engine, look.data, look.whole
     loss = engine.loss_fn.function
     if not isinstance(loss, FromModel):
         return None, True
@@ -296,7 +348,7 @@ def _counts_first(engine: Engine, data: Any, rows: int, whole: Loss) -> tuple[bo
 
     def same(labels: Any) -> bool:
         with kept.unchanged(engine.model):
-            total, count = _run(engine, labels, rows)
+            total, count = _run(engine, labels, look.rows)
         near = 4 * eps * abs(total * whole[1])
         return kept.same((total, count), whole) or (count != whole[1] and abs(total * whole[1] - whole[0] * count) <= near)
 

@@ -181,9 +181,7 @@ def _one(x: Tensor) -> bool:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors lie in the same memory. Sparse ones have none of their own."""
-    if a.layout != torch.strided or b.layout != torch.strided:
-        return False
-    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+    if not a.layout == b.layout == torch.strided or a.untyped_storage()._cdata != b.untyped_storage()._cdata:
         return False
     (begin, end), (other, until) = kept.extent(a), kept.extent(b)
     return begin < until and other < end

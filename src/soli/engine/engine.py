@@ -272,8 +272,7 @@ class Engine:
         self.lay(part)
         if self._uncached:
             self._uncached = False
-            one = lambda: models.need_one_document(part.data, self.plan)
-            raise_together(one, self.mesh.all, label="whether rows are packed")
+            raise_together(lambda: models.need_one_document(part.data, self.plan), self.mesh.all, label="whether rows are packed")
         self._agreed.begin(self, batch)
         pieces = microbatches(part, self.dp.size, self.plan)
         self._given.begin(self)

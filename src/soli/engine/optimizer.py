@@ -58,8 +58,7 @@ def problems(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan, tri
     tried = {} if tried is None else tried
     shown = lambda cut: tried[cut] if cut in tried else tried.setdefault(cut, coupling(optimizer, cut))
     known = {id(p) for p in model.parameters()}
-    strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-    if strange:
+    if strange := sum(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         fix = "build the optimizer on this model, after any change to it, and before soli.parallelize"
         yield Problem(f"{strange} parameters of the optimizer are not the model's", fix=fix)
     if any(t.is_meta for t in tensors_in(optimizer.state.values())):
@@ -107,8 +106,7 @@ def _within(value: Any) -> Iterator[Any]:
 
 def need_own_states(optimizer: torch.optim.Optimizer) -> None:
     """Raise where an optimizer keeps states in others, which a checkpoint has not: they would begin anew."""
-    others = [type(one).__name__ for one in wrapped(optimizer)[1:] if one.state is not optimizer.state]
-    if others:
+    if others := [type(one).__name__ for one in wrapped(optimizer)[1:] if one.state is not optimizer.state]:
         what = f"{type(optimizer).__name__} steps optimizers with states of their own, which no checkpoint would have"
         raise on_all_ranks(what, got=", ".join(others), allowed="optimizers that share its state: inner.state = self.state")
 

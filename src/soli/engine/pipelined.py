@@ -107,8 +107,7 @@ def _agree(engine: Engine, traces: dict[bool, watch.Trace], last: int) -> None:
         got = f"{', '.join(paths[False][0])} and {', '.join(paths[True][0])}"
         raise on_all_ranks(what, got=got, fix="call the same blocks in both, or use pp=1")
     everyone = gather_json(list(paths.values()), engine.mesh.all, label="traces")
-    odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-    if odd:
+    if odd := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
         what = "the model's forward takes different paths on the rows of different ranks"
         got = f"ranks {', '.join(map(str, odd))} took another than rank 0"
         fix = "put what depends on the rows inside a block, or use pp=1"

@@ -184,26 +184,21 @@ def optimizer_tensors(engine: Engine, saving: bool = False) -> dict[str, Sharded
     """optimizer.<param>.<key> -> this rank's part. What has its parameter's shape is cut like it."""
     need_own_states(engine.optimizer)
     found: dict[str, Sharded] = {}
-    held = [one for one in _held(engine) if not saving or _saves(engine, *one[:2])]
-    for unit, slot, param in held:
-        for key, value in engine.optimizer.state.get(param, {}).items():
-            if isinstance(value, Tensor):  # of others see _numbers
-                is_like = value.shape == param.shape and value.dim()
-                found[f"optimizer.{slot.name}.{key}"] = _like_parameter(unit, slot, value.detach()) if is_like else from_whole(value.detach())
+    for unit, slot, param, key, value in _states(engine):
+        if isinstance(value, Tensor) and (not saving or _saves(engine, unit, slot)):  # of others see _numbers
+            like_param = value.shape == param.shape and value.dim()
+            found[f"optimizer.{slot.name}.{key}"] = _like_parameter(unit, slot, value.detach()) if like_param else from_whole(value.detach())
     return found
 
 
 def _numbers(engine: Engine) -> dict[str, str]:
     """<param>.<key> -> a state of the optimizer that is no tensor but a number or None, as text, of all ranks. Collective."""
     mine: dict[str, Any] = {}
-    for _, slot, param in _held(engine):
-        for key, value in engine.optimizer.state.get(param, {}).items():
-            if not isinstance(value, Tensor):
-                known = value is None or isinstance(value, int | float)
-                mine[f"{slot.name}.{key}"] = json.dumps(value) if known else [type(value).__name__]
+    for _, slot, _, key, value in _states(engine):
+        if not isinstance(value, Tensor):
+            mine[f"{slot.name}.{key}"] = json.dumps(value) if isinstance(value, int | float | None) else [type(value).__name__]
     found = dict(ChainMap(*gather_json(mine, engine.mesh.all, label="save(), which every rank calls")))
-    strange = [f"{name}: {value[0]}" for name, value in found.items() if isinstance(value, list)]
-    if strange:
+    if strange := [f"{name}: {value[0]}" for name, value in found.items() if isinstance(value, list)]:
         what = "states of the optimizer are neither tensors nor numbers, and could not be brought back"
         raise on_all_ranks(what, got=listed(strange), allowed="tensors, int, float, bool, None")
     return found
@@ -219,6 +214,11 @@ def _like_parameter(unit: Unit, slot: Slot, value: Tensor) -> Sharded:
 
 def _held(engine: Engine) -> list[tuple[Unit, Slot, Tensor]]:
     return [(u, s, s.piece) for u in engine.laid.units if u.trainable for s in u.slots if s.piece is not None]
+
+
+def _states(engine: Engine) -> Iterator[tuple[Unit, Slot, Tensor, str, Any]]:
+    """What the optimizer has of each parameter that this rank holds: by its key."""
+    return ((u, s, param, key, x) for u, s, param in _held(engine) for key, x in engine.optimizer.state.get(param, {}).items())
 
 
 def _saves(engine: Engine, unit: Unit, slot: Slot) -> bool:
@@ -366,8 +366,7 @@ def _second_names(engine: Engine, path: Path, manifest: checkpoint.Manifest, wan
     read = _room(manifest, {*found, *by.values()})
     if found:
         _read(engine, path, read)
-    unlike = [name for name, first in found.items() if not torch.equal(read[name], read[by[first]])]
-    if unlike:
+    if unlike := [name for name, first in found.items() if not torch.equal(read[name], read[by[first]])]:
         raise on_all_ranks("a weight that the model has once has two values in the checkpoint", got=listed(unlike))
     wanted |= {name: wanted.pop(first) for first, name in by.items()}
     return set(found)
@@ -395,19 +394,14 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
     """
     by_name = {slot.name: (unit, slot, param) for unit, slot, param in _held(engine)}
     trains = {names[0]: param.requires_grad for names, param in named_once(engine.model)}
-    dropped = set()
-    found: dict[str, Sharded] = {}
-    proof = engine.plan.precision == "fp64"
-    other = ("precision=fp64" in str(manifest.state.get("plan"))) != proof
+    dropped, found = set[str](), dict[str, Sharded]()
     for name, saved in manifest.tensors.items():
-        if not name.startswith("optimizer."):
-            continue
         param_name, _, key = name.removeprefix("optimizer.").rpartition(".")
-        if param_name not in trains:
+        if not name.startswith("optimizer.") or param_name not in trains:
             continue  # checkpoint.load reports it as unexpected, with all others
-        dropped |= set() if trains[param_name] else {param_name}
-        counts = key == "step" and not saved.shape  # which torch has in float32 always
-        dtype = (torch.float64 if proof else torch.float32) if other and saved.dtype in checkpoint.WIDE and not counts else saved.dtype
+        if not trains[param_name]:
+            dropped.add(param_name)
+        dtype = _type_to_fill(engine, manifest, key, saved)
         if param_name not in by_name:
             found[name] = Sharded(tuple(saved.shape), dtype)
             continue
@@ -429,6 +423,15 @@ def _optimizer_to_fill(engine: Engine, manifest: Any, fresh: dict[Any, dict[str,
     return found
 
 
+def _type_to_fill(engine: Engine, manifest: Any, key: str, saved: Any) -> torch.dtype:
+    """The saved one's; float64 where this plan is of precision=fp64 and the checkpoint's was not, float32 the other way round."""
+    proof = engine.plan.precision == "fp64"
+    counts = key == "step" and not saved.shape  # which torch has in float32 always
+    if ("precision=fp64" in str(manifest.state.get("plan"))) == proof or counts or saved.dtype not in checkpoint.WIDE:
+        return saved.dtype
+    return torch.float64 if proof else torch.float32
+
+
 def _place(engine: Engine, param: Tensor, key: str, shape: tuple[int, ...]) -> torch.device:
     """Where an optimizer's state lies: torch keeps step numbers on the CPU, but for kernels that read them."""
     group = next(g for g in engine.optimizer.param_groups if any(p is param for p in g["params"]))
@@ -448,8 +451,7 @@ def _group_problems(engine: Engine, manifest: checkpoint.Manifest) -> Iterator[P
         got = f"{groups}, saved {len(state['groups'])}"
         yield Problem("the optimizer has another number of parameter groups than the checkpoint's", got=got, seen="forgotten-on-resume")
     then, now = ({n: i for i, names in enumerate(m) for n in names} for m in (state.get("members", []), members))
-    moved = [name for name, group in now.items() if then.get(name, group) != group]
-    if moved:
+    if moved := [name for name, group in now.items() if then.get(name, group) != group]:
         what = "parameters are in another group of the optimizer than in the checkpoint's, and would have its options"
         got = listed([f"{name}: group {now[name]}, saved in {then[name]}" for name in moved])
         yield Problem(what, got=got, fix="make the groups in the order that the checkpoint was trained with", seen="forgotten-on-resume")
@@ -473,7 +475,9 @@ def _go_on(engine: Engine, positions: dict[str, Any]) -> None:
 def _restore(engine: Engine, state: dict[str, Any]) -> None:
     pairs = list(zip(engine.optimizer.param_groups, state["groups"], strict=True))
     unlike = {k for group, saved in pairs for k, v in saved.items() if not kept.same(plain(group.get(k, v)), v)}
-    if others := sorted(unlike - ({"lr", "initial_lr"} if engine.scheduler is not None else set())) if not engine.step_count else []:
+    scheduled = {"lr", "initial_lr"} if engine.scheduler is not None else set()
+    others = sorted(unlike - scheduled)
+    if others and not engine.step_count:
         text = f"options of the optimizer are the checkpoint's, and not the program's: {listed(others)}"
         events.note(text, shown=engine.rank == 0)
     for group, saved in pairs:

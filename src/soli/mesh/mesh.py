@@ -80,18 +80,20 @@ def rings(mesh: Mesh, axis: Axis) -> tuple[Axis, Axis] | None:
         return None
     hosts = gather_json(mine().host, mesh.all, label="hosts")
     places = gather_json(list(axis.ranks), mesh.all, label="ranks of an axis")
-    sizes = set()
-    for ranks in places:
-        named = [hosts[rank] for rank in ranks]
-        runs = [len(list(run)) for _, run in groupby(named)]
-        sizes |= set(runs) if len(runs) == len(set(named)) else {0}
-    size = sizes.pop()
-    if sizes or not 1 < size < axis.size:
+    each = {_of_a_host([hosts[rank] for rank in ranks]) for ranks in places}
+    size = each.pop() or 0
+    if each or not 1 < size < axis.size:
         return None
     inside = {rank: (family[0], i // size) for family in places for i, rank in enumerate(family)}
     between = {rank: (family[0], i % size) for family in places for i, rank in enumerate(family)}
     inner = axis_by_key("cp inside a host", {}, mesh.all, inside.__getitem__, mesh.world)
     return inner, axis_by_key("cp between hosts", {}, mesh.all, between.__getitem__, mesh.world)
+
+
+def _of_a_host(hosts: list[str]) -> int | None:
+    """How many ranks in a row are on each host, by the hosts of the ranks; None where they are not as many on each, or a host comes twice."""
+    runs = [len(list(run)) for _, run in groupby(hosts)]
+    return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(hosts)) else None
 
 
 def all_ranks(world: World) -> Axis:

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -79,6 +79,16 @@ def _given(x: Any, before: Any) -> Any:
         return before.clone()
     with torch.no_grad():
         return x.copy_(before)
+
+
+def entries(x: Any) -> dict[Any, Any] | None:
+    """What lies in a list or a dict, by place or key, or in another object's attributes; of more than MOST nothing. None: nobody looks into it."""
+    if isinstance(x, Tensor | nn.Module | type | ModuleType):
+        return None
+    found: dict[Any, Any] | None = getattr(x, "__dict__", {} if isinstance(x, Iterator) else None)
+    if isinstance(x, (tuple, *FOLLOWED)):
+        found = x if isinstance(x, dict) else dict(enumerate(x))
+    return {} if found is not None and len(found) > MOST else found
 
 
 def _holds(x: Any) -> bool:
@@ -160,17 +170,22 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
             old = before.get(name)
             if isinstance(old, Tensor) and old.shape == tensor.shape:
                 tensor.copy_(old)
+    stays = lambda value: not tensors and _of_tensors(value)
     for path, module in model.named_modules():
-        own = before.attributes.get(module, set())
-        for key in [key for key, _ in _attributes(module) if module in before.hooks and key not in own]:
-            if tensors or not _of_tensors(vars(module)[key]):
-                del vars(module)[key]
+        if module not in before.attributes:
+            continue
+        own, now = before.attributes[module], vars(module)
+        for key in [key for key, value in _attributes(module) if key not in own and not stays(value)]:
+            del now[key]
         for key in own - OF_TORCH:
-            name, value = name_in(path, key), vars(module).get(key)
-            elsewhere = any(isinstance(x, Tensor) and x.is_meta for x in (value if type(value) is tuple else (value,)))  # on another stage
-            stays = elsewhere or (_of_tensors(value) and not tensors)
-            if name in before and not stays and not same(before[name], Held(value) if _holds(value) else value):
-                vars(module)[key] = _copy(before[name])
+            name, value = name_in(path, key), now.get(key)
+            if name in before and not stays(value) and not _elsewhere(value) and not same(before[name], Held(value) if _holds(value) else value):
+                now[key] = _copy(before[name])
+
+
+def _elsewhere(value: Any) -> bool:
+    """Whether the values of a tensor in an attribute, or of a tuple's, are another stage's."""
+    return any(isinstance(x, Tensor) and x.is_meta for x in (value if type(value) is tuple else (value,)))
 
 
 def unchanged(model: nn.Module, tensors: bool = True, weights: Collection[str] = ()) -> ExitStack:

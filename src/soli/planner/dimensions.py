@@ -134,8 +134,7 @@ def _of_its_own(name: str, model: nn.Module, stack: Stack, trace: Trace) -> None
         raise _no_stack(name, f"the blocks {stack[0]} to {stack[-1]} share weights")
     if len(trace.inputs.get(stack[0], [])) > 1:
         raise _no_stack(name, f"the block {stack[0]} runs {len(trace.inputs[stack[0]])} times a step")
-    outside = [one for one in trace.attentions if not set(one.where) & set(stack)]
-    if outside:
+    if outside := [one for one in trace.attentions if not set(one.where) & set(stack)]:
         where = next((part for part in reversed(outside[0].where) if part), "the model itself")
         many = f"the {len(stack)} blocks of one type from {stack[0]}: an encoder and a decoder, or blocks that differ"
         raise _no_stack(name, f"attention in {where} too, outside of {many}")

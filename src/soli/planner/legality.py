@@ -59,8 +59,7 @@ def _grid_problems(plan: Plan) -> Iterator[Problem]:
         yield Problem(what, got=f"depth={plan.depth}", fix="tensor=2.5d, or leave depth out")
     if plan.tensor == "1d":
         if plan.rows:
-            fix = "tensor=2d, or leave rows out"
-            yield Problem("'rows' are of a grid, and tensor=1d has none", got=f"rows={plan.rows}", fix=fix)
+            yield Problem("'rows' are of a grid, and tensor=1d has none", got=f"rows={plan.rows}", fix="tensor=2d, or leave rows out")
         return
     if plan.tp == 1:
         what = f"'tensor={plan.tensor}' lays the ranks of tp in a grid, and tp=1 has one"
@@ -99,8 +98,7 @@ def _sheet_problems(plan: Plan) -> Iterator[Problem]:
 def _cube_problems(plan: Plan) -> Iterator[Problem]:
     edge = plan.grid[0]
     if plan.rows:
-        what = "'rows' are of a grid, and a cube is as wide as it is deep"
-        yield Problem(what, got=f"rows={plan.rows}", fix="leave rows out")
+        yield Problem("'rows' are of a grid, and a cube is as wide as it is deep", got=f"rows={plan.rows}", fix="leave rows out")
     if edge**3 != plan.tp:
         near = sorted({max(e, 1) ** 3 for e in (int(plan.tp ** (1 / 3) + 1e-9), int(plan.tp ** (1 / 3) + 1e-9) + 1)})
         fix = " or ".join(f"tp={n}" for n in near)

@@ -133,14 +133,9 @@ def _pipeline(rehearsal: Rehearsal, machine: Machine) -> float:
     busy: dict[int, float] = {}  # rank -> seconds that its action would still take alone
     ended, now = dict.fromkeys(left, 0.0), 0.0
     while any(left.values()):
-        coming = []
-        for rank, actions in left.items():
-            if actions and rank not in busy:
-                ready = _ready(actions[0][0], done, where, hop)
-                if ready is not None and ready <= now:
-                    busy[rank] = actions[0][1] / machine.crowd
-                elif ready is not None:
-                    coming.append(ready)
+        next_ones = {rank: _ready(actions[0][0], done, where, hop) for rank, actions in left.items() if actions and rank not in busy}
+        busy |= {rank: left[rank][0][1] / machine.crowd for rank, ready in next_ones.items() if ready is not None and ready <= now}
+        coming = [ready for ready in next_ones.values() if ready is not None and ready > now]
         pace = min(1.0, rehearsal.plan.pp / (machine.crowd * len(busy))) if busy else 1.0
         coming += [now + one / pace for one in busy.values()]
         if not coming:

@@ -234,7 +234,8 @@ def _plain(said: Mapping[str, Any], layers: int) -> int:
 
 
 def _strange(file: Path, said: Mapping[str, Any], hidden: int | None) -> list[Problem]:
-    keys = {key: what for what, pattern in STRANGE.items() for key in said if said[key] and any(re.fullmatch(pattern, x) for x in (key, f"{key}={said[key]}"))}
+    forms = {key: (key, f"{key}={value}") for key, value in said.items() if value}
+    keys = {key: what for what, pattern in STRANGE.items() for key, two in forms.items() if any(re.fullmatch(pattern, x) for x in two)}
     keys |= {key: "a table of another width" for key in NARROW if hidden and said.get(key, hidden) != hidden}
     own = lambda x: isinstance(x, list) and x.count(x[0]) != len(x)
     keys |= {key: "a size of each layer's own" for names in NAMES.values() for key in names if said.get(key) and own(said[key])}

@@ -19,7 +19,9 @@ OFFLOADS = {"none": 0.0, "optimizer": 1.0}
 TENSORS = {"1d": LINE, "2d": GRID, "3d": CUBE}
 CONTEXTS = {"ring": RING, "ulysses": points.ULYSSES}
 WORDS: dict[str, dict[str, float]] = {
-    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS, "precision": {name: float(points.PRECISIONS.index(name)) for name in ("bf16", "fp16", "fp8")}, "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
+    "recompute": {**LEVELS, "some": SOME}, "context": CONTEXTS, "schedule": SCHEDULES, "tensor": TENSORS,
+    "precision": {name: float(points.PRECISIONS.index(name)) for name in ("bf16", "fp16", "fp8")},
+    "offload": OFFLOADS, "sp": {"on": 1.0, "off": 0.0}, "zero": {str(n): float(n) for n in range(4)},
 }  # fmt: skip
 """Of what is fixed what is no number above 0."""
 LACKS = {
@@ -48,20 +50,23 @@ def unable(framework: str, fixed: Mapping[str, float], precisions: Sequence[str]
     """What is fixed that the program does not run."""
     one = lambda name, usual=1.0: fixed.get(name, usual)
     order = NAMED[one("schedule", ONE)]
-    return [
-        Problem(f"{framework} does not run {what} yet", allowed="another --framework")
-        for name, what, asked in (
-            ("ep", f"ep={one('ep'):g}", one("ep") != 1), ("ulysses", "context=ulysses", one("context", RING) != RING),
-            ("ring", "context=ring", fixed.get("context") == RING and one("cp", 2) > 1),
-            ("crossed", "cp beside tp or pp", one("cp") > 1 and max(one("tp"), one("pp")) > 1), ("sp", "sp=on", one("sp", 0) == 1),
-            (order, f"schedule={order}", order != "1f1b"), ("interleaved", f"chunks={one('chunks'):g}", one("chunks") > 1),
-            ("deep", f"zero={one('zero'):g} in a pipeline", one("zero") > 1 and one("pp") > 1),
-            ("copies", f"replicate={one('replicate'):g} with less than zero=3", one("replicate") > 1 and one("zero", 3) < 3),
-            ("offload", "offload=optimizer", one("offload", 0) != 0), ("fp8", "precision=fp8", "fp8" in precisions),
-            ("grids", "tensor=2d or 3d", one("tensor", LINE) != LINE or "rows" in fixed), ("some", "recompute=some", one("recompute", 0) == SOME),
-        )
-        if asked and not chooses(framework, name)
-    ]  # fmt: skip
+    asked = (
+        ("ep", f"ep={one('ep'):g}", one("ep") != 1),
+        ("ulysses", "context=ulysses", one("context", RING) != RING),
+        ("ring", "context=ring", fixed.get("context") == RING and one("cp", 2) > 1),
+        ("crossed", "cp beside tp or pp", one("cp") > 1 and max(one("tp"), one("pp")) > 1),
+        ("sp", "sp=on", one("sp", 0) == 1),
+        (order, f"schedule={order}", order != "1f1b"),
+        ("interleaved", f"chunks={one('chunks'):g}", one("chunks") > 1),
+        ("deep", f"zero={one('zero'):g} in a pipeline", one("zero") > 1 and one("pp") > 1),
+        ("copies", f"replicate={one('replicate'):g} with less than zero=3", one("replicate") > 1 and one("zero", 3) < 3),
+        ("offload", "offload=optimizer", one("offload", 0) != 0),
+        ("fp8", "precision=fp8", "fp8" in precisions),
+        ("grids", "tensor=2d or 3d", one("tensor", LINE) != LINE or "rows" in fixed),
+        ("some", "recompute=some", one("recompute", 0) == SOME),
+    )  # choice, its words, whether it is asked for
+    lacking = (words for name, words, wanted in asked if wanted and not chooses(framework, name))
+    return [Problem(f"{framework} does not run {words} yet", allowed="another --framework") for words in lacking]
 
 
 def spelt(fixed: Mapping[str, float], *only: str, between: str = ", ") -> str:

@@ -116,7 +116,7 @@ def learn_family(rows: Sequence[Row], parent: Mapping[str, float]) -> Learnt:
 
 def arrays(rows: Sequence[Row]) -> tuple[Points, Measured]:
     """Points of rows, and what was measured of each."""
-    times, memories, states = (np.array([np.nan if (x := getattr(row, name)) is None else x for row in rows]) for name in ("time", "memory", "states"))
+    times, memories, states = (np.array([getattr(row, name) for row in rows], dtype=float) for name in ("time", "memory", "states"))  # None: NaN
     # That a run fitted says something of memory where the row says all that memory depends on.
     fits = np.array([float(row.fits) if row.whole else np.nan for row in rows])
     return points([row.point for row in rows]), Measured(times, memories, states, fits)

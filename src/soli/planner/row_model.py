@@ -38,19 +38,10 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     model = known if known and _lacks(row, said, known) else None
     if model:
         found.inferred.append(f"model={model.name}")
-        said = of_model(model) | {name: value for name, value in said.items() if value is not None}
-        said = dict.fromkeys(COLUMNS) | said
-    layers, hidden, total = said["layers"], said["hidden"], said["params_b"]
+        said = dict.fromkeys(COLUMNS) | of_model(model) | {name: value for name, value in said.items() if value is not None}
+    layers, hidden, total = _sizes(row, said, found)
     if layers is None or hidden is None:
-        why = meant("partly", plain_name(text(row, "model")))
-        if not total and not why and not said["experts"] and (size := SIZED.search(text(row, "model").lower())):
-            total = float(size[1])
-        if total is None or (why and "decoder" in why):
-            found.refused.append("it has neither layers and hidden nor params_b, nor the name of a published model" + (f" ({why})" if why else ""))
-            return {}
-        stages = (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
-        layers, hidden = _shape_of(total * 1e9, layers, hidden, stages)
-        found.inferred.append(f"layers={layers:g}, hidden={hidden:g} of {total:g}B parameters")
+        return {}
     heads = found.assumed(said, "heads", max(round(hidden / (128 if hidden >= 2048 else 64)), 1))
     kv_heads = said["kv_heads"] or heads
     experts, active, shared = _experts(said, name, found, WORDS["padded"].search(told_by(row).lower()))
@@ -96,6 +87,23 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active, "shared": shared,
         "tied": float(tied), "window": float(known.window) if known else 0.0, "windowed": known.windowed if known else 0.0,
     }  # fmt: skip
+
+
+def _sizes(row: Mapping[str, str], said: Said, found: Row) -> tuple[float | None, float | None, float | None]:
+    """Layers, their width, and billions of parameters, where anything tells these; None in the place of the first two: the row is refused."""
+    layers, hidden, total = said["layers"], said["hidden"], said["params_b"]
+    if layers is not None and hidden is not None:
+        return layers, hidden, total
+    why = meant("partly", plain_name(text(row, "model")))
+    if not total and not why and not said["experts"] and (size := SIZED.search(text(row, "model").lower())):
+        total = float(size[1])
+    if total is None or (why and "decoder" in why):
+        found.refused.append("it has neither layers and hidden nor params_b, nor the name of a published model" + (f" ({why})" if why else ""))
+        return None, None, total
+    stages = (said["pp"] or 1.0) * max(said["chunks"] or 1.0, 1.0)
+    layers, hidden = _shape_of(total * 1e9, layers, hidden, stages)
+    found.inferred.append(f"layers={layers:g}, hidden={hidden:g} of {total:g}B parameters")
+    return layers, hidden, total
 
 
 def called(row: Mapping[str, str]) -> str:

@@ -53,16 +53,8 @@ def read(row: Mapping[str, str]) -> Row:
     if device is None:
         return found
     counted(row, said, found)
-    found.device, found.framework = device, framework(row)
-    states = (spellings.sharding(text(row, name)) for name in ("shard", "zero"))
-    if found.framework == spellings.DEEPSPEED and (said["tp"] or 1) > 1 and not any(one and one.zero == 3 for one in states):
-        found.framework = DEEPSPEED  # beside Megatron: it splits no products by itself
-    named = spellings.program(text(row, "framework"), text(row, "source"))
-    found.plain = named == spellings.PYTORCH
-    if found.framework == OLD and found.generation in FLASH_SINCE:  # which it never ran on
-        found.framework = MEGATRON
-    if named == spellings.OTHER:
-        found.inferred.append("framework=any" if found.framework == spellings.OTHER else f"framework={found.framework}, as its shard says")
+    found.device = device
+    _program(row, said, found)
     told = told_by(row)
     spoken = spellings.affirmed(f"{called(row)}; {text(row, 'precision')}; {told}")
     if FULLY.search(spoken):  # programs are named by what they can as well
@@ -84,13 +76,8 @@ def read(row: Mapping[str, str]) -> Row:
         point["ep"] = float(gcd(int(point["experts"]), int(point["tp"] * point["cp"] * point["dp"])))
         found.inferred.append(f"ep={point['ep']:g}")
     point["blocking"] = float(blocks(told, point["tp"] * point["pp"] * point["cp"] * point["dp"]))
-    told, optimizer = f"{told}; {text(row, 'shard')}; {text(row, 'precision')}", text(row, "optimizer")
-    point["fused"] = float("fused" in spellings.affirmed(optimizer) and "unfused" not in optimizer.lower())
-    kept = spellings.meant("moments", optimizer.lower())
-    if not SILENT.fullmatch(optimizer) and kept is None:
-        found.inferred.append(f"optimizer={optimizer} as Adam")
-    found.refused += [f"optimizer: '{optimizer}' has no backward, of which nothing is known here"] if kept == -1 else []
-    point |= of_states(found.framework, precision or "", point["pp"] > 1, told, optimizer)
+    told = f"{told}; {text(row, 'shard')}; {text(row, 'precision')}"
+    point |= _states(row, precision or "", point["pp"] > 1, told, found)
     point |= _ways(row, said, point, found)
     point |= _borders(point, found)
     point |= _choices(row, said, point, found)
@@ -100,20 +87,49 @@ def read(row: Mapping[str, str]) -> Row:
         found.refused += _impossible(said, point)
     if not found.refused:
         found.point = point
-        # A program's name may be of one way.
-        spoken = spellings.affirmed(f"{called(row)} {told}").replace(text(row, "framework").lower(), "")
-        if point["frozen"] and (bits := first("narrow", spoken, first("narrowed", text(row, "precision").lower(), 0.0))):
-            found.inferred.append(f"frozen weights of {bits:g} bits")
-            point["weight"] = narrowed(point, bits, first("beside_narrow", text(row, "framework").lower(), 2.0))
         if point["frozen"]:
-            point["spared"] = float(not point["experts"] and tells("attention_alone", spoken))
-            point["adapters"] = adapters_of(row, point, found)
-            if point["spared"] and point.get("parts"):
-                point["parts"] = 0.0  # which keep less already
-                found.inferred.append("recompute_modules beside adapters is not counted")
+            _adapted(row, f"{called(row)} {told}", point, found)
         found.inferred += _uncounted(said, point)
         fitted(found)
     return found
+
+
+def _program(row: Mapping[str, str], said: Said, found: Row) -> None:
+    """Settles whose program ran, as far as its row and its device tell."""
+    found.framework = framework(row)
+    states = (spellings.sharding(text(row, name)) for name in ("shard", "zero"))
+    if found.framework == spellings.DEEPSPEED and (said["tp"] or 1) > 1 and not any(one and one.zero == 3 for one in states):
+        found.framework = DEEPSPEED  # beside Megatron: it splits no products by itself
+    named = spellings.program(text(row, "framework"), text(row, "source"))
+    found.plain = named == spellings.PYTORCH
+    if found.framework == OLD and found.generation in FLASH_SINCE:  # which it never ran on
+        found.framework = MEGATRON
+    if named == spellings.OTHER:
+        found.inferred.append("framework=any" if found.framework == spellings.OTHER else f"framework={found.framework}, as its shard says")
+
+
+def _states(row: Mapping[str, str], precision: str, piped: bool, told: str, found: Row) -> dict[str, float]:
+    """What the optimizer keeps of a parameter, and whether its step is one kernel."""
+    optimizer = text(row, "optimizer")
+    kept = spellings.meant("moments", optimizer.lower())
+    if not SILENT.fullmatch(optimizer) and kept is None:
+        found.inferred.append(f"optimizer={optimizer} as Adam")
+    found.refused += [f"optimizer: '{optimizer}' has no backward, of which nothing is known here"] if kept == -1 else []
+    fused = "fused" in spellings.affirmed(optimizer) and "unfused" not in optimizer.lower()
+    return {"fused": float(fused), **of_states(found.framework, precision, piped, told, optimizer)}
+
+
+def _adapted(row: Mapping[str, str], told: str, point: dict[str, float], found: Row) -> None:
+    """Beside frozen weights: the bits that these have, and the adapters."""
+    spoken = spellings.affirmed(told).replace(text(row, "framework").lower(), "")  # a program's name may be of one way
+    if bits := first("narrow", spoken, first("narrowed", text(row, "precision").lower(), 0.0)):
+        found.inferred.append(f"frozen weights of {bits:g} bits")
+        point["weight"] = narrowed(point, bits, first("beside_narrow", text(row, "framework").lower(), 2.0))
+    point["spared"] = float(not point["experts"] and tells("attention_alone", spoken))
+    point["adapters"] = adapters_of(row, point, found)
+    if point["spared"] and point.get("parts"):
+        point["parts"] = 0.0  # which keep less already
+        found.inferred.append("recompute_modules beside adapters is not counted")
 
 
 def read_measured(row: Mapping[str, str]) -> Row:
@@ -235,59 +251,18 @@ def _borders(q: Mapping[str, float], found: Row) -> dict[str, float]:
 
 
 def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found: Row) -> dict[str, float]:
+    """What is sharded, recomputed, cut along the sequence and moved to the host."""
     shard, recompute, fsdp, modules = (text(row, name) for name in ("shard", "recompute", "fsdp", "recompute_modules"))
     if not SILENT.fullmatch(modules) and re.fullmatch(r"|\W*selective\W*", recompute.lower()):
         recompute = f"selective: {modules}"
     if not shard and spellings.switch(fsdp) is None and not fsdp.isdigit():
         shard = fsdp
-    states = spellings.sharding(shard)
-    by_stage = spellings.sharding(text(row, "zero"))
-    if states is None or by_stage is None:
-        found.refused.append(
-            (f"shard: '{shard}'" if states is None else f"zero: '{text(row, 'zero')}'") + " is not understood (none, zero1, zero2, zero3, FULL_SHARD, ...)"
-        )
-        states = by_stage = spellings.Sharding()
-    zero = states.zero if by_stage.zero is None else by_stage.zero
-    if states.zero and by_stage.zero not in (None, states.zero):
-        found.refused.append(f"two columns say how much is sharded: shard '{shard}', zero '{text(row, 'zero')}'")
-    if found.framework in (MEGATRON, OLD) and zero == 2 and re.search(r"dist\w*[ _-]?opt", shard.lower()):
-        zero = 1.0  # whose gradients stay whole, whatever it is called
-    if zero is None:
-        degrees = [fsdp, *(text(row, name) for name in ("data_parallel_shard_degree", "dp_shard"))]
-        sharded = any(re.fullmatch(r"-1|[2-9]|\d\d+", degree) for degree in degrees)
-        sharded = sharded or true(row, "fsdp") or true(row, "megatron_fsdp")
-        program = spellings.sharding(text(row, "framework")) or spellings.Sharding()
-        usual = 3.0 if found.framework == spellings.FSDP and not found.plain and point["dp"] * point["cp"] > 1 else 0.0
-        # Megatron-Core's recipes of since then shard the optimizer; nanotron's bench runs of a model of 1.2B keep 7.6 GB of states at dp=16
-        if found.framework == spellings.NANOTRON or (found.framework == MEGATRON and found.generation in FLASH_SINCE):
-            usual = 1.0
-        zero = 3.0 if sharded else float(true(row, "dist_opt"))
-        if not zero and "dist_opt" not in row:
-            zero = usual if program.zero is None else program.zero
-            found.inferred.append(f"zero={zero:g}")
-    if not zero and point["gradient"] == KEPT["both"]["gradient"]:
-        zero = 1.0  # that optimizer of bf16 shares its states out whatever the stage (deepspeedai/DeepSpeed, runtime/bf16_optimizer.py)
+    states, by_stage = _sharding(row, shard, found)
+    zero = _zero(row, shard, states.zero if by_stage.zero is None else by_stage.zero, point, found)
     level, again = _recomputed(row, said, recompute, point, found)
-    sp = text(row, "sp") or "on" * recompute.lower().startswith("seq")  # Calculon's seqsel has both
-    sp = "on" if sp == f"{point['tp']:g}" else sp
-    parted = None if SILENT.fullmatch(sp) and sp.lower() != "none" else spellings.switch(sp)
-    if parted is None and SILENT.fullmatch(sp) and point["tp"] > 1 and found.generation in FLASH_SINCE:
-        titan = "titan" in text(row, "framework").lower()
-        parted = titan or found.framework in (MEGATRON, spellings.NANOTRON)  # whose recipes cut the sequence wherever they have tp
-        found.inferred.append(f"sp={'on' if parted else 'off'}")
-    if parted is None and not SILENT.fullmatch(sp):
-        found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
+    parted = _parted(row, recompute, point, found)
     parts = spellings.offloaded(text(row, "offload"))
-    moved = any("activ" in part for part in parts)
-    if not moved:
-        unread = (part for part in parts if not SILENT.fullmatch(part) and spellings.meant("offloaded", part) is None)
-        found.inferred += [f"offload: '{part}' is not counted" for part in unread if not spellings.meant("hosted", part)]
-    if moved:
-        found.inferred.append("offload=activations takes no time")
-    example = zero == 3 and re.search(r"megatron[\w -]{0,6}[+&/ -]+deepspeed|deepspeed.*\(megatron", text(row, "framework").lower())
-    if level == FULL and example and found.framework == spellings.DEEPSPEED and SILENT.fullmatch(text(row, "offload")):
-        moved = True  # DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3, examples/ds_pretrain_gpt2-zero3.sh: PA, PA_CPU
-        found.inferred.append("offload=activations, as DeepSpeed's example of Megatron has it")
+    moved = _moved(row, parts, zero == 3 and level == FULL, found)
     ranks = point["dp"] * point["cp"]
     usual = max(point["node"] // point["tp"], 1.0) if states.copied else ranks  # HSDP: a server
     aside = " ".join(text(row, name) for name in ("framework", "shard", "zero", "optimizer")).lower()
@@ -299,6 +274,7 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
     copies = said["replicate"] or states.replicate
     found.grouped = states.copied and not group and not copies
     copies = copies or max(ranks / (group or usual), 1.0)
+    apart = found.plain and not zero and tells("compiled", spellings.affirmed(told_by(row)))  # FSDP's units are compiled apart from the loss
     return {
         "zero": zero if ranks > 1 or (zero == 3 and found.framework == spellings.DEEPSPEED) else 0.0,
         "replicate": copies if ranks % copies == 0 else 1.0,
@@ -306,12 +282,74 @@ def _choices(row: Mapping[str, str], said: Said, point: dict[str, float], found:
         # They go to the host as the backward makes them, in parts (ZeRO-Offload, arXiv 2101.06840, 4.1).
         "gradient": 0.0 if offload and zero >= 2 and found.framework == spellings.DEEPSPEED else point["gradient"],
         "moved": float(moved),
-        # FSDP's units are compiled apart from the loss
-        "one_loss": min(point["one_loss"], WHOLE * max(point["low"] / 2, 1.0)) if found.plain and not zero and tells("compiled", spellings.affirmed(told_by(row))) else point["one_loss"],
+        "one_loss": min(point["one_loss"], WHOLE * max(point["low"] / 2, 1.0)) if apart else point["one_loss"],
         "recompute": level,
         "again": again,
-        "sp": float(bool(parted) and point["tp"] > 1),
+        "sp": float(parted and point["tp"] > 1),
     }
+
+
+def _sharding(row: Mapping[str, str], shard: str, found: Row) -> tuple[spellings.Sharding, spellings.Sharding]:
+    """What the columns of how states are sharded say, and that of ZeRO's stage."""
+    states, by_stage = spellings.sharding(shard), spellings.sharding(text(row, "zero"))
+    if states is None or by_stage is None:
+        unread = f"shard: '{shard}'" if states is None else f"zero: '{text(row, 'zero')}'"
+        found.refused.append(f"{unread} is not understood (none, zero1, zero2, zero3, FULL_SHARD, ...)")
+        return spellings.Sharding(), spellings.Sharding()
+    if states.zero and by_stage.zero not in (None, states.zero):
+        found.refused.append(f"two columns say how much is sharded: shard '{shard}', zero '{text(row, 'zero')}'")
+    return states, by_stage
+
+
+def _zero(row: Mapping[str, str], shard: str, zero: float | None, point: Mapping[str, float], found: Row) -> float:
+    """ZeRO's stage. `zero`: as columns say it; None: by what else the row says, or its program usually has."""
+    if found.framework in (MEGATRON, OLD) and zero == 2 and re.search(r"dist\w*[ _-]?opt", shard.lower()):
+        zero = 1.0  # whose gradients stay whole, whatever it is called
+    if zero is None:
+        degrees = (text(row, name) for name in ("fsdp", "data_parallel_shard_degree", "dp_shard"))
+        sharded = any(re.fullmatch(r"-1|[2-9]|\d\d+", degree) for degree in degrees)
+        sharded = sharded or true(row, "fsdp") or true(row, "megatron_fsdp")
+        program = spellings.sharding(text(row, "framework")) or spellings.Sharding()
+        usual = 3.0 if found.framework == spellings.FSDP and not found.plain and point["dp"] * point["cp"] > 1 else 0.0
+        # Megatron-Core's recipes of since then shard the optimizer; nanotron's bench runs of a model of 1.2B keep 7.6 GB of states at dp=16
+        if found.framework == spellings.NANOTRON or (found.framework == MEGATRON and found.generation in FLASH_SINCE):
+            usual = 1.0
+        zero = 3.0 if sharded else float(true(row, "dist_opt"))
+        if not zero and "dist_opt" not in row:
+            zero = usual if program.zero is None else program.zero
+            found.inferred.append(f"zero={zero:g}")
+    # that optimizer of bf16 shares its states out whatever the stage (deepspeedai/DeepSpeed, runtime/bf16_optimizer.py)
+    return 1.0 if not zero and point["gradient"] == KEPT["both"]["gradient"] else zero
+
+
+def _parted(row: Mapping[str, str], recompute: str, point: Mapping[str, float], found: Row) -> bool:
+    """Whether sp cuts the sequence, where there is tp."""
+    sp = text(row, "sp") or "on" * recompute.lower().startswith("seq")  # Calculon's seqsel has both
+    sp = "on" if sp == f"{point['tp']:g}" else sp
+    silent = bool(SILENT.fullmatch(sp))
+    parted = None if silent and sp.lower() != "none" else spellings.switch(sp)
+    if parted is None and silent and point["tp"] > 1 and found.generation in FLASH_SINCE:
+        titan = "titan" in text(row, "framework").lower()
+        parted = titan or found.framework in (MEGATRON, spellings.NANOTRON)  # whose recipes cut the sequence wherever they have tp
+        found.inferred.append(f"sp={'on' if parted else 'off'}")
+    if parted is None and not silent:
+        found.refused.append(f"sp: '{sp}' is not understood (on, off, =tp)")
+    return bool(parted)
+
+
+def _moved(row: Mapping[str, str], parts: list[str], whole: bool, found: Row) -> bool:
+    """Whether activations go to the host. `parts`: what is said to go there. `whole`: all is sharded, and all of layers recomputed."""
+    moved = any("activ" in part for part in parts)
+    if moved:
+        found.inferred.append("offload=activations takes no time")
+    else:
+        unread = (part for part in parts if not SILENT.fullmatch(part) and spellings.meant("offloaded", part) is None)
+        found.inferred += [f"offload: '{part}' is not counted" for part in unread if not spellings.meant("hosted", part)]
+    example = whole and re.search(r"megatron[\w -]{0,6}[+&/ -]+deepspeed|deepspeed.*\(megatron", text(row, "framework").lower())
+    if example and found.framework == spellings.DEEPSPEED and SILENT.fullmatch(text(row, "offload")):
+        moved = True  # DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3, examples/ds_pretrain_gpt2-zero3.sh: PA, PA_CPU
+        found.inferred.append("offload=activations, as DeepSpeed's example of Megatron has it")
+    return moved
 
 
 def _recomputed(row: Mapping[str, str], said: Said, words: str, point: dict[str, float], found: Row) -> tuple[float, float]:

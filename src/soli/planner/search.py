@@ -267,15 +267,16 @@ def _none(task: Task) -> Problem:
 
 def plan_of(p: Points, i: int) -> Plan:
     """The plan at a place, as the engine takes it."""
-    level = next(name for name, value in LEVELS.items() if value == p.recompute[i])
+    word = lambda words, column: next(name for name, value in words.items() if value == column[i])
+    level = word(LEVELS, p.recompute)
     if p.again[i] > 0:
         level = f"{kept_share(p.take([i])):.3f}"
     times, piped = int(np.ceil(p.microbatches[i])), p.pp[i] > 1
+    rows = int(p.rows[i]) if p.tensor[i] == GRID and p.rows[i] != p.columns[i] else 0  # a square says itself
     return Plan(
-        tensor=next(name for name, value in TENSORS.items() if value == p.tensor[i]), rows=int(p.rows[i]) if p.tensor[i] == GRID and p.rows[i] != p.columns[i] else 0,
-        dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
+        tensor=word(TENSORS, p.tensor), rows=rows, dp=int(p.dp[i]), zero=int(p.zero[i]), tp=int(p.tp[i]), sp=bool(p.sp[i]), cp=int(p.cp[i]), pp=int(p.pp[i]),
         chunks=int(p.chunks[i]) if p.schedule[i] <= INTERLEAVED else 1, schedule=NAMED[p.schedule[i]], ep=int(p.ep[i]), replicate=int(p.replicate[i]),
-        offload="optimizer" if p.offload[i] else "none", context=next(name for name, value in CONTEXTS.items() if value == p.context[i]),
+        offload="optimizer" if p.offload[i] else "none", context=word(CONTEXTS, p.context),
         microbatches=times if piped else 1, accumulate=1 if piped else times, recompute=level, precision=PRECISIONS[int(p.precision[i])],
     )  # fmt: skip
 

@@ -99,28 +99,30 @@ def layouts(task: Task) -> Table:
     mesh = mesh[mesh[:, 3] <= task.batch].T.astype(float)
     whole = np.concatenate([np.repeat(mesh, inner.shape[1], axis=1), np.tile(inner, mesh.shape[1])])
     table = dict(zip((*PLACED, *values), whole, strict=True))
+    tp, rows, cp, pp, dp, tensor = (table[name] for name in ("tp", "rows", "cp", "pp", "dp", "tensor"))
+    cube, ring = tensor == points.CUBE, table["context"] == points.RING
     parts = fixed.get("microbatches")
     if parts and "microbatch" not in fixed:
-        table["microbatch"] = np.ceil(task.batch / (table["dp"] * parts))
-    taken = table["dp"] * table["microbatch"]
+        table["microbatch"] = np.ceil(task.batch / (dp * parts))
+    taken = dp * table["microbatch"]
     kept = taken < 2 * task.batch if task.framework == SOLI else taken <= task.batch
     if parts:
         kept &= np.ceil(task.batch / taken) == parts
     if task.framework == SOLI:  # a replica's sequences are cut into parts that are as equal as can be
-        table["microbatch"] = np.ceil(np.ceil(task.batch / table["dp"]) / np.ceil(task.batch / taken))
+        table["microbatch"] = np.ceil(np.ceil(task.batch / dp) / np.ceil(task.batch / taken))
     kept &= table["microbatch"] == fixed.get("microbatch", table["microbatch"])  # what is cut otherwise is not what was fixed
-    kept &= table["microbatch"] % (table["rows"] ** np.where(table["tensor"] == points.CUBE, 2, 1)) == 0
-    kept &= (table["sp"] == 0) | (table["tensor"] == points.LINE) & ((table["tp"] > 1) & (task.seq / table["cp"] % table["tp"] == 0))
-    heads = task.model.heads / np.where(table["tensor"] == points.CUBE, table["rows"], table["tp"] / table["rows"])
-    kept &= (table["context"] == points.RING) | ((table["cp"] > 1) & (heads % table["cp"] == 0))
+    kept &= table["microbatch"] % rows ** np.where(cube, 2, 1) == 0
+    kept &= (table["sp"] == 0) | ((tensor == points.LINE) & (tp > 1) & (task.seq / cp % tp == 0))
+    heads = task.model.heads / np.where(cube, rows, tp / rows)
+    kept &= ring | ((cp > 1) & (heads % cp == 0))
     if not chooses(task.framework, "ring"):
-        kept &= (table["cp"] == 1) | (table["context"] != points.RING)
+        kept &= (cp == 1) | ~ring
     if not chooses(task.framework, "crossed"):
-        kept &= (table["cp"] == 1) | (table["tp"] * table["pp"] == 1)
+        kept &= (cp == 1) | (tp * pp == 1)
     if task.framework != SOLI:  # whose batches need not be equal
         kept &= task.batch % taken == 0
     if not chooses(task.framework, "uneven"):
-        kept &= task.model.layers % table["pp"] == 0
+        kept &= task.model.layers % pp == 0
     return rows_of(table, kept)
 
 
@@ -240,9 +242,7 @@ def _ways(dp: int, cp: int, experts: int, piped: int, framework: str, fixed: tup
         for offload in ((0, 1) if zero and has["offload"] else (0,))
         if (has["deep"] or zero < 2 or not piped) and (has["copies"] or copies == 1 or zero == 3)
         if (zero == 0 or dp * cp > copies) and experts % copies == 0
-        if said.get("zero", zero) == zero
-        and said.get("replicate", copies) == copies
-        and said.get("offload", offload) == offload
+        if all(said.get(name, n) == n for name, n in zip(SHARDING, (zero, copies, offload), strict=True))
     ]
     return np.array(found, dtype=float).reshape(-1, len(SHARDING))
 

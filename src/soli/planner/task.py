@@ -62,8 +62,7 @@ def problems(task: Task) -> Iterator[Problem]:
 def _of_devices(task: Task) -> Iterator[Problem]:
     device = task.cluster.device
     if task.memory > device.memory:
-        what = f"{task.memory / 1e9:.1f} GB are more than {device.name} has"
-        yield Problem(what, allowed=f"{device.memory / 1e9:.1f} GB")
+        yield Problem(f"{task.memory / 1e9:.1f} GB are more than {device.name} has", allowed=f"{device.memory / 1e9:.1f} GB")
     if not set(task.precisions) <= set(task.precision.split(",")):
         yield Problem(f"precision={task.precisions[0]} is fixed, and {task.precision} is asked for")
     for name in task.precisions:
@@ -107,33 +106,41 @@ def _cut(own: int, said: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
-    said = partial(_said, fixed)
+    said, model = partial(_said, fixed), task.model
     one = lambda *names: all(fixed.get(name) == 1 for name in names)
-    grid, shape = fixed.get("tensor") or "rows" in fixed, (fixed.get("tensor", GRID), fixed.get("rows"))
-    pp, parts, chunks = (fixed.get(name, 1) for name in ("pp", "microbatches", "chunks"))
-    order = fixed.get("schedule", ONE if chunks == 1 else INTERLEAVED)
-    stages, many = pp * (2 if order >= ZBV else chunks), "two times pp or more" if order >= ZBV else "a multiple of pp"
-    scarce = parts < 2 * pp if order >= ZBV else order in (INTERLEAVED, ZBH1) and parts % pp
+    pp, chunks, parts, copies, ep = (fixed.get(name, 1) for name in ("pp", "chunks", "microbatches", "replicate", "ep"))
     room = fixed.get("dp") or task.cluster.size // math.prod(int(fixed.get(name, 1)) for name in ("tp", "cp", "pp"))
+    grid, tensor, schedule = fixed.get("tensor") or "rows" in fixed, fixed.get("tensor", GRID), fixed.get("schedule", ONE)
+    order = fixed.get("schedule", ONE if chunks == 1 else INTERLEAVED)
+    if order >= ZBV:
+        stages, many, scarce = 2 * pp, "two times pp or more", parts < 2 * pp
+    else:
+        stages, many, scarce = chunks * pp, "a multiple of pp", order in (INTERLEAVED, ZBH1) and parts % pp > 0
     rules = {
         "sp=on and tp=1 contradict each other: the sequence is cut over the ranks of tp": fixed.get("sp") and one("tp"),
-        f"{said('chunks')} and pp=1 contradict each other: chunks are of a pipeline": fixed.get("chunks", 1) > 1 and one("pp"),
-        f"{said('schedule')} and pp=1 contradict each other: schedules are of a pipeline": fixed.get("schedule", ONE) != ONE and one("pp"),
-        f"{said('schedule')} and {said('chunks')} contradict each other": "schedule" in fixed and "chunks" in fixed and (fixed["schedule"] == INTERLEAVED) != (fixed["chunks"] > 1),
+        f"{said('chunks')} and pp=1 contradict each other: chunks are of a pipeline": chunks > 1 and one("pp"),
+        f"{said('schedule')} and pp=1 contradict each other: schedules are of a pipeline": schedule != ONE and one("pp"),
+        f"{said('schedule')} and {said('chunks')} contradict each other": {"schedule", "chunks"} <= fixed.keys() and (schedule == INTERLEAVED) != (chunks > 1),
         f"{said('zero')} and dp=1 contradict each other: ZeRO shards over dp": fixed.get("zero", 0) > 0 and one("dp", "cp"),
         "offload=optimizer and zero=0 contradict each other: what is sharded is moved": fixed.get("offload") and fixed.get("zero") == 0,
         "context=ulysses and cp=1 contradict each other: attention crosses the ranks of cp": fixed.get("context") and one("cp"),
-        f"{said('rows')} are of a grid, which {said('tensor')} is not": "rows" in fixed and fixed.get("tensor", GRID) != GRID,
+        f"{said('rows')} are of a grid, which {said('tensor')} is not": "rows" in fixed and tensor != GRID,
         "sp=on and a grid contradict each other: a grid has cut what sp cuts": fixed.get("sp") and grid,
-        f"{said('schedule')} and a grid contradict each other: its products compute both gradients at once": grid and fixed.get("schedule", ONE) >= ZBH1,
-        f"{said('replicate')} and zero=0 contradict each other: copies are of sharded states": fixed.get("replicate", 1) > 1 and fixed.get("zero") == 0,
-        f"{said('replicate')} does not divide {said('dp') or f'the {room} ranks that dp can have'}": room % fixed.get("replicate", 1),
-        f"{said('tensor', 'rows', 'tp')} contradict each other: {fixed.get('tp', 1):g} ranks are no such {'cube' if shape[0] == CUBE else 'grid'}": grid and "tp" in fixed and task.cluster.size % fixed["tp"] == 0 and shape[0] != LINE and not any(shape in ((kind, rows), (kind, None)) for kind, rows, _ in shapes(int(fixed["tp"]))),
-        f"{said('pp', 'chunks', 'schedule')}: {stages:g} stages, and {task.model.name} has {task.model.layers} layers": stages > task.model.layers,
-        f"{said('schedule', 'chunks', 'microbatches', 'pp')} contradict each other: microbatches are {many}": "pp" in fixed and "microbatches" in fixed and pp > 1 and scarce,
-        f"{said('ep')} does not divide the {task.model.experts} experts of {task.model.name}": task.model.experts % fixed.get("ep", 1) if task.model.experts else fixed.get("ep", 1) > 1,
+        f"{said('schedule')} and a grid contradict each other: its products compute both gradients at once": grid and schedule >= ZBH1,
+        f"{said('replicate')} and zero=0 contradict each other: copies are of sharded states": copies > 1 and fixed.get("zero") == 0,
+        f"{said('replicate')} does not divide {said('dp') or f'the {room} ranks that dp can have'}": room % copies,
+        f"{said('tensor', 'rows', 'tp')} contradict each other: {fixed.get('tp', 1):g} ranks are no such {'cube' if tensor == CUBE else 'grid'}": grid and tensor != LINE and _no_shape(task, fixed, tensor),
+        f"{said('pp', 'chunks', 'schedule')}: {stages:g} stages, and {model.name} has {model.layers} layers": stages > model.layers,
+        f"{said('schedule', 'chunks', 'microbatches', 'pp')} contradict each other: microbatches are {many}": {"pp", "microbatches"} <= fixed.keys() and pp > 1 and scarce,
+        f"{said('ep')} does not divide the {model.experts} experts of {model.name}": model.experts % ep if model.experts else ep > 1,
     }  # fmt: skip
     return [Problem(what) for what, wrong in rules.items() if wrong] + unable(task.framework, fixed, task.precisions)
+
+
+def _no_shape(task: Task, fixed: Mapping[str, float], tensor: float) -> bool:
+    """Whether tp, where it is fixed and divides the devices, has no such shape of ranks; of such rows, where these are fixed."""
+    tp, rows = int(fixed.get("tp", 0)), fixed.get("rows")
+    return tp > 0 and task.cluster.size % tp == 0 and not any(kind == tensor and rows in (None, n) for kind, n, _ in shapes(tp))
 
 
 def _said(fixed: Mapping[str, float], *names: str) -> str:

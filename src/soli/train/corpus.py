@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from soli.core.errors import SoliError, nearest, needing
+from soli.core.errors import SoliError, blaming, nearest, needing
 from soli.train.config import Data
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -137,10 +137,9 @@ def _folder(root: Path, data: Data) -> Iterator[Document]:
     if not root.is_dir():
         raise SoliError("there is no such folder", got=root, fix="check data.path (--data)")
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(root).parts)
-    try:
+    wrong = lambda error: SoliError("data.pattern is no pattern inside the folder", got=f"{data.pattern!r}: {error}", allowed="such as **/*.txt")
+    with blaming(wrong, ValueError, NotImplementedError):  # an absolute one, or "**" inside a name
         files = sorted(path for path in root.glob(data.pattern) if path.is_file() and not hidden(path))
-    except (ValueError, NotImplementedError) as error:  # an absolute one, or "**" inside a name
-        raise SoliError("data.pattern is no pattern inside the folder", got=f"{data.pattern!r}: {error}", allowed="such as **/*.txt") from error
     if not files:
         raise SoliError("no file of the folder matches", got=f"{data.pattern} in {root}", fix="check data.pattern")
     for path in files:
@@ -179,10 +178,9 @@ def _field(row: object, field: str, place: str) -> str:
 def _dataset(path: Path, field: str) -> Iterator[Document]:
     with needing("a Hugging Face dataset needs the package `datasets`", "hf"):
         import datasets
-    try:
+    wrong = lambda error: SoliError("this is no dataset on disk", got=error, allowed="a folder of Dataset.save_to_disk")
+    with blaming(wrong, FileNotFoundError, ValueError):
         data = datasets.load_from_disk(str(path))
-    except (FileNotFoundError, ValueError) as error:
-        raise SoliError("this is no dataset on disk", got=error, allowed="a folder of Dataset.save_to_disk") from error
     if isinstance(data, datasets.DatasetDict):
         if "train" not in data:
             fix = f"give the folder of one split, {path / next(iter(data))}"

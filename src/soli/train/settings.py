@@ -8,7 +8,7 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from soli.core.errors import Problem, SoliError, nearest, on_all_ranks, raise_all
+from soli.core.errors import Problem, SoliError, blaming, nearest, on_all_ranks, raise_all
 from soli.core.files import write_whole
 from soli.core.plan import Plan
 from soli.train.config import Config
@@ -56,10 +56,9 @@ def _from_file(path: Path | None, problems: list[Problem]) -> Tables:
         return {}
     if not path.is_file():
         raise on_all_ranks("there is no such configuration file", got=path, fix="check the path")
-    try:
+    wrong = lambda error: on_all_ranks(f"{path} is not TOML", got=error, allowed="[table] and key = value lines")
+    with blaming(wrong, tomllib.TOMLDecodeError, UnicodeDecodeError):
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise on_all_ranks(f"{path} is not TOML", got=error, allowed="[table] and key = value lines") from error
     tables: Tables = {}
     for table, entries in data.items():
         if isinstance(entries, dict):

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from soli.checkpoint.team import as_soli_error
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 from soli.core.progress import busy
 from soli.train.config import Config
 from soli.train.corpus import Document, documents, kind_of, place, read_text
@@ -67,10 +68,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a tokenizer.json; raises SoliError when it is none, or has no end of document."""
     text = read_text(path)
-    try:
+    with blaming(lambda error: SoliError(f"{path} is no tokenizer", got=error, allowed="a tokenizer.json")):  # the library raises a bare Exception
         tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises a bare Exception
-        raise SoliError(f"{path} is no tokenizer", got=error, allowed="a tokenizer.json") from error
     if tokenizer.token_to_id(END) != 0:
         what = f"{path} does not end its documents as soli does"
         fix = "leave tokenizer.path empty, or encode the text yourself into a .bin"
@@ -185,10 +184,8 @@ def _survey(config: Config, say: Say) -> _Survey:
 def _make(config: Config, survey: _Survey, given: Path | None, home: Path, say: Say) -> None:
     """Train the tokenizer, encode both parts, and let the folder appear under its name when it is whole."""
     start = time.perf_counter()
-    try:
+    with blaming(partial(as_soli_error, f"to make {home.parent}"), OSError):
         home.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise as_soli_error(f"to make {home.parent}", error) from error
     with tempfile.TemporaryDirectory(prefix=f"{home.name}.", dir=home.parent, ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         tokenizer = load_tokenizer(given) if given else train_tokenizer(survey.sample, config.tokenizer.vocab)

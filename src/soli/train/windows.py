@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core.errors import Problem, SoliError, blaming, raise_all
 
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 IGNORED = -100  # a target that is not counted, as in torch.nn.functional.cross_entropy
@@ -67,10 +67,9 @@ def open_tokens(path: Path) -> Span:
     for file in (path, beside):
         if not file.is_file():
             raise SoliError("there is no such file", got=file, allowed="NAME.bin with NAME.json beside it")
-    try:
+    wrong = lambda error: SoliError(f"{beside} is not JSON", got=error, allowed='{"dtype": "uint16", "vocab": 4096}')
+    with blaming(wrong, json.JSONDecodeError, UnicodeDecodeError):
         header = json.loads(beside.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SoliError(f"{beside} is not JSON", got=error, allowed='{"dtype": "uint16", "vocab": 4096}') from error
     header = header if isinstance(header, dict) else {}
     dtype, vocab, size = header.get("dtype", ""), header.get("vocab", 0), path.stat().st_size
     problems = []

@@ -26,7 +26,7 @@ from typing import IO, Any, TextIO
 
 import psutil
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 from soli.core.report import STACKS_SIGNAL
 from soli.mesh.backends import cores, cpu_backend
 from soli.mesh.launch.blame import Ended, report, still, stuck
@@ -109,12 +109,10 @@ def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: b
     chosen, _ = cpu_backend(backend)
     port = _port(n)
     logged = n > 1 and not all_ranks
-    try:
+    with blaming(lambda error: SoliError("what the ranks write has no folder", got=error, fix="name one to write in with --logs"), OSError):
         folder = log_dir or Path(tempfile.mkdtemp(prefix="soli-run-"))
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise SoliError("what the ranks write has no folder", got=error, fix="name one to write in with --logs") from error
     try:
         if logged:
             others = "rank1.log" if n == 2 else f"rank1.log to rank{n - 1}.log"

@@ -51,7 +51,8 @@ class _Drawing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            here = lambda x: torch.full_like(x, 0.5, device=self.device) if isinstance(x, Tensor) else self.device if isinstance(x, torch.device) else x
+            place = lambda x: self.device if isinstance(x, torch.device) else x
+            here = lambda x: torch.full_like(x, 0.5, device=self.device) if isinstance(x, Tensor) else place(x)
             func(*tree_map(here, args), **tree_map(here, kwargs or {}))
         return func(*args, **kwargs or {})
 

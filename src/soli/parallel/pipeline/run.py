@@ -222,9 +222,9 @@ class Pipeline:
             Crossing(name, (tuple(plain(x).shape), x.dtype), dict(x.cuts) if type(x) is Cut else {}, requires)
             for (name, requires), x in zip(following, values, strict=True)
         ]
-        forms = [*known.shapes, *forward.forms]
-        header = [[[_form_said(form) for form in call] for call in forms], [[list(v.form[0]), _word(v.form[1]), _said(v.cuts)] for v in known.outgoing]]
-        return [plain(x) for x in values], header
+        calls = [list(map(_form_said, call)) for call in (*known.shapes, *forward.forms)]
+        outgoing = [[list(v.form[0]), _word(v.form[1]), _said(v.cuts)] for v in known.outgoing]
+        return [plain(x) for x in values], [calls, outgoing]
 
     def _known(self, stage: int, header: Any) -> Known:
         calls, values = header

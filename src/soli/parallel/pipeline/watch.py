@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -281,12 +280,12 @@ def storage_of(x: Tensor) -> int:
 
 def _numbers(x: Any, levels: int = 2) -> Any:
     """Numbers and words in a list, a dict or an object, and in those that lie in these; of an iterator none, which nobody can read."""
-    if not levels or isinstance(x, int | float | str | Tensor | nn.Module | type | ModuleType):
-        return x if isinstance(x, int | float | str) else None
-    listed = dict(enumerate(x)) if isinstance(x, (tuple, *kept.FOLLOWED)) and not isinstance(x, dict) else x
-    inside = listed if isinstance(listed, dict) else getattr(x, "__dict__", {} if isinstance(x, Iterator) else None)
-    found = [] if inside is None or len(inside) > kept.MOST else [(key, _numbers(value, levels - 1)) for key, value in inside.items()]
-    return None if inside is None else [(key, value) for key, value in found if value is not None]
+    if isinstance(x, int | float | str):
+        return x
+    inside = kept.entries(x) if levels else None
+    if inside is None:
+        return None
+    return [(key, number) for key, value in inside.items() if (number := _numbers(value, levels - 1)) is not None]
 
 
 def _left(module: nn.Module, leaves: list[Any]) -> list[tuple[nn.Module, str, int]]:
@@ -389,11 +388,10 @@ class Tracer(Watch):
         given = [(x, x.clone()) for x in tensors_in((args, kwargs)) if id(x) in self.buffers and kept.comparable(x)]
         out = as_value(func, func(*args, **kwargs))
         looks, made = looks_by(func, args), results_of(func, args, out)
-        # running statistics are written without a word: neither the schema says it, nor the version
-        self.trace.written |= {self.buffers[id(x)]: self.gap for x, before in given if not kept.same(x, before)}
         wrote = bool(made) and in_place(func) and isinstance(args[0], Tensor)
-        if wrote:
-            self.trace.written |= {self.buffers[id(x)]: self.gap for x in (args[0], args[0]._base) if id(x) in self.buffers}
+        # running statistics are written without a word: neither the schema says it, nor the version
+        written = [x for x, before in given if not kept.same(x, before)] + ([args[0], args[0]._base] if wrote else [])
+        self.trace.written |= {self.buffers[id(x)]: self.gap for x in written if id(x) in self.buffers}
         if kwargs.get("out") is not None or (made and in_place(func) and not wrote):  # of several at once (torch._foreach_mul_)
             self.trace.aliased.add((self.gap, self.gap, FOREVER))
         before = getattr(args[0], "_live", None) if wrote else None
@@ -447,14 +445,14 @@ class Tracer(Watch):
         return out
 
     def _leaf(self, unit: str, number: int, leaf: Any, given: list[Any]) -> Any:
+        if isinstance(leaf, bool | int | float | str | None):
+            return CONSTANT
         for place, x in enumerate(given):
-            if x is leaf and not isinstance(leaf, bool | int | float | str | None):
+            if x is leaf:
                 return place
         if isinstance(leaf, Tensor):
             self._made(leaf, (self.gap, OUTPUT, number))
             return TENSOR
-        if leaf is None or isinstance(leaf, bool | int | float | str):
-            return CONSTANT
         what = f"{unit} returns an object that a pipeline cannot hand on"
         allowed = "tensors, numbers, text and None, in tuples, lists, dicts and dataclasses of Hugging Face"
         fix = "return the tensors themselves, or use pp=1"

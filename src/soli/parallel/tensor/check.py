@@ -87,9 +87,8 @@ def _said(name: str, roles: dict[str, Role]) -> Any:
 
 def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> None:
     """Raises SoliError, on every rank, where the cut block computes something else. Collective."""
-    cuts = {n: oned.cuts_of(roles[full], mesh) for (full, _), (n, _) in zip(
-        _named(sample.name, sample.module), sample.module.named_parameters(), strict=True
-    ) if full in roles}  # fmt: skip
+    named = list(zip(_named(sample.name, sample.module), sample.module.named_parameters(), strict=True))
+    cuts = {name: oned.cuts_of(roles[full], mesh) for (full, _), (name, _) in named if full in roles}
     if not any(cuts.values()):
         return
     try:
@@ -111,6 +110,17 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
         got = _traced(sample, divide, levels, seed)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         raise _refused(sample, f"{type(error).__name__}: {error}") from error
+    worst, where = _furthest(sample, expected, got, cuts, mesh, plan)
+    for name in (CP, DEPTH, ROW, TP):
+        worst = extreme(worst, mesh[name], "max", label=LABEL)
+    dims = max((d for p in sample.module.parameters() for d in p.shape), default=1)
+    bound = SAFETY * torch.finfo(torch.float64).eps * len(list(sample.module.modules())) * dims
+    if worst > bound:
+        raise _refused(sample, f"relative error {worst:.1e} of {where or 'another rank'}, bound {bound:.1e}")
+
+
+def _furthest(sample: Sample, expected: dict[str, Tensor], got: dict[str, Tensor], cuts: dict[str, Any], mesh: Mesh, plan: Plan) -> tuple[float, str]:
+    """The largest relative error of what this rank has, and which tensor's it is. `cuts`: of parameters, by name. Collective."""
     worst, where = 0.0, ""
     # A small gradient carries the rounding of larger ones that it is made of: all are measured by the largest.
     largest = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0)
@@ -127,13 +137,7 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
             off = float((got[name] - wanted).abs().max()) / (largest or 1.0)
             if not off <= worst:
                 worst, where = off, name
-    worst = worst if worst == worst else float("inf")
-    for name in (CP, DEPTH, ROW, TP):
-        worst = extreme(worst, mesh[name], "max", label=LABEL)
-    dims = max((d for p in sample.module.parameters() for d in p.shape), default=1)
-    bound = SAFETY * torch.finfo(torch.float64).eps * len(list(sample.module.modules())) * dims
-    if worst > bound:
-        raise _refused(sample, f"relative error {worst:.1e} of {where or 'another rank'}, bound {bound:.1e}")
+    return worst if worst == worst else float("inf"), where
 
 
 def _add_up(whole: Tensor, own: Tensor, cut_over: dict[str, Any], plan: Plan, mesh: Mesh) -> None:

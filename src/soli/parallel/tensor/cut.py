@@ -457,9 +457,7 @@ def added(run: Run, x: Tensor, *, fresh: bool = False) -> Tensor:
 def entered(run: Run, x: Tensor) -> Tensor:
     """A whole tensor that cut computations read. Asked again it is the same one, so that gradients sum once."""
     with torch._C.DisableTorchFunctionSubclass():
-        if run.axis.size == 1 or run.partial or not x.requires_grad or not torch.is_grad_enabled():
-            return x
-        if hasattr(x, "_is_entered"):
+        if run.axis.size == 1 or run.partial or not x.requires_grad or not torch.is_grad_enabled() or hasattr(x, "_is_entered"):
             return x
     if isinstance(x, nn.Parameter):
         if run.reducer is None or x._backward_hooks:  # which are to see the gradient

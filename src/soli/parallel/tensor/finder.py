@@ -109,32 +109,34 @@ class Finder:
 
     def choose(self, inputs: list[Tensor], letters: list[str], out: str) -> None:
         """Decide on the weights of a product that are not decided yet."""
-        for i, x in enumerate(inputs):
+        pairs = list(zip(inputs, letters, strict=True))
+        for i, (x, word) in enumerate(pairs):
             name = self._open(x)
-            if name is None or x.dim() < 2:
-                continue
-            others = [(y, w) for j, (y, w) in enumerate(zip(inputs, letters, strict=True)) if j != i]
-            cuts = [(w[s.dim], s) for y, w in others if (s := split_of(y)) and s.origins]
-            shared_cuts = [(letter, s) for letter, s in cuts if letter in letters[i]]
-            wish, who = self._hint(name)
-            if wish == "replicated" or self._kind(name).replicated:
-                self._replicate(name, self._kind(name).replicated or who)
-            elif self.rows and len(others) == 1 and self._both_ways(x, name, letters[i], others[0], out, who):
-                pass
-            elif shared_cuts and wish != "column":
-                letter, split = shared_cuts[0]
-                self._decide(x, name, "row", replace(split.at(letters[i].index(letter)), lead=()), "its input is cut")
-            elif cuts:
-                self._replicate(name, "its input is cut along another dim")
-            elif wish == "row":
-                summed = next(d for d, c in enumerate(letters[i]) if c not in out)
-                self._column(x, name, summed, "row", who)
-            else:
-                new = [c for c in letters[i] if c in out and all(c not in w for _, w in others)]
-                if len(new) != 1:
-                    self._replicate(name, "its product has no dim of its own")
-                else:
-                    self._column(x, name, letters[i].index(new[0]), "column", who or "it reads what every rank has")
+            if name is not None and x.dim() >= 2:
+                self._choose(x, name, word, pairs[:i] + pairs[i + 1 :], out)
+
+    def _choose(self, x: Tensor, name: str, word: str, others: list[tuple[Tensor, str]], out: str) -> None:
+        """Of one weight, by the product's other inputs."""
+        cuts = [(w[s.dim], s) for y, w in others if (s := split_of(y)) and s.origins]
+        shared_cuts = [(letter, s) for letter, s in cuts if letter in word]
+        new = [c for c in word if c in out and all(c not in w for _, w in others)]
+        wish, who = self._hint(name)
+        if wish == "replicated" or self._kind(name).replicated:
+            self._replicate(name, self._kind(name).replicated or who)
+        elif self.rows and len(others) == 1 and self._both_ways(x, name, word, others[0], out, who):
+            pass
+        elif shared_cuts and wish != "column":
+            letter, split = shared_cuts[0]
+            self._decide(x, name, "row", replace(split.at(word.index(letter)), lead=()), "its input is cut")
+        elif cuts:
+            self._replicate(name, "its input is cut along another dim")
+        elif wish == "row":
+            summed = next(d for d, c in enumerate(word) if c not in out)
+            self._column(x, name, summed, "row", who)
+        elif len(new) != 1:
+            self._replicate(name, "its product has no dim of its own")
+        else:
+            self._column(x, name, word.index(new[0]), "column", who or "it reads what every rank has")
 
     def _both_ways(self, x: Tensor, name: str, word: str, other: tuple[Tensor, str], out: str, who: str) -> bool:
         """On a grid: a matrix is cut along its new dim over tp, and along the summed one over the rows, if both can be."""

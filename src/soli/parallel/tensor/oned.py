@@ -97,7 +97,8 @@ def _whole(part: Tensor, cuts: dict[str, Split], mesh: Mesh) -> Tensor:
 
 def rank_0s(roles: dict[str, Role], mesh: Mesh) -> dict[str, Role]:
     """Rank 0's roles: all ranks cut alike, whatever paths their rows took through the model. Collective."""
-    said = {name: [r.kind, *(None if s is None else [s.dim, s.parts, s.atoms, s.axis] for s in (r.split, r.rows)), r.why] for name, r in roles.items()}
+    told = lambda split: None if split is None else [split.dim, split.parts, split.atoms, split.axis]
+    said = {name: [role.kind, told(role.split), told(role.rows), role.why] for name, role in roles.items()}
     first = gather_json(said, mesh.all, label="roles")[0]
 
     def read(name: str, said: Any) -> Split | None:

@@ -92,8 +92,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     parts: list[Any] = [x for x in given if type(x) in (WeightPart, CutParameter) and getattr(x, "cuts", None)]
     if not parts or torch._C._current_autograd_node() is not None:  # or a copy, which does not know how it is cut
         return func(*args, **kwargs)
-    # lists have at each place what belongs together
-    at_once = name.startswith("_foreach_")
+    at_once = name.startswith("_foreach_")  # lists have at each place what belongs together
     groups = list(zip(*(x for x in args if isinstance(x, list | tuple)), strict=False)) if at_once else [(*args, *kwargs.values())]
     whole = _whole_beside(groups, name)
     if by_elements and whole is None:
@@ -102,22 +101,24 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
         for one, group in zip(result, groups, strict=True) if at_once and result is not None else [(result, given)]:
             _marked(one, name_of(func), given, _cut_of(group))
         return result
-    cut_along = {split.dim for split in parts[0].cuts.values()}
-    along = _along(name, args, kwargs, parts[0].dim())
-    if whole is None and (along is None or not along & cut_along):
+    along, cut_along = _along(name, args, kwargs, parts[0].dim()), {split.dim for split in parts[0].cuts.values()}
+    apart = not by_place if along is None else not along & cut_along  # from the dims that are cut, or perhaps
+    if whole is None and apart:
         views = lambda x: any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
-        by_place &= along is None
-        result = None if by_place else func(*args, **kwargs)
+        result = func(*args, **kwargs)
         # what is no view of what is given was computed of all that the rank has
-        if not by_place and (along is not None or all(map(views, tensors_in((result,))))):
+        if along is not None or all(map(views, tensors_in((result,)))):
             return result if WeightPart.updating else _marked(result, "", given, parts)
-    drawn = name in NAMES["drawn"]
+    raise _refused(func, parts[0].cuts, cut_along, whole, drawn=name in NAMES["drawn"])
+
+
+def _refused(func: Any, cuts: dict[Any, Split], along: set[int], whole: Tensor | None, drawn: bool) -> SoliError:
     what = f"{'numbers are drawn into a weight' if drawn else 'a weight is computed with'} between steps, of which each rank has a part"
     beside = "" if whole is None else f", with what is of the whole one's size, {tuple(whole.shape)}"
-    got = f"{name_of(func)} of {', '.join(sorted(origins_of(parts[0].cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(cut_along)))}{beside}"
+    got = f"{name_of(func)} of {', '.join(sorted(origins_of(cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(along)))}{beside}"
     allowed = "draws before soli.parallelize, or into weights that are whole" if drawn else "what is done element by element, of parts alone, or along other dims"
     fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
-    raise SoliError(what, got=got, allowed=allowed, fix=fix)
+    return SoliError(what, got=got, allowed=allowed, fix=fix)
 
 
 def _is_absent(x: Any) -> bool:
