@@ -7,7 +7,7 @@ a pair that nobody measured is then the sum of what its device does under other 
 devices. How near products come to a peak is more a device's, how long launches take more a program's: see `deviation`. What all
 times of one source are off by together is found beside the constants, and kept by nobody.
 
-Fitted by Gauss-Newton with Levenberg's damping on the rows' soft-L1 loss, as fit.py's, but with one derivative a row
+Fitted by Gauss-Newton with Levenberg's damping on the rows' soft-L1 loss, as planner/measured.py's, but with one derivative a row
 and constant, however many parts there are.
 """
 
@@ -23,7 +23,7 @@ from soli.planner.cost.constants import DEFAULT, MEANINGS, NAMES, Constants
 from soli.planner.cost.points import Array, Points
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS
 from soli.planner.cost.step import step
-from soli.planner.fit import BOUNDS, TIME_ERROR, Measured, logs, residuals_of
+from soli.planner.measured import BOUNDS, TIME_ERROR, Measured, logs, residuals_of
 
 Family = tuple[str, str]
 OTHER = "other"

@@ -30,8 +30,7 @@ from soli.engine.taken import HEADROOM
 from soli.planner.cost import constants
 from soli.planner.cost.constants import DEFAULT, NAMES, SPREADS, Constants, chain, repeated, spread_of
 from soli.planner.cost.step import step
-from soli.planner.fit import fit
-from soli.planner.measured import factors_of, learn, published, shapes_of
+from soli.planner.measured import factors_of, fit, learn, published, shapes_of
 from soli.planner.predict import arrays, family_of, learn_family, predict
 from soli.planner.rows import BY_EYE, TESTS, Row, read_measured
 from soli.planner.search import chosen

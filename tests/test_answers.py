@@ -20,8 +20,8 @@ from soli.planner.cost.constants import MEANINGS, repeated
 from soli.planner.cost.points import ZBV, points
 from soli.planner.cost.ranks import ranks
 from soli.planner.hardware.clusters import read_cluster
+from soli.planner.models import named, of_entry
 from soli.planner.page import _timeline, page
-from soli.planner.published import named, of_entry
 from soli.planner.search import Task, search
 from test_cost import BASE, ONE, point
 from test_search import LLAMA, SMALL, config, task  # noqa: F401  (config is a fixture)

@@ -30,8 +30,8 @@ from soli.planner.cost.points import (
 )
 from soli.planner.hardware import interconnect
 from soli.planner.hardware.devices import devices
+from soli.planner.models import named
 from soli.planner.predict import predict
-from soli.planner.published import named
 from soli.planner.rows import read, read_measured
 from soli.planner.spellings import way
 

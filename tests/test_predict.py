@@ -17,12 +17,11 @@ from soli.core.errors import SoliError
 from soli.planner.cost.constants import MEANINGS, NAMES, known, repeated, sets
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points
 from soli.planner.cost.step import step
-from soli.planner.fit import Measured, fit
 from soli.planner.hardware.devices import USABLE
-from soli.planner.measured import SHARED, covariance, shapes_of
+from soli.planner.measured import SHARED, Measured, covariance, fit, shapes_of
 from soli.planner.measured import published as published_layers
+from soli.planner.models import named, near, of_entry, published
 from soli.planner.predict import Prediction, arrays, learn_family, predict
-from soli.planner.published import named, near, of_entry, published
 from soli.planner.row import Row
 from soli.planner.rows import framework, read, read_measured
 from typed import soli
@@ -184,6 +183,21 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "capacity_factor=1.25, padded"}, {"active": 10}),
         ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "capacity factor 1.25, unpadded"}, {"active": 8}),
         ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": "dropless"}, {"active": 8}),
+        *[
+            ({"gpu": "H100", "precision": "fp8", "framework": program, "notes": words}, {"eighth": eighth})  # a copy in 8 bits beside the parameters
+            for program, words, eighth in (
+                ("Megatron-LM", "", 1), ("Megatron-LM", "--fp8-param-gather", 0), ("Megatron-LM", "FP8 primary weights", 0), ("Megatron-LM", "param_gather in fp8", 0),
+                ("NeMo (Megatron-Core)", "", 0), ("torchtitan", "", 0),
+            )
+        ],
+        ({"gpu": "H100", "framework": "Megatron-LM"}, {"kernel": 0.53, "eighth": 0}),
+        ({"gpu": "H100", "framework": "Megatron-LM", "attention": "flash-attn 2"}, {"kernel": 0.35}),
+        ({"gpu": "H100", "framework": "Megatron-LM", "attention": "not FlashAttention-2"}, {"kernel": 0.53}),
+        ({"peft": "lora r=64"}, {"adapters": 64 * (8 * 4096 + 2 * (4096 + 16384))}),
+        ({"peft": "LoRA rank 8 on all linear layers", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * (8 * 4096 + 2 * 3 * (4096 + 16384))}),
+        ({"peft": "LoRA rank 8", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * 8 * 4096}),
+        ({"framework": "HF Transformers + PEFT", "peft": "lora"}, {"widened": 4}),
+        ({"framework": "LitGPT", "peft": "lora"}, {"widened": 0}),
         *[
             ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": words}, {"active": 8})
             for words in ("capacity factor 1.25, not padded", "capacity factor 1.25 (no tokens dropped)", "eval capacity factor 2, padded", "capacity factor 4, sequences padded", "capacity factor 0, padded")

@@ -556,7 +556,7 @@ def test_experts_are_shared_out_where_the_program_can() -> None:
     [
         (MOE, "soli", {"ep": 2.0}, "soli does not run ep=2 yet"),
         (MOE, "megatron", {"ep": 3.0}, "ep=3 does not divide the 8 experts"),
-        (SMALL, "megatron", {"ep": 2.0}, "ep=2 does not divide the 0 experts"),
+        (SMALL, "megatron", {"ep": 2.0}, "ep=2 is of experts, and there are none in"),
     ],
 )
 def test_what_cannot_be_is_said(model: Model, framework: str, fixed: dict[str, float], said: str) -> None:

@@ -9,9 +9,8 @@ from tests.test_predict import ROW
 
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
 from soli.planner.hardware.devices import USABLE
-from soli.planner.models import compressed, read_model
+from soli.planner.models import compressed, named, of_entry, read_model
 from soli.planner.predict import predict
-from soli.planner.published import named, of_entry
 from soli.planner.rows import read
 from soli.planner.spellings import Sharding, device, precision, program, recomputation, sharding, switch
 

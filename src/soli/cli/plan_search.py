@@ -127,8 +127,7 @@ def program_of(text: str) -> programs.Program | None:
 def read(text: str, program: programs.Program | None) -> tuple[Model, tuple[str, ...]]:
     """The dimensions of a model, and what of them was inferred: said by a configuration, or seen in a program's trace."""
     if program is None:
-        from soli.planner.models import read_model
-        from soli.planner.published import named, near
+        from soli.planner.models import named, near, read_model
 
         path = Path(text)
         if not os.path.exists(path) and (known := named(text)):

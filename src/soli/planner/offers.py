@@ -50,21 +50,18 @@ def unable(framework: str, fixed: Mapping[str, float], precisions: Sequence[str]
     """What is fixed that the program does not run."""
     one = lambda name, usual=1.0: fixed.get(name, usual)
     order = NAMED[one("schedule", ONE)]
-    asked = (
-        ("ep", f"ep={one('ep'):g}", one("ep") != 1),
-        ("ulysses", "context=ulysses", one("context", RING) != RING),
+    asked = (  # choice, its words, whether it is asked for
+        ("ep", f"ep={one('ep'):g}", one("ep") != 1), ("ulysses", "context=ulysses", one("context", RING) != RING),
         ("ring", "context=ring", fixed.get("context") == RING and one("cp", 2) > 1),
         ("crossed", "cp beside tp or pp", one("cp") > 1 and max(one("tp"), one("pp")) > 1),
-        ("sp", "sp=on", one("sp", 0) == 1),
-        (order, f"schedule={order}", order != "1f1b"),
+        ("sp", "sp=on", one("sp", 0) == 1), (order, f"schedule={order}", order != "1f1b"),
         ("interleaved", f"chunks={one('chunks'):g}", one("chunks") > 1),
         ("deep", f"zero={one('zero'):g} in a pipeline", one("zero") > 1 and one("pp") > 1),
         ("copies", f"replicate={one('replicate'):g} with less than zero=3", one("replicate") > 1 and one("zero", 3) < 3),
-        ("offload", "offload=optimizer", one("offload", 0) != 0),
-        ("fp8", "precision=fp8", "fp8" in precisions),
+        ("offload", "offload=optimizer", one("offload", 0) != 0), ("fp8", "precision=fp8", "fp8" in precisions),
         ("grids", "tensor=2d or 3d", one("tensor", LINE) != LINE or "rows" in fixed),
         ("some", "recompute=some", one("recompute", 0) == SOME),
-    )  # choice, its words, whether it is asked for
+    )  # fmt: skip
     lacking = (words for name, words, wanted in asked if wanted and not chooses(framework, name))
     return [Problem(f"{framework} does not run {words} yet", allowed="another --framework") for words in lacking]
 

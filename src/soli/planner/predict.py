@@ -11,7 +11,7 @@ from soli.planner.columns import TIMES
 from soli.planner.cost.constants import known, repeated, spread_of
 from soli.planner.cost.points import Array, Points, points
 from soli.planner.cost.step import Step, step
-from soli.planner.fit import Measured, fit
+from soli.planner.measured import Measured, fit
 from soli.planner.row import Row
 from soli.planner.rows import read, read_measured
 

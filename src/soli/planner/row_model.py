@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from soli.planner.cells import SILENT, text, true
 from soli.planner.columns import COLUMNS, told_by
 from soli.planner.cost.programs import MEGATRON, TESTS, WORDS, tells
-from soli.planner.models import Model, compressed
-from soli.planner.published import named, plain_name
+from soli.planner.models import Model, compressed, named, plain_name
 from soli.planner.row import KERNEL, Row, Said
 from soli.planner.spellings import FSDP, affirmed, meant, switch
 
@@ -175,12 +174,14 @@ def _shape_of(parameters: float, layers: float | None, hidden: float | None, sta
 def adapters_of(row: Mapping[str, str], q: Mapping[str, float], found: Row) -> float:
     """Parameters of a layer's adapters: of each matrix but experts' two of the rank's width (LoRA, arXiv 2106.09685, 4.1)."""
     column = next((cell for name in ("lora_rank", "lora_r") if re.fullmatch(r"[1-9]\d*", cell := text(row, name))), "")
-    told = RANK.search(text(row, "notes"))
+    told = RANK.search(f"{called(row)}; {text(row, 'notes')}")
     if not column and not told:
         found.inferred.append(f"lora_rank={USUAL_RANK}")
     rank = float(column or (told[1] if told else USUAL_RANK))
     width = q["heads"] * q["head_size"]
-    mlp = 0.0 if q["experts"] or q["spared"] else (2 + q["gated"]) * (q["hidden"] + q["ffn"])
+    each = re.search(r"\ball[- _]linear", told_by(row) + called(row), re.I)  # experts' too
+    own = (q["experts"] / q["ep"] if each else 0.0) if q["experts"] else 1 - q["spared"]
+    mlp = own * (2 + q["gated"]) * (q["hidden"] + q["ffn"])
     return rank * (4 * q["hidden"] + 2 * width * (1 + q["kv_heads"] / q["heads"]) + mlp)
 
 

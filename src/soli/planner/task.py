@@ -132,7 +132,7 @@ def _of_choices(task: Task, fixed: Mapping[str, float]) -> list[Problem]:
         f"{said('tensor', 'rows', 'tp')} contradict each other: {fixed.get('tp', 1):g} ranks are no such {'cube' if tensor == CUBE else 'grid'}": grid and tensor != LINE and _no_shape(task, fixed, tensor),
         f"{said('pp', 'chunks', 'schedule')}: {stages:g} stages, and {model.name} has {model.layers} layers": stages > model.layers,
         f"{said('schedule', 'chunks', 'microbatches', 'pp')} contradict each other: microbatches are {many}": {"pp", "microbatches"} <= fixed.keys() and pp > 1 and scarce,
-        f"{said('ep')} does not divide the {model.experts} experts of {model.name}": model.experts % ep if model.experts else ep > 1,
+        f"{said('ep')} {f'does not divide the {model.experts} experts of' if model.experts else 'is of experts, and there are none in'} {model.name}": model.experts % ep if model.experts else ep > 1,
     }  # fmt: skip
     return [Problem(what) for what, wrong in rules.items() if wrong] + unable(task.framework, fixed, task.precisions)
 

@@ -114,11 +114,12 @@ def gathered(p: Points, rank: Rank) -> Array:
 
 def casts(p: Points, rank: Rank) -> Array:
     """Bytes of the parameters in 16 bits that microbatches under way keep; what is recomputed is cast again for one layer,
-    and of a forward torch.autocast keeps them until its end."""
+    and of a forward torch.autocast keeps them until its end. And of those in 8 bits that a program keeps all step long."""
     layer = sum(of_layer(p), np.zeros(()))
     least = np.where(p.recompute == FULL, 1.0 / np.maximum(rank.layers, 1.0), 1.0)
     times = np.where(p.recompute == NONE, rank.under_way, np.minimum(np.maximum(rank.undone, least), rank.under_way))
-    return np.where(p.casts > 0, 2.0 * (rank.layers * layer * times + p.vocab * p.hidden / p.tp * rank.losses), 0.0)
+    cast = np.where(p.casts > 0, 2.0 * (rank.layers * layer * times + p.vocab * p.hidden / p.tp * rank.losses), 0.0)
+    return cast + p.eighth * rank.layers * layer
 
 
 @once
@@ -145,6 +146,9 @@ def activations_of_layer(p: Points) -> Array:
     # Of frozen products without adapters nobody needs what they read.
     spared = p.spared * np.minimum(p.low, 2.0)
     outside, inside = outside - spared * p.hidden, inside - spared * p.ffn * active
+    if p.widened.any():  # q, k, v, what opens an MLP, its last product and attention's, each by itself; of attention alone q and v, as is usual
+        each = np.where(p.spared > 0, 2.0 * p.hidden, (4.0 + p.gated) * p.hidden + width + p.ffn * active)
+        inside = inside + np.where(p.adapters > 0, p.widened * each, 0.0)
     if p.parts.any():
         norms, rest = _of_parts(p)
         outside, inside = outside - norms, inside - rest
@@ -299,7 +303,8 @@ def _fullest(p: Points, rank: Rank, found: dict[str, Array]) -> dict[str, Array]
     and no activations any more where they have them all; or at the update, with its copies and nothing that the passes keep."""
     passing, copied, gradients = ("activations", "logits", "gathered"), copies(p, rank), found["gradients"]
     at_loss = found["activations"] + found["logits"]
-    there = np.where((p.late > 0) & (p.microbatches == 1), np.maximum(gradients - at_loss, 0.0), gradients)
+    last = np.where(rank.layers > 0, activations_of_layer(p.recomputing(NONE)), 0.0)  # the layer whose backward is the last one
+    there = np.where((p.late > 0) & (p.microbatches == 1), np.clip(gradients + last - at_loss, 0.0, gradients + last), gradients)
     fuller = copied + gradients > there + sum((found[kind] for kind in passing), np.zeros(()))
     less = {kind: np.where(fuller, 0.0, found[kind]) for kind in passing}
     update = {"optimizer": found["optimizer"] + np.where(fuller, copied, 0.0)}

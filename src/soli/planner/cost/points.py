@@ -144,9 +144,11 @@ class Points:
     spared: Array = field(metadata={"unsaid": 0.0})  # flag: an MLP's matrices are frozen and have no adapters
     # of what experts exchange the share that runs behind another microbatch's computing, where it is told so
     paired: Array = field(metadata={"unsaid": 0.0})
+    widened: Array = field(metadata={"unsaid": 0.0})  # bytes of a copy that each adapter keeps of what it reads
     graphs: Array = field(metadata={"unsaid": 0.0})  # flag: CUDA graphs launch a layer's kernels
     unwaited: Array = field(metadata={"unsaid": 0.0})  # flag: the host does not wait for where tokens go
     fused: Array = field(metadata={"unsaid": 0.0})  # flag: one kernel updates a parameter
+    eighth: Array = field(metadata={"unsaid": 0.0})  # bytes of a copy of a layer's parameter in 8 bits, beside that in 16
     # a rank's experts compute at once; 1: one after another; 2: and ZeRO-3 gathers each matrix of theirs by itself
     looped: Array = field(metadata={"unsaid": 0.0})
     # sizes at which a product reaches half of its rate, by those of a product of 16 bits

@@ -75,7 +75,7 @@ def blocks(said: str, devices: float) -> bool:
 
 def attends(framework: str, generation: str, said: str) -> float:
     """Of a device's peak what the program's attention reaches alone, where it keeps no scores. `said`: what a row tells."""
-    kernel = OWN if framework in (MEGATRON, TESTS) or tells("late", affirmed(said)) else SECOND
+    kernel = OWN if (framework in (MEGATRON, TESTS) and not tells("second", affirmed(said))) or tells("late", affirmed(said)) else SECOND
     if tells("early", said):
         kernel = FIRST
     return SHARES.get(generation, OTHERS)[kernel]
@@ -109,5 +109,6 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "fours": float(framework.startswith("megatron")),
         "pieces": first("pieces", has, 1.0),
         "turns": float(tells("turns", has)),
+        "widened": 4.0 * tells("peft", has),
         "written": float(generation == "cpu"),
     }

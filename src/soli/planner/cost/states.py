@@ -3,7 +3,7 @@
 import re
 
 from soli.core.tables import table
-from soli.planner.cost.programs import MEGATRON, OLD, first, tells
+from soli.planner.cost.programs import MEGATRON, OLD, TESTS, first, tells
 from soli.planner.spellings import affirmed, meant
 
 KEPT: dict[str, dict[str, float]] = table(__package__, "states.toml")
@@ -38,6 +38,7 @@ def of_states(framework: str, precision: str = "bf16", pipeline: bool = True, sa
         "copied": width if trainer and moments in (None, 2.0) and width > 1 else found["copied"],
         "moments": copy + width * (2.0 if moments is None else moments),
         "gradient": 0.0 if tells("in_backward", f"{told}; {optimizer.lower()}") else found["gradient"],
+        "eighth": float(precision == "fp8" and framework in (MEGATRON, TESTS) and not (tells("recipes", said) or tells("narrow_gather", told))),
         "late": float(trainer or framework == "fsdp"),
         "casts": float(copy > 0 and framework == "fsdp" and tells("casts", told) and not (tells("compiled", told) or tells("compiler", told))),
     }
